@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import deepspeed_cases
+import generated_cases
 import jax_cases
 import jax_ucp as ucp
 import megatron_cases
@@ -27,6 +28,10 @@ from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"
 RULES = [(r"(weight|w[123])$", P("data", "model"))]
+
+
+_FAMILIES = ("deepspeed", "deepspeed_universal", "deepspeed_writers", "dtensors", "jax", "megatron")
+_FAMILIES += ("torch", "trainers")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,13 @@ class Case:
         family = "deepspeed" if self.family == "deepspeed_universal" else self.family
         return json.loads((DATA / family / self.name / "case.json").read_text())
 
+    @property
+    def is_generated(self) -> bool:
+        return self.family == "deepspeed_writers"
+
     def truth(self) -> dict[str, np.ndarray]:
+        if self.is_generated:
+            return generated_cases.truth(DATA / self.family / self.name)
         if self.family == "torch":
             return torch_cases.truth(self.name)
         if self.family == "jax":
@@ -65,6 +76,8 @@ class Case:
         if isinstance(got, jax.Array) and jax.dtypes.issubdtype(got.dtype, jax.dtypes.prng_key):
             got = jax.random.key_data(got)
         got = np.asarray(got)
+        if self.is_generated:
+            return generated_cases.equal(got, want)
         if label.startswith("step/") and self.family != "jax":
             return float(got) == float(want)
         return same_bits(
@@ -74,7 +87,9 @@ class Case:
     def open(self, **options) -> ucp.Checkpoint:
         if not options.get("weights_only"):
             options = deepspeed_cases.word(self.path) | options
-        if self.family == "megatron":
+        if self.is_generated:
+            options = {**self.about["options"], **options}
+        elif self.family == "megatron":
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
         if self.family == "jax":
             options |= self.about["options"]
@@ -92,12 +107,7 @@ def every() -> list[Case]:
         for folder in sorted(DATA.glob("*/*"))
         if folder.is_dir()
     ]
-    cases = [
-        case
-        for case in cases
-        if case.family
-        in ("deepspeed", "deepspeed_universal", "dtensors", "jax", "megatron", "torch", "trainers")
-    ]
+    cases = [case for case in cases if case.family in _FAMILIES]
     return [
         case
         for case in cases

@@ -42,6 +42,23 @@ tests/formats_table.py > docs/formats.md`; tests compare lines of it with a run,
 | Megatron-Bridge, `torch_dist` | its layout by megatron-core 0.16.1 and 0.19.0, `run_config.yaml` from source (v0.6.0) | the same; degrees are by `run_config.yaml`, or seen from what is stored | as above |
 | NeMo 2 (`weights/` and `context/`) | its layout by megatron-core 0.13.1, 0.14.0 and 0.15.3, from source | the same; degrees are seen from what is stored | as above |
 
+## Writers of DeepSpeed's files
+
+Run: DeepSpeed 0.19.8 and 0.18.2, on CPUs, with `tests/generators/deepspeed.py`; some parts that need a GPU were replaced
+by plain arithmetic, as a case's line says. What opens beside Adam, Lion and SGD, and what does not:
+
+| what | | |
+|---|---|---|
+| Muon | opens | ZeRO-1 and 2 have the momentum of a matrix whole on each rank that has a part of it: copies are compared. Before 0.19.3 ranks have different ones of a matrix in two partitions, which is refused; `on_conflict='master'` takes the first rank's |
+| 8-bit optimizers of bitsandbytes 0.50 | opens | as codes, tables and scales; `dequantize='float32'` gives the numbers. AdEMAMix's first moments stay codes |
+| Adafactor | opens | its RMS is of a rank's partition, and an extra of each file |
+| 1-bit Adam, 0/1 Adam, 1-bit LAMB | opens | removed from DeepSpeed after 0.19.5; the errors of compression are rank 0's, as saved |
+| MiCS | opens | removed from DeepSpeed after 0.19.5 |
+| ZeRO++ | opens | the second partitions (hpZ) and quantised communication (qwZ, qgZ) are in no file; frozen weights under `zero_quantized_nontrainable_weights` are saved without their scales and refused |
+| ZenFlow | `on_conflict=` | masters may be behind the weights; with `overlap_step` no moments are saved |
+| SuperOffload | opens, from the source of 0.19.8 | the files are ZeRO-3's; moments are in another process and not saved, which a note says |
+| NVMe | opens | ZeRO-3 without tensor or expert parallelism, with `offloaded_tensors` beside the files |
+
 ## Folders of weights
 
 What is read of a folder with safetensors or with files of torch.save is decided by names and indexes: what transformers
@@ -137,9 +154,9 @@ tensor without scales, and without such a config, is a weight like any other.
 A file that is missing, cut short, of another world size, step or run is refused by name, or a restore finds it by a
 sample of its copies, a conversion by all of them. These are not, because nothing that is stored tells:
 
-- **ZeRO-3**: the ranks of one run exchanged, or a rank's file from another run of the same shapes and step. There is
-  one copy of everything, and a file does not say whose it is, unless there are experts.
 - **DTensors by rank**: files of the optimizer, or of a rank's part of it, from another run of the same step and settings.
+- **ZeRO-3**: a rank's file from another run of the same shapes and step, swap files of two ranks exchanged, or whole
+  files that were not written by name (torch.save puts the name into the zip). There is one copy of everything.
 - **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else.
 - **Whose a numbered optimizer state is**: torch numbers parameters in the order in which a script lists them, and
   ZeRO-0 in fp32, files of torch.save and some of DCP have the numbers alone. States are mapped where names are stored,
@@ -163,7 +180,8 @@ Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes tha
 def line(case: Case, found: Outcome) -> str:
     """The case's line of the table."""
     cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
-    said = case.about["options"] if case.family in ("trainers", "dtensors") else word(case.path)
+    families = ("trainers", "dtensors", "deepspeed_writers")
+    said = case.about["options"] if case.family in families else word(case.path)
     if said:
         cells[2] += "; with " + ", ".join(f"`{key}={value!r}`" for key, value in said.items())
     if found.equal is None:
@@ -190,6 +208,8 @@ def _features(case: Case) -> str:
         return f"{about['about']}; {writers}"
     if text := about.get("about") or about.get("description"):
         return str(text).partition(" {")[0].replace("|", "/")
+    if case.is_generated:
+        return ", ".join(f"{name} {version}" for name, version in about["writer"].items())
     degrees = [
         f"{name} {n}"
         for name, n in about["parallel"].items()

@@ -207,7 +207,7 @@ def test_a_size_of_a_mapping_that_is_no_length_is_refused_by_its_name(n):
     [
         (DEEPSPEED, "the names it takes are vocab; perhaps vocab is meant"),
         (MEGATRON_DIST, "the names it takes are vocab; perhaps vocab is meant"),
-        (MEGATRON, r"the names it takes are expert_ffn, ffn, .*, vocab; perhaps vocab is meant"),
+        (MEGATRON, r"the names it takes are .*, expert_ffn, ffn, .*, vocab; perhaps vocab is meant"),
         (SAFETENSORS, "it records all lengths itself"),
         (DCP, "it records all lengths itself"),
         (TORCH, "it records all lengths itself"),
@@ -617,6 +617,16 @@ TABLE: dict[str, dict[str, str]] = {
         "model": "refused",
         "step": "refused",
     },
+    "diff": {
+        "first": "used",
+        "second": "used",
+        "mapping": "used",
+        "rename": "harmless: a beginning that no label has renames none, and both then differ",
+        "only": "harmless: leaves that nothing matches are left out, and the count says so",
+        "headers": "used",
+        "budget_bytes": "used",
+        "progress": "used",
+    },
     "Checkpoint.map": {
         "mapping": "used",
         "sizes": "refused",
@@ -629,6 +639,7 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "noted",
         "cast": "refused",
         "partial": "refused",
+        "missing": "refused",
         "share_reads": (
             "harmless: in one process, or where no array is held by several, each reads its own"
         ),
@@ -640,6 +651,7 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "noted",
         "cast": "refused",
         "partial": "refused",
+        "missing": "refused",
         "share_reads": (
             "harmless: in one process, or where no array is held by several, each reads its own"
         ),
@@ -676,6 +688,7 @@ TABLE: dict[str, dict[str, str]] = {
         "hosts": "refused",
         "budget_bytes": "used",
         "progress": "used",
+        "executor": "used",
     },
     "Checkpoint.plan_export": {
         "format": "used",
@@ -692,6 +705,7 @@ TABLE: dict[str, dict[str, str]] = {
         "zero_stage": "refused",
         "budget_bytes": "used",
         "progress": "used",
+        "executor": "used",
     },
     "args.Save": {"item": "used", "budget_bytes": "used"},
     "args.Restore": {
@@ -700,6 +714,7 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "noted",
         "cast": "refused",
         "partial": "refused",
+        "missing": "refused",
         "share_reads": (
             "harmless: in one process, or where no array is held by several, each reads its own"
         ),
@@ -708,6 +723,8 @@ TABLE: dict[str, dict[str, str]] = {
         "narrow_integers": "harmless: integers that JAX has as they are stay so",
     },
     "CheckpointHandler": {"budget_bytes": "used"},
+    "handler_registry": {"budget_bytes": "used"},
+    "orbax_context": {"context": "used"},
 }
 SOURCE = {
     "mapping": "used",
@@ -727,7 +744,14 @@ SOURCE |= {
 }
 ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
 COMMAND_TABLE: dict[str, dict[str, str]] = {
-    "inspect": {"path": "used", "pattern": "refused", "all_": "refused", "json_": "used", **SOURCE},
+    "inspect": {
+        **{"path": "used", "pattern": "refused", "json_": "used", **SOURCE},
+        **dict.fromkeys(("files", "inventory", "all_"), "refused"),
+    },
+    "diff": {
+        **{"first": "used", "second": "used", "headers": "used", "rename": "harmless"},
+        **{"only": "harmless", "all_": "used", "budget": "used", "json_": "used", **SOURCE},
+    },
     "plan": {
         "source": "used",
         "target": "used",

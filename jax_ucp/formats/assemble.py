@@ -33,6 +33,7 @@ from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
 from jax_ucp.sources.contents import About, Contents, Item, QuantizedWeight, Status
 from jax_ucp.sources.cuts import Cut, WithCuts
+from jax_ucp.sources.decoded import Coded, WithDecoded
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.duplicates import Duplicate, Mean, Replicas
 from jax_ucp.sources.optimizer_groups import groups_of, plain_settings
@@ -72,6 +73,7 @@ class Import:
         self.said: dict[str, Any] = {}
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
         self._cuts: dict[str, Cut] = {}
+        self._decoded: dict[str, Coded] = {}
         self._slices: dict[str, Consolidated] = {}
         self._duplicates: list[_StoredTwice] = []
         self._places: list[tuple[str, Consolidated, Consolidated, str, bool]] = []
@@ -126,6 +128,14 @@ class Import:
         """
         self._cuts[key] = cut
 
+    def decoded(self, key: str, coded: Coded, reason: str) -> None:
+        """A tensor called `key` that is decoded from stored ones; what is made of it says so of
+        its codes.
+        """
+        self._decoded[key] = coded
+        for part in (coded.table, coded.scales):
+            self._statuses[part] = "mapped", reason
+
     def slice(self, key: str, tensor: Consolidated, reason: str) -> None:
         """A tensor that one rank had in memory, made of stored ones; parameters are made of it
         by `key`.
@@ -139,6 +149,8 @@ class Import:
                 self._statuses[self._stored(key)] = "mapped", reason
 
     def _stored(self, key: str) -> str:
+        if key in self._decoded:
+            return self._decoded[key].codes
         return self._cuts[key].key if key in self._cuts else key
 
     def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
@@ -185,11 +197,13 @@ class Import:
         for name_in_file in stored:
             self._statuses.setdefault(name_in_file, ("skipped", reason))
 
-    def slice_duplicate(self, whole: str, key: str, reason: str, at: Sequence[int] = ()) -> None:
+    def slice_duplicate(
+        self, whole: str, key: str, reason: str, at: Sequence[int] = (), cause: str = ""
+    ) -> None:
         """A stored tensor that must be the slice `whole`, or what it has at the leading indices
-        `at`, rounded.
+        `at`, rounded; `cause` as in `duplicate`.
         """
-        self._duplicates.append(_StoredTwice(whole, key, key, tuple(at)))
+        self._duplicates.append(_StoredTwice(whole, key, key, tuple(at), cause))
         self._statuses[key] = "skipped", reason
 
     def prove_place(
@@ -346,7 +360,8 @@ class Import:
             self.notes.append(NOTHING_TWICE.format(self.on_conflict))
 
     def _with_cuts(self) -> ArraySource:
-        return WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+        shards = WithDecoded(self.shards, self._decoded) if self._decoded else self.shards
+        return WithCuts(shards, self._cuts) if self._cuts else shards
 
     def _checks(self, views: _Views, extent: Extent) -> Iterator[Check]:
         """The proofs of all leaves."""
@@ -446,6 +461,8 @@ class Import:
                 yield from self._keys_below(self._slices[key].keys)
             elif key in self._cuts:
                 yield self._cuts[key].key
+            elif coded := self._decoded.get(key):
+                yield from (coded.codes, coded.table, coded.scales)
 
     def _is_of_parameter(self, settings: tuple[str, dict[str, Any]]) -> bool:
         return (Key("dict", "param"), Key("dict", settings[0])) in self.params

@@ -29,6 +29,7 @@ GroupsFunction = Callable[[Sequence[str]], Sequence[Sequence[str]]]
 OptimizerGroups = str | Lists | GroupsFunction  # a word, maybe with `:` and a model type
 SaidGroups = str | Lists
 Dequantize = Literal[False, "bfloat16", "float16", "float32"] | None
+DECODED: Final = "float32"  # what the states of 8-bit optimizers are decoded to
 
 _DEQUANTIZED = ("bfloat16", "float16", "float32")
 NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes nothing"
@@ -88,7 +89,8 @@ class Options:
     `on_conflict` says which of two stored copies is right where they differ, `master` or `copy`:
     then they are not compared. The master is also the first of several replicas; a copy is what
     the model computed with, in its dtype. `dequantize` is the dtype that quantised weights are
-    dequantised to; False keeps them as the parts that are stored, None refuses to hand them out.
+    dequantised to, and "float32" decodes the states of 8-bit optimizers too; False keeps weights as
+    the parts that are stored, None refuses to hand them out.
     `optimizer_groups` says which parameters each group of an optimizer has, where states go by
     numbers. `model` names the one that is meant where there are several. `step` is the one to open
     of a run's folder.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed.files import Rank, Stored
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.stage0 import unwrapped
@@ -25,6 +26,7 @@ _LAYOUT = (
     *("group_paddings", "partition_count", "param_slice_mappings"),
     *("param_alignment_paddings", "zero_stage", "ds_zero_partition_groups"),
 )
+_OF_OPTIMIZER = ("_optim_states.pt", ".tensor.swp")
 _NAMES_AND_SHAPES = "says which tensor is which; its content is in the tree's names and shapes"
 _OF_PARTITIONS = "says how partitions lie; consolidated parameters have no such thing"
 
@@ -80,12 +82,21 @@ def _add_of_optimizer(slices: Slices, stored: Stored, optimizer: Mapping[str, An
                 slices.importer.leave(key, "state", ASIDE)
 
 
-def skip_other_files(slices: Slices) -> None:
+def skip_other_files(slices: Slices, swap_files: Collection[str] = ()) -> None:
     """Skip the files of the folder that were not read, each with the reason."""
-    read = {file.name for file in slices.files.all()}
-    for path in sorted(slices.files.folder.children()):
-        if path.name in read:
-            continue
-        left_aside = slices.options.weights_only and path.name.endswith("_optim_states.pt")
+    read = {file.name for file in slices.files.all()} | {*swap_files}
+    for path in sorted(_below(slices.files.folder, read)):
+        name = path.below(slices.files.folder)
+        left_aside = slices.options.weights_only and path.name.endswith(_OF_OPTIMIZER)
         reason = ASIDE if left_aside else "not one that DeepSpeed's engine reads"
-        slices.importer.skip(path.name, "folder" if path.is_dir() else "file", reason)
+        slices.importer.skip(name, "folder" if path.is_dir() else "file", reason)
+
+
+def _below(folder: FilePath, read: Collection[str], prefix: str = "") -> Iterator[FilePath]:
+    """What is in a folder, or in those of its folders that have files which are read."""
+    for path in folder.children():
+        name = f"{prefix}{path.name}"
+        if any(file.startswith(f"{name}/") for file in read):
+            yield from _below(path, read, f"{name}/")
+        elif name not in read:
+            yield path

@@ -49,6 +49,13 @@ _WRAPPERS = (
 _Numbers = TypeVar("_Numbers")
 
 
+@dataclass(frozen=True, slots=True)
+class SwappedTensor(StoredTensor):
+    """A tensor whose elements are in another file, of this name below the folder."""
+
+    file: str = ""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A file of the checkpoint, and the dict in it that matters; `subfolder` ends with a slash."""
@@ -62,7 +69,8 @@ class Stored:
         return self.subfolder + self.file.path.name
 
     def key(self, tensor: StoredTensor) -> str:
-        return f"{self.name}:{tensor.key}"
+        file = tensor.file if isinstance(tensor, SwappedTensor) else self.name
+        return f"{file}:{tensor.key}"
 
 
 @dataclass(frozen=True)
@@ -272,11 +280,16 @@ def _is_zero3(names: _Names) -> bool:
     stages = {dp is not None for dp, _ in names.models}
     if len(stages) > 1:
         raise FormatError(
-            f"{names.folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage "
-            f"({_model_name(None, 0)}): two saves with different settings are in one folder. "
-            "Remove the files of the older one"
+            f"{names.folder} has model states of ZeRO-3 ({_first_of(names, True)}) and of another"
+            f" stage ({_first_of(names, False)}): two saves with different settings are in one"
+            " folder. Remove the files of the older one"
         )
     return stages.pop()
+
+
+def _first_of(names: _Names, zero3: bool) -> str:
+    """The first model states of ZeRO-3, or of another stage."""
+    return min(name for (dp, _), name in names.models.items() if (dp is not None) == zero3)
 
 
 def _has_flat_groups(path: FilePath) -> bool:
@@ -288,6 +301,8 @@ def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
     state = model.state
     data_ranks = {dp for dp, _ in names.optimizers}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
+    if zero3:
+        world = mics_ranks(model) or world
     degrees = known(state.get("checkpoint_parallel_dimensions"))
     if isinstance(degrees, dict):
         return _Run(model.name, int(degrees["pp_degree"]), int(degrees["tp_degree"]), world, zero3)
@@ -296,6 +311,19 @@ def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
     layer_ranks = {tp for _, tp in names.layers}
     tp = len(layer_ranks) or mp_world
     return _Run(model.name, max(1, mp_world // tp), tp, world, zero3)
+
+
+def mics_ranks(model: Stored) -> int:
+    """Over how many ranks MiCS shards a parameter; 0 without it. Other ranks have copies of what
+    the first ones have, and save nothing (`runtime/zero/mics.py`, up to DeepSpeed 0.19.5).
+    """
+    return max(0, _count(zero_config(model), "mics_shard_size", 0))
+
+
+def zero_config(model: Stored) -> Mapping[str, Any]:
+    """What the run's configuration says of ZeRO, but for what is off."""
+    config = as_dict(known(model.state.get("ds_config")))
+    return {key: value for key, value in as_dict(config.get("zero_optimization")).items() if value}
 
 
 def _count(state: Mapping[str, Any], key: str, default: int) -> int:
@@ -392,6 +420,8 @@ def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]
 
     ranks = [[open_rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
     _refuse_copies(((rank, rank.masters) for rank in itertools.chain(*ranks)), "masters")
+    for rank in itertools.chain(*ranks) if run.zero3 else ():  # nothing else in them says whose
+        _check_saved_as(rank)
     return ranks
 
 
@@ -479,6 +509,22 @@ def _open_rank(dp: int, path: FilePath, run: _Run) -> Rank:
             " the ranks, which is not read"
         )
     return Rank(stored.file, state, dp)
+
+
+def _check_saved_as(stored: Stored) -> None:
+    """Raise FormatError where torch.save wrote the file under the name of another rank's."""
+    written = _OPTIM.fullmatch(f"{stored.file.saved_as}.pt")
+    named = _OPTIM.fullmatch(stored.file.path.name)
+    if written and named and _rank_of(written) != _rank_of(named):
+        raise FormatError(
+            f"{stored.file.path} was written as {written[0]}, by the name inside it: it was"
+            " renamed, or exchanged for another rank's. Give each file the name that it was"
+            " written under"
+        )
+
+
+def _rank_of(match: re.Match[str]) -> tuple[int, int]:
+    return int(match["dp"]), int(match["mp"])
 
 
 def _check_stage(path: FilePath, state: Mapping[str, Any], run: _Run) -> None:

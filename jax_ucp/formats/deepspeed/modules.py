@@ -15,10 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.assemble import touched
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.files import Files, Stored
+from jax_ucp.formats.deepspeed.files import Files, Stored, zero_config
 from jax_ucp.formats.deepspeed.slices import FROZEN, Slices
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.nested import as_dict, as_list
@@ -231,11 +233,27 @@ def add_frozen(slices: Slices, mp: int) -> None:
         if not slices.files.zero3:
             slices.add_whole(mp, "param", name, keys[0], tensor.shape)
             continue
+        _refuse_quantized(models[0], name, tensor)
         shape = tuple(map(int, shapes[name]))
         layouts = flat_layouts({name: shape}, [piece.shape[0] for piece in pieces])
         layout, used = touched(layouts[name])
         whole = Consolidated(layout, [keys[i] for i in used])
         slices.add(mp, None, "param", name, whole, FROZEN)
+
+
+def _refuse_quantized(model: Stored, name: str, piece: StoredTensor) -> None:
+    """Raise FormatError for a frozen weight that ZeRO++ keeps as codes.
+
+    Their scales are attributes of tensors that are not saved (`_partition_param` in
+    `runtime/zero/partition_parameters.py`, `_get_param_fragment_func` in `runtime/engine.py`).
+    """
+    if piece.dtype == np.int8 and zero_config(model).get("zero_quantized_nontrainable_weights"):
+        raise FormatError(
+            f"{model.file.path} has the frozen {name} as codes of 8 bits, without their scales:"
+            " zero_quantized_nontrainable_weights was on, and DeepSpeed does not save them. Take"
+            " this weight from the model that the run began with, and save with"
+            " exclude_frozen_parameters=True"
+        )
 
 
 def _frozen(model: Stored) -> Mapping[str, Any]:

@@ -14,15 +14,41 @@ from typing import Any
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.assemble import touched
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.files import Rank
+from jax_ucp.formats.deepspeed.codes import (
+    DECODED,
+    PART_OF_CODES,
+    keep_apart,
+    note_codes,
+    plain_name,
+)
+from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
+from jax_ucp.formats.deepspeed.parameters import read_value
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.zero import Group, group, param_group, param_shapes
 from jax_ucp.formats.listing import listed
+from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import Opaque
 from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated, same_bits
+from jax_ucp.sources.cuts import Cut
+from jax_ucp.sources.decoded import Coded
 
 _LION = "Lion has one moment; CPULion writes a second one and never reads it"
+_OTHER_MOMENTUM = (
+    "DeepSpeed before 0.19.3 gives each rank its own momentum of a matrix that lies in two"
+    " partitions, unless reduce_scatter is off; on_conflict='master' takes that of the first rank"
+)
+_OF_ANOTHER_RANK_TOO = "of parameters that an earlier rank has whole too, compared by verify"
+_NO_MOMENTS = (
+    "the optimizer files have no state of any parameter, though the run made {} steps:"
+    " SuperOffload, and ZenFlow with overlap_step, keep moments in a process of their own, which"
+    " DeepSpeed does not save"
+)
+_STEP_OF_MUON = (
+    "the step of parameters that Muon updates is that of the optimizer's other parameters: it"
+    " stores none for its own, and updates both at once"
+)
 _EACH_ITS_OWN = "each rank has its own, so that it is of its partition"
 
 # Of each parameter in a rank's partition the first element, and how many there are.
@@ -30,7 +56,7 @@ Addresses = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class _Team:
+class Team:
     """A group of parameters on the ranks that share it: of one model- and expert-parallel rank."""
 
     mp: int
@@ -49,18 +75,77 @@ class _Team:
         return {name: moe.global_name(name, self.ep, shapes) for name in shapes}
 
 
+def teams(files: Files, weights_only: bool) -> Iterator[Team]:
+    """The groups of every model-parallel rank. Raises FormatError where files do not fit."""
+    for mp, (models, ranks) in enumerate(zip(files.models, files.ranks, strict=True)):
+        for index, shapes in enumerate(_group_shapes(models, ranks) if ranks else ()):
+            for ep, team in moe.teams(index, ranks, models):
+                own = group(index, shapes, team, files.zero3, models[0].name, weights_only)
+                yield Team(mp, ep, index, own)
+
+
+def _group_shapes(models: Sequence[Stored], ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
+    groups = param_shapes(models[0], ranks)
+    for model in models[1:]:
+        if param_shapes(model, ()) != groups:
+            raise FormatError(
+                f"{model.file.path} has another param_shapes than {models[0].name}; the files"
+                " are not of one run"
+            )
+    return groups
+
+
 def add_partitions(slices: Slices) -> None:
     """Add masters and states. Raises FormatError for files of another run."""
     addresses: dict[str, Addresses] = {rank.name: {} for rank in slices.files.all_ranks}
+    parts: dict[str, tuple[Rank, StoredTensor]] = {}
     if slices.options.weights_only:
         _leave(slices)
-    for mp, ranks in enumerate(slices.files.ranks):
-        for team in _teams(slices, mp, ranks):
-            _add_settings(slices, team)
-            _add_flat_states(slices, team)
-            _add_values(slices, team)
-            _add_addresses(addresses, team.group)
+    all_teams = list(teams(slices.files, slices.options.weights_only))
+    for team in all_teams:
+        _add_settings(slices, team)
+        _add_flat_states(slices, team)
+        _add_wholes(slices, team)
+        parts |= _parts_of_codes(slices, team)
+        _add_values(slices, team)
+        _add_addresses(addresses, team.group)
+    _add_muon_steps(slices, all_teams)
+    _note_missing_moments(slices)
+    for rank, tensor in parts.values():  # groups share their tables
+        keep_apart(slices.importer, rank, tensor, PART_OF_CODES)
     _check_mappings(slices, addresses)
+
+
+def _add_muon_steps(slices: Slices, all_teams: Sequence[Team]) -> None:
+    """Add the step of parameters that Muon updates, where the optimizer's others agree on theirs.
+
+    Muon stores none, and one call of it updates both kinds (`runtime/zero/muon/muon_optimizer.py`).
+    """
+    muon = [team for team in all_teams if team.settings.get("use_muon")]
+    steps = [
+        (rank, value)
+        for team in all_teams
+        for rank, value in zip(team.group.ranks, team.group.scalars.get("step", ()), strict=False)
+    ]
+    ranks, values = [rank for rank, _ in steps], [value for _, value in steps]
+    if not muon or not steps or _differ(slices, ranks, values):
+        return
+    for team in muon:
+        stage, _, _ = slices.place(team.mp)
+        for name in team.names.values():
+            if ("step", name) not in slices.states:
+                slices.states["step", name].values[stage].append(steps[0])
+    slices.importer.notes.append(_STEP_OF_MUON)
+
+
+def _note_missing_moments(slices: Slices) -> None:
+    """Say where an optimizer has moments by its settings, and none are stored after steps."""
+    steps = slices.files.models[0][0].state.get("global_steps")
+    settings = [param_group(rank, 0) for rank in slices.files.all_ranks[:1]]
+    adam = any("betas" in group and not group.get("use_muon") for group in settings)
+    stored = {state for state, _ in slices.states} - {"param"}
+    if adam and steps and not stored and not slices.options.weights_only:
+        slices.importer.notes.append(_NO_MOMENTS.format(steps))
 
 
 def _leave(slices: Slices) -> None:
@@ -70,32 +155,14 @@ def _leave(slices: Slices) -> None:
             slices.importer.leave(f"{rank.name}:{key}", "state", ASIDE)
 
 
-def _teams(slices: Slices, mp: int, ranks: Sequence[Rank]) -> Iterator[_Team]:
-    if not ranks:
-        return
-    models = slices.files.models[mp]
-    groups = param_shapes(models[0], ranks)
-    for model in models[1:]:
-        if param_shapes(model, ()) != groups:
-            raise FormatError(
-                f"{model.file.path} has another param_shapes than {models[0].name}; the files"
-                " are not of one run"
-            )
-    zero3, weights_only = slices.files.zero3, slices.options.weights_only
-    for index, shapes in enumerate(groups):
-        for ep, team in moe.teams(index, ranks, models):
-            own = group(index, shapes, team, zero3, models[0].name, weights_only)
-            yield _Team(mp, ep, index, own)
-
-
-def _add_settings(slices: Slices, team: _Team) -> None:
+def _add_settings(slices: Slices, team: Team) -> None:
     if slices.options.weights_only:
         return
     for local in team.group.layouts:
         slices.importer.hyperparameters(team.names[local], team.settings)
 
 
-def _add_flat_states(slices: Slices, team: _Team) -> None:
+def _add_flat_states(slices: Slices, team: Team) -> None:
     # States whose partitions have the same lengths share layouts, which are checked once then.
     layouts: dict[tuple[Shape, ...], dict[str, tuple[ParamLayout, list[int]]]] = {}
     ranks = team.group.ranks
@@ -107,6 +174,7 @@ def _add_flat_states(slices: Slices, team: _Team) -> None:
             slices.skip(keys, "state", _LION)
             continue
         slices.skip(keys, "padding", "padding alone: the group is shorter than its ranks")
+        state, keys = _decoded(slices, team, state, keys)
         stored = tuple(tensor.shape for tensor in tensors)
         if stored not in layouts:
             layouts[stored] = _touched_layouts(team.group, stored)
@@ -114,6 +182,50 @@ def _add_flat_states(slices: Slices, team: _Team) -> None:
         for local, (layout, used) in layouts[stored].items():
             tensor = Consolidated(layout, [keys[i] for i in used])
             slices.add(team.mp, team.ep, state, team.names[local], tensor, reason)
+
+
+def _add_wholes(slices: Slices, team: Team) -> None:
+    """Add states that ranks hold of whole parameters: what a later rank has again is a copy."""
+    place = slices.place(team.mp, team.ep)
+    for state, wholes in team.group.whole.items():
+        reason = f"{state} of whole parameters"
+        for whole in wholes:
+            key = whole.rank.key(whole.tensor)
+            slices.skip([key], "copy", _OF_ANOTHER_RANK_TOO)
+            for local, start in whole.starts.items():
+                shape, name = team.group.shapes[local], team.names[local]
+                part = f"{key} from {start}"
+                slices.importer.cut(part, Cut(key, start, shape))
+                if first := slices.states[state, name].keys.get(place):
+                    slices.importer.slice_duplicate(first, part, "", cause=_OTHER_MOMENTUM)
+                else:
+                    tensor = Consolidated(Unique().join([shape]), [part])
+                    slices.add(team.mp, team.ep, state, name, tensor, reason)
+
+
+def _decoded(slices: Slices, team: Team, state: str, keys: list[str]) -> tuple[str, list[str]]:
+    """What a state is called, and its tensors: those that codes mean, if that is asked for."""
+    if slices.options.dequantize != DECODED:
+        return state, keys
+    codes = team.group.codes.get(state, ())
+    for at, (rank, one) in enumerate(zip(team.group.ranks, codes, strict=False)):
+        coded = Coded(keys[at], rank.key(one.table), rank.key(one.scales), one.block)
+        keys[at] = f"{keys[at]} decoded"
+        slices.importer.decoded(keys[at], coded, f"what the codes of {state} mean")
+    return plain_name(state, team.settings), keys
+
+
+def _parts_of_codes(slices: Slices, team: Team) -> dict[str, tuple[Rank, StoredTensor]]:
+    """What an 8-bit optimizer has beside codes, by key, unless these are decoded."""
+    decoded = slices.options.dequantize == DECODED
+    if team.group.codes:
+        note_codes(slices.importer, decoded)
+    parts: dict[str, tuple[Rank, StoredTensor]] = {}
+    for state, tensors in team.group.parts.items():
+        if not (decoded and f"state{state[-1]}" in team.group.codes):
+            owned = zip(team.group.ranks, tensors, strict=True)
+            parts |= {rank.key(tensor): (rank, tensor) for rank, tensor in owned}
+    return parts
 
 
 def _touched_layouts(
@@ -124,7 +236,7 @@ def _touched_layouts(
     return {local: touched(replace(layout, shards=stored)) for local, layout in layouts}
 
 
-def _add_values(slices: Slices, team: _Team) -> None:
+def _add_values(slices: Slices, team: Team) -> None:
     """Add values that a group has once, such as its step, to all its parameters, if ranks agree."""
     ranks = team.group.ranks
     for state, (values, why) in team.group.aside.items():
@@ -139,11 +251,13 @@ def _add_values(slices: Slices, team: _Team) -> None:
 
 
 def _differ(slices: Slices, ranks: Sequence[Rank], values: Sequence[Any]) -> bool:
-    first, *others = map(slices.read, ranks, values)
+    first, *others = [
+        read_value(slices.importer, rank, value) for rank, value in zip(ranks, values, strict=True)
+    ]
     return not all(same_bits(first, other) for other in others)
 
 
-def _keep_aside(slices: Slices, team: _Team, state: str, values: Sequence[Any], why: str) -> None:
+def _keep_aside(slices: Slices, team: Team, state: str, values: Sequence[Any], why: str) -> None:
     """Keep what an optimizer has of a group, but not of its parameters, as each rank has it."""
     for rank, value in zip(team.group.ranks, values, strict=True):
         slices.importer.extra(rank.name, f"{state} of group {team.index}", value)

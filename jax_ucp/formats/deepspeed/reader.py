@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints as its engine writes them: ZeRO 0 to 3, tensor and pipeline parallelism.
 
-Stored partitions form slices (`partitions`), and slices form parameters (`slices`). Masters are the
-parameters; the module's own tensors are copies of slices, compared by verify (`modules`).
+Stored partitions form slices (`partitions`), and slices form parameters (`parameters`). Masters are
+the parameters; the module's own tensors are copies of slices, compared by verify (`modules`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,32 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.extras import add_extras, skip_other_files
 from jax_ucp.formats.deepspeed.facts import check_facts
-from jax_ucp.formats.deepspeed.files import Files, Stored, is_checkpoint, open_files, tag_folder
+from jax_ucp.formats.deepspeed.files import (
+    Files,
+    is_checkpoint,
+    open_files,
+    tag_folder,
+    zero_config,
+)
 from jax_ucp.formats.deepspeed.modules import ModuleReader, names_in
-from jax_ucp.formats.deepspeed.partitions import add_partitions
+from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
+from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
-from jax_ucp.formats.deepspeed.zero import group, param_shapes
-from jax_ucp.formats.nested import as_dict
+from jax_ucp.formats.deepspeed.swapped import Swapped, with_swapped
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.unpickle import known
-from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.contents import About, Contents
+
+_SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
+
+
+# `runtime/zenflow/zenflow_stage_1_and_2.py` of DeepSpeed 0.19.8
+_ZENFLOW = (
+    "the run used ZenFlow, which updates chosen columns of the module's weights in steps where"
+    " their masters stay behind, and saves no moments of those columns: on_conflict='master' takes"
+    " the masters, from which DeepSpeed resumes, on_conflict='copy' the weights that the model"
+    " computed with"
+)
 
 
 def recognise(path: FilePath) -> bool:
@@ -42,10 +58,12 @@ def open_deepspeed(path: FilePath, options: Options) -> Contents:
         )
     files = open_files(folder, options.weights_only)
     moe.check_expert_ranks(files)
+    swapped = with_swapped(files, options.weights_only)
+    files = swapped.files
     if options.weights_only:
         files = _with_usable_masters(files)
     check_facts(files, options.weights_only)
-    return _read(files, options)
+    return _read(files, swapped, options)
 
 
 def _with_usable_masters(files: Files) -> Files:
@@ -54,10 +72,8 @@ def _with_usable_masters(files: Files) -> Files:
     Raises FormatError under ZeRO-3, which keeps the weights nowhere else.
     """
     try:
-        for models, ranks in zip(files.models, files.ranks, strict=True):
-            for index, shapes in enumerate(param_shapes(models[0], ranks) if ranks else ()):
-                for _, team in moe.teams(index, ranks, models):
-                    group(index, shapes, team, files.zero3, models[0].name, weights_only=True)
+        for _ in teams(files, weights_only=True):
+            pass  # each is checked as it is made
         check_facts(files, weights_only=True)
     except FormatError as error:
         if files.zero3:
@@ -66,33 +82,51 @@ def _with_usable_masters(files: Files) -> Files:
     return files
 
 
-def _read(files: Files, options: Options) -> Contents:
+def _read(files: Files, swapped: Swapped, options: Options) -> Contents:
     """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
-    slices = Slices(files, options)
+    slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
+    slices.importer.about = _about(files)
+    slices.skip(swapped.emptied, "placeholder", _SWAPPED)
+    if "zenflow" in zero_config(files.models[0][0]) and any(files.ranks):
+        slices.importer.cause = _ZENFLOW
+        slices.importer.notes.append(_ZENFLOW)
     if not any(files.ranks):
         _check_without_partitions(slices)
     add_partitions(slices)
     ModuleReader(slices).read()
     if not any(files.ranks) and not options.weights_only:
         add_numbered_states(slices)
-    slices.apply_spec()
-    _check_patterns(slices)
-    slices.make_parameters()
+    joins.bind(slices.states)
+    _check_patterns(slices, joins)
+    make_parameters(slices, joins)
     add_extras(slices)
-    skip_other_files(slices)
+    skip_other_files(slices, swapped.sources)
     return slices.importer.contents()
 
 
-def _check_patterns(slices: Slices) -> None:
+def _about(files: Files) -> About:
+    """Version, stage, step and degrees, where the files name them."""
+    first = files.models[0][0]
+    version, step = first.state.get("ds_version"), first.state.get("global_steps")
+    stage = 3 if files.zero3 else zero_config(first).get("stage", 0)
+    ranks = {"dp": len(files.ranks[0]), "tp": files.tp, "pp": files.pp}
+    return About(
+        f"DeepSpeed{f' {version:.20}' if isinstance(version, str) else ''}, ZeRO-{stage}",
+        step if isinstance(step, int) else None,
+        {axis: n for axis, n in ranks.items() if n},
+    )
+
+
+def _check_patterns(slices: Slices, joins: Joins) -> None:
     names = {name for _, name in slices.states} | names_in(slices.files, "module")
-    for patterns in slices.patterns:
+    for patterns in joins.stages:
         patterns.check_used(names)
 
 
 def _check_without_partitions(slices: Slices) -> None:
     """Raise FormatError where optimizer files are needed; else note that they are missing."""
     files, first = slices.files, slices.files.models[0][0]
-    stage = 3 if files.zero3 else _zero_stage(first)
+    stage = 3 if files.zero3 else zero_config(first).get("stage", 0)
     missing = f"{files.folder} has no *_optim_states.pt"
     if files.zero3 or (stage and not slices.options.weights_only):
         remedy = "weights_only opens the module's"
@@ -122,9 +156,3 @@ def _unnamed_layers(files: Files, why: str) -> FormatError:
         f"{files.folder} has pipeline layers, as in {first_layer}, {instead}: nothing else says"
         f" which parameters a pipeline stage has, nor the names of tied ones{remedy}"
     )
-
-
-def _zero_stage(model: Stored) -> int:
-    """The stage in the run's configuration, or 0."""
-    config = as_dict(known(model.state.get("ds_config")))
-    return as_dict(config.get("zero_optimization")).get("stage", 0)

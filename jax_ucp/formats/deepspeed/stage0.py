@@ -22,11 +22,27 @@ from typing import Any, NoReturn
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.deepspeed import moe
+from jax_ucp.formats.deepspeed.codes import (
+    PARTS,
+    Codes,
+    flattened,
+    meaning_of,
+    note_codes,
+    numbers_of_codes,
+    plain_name,
+)
 from jax_ucp.formats.deepspeed.files import Stored
 from jax_ucp.formats.deepspeed.masters import Copies
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.nested import group_with
-from jax_ucp.formats.options import MODULE_ORDER, SaidGroups, remedy, said_of, word_note
+from jax_ucp.formats.options import (
+    DECODED,
+    MODULE_ORDER,
+    SaidGroups,
+    remedy,
+    said_of,
+    word_note,
+)
 from jax_ucp.formats.pairing import (
     Contradicted,
     Undecided,
@@ -41,6 +57,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.decoded import Coded
 
 _BY_SHAPE = (
     "ZeRO-0 stores optimizer states without names; their shapes fit the parameters in one way only"
@@ -51,7 +68,13 @@ _BY_BITS = (
 )
 
 
-@dataclass
+_OTHER_RUN = (
+    "it is of another run, or was saved before the first step. Put that rank's own file in its"
+    " place; weights_only opens the module's weights"
+)
+
+
+@dataclass(frozen=True)
 class _Optimizer:
     """The optimizer in one file, and the parameters it may have; `masters` by number."""
 
@@ -141,12 +164,43 @@ def _optimizers(slices: Slices, mp: int) -> list[_Optimizer]:
     by_experts = slices.files.expert_optimizers.items()
     files = sorted((ep, stored) for (ep, rank), stored in by_experts if rank == mp)
     shapes, ranks = slices.shapes_on(mp), len(files)
+    _require_optimizers([stored for _, stored in files])
     files.append((0, slices.files.models[mp][0]))
-    return [
+    optimizers = [
         _optimizer(slices, stored, mp, ep, ranks, shapes)
         for ep, stored in files
         if stored.state.get("optimizer") is not None
     ]
+    _check_alike(optimizers)
+    return optimizers
+
+
+def _require_optimizers(files: Sequence[Stored]) -> None:
+    for stored in files:
+        if not isinstance(stored.state.get("optimizer"), dict):
+            raise FormatError(
+                f"{stored.file.path} has no optimizer, which expert-parallel ranks save in such a"
+                f" file without ZeRO: {_OTHER_RUN}"
+            )
+
+
+def _check_alike(optimizers: Sequence[_Optimizer]) -> None:
+    """Raise FormatError where expert-parallel ranks have other states than the first: each has all
+    of the dense parameters, and as many experts.
+    """
+    for one in optimizers[1:]:
+        first = optimizers[0]
+        if _form(one) != _form(first):
+            raise FormatError(
+                f"{one.stored.file.path} has an optimizer with {len(one.states)} states in"
+                f" {_sizes(one)}, which in their shapes are not those of {first.stored.name}:"
+                f" {_OTHER_RUN}"
+            )
+
+
+def _form(one: _Optimizer) -> tuple[object, ...]:
+    groups = [list(group["params"]) for group in one.groups]
+    return groups, {number: _shapes(state) for number, state in one.states.items()}
 
 
 def _optimizer(
@@ -243,9 +297,13 @@ def names_of_numbers(
     if all("param_names" in group for group in groups):
         return _as_listed(shapes, state_shapes, groups, [group["param_names"] for group in groups])
     if isinstance(order, str):
+
+        def orders(group: Mapping[str, Any]) -> list[list[int]]:
+            return _orders(group, state_shapes)
+
         return _in_module_order(
             shapes,
-            groups,
+            itertools.chain.from_iterable(map(orders, groups)),
             lambda name, number: not contradiction(state_shapes[number], shapes[name]),
         )
     if order is not None:
@@ -255,11 +313,27 @@ def names_of_numbers(
     return only_pairing(candidates_by_shape(state_shapes, shapes))
 
 
+def _orders(
+    group: Mapping[str, Any], state_shapes: Mapping[int, Mapping[str, Shape]]
+) -> list[list[int]]:
+    """The numbers of a group, in lists that each follow the order of the module.
+
+    Muon sorts its parameters by shape, so that only those of one shape do
+    (`runtime/zero/muon/original_muon.py`).
+    """
+    if not group.get("use_muon"):
+        return [list(group["params"])]
+    by_shape: dict[Shape | None, list[int]] = {}
+    for number in group["params"]:
+        by_shape.setdefault(state_shapes[number].get("momentum_buffer"), []).append(number)
+    return list(by_shape.values())
+
+
 def _in_module_order(
-    names: Iterable[str], groups: Sequence[Mapping[str, Any]], fits: Callable[[str, int], bool]
+    names: Iterable[str], orders: Iterable[Sequence[int]], fits: Callable[[str, int], bool]
 ) -> dict[int, str]:
-    """The parameter of each number, if groups follow the order of `names`. Raises Undecided."""
-    numbers = [list(group["params"]) for group in groups]
+    """The parameter of each number, if each order is that of `names`. Raises Undecided."""
+    numbers = list(orders)
     division = only_division(
         dict.fromkeys(names, 1),
         [*map(len, numbers)],
@@ -313,7 +387,7 @@ def _pairs_of_masters(one: _Optimizer, copies: Copies, order: SaidGroups | None)
                 )
         return names
     if isinstance(order, str):
-        return _in_module_order(one.shapes, one.groups, fits)
+        return _in_module_order(one.shapes, [group["params"] for group in one.groups], fits)
     return _pairs_by_bits(one, copies, keys)
 
 
@@ -403,9 +477,13 @@ def _listed_in_buffers(
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Shape]:
-    return {
+    shapes = {
         str(name): value.shape for name, value in state.items() if isinstance(value, StoredTensor)
     }
+    # Of bitsandbytes the second moment, or the only one, has the parameter's shape.
+    if moment := shapes.get("state2", shapes.get("state1")):
+        shapes["exp_avg"] = moment
+    return shapes
 
 
 # States whose parameters are known are added; the others are kept apart.
@@ -417,9 +495,32 @@ def _add_states(slices: Slices, one: _Optimizer, places: Places) -> None:
         for number in group["params"]:
             if number in names:
                 slices.importer.hyperparameters(names[number], group)
-    for number, name in names.items():
-        for state, value in one.states.get(number, {}).items():
-            _add_state(slices, one, name, state, value)
+                _add_states_of(slices, one, names[number], number, group)
+
+
+def _add_states_of(
+    slices: Slices, one: _Optimizer, name: str, number: int, group: Mapping[str, Any]
+) -> None:
+    states = dict(one.states.get(number, {}))
+    decode = slices.options.dequantize == DECODED
+    for digit in numbers_of_codes(states):
+        codes = meaning_of(*(states.get(f"{part}{digit}") for part in PARTS))
+        note_codes(slices.importer, decode and codes is not None)
+        if decode and codes is not None:
+            tensor, _, _ = [states.pop(f"{part}{digit}") for part in PARTS]
+            _add_decoded(slices, one, name, plain_name(f"state{digit}", group), tensor, codes)
+    for state, value in states.items():
+        _add_state(slices, one, name, plain_name(state, group) if decode else state, value)
+
+
+def _add_decoded(
+    slices: Slices, one: _Optimizer, name: str, state: str, tensor: Any, codes: Codes
+) -> None:
+    key, file = one.stored.key(tensor), one.stored
+    coded = Coded(key, file.key(codes.table), file.key(codes.scales), codes.block)
+    slices.importer.decoded(f"{key} decoded", coded, f"what the codes of {state} mean")
+    whole = Consolidated(Unique().join([tensor.shape]), [f"{key} decoded"])
+    slices.add(one.mp, None, state, name, whole, f"{state} of {name}")
 
 
 def _add_state(slices: Slices, one: _Optimizer, name: str, state: str, value: Any) -> None:
@@ -532,7 +633,7 @@ def numbered(
     """States by number, and groups. Raises FormatError where the optimizer is not torch's own."""
     match optimizer:
         case {"state": states, "param_groups": list(groups)}:
-            return states, groups
+            return {number: flattened(state) for number, state in states.items()}, groups
     raise FormatError(
         f"{file} has no optimizer state of torch's form, so that its parts cannot be told apart; "
         "open with weights_only to leave the optimizer aside"

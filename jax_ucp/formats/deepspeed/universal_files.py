@@ -17,7 +17,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.facts import check_facts
-from jax_ucp.formats.deepspeed.files import Files, Stored, open_files, open_stored
+from jax_ucp.formats.deepspeed.files import Files, Stored, mics_ranks, open_files, open_stored
 from jax_ucp.formats.deepspeed.zero import param_shapes
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list, group_with
@@ -151,19 +151,20 @@ def _optimizer_faults(universal: UniversalFiles) -> Iterator[str]:
         if len(groups) != len(counts) or not {*range(len(counts))} <= {*groups}:
             described = f"{model.name} describes {len(counts)} groups"
             yield f"has {what} of the groups {groups!s:.80}, but {described}"
+    for what, told, wanted in _counts_told(universal, model, counts):
+        if told and wanted and told != wanted:
+            yield f"is of {told} {what}, but {model.name} of {wanted}"
+
+
+def _counts_told(
+    universal: UniversalFiles, model: Stored, counts: list[int]
+) -> Iterator[tuple[str, Any, Any]]:
+    """What the optimizer's file counts, and as how many the model states count them."""
     paddings = as_list(universal.optimizer_entry("param_alignment_paddings"))
     padded = [len(as_list(group)) for group in paddings]
-    if paddings and padded != counts:
-        yield (
-            f"has groups of {padded} parameters, by its param_alignment_paddings, but {model.name}"
-            f" of {counts}"
-        )
-    ranks, world = _ranks_told(universal), model.state.get("dp_world_size")
-    if ranks and world and ranks != world:
-        yield (
-            f"is of {ranks} data-parallel ranks, by its partition_count, but {model.name} of"
-            f" {world}"
-        )
+    yield "parameters in its groups, by its param_alignment_paddings", padded, counts
+    world = mics_ranks(model) or model.state.get("dp_world_size")
+    yield "data-parallel ranks, by its partition_count", _ranks_told(universal), world
 
 
 def _stage(zero3: bool) -> str:

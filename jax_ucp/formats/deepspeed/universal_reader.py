@@ -27,6 +27,7 @@ from jax_ucp.formats.deepspeed.modules import (
     add_tensor,
     names_in,
 )
+from jax_ucp.formats.deepspeed.parameters import Joins, Values, make_parameters
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.universal_files import (
     OPTIMIZER,
@@ -83,7 +84,8 @@ class _Reader:
             more |= {f"zero/{name}/{state}.pt": file for state, file in states.items()}
         if universal.optimizer:
             more[OPTIMIZER] = universal.optimizer.file
-        self.slices = Slices(self.files, options, more)
+        self.slices, self.joins = Slices(self.files, options, more), Joins.of(self.files, options)
+        self.values = Values(self.slices.importer)
         self.importer = self.slices.importer
         self.owned = universal.owned()
 
@@ -92,7 +94,7 @@ class _Reader:
         check_forms(self.universal, self.owned)
         self._compare_rank_0(self._add_atoms())
         self._compare_module(self._add_model_states())
-        self.slices.make_parameters()
+        make_parameters(self.slices, self.joins)
         self._leave_other_folders()
         if self.universal.optimizer:
             self._add_group_steps()
@@ -103,15 +105,15 @@ class _Reader:
         return self.importer.contents()
 
     def _apply_spec(self) -> None:
-        if self.slices.by_spec:
+        if self.joins.by_spec:
             file = self.files.models[0][0].name
             params = self.owned.items()
-            self.slices.by_spec.bind(
+            self.joins.by_spec.bind(
                 {name: [Shard(shape, file) for shape in own.shapes] for name, own in params}
             )
 
     def _layout(self, name: str, own: Owned) -> ParamLayout:
-        return self.slices.patterns[own.stage].layout(name, own.shapes)
+        return self.joins.stages[own.stage].layout(name, own.shapes)
 
     # Atoms.
 
@@ -143,7 +145,7 @@ class _Reader:
             return atom.key(value)
         if label == "param" or value is None:
             raise FormatError(f"{atom.file.path} holds no tensor of {name}")
-        self.slices.add_value(label, name, [(atom, value)])
+        self.values.add(label, name, [(atom, value)])
         return None
 
     def _value_of(self, at: str, file: TorchFile) -> Any:
@@ -274,7 +276,7 @@ class _Reader:
                 continue
             for name in shapes:
                 if "step" not in self.universal.states(name):
-                    self.slices.add_value("step", name, [(self.universal.optimizer, value)])
+                    self.values.add("step", name, [(self.universal.optimizer, value)])
 
     def _add_hyperparameters(self) -> None:
         """Add what rank 0's optimizer state has as settings of each group."""

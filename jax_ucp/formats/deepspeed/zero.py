@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.deepspeed.codes import Codes, flattened, split_codes
 from jax_ucp.formats.deepspeed.files import Rank, Stored, expect_dict
 from jax_ucp.formats.nested import as_dict, group_with
 from jax_ucp.formats.torch_save.file import StoredTensor
@@ -29,20 +29,34 @@ from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A flat tensor of one rank that has whole parameters one after another, from these starts."""
+
+    rank: Rank
+    tensor: StoredTensor
+    starts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Group:
     """Parameters that lie in one set of partitions, held by `ranks`, in that order.
 
     What the ranks hold for the group, by name: flat tensors of the partition's length in `flat`,
-    values for the whole group in `scalars`, and in `aside` what belongs to no element of a
-    parameter, with the reason. `layouts` say where each parameter lies in a flat tensor.
+    those of whole parameters in `whole`, values for the whole group in `scalars`, and in `aside`
+    what belongs to no element of a parameter, with the reason. `codes` say what flat codes mean,
+    `parts` are tensors of an optimizer's codes that are not of elements. `layouts` say where each
+    parameter lies in a flat tensor of the partition's length.
     """
 
     ranks: Sequence[Rank]
     shapes: Mapping[str, Shape]
     layouts: Mapping[str, ParamLayout]
     flat: Mapping[str, Sequence[StoredTensor]]
+    whole: Mapping[str, Sequence[Whole]]
     scalars: Mapping[str, Sequence[Any]]
     aside: Mapping[str, tuple[Sequence[Any], str]]
+    codes: Mapping[str, Sequence[Codes]]
+    parts: Mapping[str, Sequence[StoredTensor]]
 
 
 # States of torch's optimizers that have an element for each of the parameter: of another length
@@ -51,16 +65,11 @@ _ELEMENTWISE = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("square_avg", "grad_avg", "sum"),
 )
-# What bitsandbytes keeps beside the quantised elements, and those
-# (`bitsandbytes/optim/optimizer.py` of 0.49).
-_QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
-_PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
+_MOMENTUM = "momentum_buffer"
 
 # Why a state is left aside.
-_OF_MUON = "Muon keeps it for whole parameters, and how they lie in it is not read"
-_OF_8_BITS = "it is of an 8-bit optimizer, and means something only with its other parts"
 _WRONG_LENGTH = "its length is not that of the partition"
-_WRONG = frozenset((name, _WRONG_LENGTH) for name in _ELEMENTWISE)
+_IN_PLACE = _FLAT, _NUMBERS = "flat", "numbers"
 _NEITHER = "it is neither a flat tensor of the partition nor a number"
 
 
@@ -99,31 +108,110 @@ def group(
     ranks give.
     """
     masters = [rank.masters[index] for rank in ranks]
-    states = {} if weights_only else _states_by_name(index, ranks)
-    apart = _apart(index, ranks, states)
+    codes, parts, states = split_codes({} if weights_only else _states_by_name(index, ranks))
+    momentum = {} if zero3 else _momentum(index, ranks, states)
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, masters)
     else:
-        tensors = filter(_are_flat, map(states.__getitem__, states.keys() - apart.keys()))
-        layouts, lengths = _zero12(index, shapes, ranks, [masters, *tensors], model)
-    flat, scalars, aside = {"param": masters}, dict[str, Any](), dict[str, Any]()
-    for name, values in states.items():
-        if reason := apart.get(name) or _reason_aside(values, lengths):
-            if (name, reason) in _WRONG:
-                raise _misfit(index, ranks, name, values, lengths)
-            aside[name] = values, reason
-        else:
-            (scalars if _are_numbers(values) else flat)[name] = values
-    return Group(ranks, shapes, layouts, flat, scalars, aside)
+        flat_states = _of_partitions(states, momentum)
+        layouts, lengths = _zero12(index, shapes, ranks, [masters, *flat_states], model)
+    whole: dict[str, Sequence[Whole]] = {}
+    for name in _not_of_partitions(momentum, lengths):
+        whole[name] = _momentum_of_wholes(index, shapes, ranks, layouts, states.pop(name))
+    kinds = {name: _kind(index, ranks, name, values, lengths) for name, values in states.items()}
+    flat = {"param": masters, **_of_kind(_FLAT, states, kinds)}
+    numbers = _of_kind(_NUMBERS, states, kinds)
+    aside = {name: (states[name], why) for name, why in kinds.items() if why not in _IN_PLACE}
+    return Group(ranks, shapes, layouts, flat, whole, numbers, aside, codes, parts)
 
 
-def _reason_aside(values: Sequence[Any], lengths: Sequence[set[int]]) -> str:
-    """Why a state is neither a flat tensor of the partition nor a number; empty if it is one."""
+def _of_partitions(
+    states: Mapping[str, list[Any]], momentum: Mapping[str, Any]
+) -> list[list[StoredTensor]]:
+    """The flat states that tell how long a partition is."""
+    others = [values for name, values in states.items() if name not in momentum]
+    return list(filter(_are_flat, others))
+
+
+def _not_of_partitions(momentum: Mapping[str, list[Any]], lengths: Sequence[set[int]]) -> list[str]:
+    return [
+        n for n, values in momentum.items() if not _are_flat(values) or not _fit(values, lengths)
+    ]
+
+
+def _of_kind(
+    kind: str, states: Mapping[str, list[Any]], kinds: Mapping[str, str]
+) -> dict[str, list[Any]]:
+    return {name: values for name, values in states.items() if kinds[name] == kind}
+
+
+def _kind(
+    index: int,
+    ranks: Sequence[Rank],
+    name: str,
+    values: Sequence[Any],
+    lengths: Sequence[set[int]],
+) -> str:
+    """Whether a state is flat tensors of the partition, or numbers; else why it is neither.
+
+    Raises FormatError for a state that has an element for each of the parameter, but not so many.
+    """
     if _are_numbers(values):
-        return ""
+        return _NUMBERS
     if not _are_flat(values):
         return _NEITHER
-    return "" if _fit(values, lengths) else _WRONG_LENGTH
+    if _fit(values, lengths):
+        return _FLAT
+    if name in _ELEMENTWISE:
+        raise _misfit(index, ranks, name, values, lengths)
+    return _WRONG_LENGTH
+
+
+def _momentum(
+    index: int, ranks: Sequence[Rank], states: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Muon's momentum, which below ZeRO-3 may be of whole parameters."""
+    if _MOMENTUM not in states or not _is_muon(index, ranks):
+        return {}
+    return {_MOMENTUM: states[_MOMENTUM]}
+
+
+def _is_muon(index: int, ranks: Sequence[Rank]) -> bool:
+    return any(param_group(rank, index).get("use_muon") for rank in ranks)
+
+
+def _momentum_of_wholes(
+    index: int,
+    shapes: Mapping[str, Shape],
+    ranks: Sequence[Rank],
+    layouts: Mapping[str, ParamLayout],
+    momentum: Sequence[StoredTensor | None],
+) -> list[Whole]:
+    """Muon's momentum, of all of each parameter of which a rank's partition has an element.
+
+    With CPU offload it is of the partition instead, which is as long only where both are the same:
+    a partition is full before the last, so that a parameter that goes on into the next makes the
+    first one's wholes longer. (`get_flat_partition` and `_apply_muon_updates_cpu_offload` in
+    `runtime/zero/stage_1_and_2.py`.)
+    """
+    wholes: list[Whole] = []
+    for place, (rank, tensor) in enumerate(zip(ranks, momentum, strict=True)):
+        starts, end = dict[str, int](), 0
+        for name, shape in shapes.items():
+            if any(fragment.shard == place for fragment in layouts[name].fragments):
+                starts[name] = end
+                end += math.prod(shape)
+        length = 0 if tensor is None else math.prod(tensor.shape)
+        if length != end:
+            raise FormatError(
+                f"{rank.file.path}: Muon's momentum_buffer of group {index} has {length} elements,"
+                f" where the parameters in the partition of rank {rank.dp} have {end}: the file is"
+                " of another rank, run or world size, or was cut. weights_only opens the parameters"
+                " alone"
+            )
+        if tensor is not None:
+            wholes.append(Whole(rank, tensor, starts))
+    return wholes
 
 
 def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
@@ -133,15 +221,18 @@ def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
 
 def _states_by_name(index: int, ranks: Sequence[Rank]) -> dict[str, list[Any]]:
     states = [_group_state(rank, index) for rank in ranks]
-    names = list(states[0])
+    names = list(dict.fromkeys(itertools.chain.from_iterable(states)))
+    # A rank whose partition has none of Muon's parameters has no momentum of them.
+    optional = {_MOMENTUM} if _is_muon(index, ranks) else set[str]()
     for rank, state in zip(ranks, states, strict=True):
-        if state.keys() != states[0].keys():
+        if (state.keys() ^ states[0].keys()) - optional:
             raise FormatError(
                 f"{rank.file.path}: group {index} has the optimizer states {list(state)}, but"
-                f" {ranks[0].name} has {names}: one of the files was exchanged, is of another run,"
-                " or was saved before the first step. weights_only opens the parameters alone"
+                f" {ranks[0].name} has {list(states[0])}: one of the files was exchanged, is of"
+                " another run, or was saved before the first step. weights_only opens the"
+                " parameters alone"
             )
-    return {name: [state[name] for state in states] for name in names}
+    return {name: [state.get(name) for state in states] for name in names}
 
 
 def _are_flat(values: Sequence[Any]) -> bool:
@@ -247,20 +338,5 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
     base = base_optimizer(rank)
     if isinstance(base, list):
         return dict(base[index])
-    state = expect_dict(base, rank.file.path, "the base optimizer's state").get("state") or {}
-    return dict(state.get(index) or {})
-
-
-def _apart(
-    index: int, ranks: Sequence[Rank], states: Mapping[str, Sequence[Any]]
-) -> dict[str, str]:
-    """The states that are known to be no part of the partition, each with the reason."""
-    reasons: dict[str, str] = {}
-    if any(map(_QUANTIZED.fullmatch, states)):
-        for pattern in (_QUANTIZED, _PART_OF_QUANTIZED):
-            reasons |= dict.fromkeys(filter(pattern.fullmatch, states), _OF_8_BITS)
-    partitioned = "single_partition_of_fp32_groups" in ranks[0].state
-    if partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks):
-        whole = [name for name, values in states.items() if not _are_numbers(values)]
-        reasons |= dict.fromkeys(whole, _OF_MUON)
-    return reasons
+    states = expect_dict(base, rank.file.path, "the base optimizer's state").get("state") or {}
+    return flattened(states.get(index) or {})

@@ -106,10 +106,12 @@ class TorchFile(ArraySource):
             self._swapped = False
             self._watching: dict[str, list[Tally]] = {}
             file_bytes = EdgesInMemory(self._bytes)
+            self.saved_as = ""  # the name that torch.save was given, without its suffix, if any
             if torch_legacy.is_legacy(file_bytes.read(0, torch_legacy.HEAD_BYTES)):
                 self.tree, self._storages = torch_legacy.load(file_bytes)
             else:
                 archive = _archive(file_bytes)
+                self.saved_as = archive.root
                 self._storages, self._swapped = archive.storages, archive.big_endian
                 self.tree = self._loaded(archive, {} if alike is None else alike)
             contents = _TreeContents(self.tree, self.path)
@@ -324,10 +326,11 @@ def _summed(member: Member) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """A zip file of torch.save: the members that hold storages, by storage key; the bytes of
-    data.pkl, and how many the file spends on them; whether storages are big-endian.
+    """A zip file of torch.save: its root folder; the members that hold storages, by storage key;
+    the bytes of data.pkl, and how many the file spends on them; whether storages are big-endian.
     """
 
+    root: str
     storages: Mapping[str, Member]
     pickled: bytes
     pickled_size: int
@@ -353,7 +356,7 @@ def _archive(file: ByteRange) -> _Archive:
     pickled = members[f"{root}/data.pkl"]
     max_bytes = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
     data = member_bytes(file, pickled, max_bytes)
-    return _Archive(storages, data, pickled.stored_size, order == b"big")
+    return _Archive(root, storages, data, pickled.stored_size, order == b"big")
 
 
 def _root(members: Iterable[str]) -> str:

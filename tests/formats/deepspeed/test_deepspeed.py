@@ -124,6 +124,7 @@ def test_a_wrong_order_recorded_by_deepspeed_is_noted_and_not_used():
     (note,) = ucp.open(DATA / "z2_fp32_dp3_roundrobin").notes
     assert "round_robin_gradients" in note
     assert ucp.open(DATA / "z2_bf16_dp3").notes == []
+    assert ucp.open(DATA / "z2_bf16_dp3").writer == "DeepSpeed 0.19.8, ZeRO-2, data parallel 3"
 
 
 @pytest.fixture

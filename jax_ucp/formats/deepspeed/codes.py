@@ -1,0 +1,113 @@
+"""States of 8-bit optimizers (bitsandbytes): codes as they are stored, or the numbers they mean."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.deepspeed.files import Stored
+from jax_ucp.formats.nested import as_dict
+from jax_ucp.formats.options import DECODED
+from jax_ucp.formats.torch_save.file import StoredTensor
+from jax_ucp.layout.patterns import Unique
+from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.decoded import block_of
+
+PART_OF_CODES = "kept apart: what codes of an 8-bit optimizer mean"
+_AS_STORED = (
+    "states of an 8-bit optimizer are codes, as stored: each is qmap[code] * absmax of its block,"
+    " which are beside them; dequantize='float32' (--dequantize float32) gives these numbers"
+)
+_AS_MEANT = (
+    "states of an 8-bit optimizer are the numbers that their codes mean, in float32, as asked"
+)
+# Where bitsandbytes keeps the codes of a state, its table and scales, and their names there
+# (`bitsandbytes/optim/optimizer.py` of 0.50).
+_QUANTIZED = "__bnb_optimizer_quant_state__"
+PARTS = ("state", "qmap", "absmax")
+_PART = re.compile(r"(state|qmap|absmax|max|new_max)\d|gnorm_vec|unorm_vec")
+# bitsandbytes' names of the moments of its Adam and LAMB, which have an eps beside two betas.
+_MOMENTS = {"state1": "exp_avg", "state2": "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What one rank's codes of eight bits mean: entries of a table, times scales of blocks."""
+
+    table: StoredTensor
+    scales: StoredTensor
+    block: int
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """One state of an optimizer, in which bitsandbytes' codes are beside the rest."""
+    plain = {name: value for name, value in state.items() if name != _QUANTIZED}
+    return plain | as_dict(state.get(_QUANTIZED))
+
+
+def numbers_of_codes(states: Iterable[str]) -> list[str]:
+    """The numbers of the states that have a table, as `state1` has `qmap1`."""
+    return [name.removeprefix("qmap") for name in states if name.startswith("qmap")]
+
+
+def split_codes(
+    states: Mapping[str, list[Any]],
+) -> tuple[dict[str, list[Codes]], dict[str, list[StoredTensor]], dict[str, list[Any]]]:
+    """Of each rank's states: what codes mean, what is no element of them, and the states."""
+    if not numbers_of_codes(states):
+        return {}, {}, dict(states)
+    found = {f"state{n}": _meanings(n, states) for n in numbers_of_codes(states)}
+    codes = {name: meanings for name, meanings in found.items() if meanings}
+    parts = {name: states[name] for name in filter(_PART.fullmatch, states) if name not in codes}
+    return codes, parts, {name: states[name] for name in states if name not in parts}
+
+
+def _meanings(number: str, states: Mapping[str, list[Any]]) -> list[Codes]:
+    """What the codes of each rank mean; nothing where those of one cannot be told."""
+    tensors = [states.get(f"{part}{number}", []) for part in PARTS]
+    meanings = list(itertools.starmap(meaning_of, zip(*tensors, strict=False)))
+    known = list(filter(None, meanings))
+    return known if len(known) == len(meanings) else []
+
+
+def meaning_of(codes: Any, table: Any, scales: Any) -> Codes | None:
+    """What codes mean; None where they are not codes of blocks of one row of elements."""
+    if not all(isinstance(tensor, StoredTensor) for tensor in (codes, table, scales)):
+        return None
+    dtypes = [tensor.dtype.name for tensor in (codes, table, scales)]
+    if dtypes != ["uint8", "float32", "float32"] or table.shape != (256,):
+        return None
+    block = block_of(math.prod(codes.shape), *scales.shape) if len(scales.shape) == 1 else None
+    return Codes(table, scales, block) if block else None
+
+
+def plain_name(state: str, settings: Mapping[str, Any]) -> str:
+    """What torch's optimizers call a state of bitsandbytes' Adam; others keep their name.
+
+    >>> plain_name("state2", {"betas": (0.9, 0.999), "eps": 1e-8})
+    'exp_avg_sq'
+    """
+    betas = settings.get("betas")
+    adam = isinstance(betas, list | tuple) and len(betas) == 2 and settings.get("eps")
+    return _MOMENTS.get(state, state) if adam else state
+
+
+def keep_apart(importer: Import, stored: Stored, tensor: StoredTensor, reason: str) -> None:
+    """Keep a stored tensor under `other`, by its file and place."""
+    label = f"{stored.name.removesuffix('.pt')}.{tensor.key.replace('/', '.')}"
+    layout = Unique().join([tensor.shape])
+    importer.parameter("other", label, Consolidated(layout, [stored.key(tensor)]), reason)
+
+
+def note_codes(importer: Import, decoded: bool) -> None:
+    """Say once how codes were taken; what was asked for is part of the result."""
+    note = _AS_MEANT if decoded else _AS_STORED
+    if note not in importer.notes:
+        importer.notes.append(note)
+    if decoded:
+        importer.said["dequantize"] = DECODED
