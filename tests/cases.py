@@ -46,6 +46,8 @@ class Case:
     def truth(self) -> dict[str, np.ndarray]:
         if self.family == "torch":
             return torch_cases.truth(self.name)
+        if self.family == "megatron_core":
+            return megatron_cases.core_truth(self.name)
         return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
 
     def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # Programs that tests start in processes of their own, and one that needs torch to write cases anew.
-collect_ignore = ["workers", "write_pairing_cases.py"]
+collect_ignore = ["generators", "workers", "write_pairing_cases.py"]
 
 settings.register_profile("default", deadline=None, max_examples=100)
 settings.load_profile("default")

@@ -8,6 +8,8 @@ import numpy as np
 from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "megatron"
+# What `generators/megatron.py` wrote.
+CORE = DATA.parent / "megatron_core"
 EVERY = sorted(path.name for path in DATA.iterdir())
 # Its writer, the released library, moved masters and moments.
 CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"
@@ -30,6 +32,15 @@ def truth(case: str) -> dict[str, np.ndarray]:
             elif name:  # of `tests/generators`, under our labels
                 found[key] = arrays[key]
     return found
+
+
+def core_truth(case: str) -> dict[str, np.ndarray]:
+    """The live state of a case of newer releases, with the steps of every parameter."""
+    steps = json.loads((CORE / case / "case.json").read_text())["steps"]
+    with np.load(CORE / case / "truth.npz") as arrays:
+        state = {key: arrays[key] for key in arrays.files}
+    names = [key.removeprefix("param/") for key in state if key.startswith("param/")]
+    return state | {f"step/{name}": np.asarray(steps) for name in names}
 
 
 def equal(got: np.ndarray, want: np.ndarray, label: str) -> bool:

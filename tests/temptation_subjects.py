@@ -27,6 +27,7 @@ import torch_writer
 from cases import DATA, Case, every
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
+from megatron_cases import CORE
 from temptation_folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
 
 FORMATS = (
@@ -84,7 +85,8 @@ def _pointing(name: str, data: bytes) -> bytes:
     """What a file holds of its own step; `latest` and its like name a folder."""
     if name == "latest_checkpointed_iteration.txt":
         return b"4"
-    return _next_step(data.decode()).encode() if name.startswith("latest") else data
+    points = name.startswith("latest") and not name.endswith(".pt")
+    return _next_step(data.decode()).encode() if points else data
 
 
 _CHANGES: dict[str, Change] = {"step": STEP_LATER, "run": OTHER_RUN}
@@ -92,6 +94,9 @@ _CHANGES: dict[str, Change] = {"step": STEP_LATER, "run": OTHER_RUN}
 
 def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> list[Subject]:
     """Every valid checkpoint of these formats.
+
+    Not those with remainders in place of masters (`pa*`): they have no second copy, while gaps in
+    flat buffers hold what was in memory, so that what is invisible cannot be proved to be.
 
     `real` is a folder of siblings that a trainer wrote: `real/step/CASE/ckpt` and
     `real/run/CASE/ckpt`. With it only checkpoints that have such siblings are given.
@@ -101,6 +106,7 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
         for case in every()
         if not case.about.get("kind", "").startswith("torch_save")
     ]
+    found += [_recorded(Case("megatron_core", path.name)) for path in sorted(CORE.glob("[!p]*"))]
     makers = {
         "universal": _universal,
         "orbax-v0": _orbax_v0,
@@ -138,6 +144,8 @@ def _recorded(case: Case) -> Subject:
     options: dict[str, Any] = {}
     if case.family == "megatron":
         options["sizes"] = {"vocab": case.about["model"]["vocab_size"]}
+    if case.family == "megatron_core":
+        options |= case.about["options"]
     if (
         case.name in _UNNAMED_GROUPS
         and "optimizer_groups" in inspect.signature(ucp.open).parameters
@@ -148,6 +156,8 @@ def _recorded(case: Case) -> Subject:
 
 
 def _format(case: Case) -> str:
+    if case.family == "megatron_core":
+        return "megatron-dist"
     if case.family == "megatron":
         kinds = {"legacy": "megatron-legacy", "torch_dcp": "megatron-fsdp"}
         kinds["fsdp_dtensor"] = "megatron-fsdp"

@@ -93,7 +93,6 @@ CASES = [
     *(Case(f"pa_full_{tag}", f"{DIST} {PA} {FULLY}", 2, tag) for tag in TAGS[2:]),
     Case("gpt_tp2_pp2", f"{DIST} {parallel(2, 2)}", 4, model=GPT),
     Case("gpt_local", f"{DIST} {parallel(2)}", 2, model=GPT, te=False),
-    Case("mla_local", f"{DIST} --q-lora-rank 12", 2, model=MLA, te=False),
     Case("mla_tp2", f"{DIST} --q-lora-rank 12 {parallel(2)}", 2, model=MLA, seed=7),
     Case("mla_pp2_no_q_lora", f"{DIST} {parallel(pp=2)}", 2, model=MLA, hidden=64),
     Case("mla_moe_etp1", f"{DIST} --q-lora-rank 12 {MOE} {SHARED} --moe-grouped-gemm"
@@ -101,7 +100,7 @@ CASES = [
     Case("moe_etp1_ep1", f"{DIST} {MOE} --moe-grouped-gemm --sequence-parallel"
          f" {parallel(2, etp=1)}", 2),
     Case("moe_etp2_tp1", f"{DIST} {MOE} {parallel(1, ep=2, etp=2)}", 4),
-    Case("moe_tp2_ep2_pp2", f"{DIST} {MOE} {SHARED} --sequence-parallel {parallel(2, 2, 2)}", 4),
+    Case("moe_tp2_ep2_pp2", f"{DIST} {MOE} {SHARED} --sequence-parallel {parallel(2, 2, 2, 1)}", 4),
     Case("moe_seq_bias", f"{DIST} {MOE} {parallel(ep=2)}", 2, model=GPT),
     Case("moe_freq", f"{DIST} {MOE} --moe-layer-freq [0,1,1] --moe-grouped-gemm", 2, layers=3),
     Case("moe_shared_gate", f"{DIST} {MOE} {SHARED} --moe-shared-expert-gate --moe-grouped-gemm", 2),
@@ -138,18 +137,16 @@ CASES = [
          2),
     Case("pa_mla_pp2", f"{DIST} {PA} --q-lora-rank 12 {parallel(pp=2)}", 2, model=MLA),
     Case("pa_tied_pp2", f"{DIST} {PA} {parallel(pp=2)}", 2, model=GPT),
-    Case("offload", f"{DIST} {PA} --optimizer-cpu-offload", 2),
-    Case("offload_half", f"{DIST} {PA} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", 2),
     Case("decoupled_lr", f"{DIST} --decoupled-lr 0.001 --decoupled-min-lr 0.0001 {parallel(2)}", 2),
     Case("sgd", f"--optimizer sgd {parallel(2)}", 2),
     Case("sgd_fp32_masters_tp1", "--optimizer sgd --sgd-momentum 0.5", 1, seed=3),
     Case("plain_moe", f"{MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 2),
     Case("bridge_moe", f"{DIST} {MOE} {SHARED} --moe-grouped-gemm {parallel(2, ep=2, etp=1)}"
-         " --sequence-parallel", 4, without_args="bridge"),
+         " --sequence-parallel", 4, "core_v0.18.2", without_args="bridge"),
     Case("bridge_pp2_tied", f"{DIST} --overlap-grad-reduce --ddp-bucket-size 3000 {parallel(pp=2)}",
          2, "core_v0.16.1", GPT, without_args="bridge"),
     Case("bridge_pa_layout", f"{DIST} {PA} {parallel(pp=2)} --pipeline-model-parallel-layout"
-         " Et|tt|t|L", 2, layers=4, without_args="bridge"),
+         " Et|tt|t|L", 2, "core_v0.18.2", layers=4, without_args="bridge"),
     Case("nemo_full", f"{DIST} {FULLY} {parallel(2)}", 2, "core_v0.15.3", without_args="nemo"),
     Case("nemo_flat", f"{DIST} {parallel(2, 2)}", 4, "core_v0.14.0", without_args="nemo"),
     Case("small_mla", f"{DIST} --q-lora-rank 6", 1, model=MLA, layers=1, hidden=8, ffn=8),
@@ -157,8 +154,8 @@ CASES = [
     Case("small_pa_full", f"{DIST} {PA} {FULLY}", 1, layers=1, hidden=8, ffn=8),
     Case("small_layout_mtp", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)}"
          " --pipeline-model-parallel-layout Et|tmL", 2, layers=2, hidden=8, ffn=8),
-    Case("small_bridge", f"{DIST} {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2, layers=1,
-         hidden=8, ffn=8, without_args="bridge"),
+    Case("small_bridge", f"{DIST} {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2,
+         "core_v0.18.2", layers=1, hidden=8, ffn=8, without_args="bridge"),
 ]  # fmt: skip
 
 
@@ -427,7 +424,9 @@ def _states(optimizer, parameter):
             group, order = own.model_param_group_index_map[parameter]
             live = own.optimizer.param_groups[group]["params"][order]
             tensors["param"] = exact.get(live, tensors["param"])
-            yield from ((state, start, _array(value)) for state, value in tensors.items())
+            for state, value in tensors.items():
+                if state != "step":
+                    yield state, start, _array(value)
             return
         live = getattr(parameter, "main_param", parameter)
         if any(live is other for group in own.optimizer.param_groups for other in group["params"]):
@@ -457,8 +456,13 @@ def _array(tensor):
 
 
 def _buffers(models) -> dict[str, object]:
-    """The biases of routers, which are no parameters."""
-    return {}
+    """The biases of routers, which are no parameters, of a run without pipeline stages."""
+    return {
+        name: buffer.float().numpy().copy()
+        for model in models
+        for name, buffer in model.named_buffers()
+        if name.endswith("expert_bias")
+    }
 
 
 def _write_truth(case: Case, folder: Path, items, buffers) -> None:
@@ -532,15 +536,12 @@ def _named(key: str, whole):
 
 
 def _as_other_trainer(case: Case, folder: Path, args) -> None:
-    """Leave the files as trainers on Megatron-Core do that write no args."""
+    """Leave the files as trainers on Megatron-Core do that write no args, with a `common.pt`."""
     import torch
     import yaml
 
     iteration = folder / "ckpt" / f"iter_{STEPS:07d}"
-    if (iteration / "common.pt").exists():
-        common = torch.load(iteration / "common.pt", weights_only=False)
-    else:
-        common = _common_state(iteration)
+    common = torch.load(iteration / "common.pt", weights_only=False)
     args = vars(common.pop("args"))
     if case.without_args == "nemo":
         (iteration / "common.pt").unlink(missing_ok=True)
@@ -573,29 +574,16 @@ def _as_other_trainer(case: Case, folder: Path, args) -> None:
     shutil.copy(iteration / "train_state.pt", folder / "ckpt" / "latest_train_state.pt")
 
 
-def _common_state(iteration: Path) -> dict:
-    """The object that core 0.19 has in place of `common.pt`."""
-    import io
-
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader
-
-    metadata = FileSystemReader(iteration).read_metadata()
-    for index, info in metadata.storage_data.items():
-        if index.fqn == "common_state/shard_0_1":
-            data = (iteration / info.relative_path).read_bytes()
-            part = io.BytesIO(data[info.offset : info.offset + info.length])
-            return torch.load(part, weights_only=False)[0]
-    raise RuntimeError("no common_state")
-
-
 # What stands in for a GPU.
 
 
 def _stand_in_for_cuda() -> None:
     """Calls of CUDA do nothing, or are done on the CPU."""
+    import numpy
     import torch
     import torch.cuda.random as cuda_random
+
+    numpy.product = numpy.prod  # which older releases call
 
     torch.set_num_threads(1)
     cpu, cuda = torch.device("cpu"), torch.cuda

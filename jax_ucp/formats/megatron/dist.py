@@ -39,7 +39,6 @@ from jax_ucp.formats.megatron.dist_buffers import (
     variants,
 )
 from jax_ucp.formats.megatron.dist_files import (
-    COMMON_FILE,
     CONFIG_FILE,
     DistFiles,
     StoredObject,
@@ -112,13 +111,17 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
     """
     folder = checkpoint_folder(path)
     require_folder(path, folder)
-    return read_files(open_files(folder, options.weights_only), options)
+    beside = [f"../{child.name}" for child in path.children() if child.is_file()]
+    files = open_files(folder, options.weights_only)
+    return read_files(files, options, [] if folder == path else beside)
 
 
-def read_files(files: DistFiles, options: Options) -> Contents:
-    """The checkpoint that the files form."""
+def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -> Contents:
+    """The checkpoint that the files form; `beside` are files of the save directory."""
     try:
         reader = _Reader(files, options)
+        for name in beside:
+            reader.importer.skip(name, "file", "beside the folder of the iteration, of all saves")
         contents = reader.contents()
     except (FormatError, LayoutError) as error:
         if str(files.folder) in str(error):
@@ -296,23 +299,32 @@ class _Reader:
 
         Whether it is theirs, `dist_proof` says: weights are compared with masters.
         """
-        several = any(chain for chain, *_ in stored)
-        fits: list[list[Filled]] = []
-        errors: list[FormatError] = []
-        for variant in variants(self.args):
-            try:
-                plans = self._plans(cuts, variant, several, stored)
-                fits.append(filled(self.files, plans, stored))
-            except FormatError as error:
-                errors.append(error)
-            if fits and not self._has_remainders():
-                return fits[0]
+        fits, errors = self._fits(cuts, stored, every=self._has_remainders())
         if not fits:
             raise errors[0]
         orders = [[buffer.buffer for buffer in fit] for fit in fits]
         if any(order != orders[0] for order in orders):
             raise FormatError(f"{self.files.folder}: {unproved_order()}")
         return fits[0]
+
+    def _fits(
+        self, cuts: Mapping[str, ParamLayout], stored: Mapping[Address, Flat], every: bool
+    ) -> tuple[list[list[Filled]], list[FormatError]]:
+        """The buffers by `every` order of modules that fits, or by the first; and why others do
+        not.
+        """
+        several = any(chain for chain, *_ in stored)
+        fits: list[list[Filled]] = []
+        errors: list[FormatError] = []
+        for variant in variants(self.args):
+            if fits and not every:
+                break
+            try:
+                plans = self._plans(cuts, variant, several, stored)
+                fits.append(filled(self.files, plans, stored))
+            except FormatError as error:
+                errors.append(error)
+        return fits, errors
 
     def _has_remainders(self) -> bool:
         """Whether some masters in flat buffers are remainders, which prove no order."""
@@ -369,9 +381,9 @@ class _Reader:
         shapes = {name: layout.shards[0] for name, layout in cuts.items()}
         recorded: list[dict[tuple[int, int, str], list[int]]] = [{}, {}]
         if "data_parallel_size" not in self.args.fields:
-            for (chain, *buffer), flat in stored.items():
+            for (chain, group, c, dtype), flat in stored.items():
                 if not flat.coalesced:
-                    recorded[chain][tuple(buffer)] = flat.bucket_sizes
+                    recorded[chain][group, c, dtype] = flat.bucket_sizes
         return [
             plan_buffers(self.args, expert, shapes, self.dtypes, variant, sizes)
             for expert, sizes in zip((False, True) if several else (None,), recorded, strict=False)
@@ -561,7 +573,7 @@ class _Reader:
         for name in self.files.beside:
             self.importer.skip(name, "file", "nothing of the checkpoint lies in it")
         about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
-        accounted = {*self.files.files, *self.files.left, COMMON_FILE}
+        accounted = {*self.files.files, *self.files.left, self.files.common_name}
         others = [path for path in self.files.folder.children() if path.name not in accounted]
         for path in sorted(others):
             if path.name in about:

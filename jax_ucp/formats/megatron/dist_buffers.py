@@ -229,21 +229,15 @@ def plan_buffers(
     (group, model chunk, dtype), where args do not say after how many elements one ends. Raises
     FormatError where the order of modules is not known here.
     """
-    chunks = stage_chunks(args)
-    p, dp = args.degree("pipeline_model_parallel_size"), _data_ranks(args, bool(expert))
+    dp = _data_ranks(args, bool(expert))
     multiple = math.lcm(
         dp, 128, 1 << 16 if args.optional("ddp_pad_buckets_for_high_nccl_busbw") else 1
     )
-    ranks = model_parallel_ranks(args, bool(expert))
-    shared = shared_embeddings(args)
-    buffers: dict[tuple[int, int, int, str], Buffer] = {}
+    ranks, shared = model_parallel_ranks(args, bool(expert)), shared_embeddings(args)
     groups = {(place.pp, place.ep): place.group for place in ranks}
+    buffers: dict[tuple[int, int, int, str], Buffer] = {}
     for pp, ep in sorted(groups):
-        experts = _experts_of(args, ep)
-        own_chunks = [chunks[c, pp] for c in range(len(chunks) // p)]
-        names_by_chunk = [
-            [name for name in shapes if _has(chunk, experts, variant, name)] for chunk in own_chunks
-        ]
+        names_by_chunk = _names_by_chunk(args, pp, ep, variant, shapes)
         numel = sum(math.prod(shapes[name]) for name in itertools.chain(*names_by_chunk))
         for c, names in enumerate(names_by_chunk):
             limit = bucket_limit(args, pp, c, dp, numel)
@@ -253,6 +247,15 @@ def plan_buffers(
                 walk = _Walk(shared, dp, limit, multiple, sizes)
                 buffers[pp, ep, c, dtype] = _buffer(modules, walk)
     return Plan(ranks, buffers)
+
+
+def _names_by_chunk(
+    args: Args, pp: int, ep: int, variant: Variant, names: Iterable[str]
+) -> list[list[str]]:
+    """The parameters in each model chunk of a rank."""
+    experts = _experts_of(args, ep)
+    chunks = [chunk for (_, stage), chunk in stage_chunks(args).items() if stage == pp]
+    return [[name for name in names if _has(chunk, experts, variant, name)] for chunk in chunks]
 
 
 def shared_embeddings(args: Args) -> frozenset[str]:

@@ -28,11 +28,14 @@ from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrChunks, zarr_arra
 from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.torch_save.tensor_names import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import what_is
+from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent, verdicts
 from jax_ucp.sources.protocol import ArraySource
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+TRAIN_STATE = "train_state.pt"  # of Megatron-Bridge
 MAX_CONFIG_BYTES = 1 << 20
 _NEMO_WEIGHTS = "weights"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -141,27 +144,50 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
             f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr"
             " are read"
         )
-    tensors, objects, *rest = read(folder, is_optimizers if weights_only else _nothing)
+    tensors, objects, source, names, left, beside = read(
+        folder, is_optimizers if weights_only else _nothing
+    )
     common_name, common, tree = _common(folder, objects)
     # Other trainers on Megatron-Core save no args.
     args = args_of(tree, common.path) if "args" in tree else run_fields(folder, tensors, objects)
     check_iteration(common.path, folder, tree.get("iteration"))
+    _check_train_state(folder, tree.get("iteration"))
     own = {key: stored for key, stored in objects.items() if key != COMMON_OBJECT}
     _check_objects(folder, own)
-    return DistFiles(folder, Args(args), common, tree, tensors, own, *rest, common_name=common_name)
+    return DistFiles(
+        *(folder, Args(args), common, tree, tensors, own),
+        *(source, names, left, beside, common_name),
+    )
+
+
+def _check_train_state(folder: FilePath, iteration: Any) -> None:
+    """Raise FormatError where Megatron-Bridge's own file is of another step."""
+    path = folder / TRAIN_STATE
+    if not path.is_file():
+        return
+    state = TorchFile(path)
+    step = as_dict(state.tree).get("step")
+    if isinstance(step, StoredTensor) and step.shape == ():
+        step = state.read(step.key, Box((), ())).item()
+        check_iteration(path, folder, step)
+        if isinstance(iteration, int) and step != iteration:
+            raise FormatError(
+                f"{path} is of step {step}, what the ranks have in common of {iteration}: one of"
+                " them is of another step or run"
+            )
 
 
 def _common(
     folder: FilePath, objects: Mapping[str, StoredObject]
 ) -> tuple[str, TorchFile, dict[str, Any]]:
     """What all ranks have in common: where it lies, its file, and the dict in it."""
-    if (folder / COMMON_FILE).is_file():
-        name, common = COMMON_FILE, TorchFile(folder / COMMON_FILE)
-        tree = common.tree
-    elif COMMON_OBJECT in objects:
+    if COMMON_OBJECT in objects:  # a `common.pt` beside it is of another save
         stored = objects[COMMON_OBJECT]
         name, common = f"{stored.file}:{COMMON_OBJECT}", stored.open()
         tree = common.tree[0] if isinstance(common.tree, list) and common.tree else common.tree
+    elif (folder / COMMON_FILE).is_file():
+        name, common = COMMON_FILE, TorchFile(folder / COMMON_FILE)
+        tree = common.tree
     else:
         raise FormatError(
             f"{folder / COMMON_FILE} is missing, and there is no object common_state, which"

@@ -59,7 +59,7 @@ def _configured(folder: FilePath) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for section in _SECTIONS:
         for name, value in as_dict(content.get(section)).items():
-            fields[_RENAMED.get(name, name)] = _value(value)
+            fields[_RENAMED.get(name) or str(name)] = _value(value)
     if isinstance(ties := fields.pop(_TIES, None), bool):
         fields[_UNTIES] = not ties
     return fields
@@ -76,23 +76,31 @@ def _value(value: Any) -> Any:
 def _seen(tensors: Mapping[str, Tensor], objects: list[str]) -> dict[str, Any]:
     models = {bare_name(key): tensor for key, tensor in tensors.items() if _is_models(key)}
     groups = list(filter(None, map(_GROUP.fullmatch, (*tensors, *objects))))
-    dense, expert = (
-        {int(group[2]) for group in groups if int(group[1] or 0) == chain} for chain in (0, 1)
-    )
-    chunks = {int(chunk[1]) for chunk in filter(None, (_CHUNK.fullmatch(g[3]) for g in groups))}
-    tp, pp = _ranks(models, objects, len(dense))
-    etp = max((_cuts(models[key]) for key in models if _EXPERT_ROWS.search(key)), default=tp)
+    tp, pp = _ranks(models, objects, _group_count(groups, 0))
+    rows = [_cuts(tensor) for key, tensor in models.items() if _EXPERT_ROWS.search(key)]
+    etp = max(rows, default=tp)
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
-        "virtual_pipeline_model_parallel_size": max(chunks, default=0) + 1,
+        "virtual_pipeline_model_parallel_size": _chunk_count(groups),
         "expert_tensor_parallel_size": etp,
-        "expert_model_parallel_size": max(1, len(expert) // (etp * pp)),
+        "expert_model_parallel_size": max(1, _group_count(groups, 1) // (etp * pp)),
         "num_layers": _count(models, "decoder.layers"),
         "num_experts": _count_experts(models),
         "mtp_num_layers": _count(models, "mtp.layers"),
         _UNTIES: TIED in models,
     }
+
+
+def _group_count(groups: Iterable[re.Match[str]], chain: int) -> int:
+    """The model-parallel ranks of an optimizer, which each have a group."""
+    return len({int(group[2]) for group in groups if int(group[1] or 0) == chain})
+
+
+def _chunk_count(groups: Iterable[re.Match[str]]) -> int:
+    """The model chunks of each rank, one more than the last number of a buffer."""
+    chunks = filter(None, (_CHUNK.fullmatch(group[3]) for group in groups))
+    return max((int(chunk[1]) + 1 for chunk in chunks), default=1)
 
 
 def _is_models(key: str) -> bool:

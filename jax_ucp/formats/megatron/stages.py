@@ -62,6 +62,8 @@ def stage_chunks(args: Args) -> dict[tuple[int, int], Chunk]:
 def stage_letters(args: Args) -> list[str]:
     """The parts of each chunk of each stage, a letter each: `E`, `t` for a layer, `m`, `L`.
 
+    Without a layout one `m` stands for all layers of multi-token prediction.
+
     >>> stage_letters(Args({"num_layers": 4, "pipeline_model_parallel_size": 2}))
     ['Ett', 'ttL']
     >>> stage_letters(Args({"pipeline_model_parallel_layout": "Et*2|(t|)*2mL"}))
@@ -83,9 +85,11 @@ def stage_letters(args: Args) -> list[str]:
             f"{lost}: which layers each pipeline stage has is not known, nor what lies in its"
             " buffers"
         )
+    if not 0 <= layers <= MAX_RANKS:
+        raise FormatError(f"args.num_layers is {layers}: they are damaged")
     letters = ["t" * count for count in _chunk_layers(args, layers, p, v)]
     letters[0] = "E" + letters[0]
-    letters[-1] += "m" * (args.optional("mtp_num_layers") or 0) + "L"
+    letters[-1] += "mL" if args.optional("mtp_num_layers") else "L"
     return letters
 
 
@@ -140,24 +144,30 @@ def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
     As many in each, unless args fix the number of the first or last stage, or count the embedding
     or the loss as a layer.
     """
-    first, last = (_end_layers(args, end) for end in ("first", "last"))
-    ends = {0: first, p - 1: last} if p > 1 else {}
-    fixed = {stage: n for stage, n in ends.items() if n is not None}
-    embedding, loss = (
-        bool(p > 1 and args.optional(f"account_for_{part}_in_pipeline_split"))
-        for part in ("embedding", "loss")
-    )
-    free = p - len(fixed)
+    fixed = _fixed_layers(args, p)
+    embedding, loss = (_counts_as_layer(args, p, part) for part in ("embedding", "loss"))
     rest = layers + embedding + loss - sum(fixed.values())
-    each, left = divmod(rest, max(1, free * v))
-    counts = [fixed[stage] // v if stage in fixed else each for stage in range(p)] * v
+    each, left = divmod(rest, max(1, (p - len(fixed)) * v))
+    counts = [fixed.get(stage, each * v) // v for stage in range(p)] * v
     counts[0] -= embedding
     counts[-1] -= loss
-    if left or sum(counts) != layers or min(counts) < 0 or any(n % v for n in fixed.values()):
+    uneven = any(n % v for n in fixed.values())
+    if left or uneven or sum(counts) != layers or min(counts) < 0:
         raise FormatError(
             f"{layers} layers do not divide over {p} pipeline stages of {v} model chunks"
         )
     return counts
+
+
+def _counts_as_layer(args: Args, p: int, part: str) -> bool:
+    """Whether the embedding or the loss counts as a layer of its stage."""
+    return bool(p > 1 and args.optional(f"account_for_{part}_in_pipeline_split"))
+
+
+def _fixed_layers(args: Args, p: int) -> dict[int, int]:
+    """The layers of the first and the last stage, where args fix them."""
+    ends = {0: _end_layers(args, "first"), p - 1: _end_layers(args, "last")} if p > 1 else {}
+    return {stage: n for stage, n in ends.items() if n is not None}
 
 
 def _end_layers(args: Args, end: str) -> int | None:

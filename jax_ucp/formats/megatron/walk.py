@@ -150,6 +150,8 @@ def buffer_walk(
     ([64, 0], [164])
     >>> buffer_walk([100, 32], [False, False], dp=2, bucket_size=32)
     ([32, 0], [32, 100])
+    >>> buffer_walk([100, 32], [False, False], dp=2, bucket_size=None, recorded=[32, 100])
+    ([32, 0], [32, 100])
     """
     offsets, buckets = [0] * len(sizes), list[int]()
     start = bucket_start = 0

@@ -3,22 +3,28 @@
 `tests/generators/megatron.py` wrote the cases.
 """
 
+import functools
 import itertools
 import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jax_ucp as ucp
+import megatron_decoder as decoder
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.megatron import dist
 from jax_ucp.formats.megatron.dist_run import run_fields
 from jax_ucp.formats.megatron.modules import in_module_order
 from jax_ucp.sources.consolidated import same_bits
+from torch_writer import change
 
 DATA = Path(__file__).parents[2] / "data" / "megatron_core"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -124,3 +130,53 @@ def test_a_place_in_the_order_of_modules_is_known_or_refused():
 def test_where_nothing_is_stored_the_run_had_one_rank(tmp_path):
     fields = run_fields(file_path(tmp_path), {}, [])
     assert fields["tensor_model_parallel_size"] == fields["pipeline_model_parallel_size"] == 1
+
+
+@pytest.mark.parametrize("case", ["mla", "pa", "pa_full"])
+def test_the_next_losses_are_those_of_torch(case):
+    """Also that another moment gives others."""
+    want = json.loads((DATA / case / "losses.json").read_text())
+    restored = opened(case).restore()
+    assert next_losses(restored) == pytest.approx(want, rel=1e-5)
+    restored["exp_avg"] = {name: -moment for name, moment in restored["exp_avg"].items()}
+    assert next_losses(restored)[0] == pytest.approx(want[0], rel=1e-5)
+    assert next_losses(restored)[1:] != pytest.approx(want[1:], rel=1e-3)
+
+
+def next_losses(restored: dict) -> list[float]:
+    """The losses of a run in JAX that goes on from a restored checkpoint."""
+    params = jax.tree.map(jnp.asarray, restored["param"])
+    masked = {name: decoder.decays(name, array.ndim) for name, array in params.items()}
+    tx = optax.adamw(
+        decoder.LR, *decoder.BETAS, decoder.EPS, weight_decay=decoder.DECAY, mask=masked
+    )
+    count = jnp.asarray(next(iter(restored["step"].values())), jnp.int32)
+    moments = optax.ScaleByAdamState(count, restored["exp_avg"], restored["exp_avg_sq"])
+    state = (moments, *tx.init(params)[1:])
+    losses = []
+    for batch in decoder.tokens(len(params["output_layer.weight"])):
+        compute = functools.partial(decoder.loss, jnp, batch=jnp.asarray(batch))
+        loss, grads = jax.value_and_grad(compute)(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return losses
+
+
+def test_a_common_pt_beside_a_common_state_is_of_another_save(tmp_path, bridge):
+    shutil.copytree(DATA / "mla" / "ckpt", tmp_path / "mla")
+    folder = tmp_path / "mla" / "iter_0000003"
+    shutil.copy(next(bridge.rglob("common.pt")), folder)
+    checkpoint = opened("mla", tmp_path / "mla")
+    assert differences("mla", checkpoint) == []
+    (item,) = [item for item in checkpoint.inventory if item.where == "common.pt"]
+    assert item.status == "skipped"
+
+
+def test_a_train_state_of_another_step_is_refused(bridge):
+    path = next(bridge.rglob("iter_*")) / "train_state.pt"
+    change(path, {"step": lambda step: step.__setitem__(..., 4)})
+    with pytest.raises(FormatError, match=r"train_state\.pt.* 4"):
+        opened("bridge", bridge)
+    path.unlink()
+    assert differences("bridge", opened("bridge", bridge)) == []

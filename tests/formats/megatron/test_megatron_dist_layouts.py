@@ -175,6 +175,12 @@ def test_a_layout_says_the_layers_of_each_chunk(layout, p, sizes):
     assert list(chunks) == [(i // p, i % p) for i in range(len(sizes))]
 
 
+@pytest.mark.parametrize("layers", [-1, 1 << 40])
+def test_a_number_of_layers_that_no_model_has_is_refused(layers):
+    with pytest.raises(FormatError, match="num_layers"):
+        stage_chunks(Args({"num_layers": layers, "mtp_num_layers": 1 << 60}))
+
+
 @pytest.mark.parametrize(
     "layout", ["Et|x|L", "tt|L", "Et|tL|L", "Et*999999|(t*999999)*999999L", {"E": 1}, [[1], ["L"]]]
 )
