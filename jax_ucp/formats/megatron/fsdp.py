@@ -325,9 +325,7 @@ class Reader:
         """The optimizer's states by parameter: tensors, or numbers."""
         states: dict[str, dict[str, Consolidated | np.ndarray]] = {name: {} for name in model}
         if self.options.weights_only:
-            for fqn in self.left & self.metadata.tensors.keys():
-                for chunk in self.metadata.tensors[fqn].chunks:
-                    self.importer.leave(chunk_key(fqn, chunk), "", notes.LEFT)
+            self._leave_optimizer()
             return states
         by_state: dict[str, dict[str, str]] = {}
         for local, state, leaf in self._leaves_of_states(stored):
@@ -342,6 +340,11 @@ class Reader:
                 _add(states, name, state, param)
         check_alike(states)
         return states
+
+    def _leave_optimizer(self) -> None:
+        for fqn in self.left & self.metadata.tensors.keys():
+            for chunk in self.metadata.tensors[fqn].chunks:
+                self.importer.leave(chunk_key(fqn, chunk), "", notes.LEFT)
 
     def _leaves_of_states(self, stored: Saved) -> Iterator[tuple[str, str, Any]]:
         """(parameter, state, tensor or number) of everything that optimizers have."""

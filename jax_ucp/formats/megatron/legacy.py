@@ -415,21 +415,24 @@ class _Reader:
                 f"{self.folder}: the output layer is tied to {EMBEDDING}, which is in no file"
             )
         for state in [state for state, n in self.keys if n == TIED]:
-            keys = self.keys[state, TIED]
-            if state == "weight" and self._has_remainders(EMBEDDING):
-                for key in itertools.chain(*keys.values()):
-                    self.importer.skip(key, "", notes.COPY_OF_HALF)
-                continue
-            main = "param" if state == "weight" else state
-            if main != "param" and (state, EMBEDDING) not in self.keys:
-                raise FormatError(
-                    f"{self.folder}: the tied {TIED} has {state}, but {EMBEDDING} has not"
-                )
-            one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
-            for copy in _copies(keys, len(layout.shards)):
-                self.importer.duplicate(
-                    main, EMBEDDING, Consolidated(one, copy), notes.COPY_OF_EMBEDDING
-                )
+            self._tied_state(state, self.keys[state, TIED], layout)
+
+    def _tied_state(
+        self, state: str, keys: Mapping[int, Sequence[str]], layout: ParamLayout
+    ) -> None:
+        if state == "weight" and self._has_remainders(EMBEDDING):
+            for key in itertools.chain(*keys.values()):
+                self.importer.skip(key, "", notes.COPY_OF_HALF)
+            return
+        main = "param" if state == "weight" else state
+        if main != "param" and (state, EMBEDDING) not in self.keys:
+            raise FormatError(
+                f"{self.folder}: the tied {TIED} has {state}, but {EMBEDDING} has not"
+            )
+        one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
+        for copy in _copies(keys, len(layout.shards)):
+            copied = Consolidated(one, copy)
+            self.importer.duplicate(main, EMBEDDING, copied, notes.COPY_OF_EMBEDDING)
 
     def _leave_optimizer(self, rank: Rank) -> None:
         for key in rank.model.arrays():

@@ -145,9 +145,9 @@ def _members(groups: Sequence[Group], modules: Sequence[Module], muon: bool) -> 
 
     def fits(i: int, group: int, place: int) -> bool:
         module, own = modules[i], groups[group]
-        if apart and own.experts is not None and own.experts != is_expert(module.local):
-            return False
-        if muon and own.orthogonalised not in (None, _is_matrix(module)):
+        kinds = [(own.experts if apart else None, is_expert(module.local))]
+        kinds.append((own.orthogonalised if muon else None, _is_matrix(module)))
+        if any(of_group not in (None, of_module) for of_group, of_module in kinds):
             return False
         return _has_shapes(own, place, module.tensor.shape)
 
