@@ -614,6 +614,8 @@ TABLE: dict[str, dict[str, str]] = {
         "on_conflict": "noted",
         "dequantize": "harmless: weights that are not quantised come as they are",
         "optimizer_groups": "refused",
+        "model": "refused",
+        "step": "refused",
     },
     "Checkpoint.map": {
         "mapping": "used",
@@ -717,6 +719,8 @@ SOURCE = {
 SOURCE |= {
     "no_dequantize": "harmless",
     "optimizer_groups": "refused",
+    "model": "refused",
+    "step": "refused",
     "config": "refused",
     "assume": "refused",
 }
