@@ -207,7 +207,10 @@ def test_a_size_of_a_mapping_that_is_no_length_is_refused_by_its_name(n):
     [
         (DEEPSPEED, "the names it takes are vocab; perhaps vocab is meant"),
         (MEGATRON_DIST, "the names it takes are vocab; perhaps vocab is meant"),
-        (MEGATRON, r"the names it takes are .*, expert_ffn, ffn, .*, vocab; perhaps vocab is meant"),
+        (
+            MEGATRON,
+            r"the names it takes are .*, expert_ffn, ffn, .*, vocab; perhaps vocab is meant",
+        ),
         (SAFETENSORS, "it records all lengths itself"),
         (DCP, "it records all lengths itself"),
         (TORCH, "it records all lengths itself"),

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError
 from jax_ucp.formats.options import Dequantize
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.sources.combined import Combined
