@@ -282,8 +282,8 @@ def _other_files(imported: Import, save: _Save) -> None:
             reason = "says which chunk is where; its content is in the tree's names and shapes"
             imported.skip(name, "metadata", reason)
             continue
-        if path.name == LIGHTNING:
-            keep_beside(imported, name, path)
+        if path.name == LIGHTNING and not save.left:
+            keep_beside(imported, name, path, Facts(metadata.folder))
             continue
         size = path.size()
         rest = size - used[path.name]
