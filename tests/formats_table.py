@@ -116,7 +116,7 @@ two of them: `optimizer_groups` does, or the optimizer's own name, if that has t
 
 ## Shards by rank, and folders of DCP
 
-What verl and SkyRL save, `{{model,optim,extra_state}}_world_size_N_rank_R.pt`, is torch.save of DTensors: mesh and
+What verl and SkyRL save, `{model,optim,extra_state}_world_size_N_rank_R.pt`, is torch.save of DTensors: mesh and
 placements are in the pickle, and say which part a rank has (FSDP2, HSDP, FSDP2 over tensor parallelism, uneven sizes).
 Copies are compared by `verify`. Every rank's file must be there once; refused are files that were renamed, of two world
 sizes, or whose learning rates, counters or steps differ. The optimizer's states go by numbers: shapes prove whose they

@@ -23,6 +23,7 @@ from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import metadata_files
 from jax_ucp.formats.dcp.reader import open_saves
 from jax_ucp.formats.dtensor_ranks.files import has_rank_files
+from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.beside import keep_beside
@@ -183,28 +184,28 @@ def _chosen(path: FilePath, models: Mapping[str, object], model: str | None) -> 
 
 def _beside(path: FilePath, used: set[str], folders: Sequence[str], options: Options) -> Contents:
     """What other files of a step's folder hold, as extras."""
-    imported = Import("", path, Combined.of_files({}))
+    imported, facts = Import("", path, Combined.of_files({})), Facts(path)
     for child in sorted(path.children()):
         if child.name in used:
             continue
         if child.is_dir():
             inside = sorted(child.children()) if child.name in folders else []
             for file in inside:
-                _keep(imported, f"{child.name}/{file.name}", file, options)
+                _keep(imported, f"{child.name}/{file.name}", file, facts, options)
             if not inside:
                 imported.skip(child.name, "folder", "lies beside the weights; not read")
         else:
-            _keep(imported, child.name, child, options)
+            _keep(imported, child.name, child, facts, options)
     return imported.contents()
 
 
-def _keep(imported: Import, name: str, file: FilePath, options: Options) -> None:
+def _keep(imported: Import, name: str, file: FilePath, facts: Facts, options: Options) -> None:
     if options.weights_only:
         imported.skip(name, "file", "only weights were asked for")
     elif not file.is_file() or file.size() > MAX_BESIDE_BYTES:
         imported.skip(name, "file", "lies beside the weights; not read")
     else:
-        keep_beside(imported, name, file)
+        keep_beside(imported, name, file, facts)
 
 
 def _with(contents: Contents, kept: Contents, items: Sequence[Item]) -> Contents:

@@ -280,6 +280,21 @@ def test_a_run_with_a_checkpoint_in_its_own_folder_is_refused(tmp_path):
         ucp.open(tmp_path / "run")
 
 
+def test_a_trainers_state_that_is_damaged_or_of_another_step_is_refused(tmp_path):
+    at = tmp_path / "state"
+    shutil.copytree(dcp("."), at)
+    states = at / "random_states_1.pkl"
+    rewritten(states, b"stepq\x01K\x00", b"stepq\x01K\x07")
+    with pytest.raises(
+        FormatError, match=r"random_states_\*.pkl.step is 7, but 0 in random_states_0"
+    ):
+        ucp.open(at)
+    states.write_bytes(states.read_bytes()[:1000])
+    with pytest.raises(FormatError, match=r"weights_only leaves the trainer's state aside"):
+        ucp.open(at)
+    assert set(ucp.open(at, weights_only=True)) == set(ucp.open(dcp("pytorch_model_fsdp_0")))
+
+
 def test_what_lightning_saves_beside_its_shards_is_kept(tmp_path):
     shutil.copytree(dcp("pytorch_model_fsdp_0"), tmp_path / "epoch=0.ckpt")
     shutil.copy(dcp("scheduler.bin"), tmp_path / "epoch=0.ckpt" / "meta.pt")

@@ -283,8 +283,8 @@ def account_for_files(imported: Import, save: Save) -> None:
             reason = "says which chunk is where; its content is in the tree's names and shapes"
             imported.skip(name, "metadata", reason)
             continue
-        if path.name == LIGHTNING:
-            keep_beside(imported, name, path)
+        if path.name == LIGHTNING and not save.left:
+            keep_beside(imported, name, path, Facts(metadata.folder))
             continue
         size = path.size()
         rest = size - used[path.name]

@@ -4,39 +4,47 @@ as extras, and decides nothing.
 
 from __future__ import annotations
 
-from jax_ucp.errors import FormatError
+import re
+
+from jax_ucp.errors import FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.facts import COUNTS, Facts
 from jax_ucp.formats.huggingface.weight_files import read_json
 from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 
+_NUMBER = re.compile(r"\d+")
 MAX_TEXT_BYTES = 1 << 20
 _SAVED = (".pt", ".pth", ".bin", ".pkl")  # how trainers call files of torch.save
 _TEXTS = (".yaml", ".yml", ".txt")
 
 
-def keep_beside(imported: Import, name: str, path: FilePath) -> None:
+def keep_beside(imported: Import, name: str, path: FilePath, facts: Facts) -> None:
     """Keep what a file holds as extras of `name`: of torch.save what it saved, JSON, or a text.
 
-    What is none of these, is damaged or asks for more than data, is accounted for with a note.
+    What is none of these, or asks for more than data, is accounted for and not read. Raises
+    FormatError for a file that is damaged, and where those of two ranks are of different steps.
     """
     if path.suffix == ".json":
         imported.extra(name, "content", read_json(path))
     elif path.suffix in _TEXTS and path.size() <= MAX_TEXT_BYTES:
         imported.extra(name, "content", path.read_text())
     elif path.suffix in _SAVED or is_torch_file(path):
-        _keep_torch(imported, name, path)
+        _keep_torch(imported, name, path, facts)
     else:
         imported.skip(name, f"{path.size()} bytes", "lies beside the weights; not read")
 
 
-def _keep_torch(imported: Import, name: str, path: FilePath) -> None:
+def _keep_torch(imported: Import, name: str, path: FilePath, facts: Facts) -> None:
     try:
         file = TorchFile(path, lenient=True)
-    except FormatError as error:
-        imported.skip(name, "file", f"the state of the trainer, which cannot be read: {error}")
-        imported.notes.append(f"not read: {name}: the state of the trainer: {error}")
+    except UnsafePickle as error:
+        imported.skip(name, "object", f"not read, because it asks for more than data: {error}")
+        imported.notes.append(f"{name} was left out: {error}")
         return
+    except FormatError as error:
+        raise type(error)(f"{error}; weights_only leaves the trainer's state aside") from error
+    facts.state_all(file, name, _NUMBER.sub("*", name), file.tree, only=("step", *COUNTS))
     imported.unknown |= file.unknown
     tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
     for key, value in tree.items():
