@@ -597,7 +597,8 @@ def options_of(spec: dict) -> dict:
     """What a user says when opening it."""
     if "zenflow" in spec["zero"]:
         return {"on_conflict": "master"}
-    return {"optimizer_groups": "module-order"} if spec["stage"] == 0 else {}
+    numbered = spec["stage"] == 0 and spec["dtype"] == "fp32"  # else the bits of masters tell
+    return {"optimizer_groups": "module-order"} if numbered else {}
 
 
 def summary(spec: dict, classes, version: str) -> str:

@@ -14,7 +14,7 @@ from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.combined import MemorySource
 from jax_ucp.sources.decoded import Coded, WithDecoded, block_of
-from torch_writer import change
+from torch_writer import change, edit
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed_writers"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -122,6 +122,18 @@ def test_ranks_of_zero_3_that_were_exchanged_are_refused_by_the_names_inside(tmp
     first.write_bytes(second.read_bytes())
     second.write_bytes(data)
     with pytest.raises(FormatError, match=rf"{first.name} was written as {second.name}"):
+        ucp.open(folder)
+
+
+def test_an_expert_parallel_ranks_optimizer_without_the_others_states_is_refused(tmp_path):
+    source = DATA.parent / "deepspeed" / "moe_ep2_dp2_z0_fp32"
+    folder = Path(shutil.copytree(source, tmp_path / "ckpt"))
+    (file,) = folder.glob("*/expp_rank_1_*")
+    edit(file, lambda tree: tree["optimizer"]["state"].clear())
+    with pytest.raises(FormatError, match=r"expp_rank_1.* are not those of expp_rank_0"):
+        ucp.open(folder)
+    edit(file, lambda tree: tree.pop("optimizer"))
+    with pytest.raises(FormatError, match=r"expp_rank_1.* has no optimizer"):
         ucp.open(folder)
 
 

@@ -69,17 +69,12 @@ def truth(case: str) -> dict[str, np.ndarray]:
     return found
 
 
-# What the files hold that our labels lack: Muon counts no steps, and 8-bit states are no elements.
-ABSENT = {"ds_z1_muon": {"step/a.weight", "step/b.weight", "step/m.weight"}}
 NOTES = {
-    "ds_z1_muon": (
-        r"momentum_buffer of group 0 \(m\.weight and 2 more\) is no state .*: Muon keeps it for"
-        r" whole"
-    ),
+    "ds_z1_muon": r"the step of parameters that Muon updates is that of the optimizer's other",
     "ds_z2_adafactor": (
         r"RMS of group 0 \(a\.weight and 5 more\) is no state .*: each rank has its own"
     ),
-    "ds_z2_bnb8": r"__bnb_optimizer_quant_state__ of group 0 .* of an 8-bit optimizer",
+    "ds_z2_bnb8": r"states of an 8-bit optimizer are codes, as stored",
     "te_muon": (
         r"nothing says how often the optimizer of .* and 7 more stepped; plan_optimizer needs step="
     ),
@@ -100,8 +95,8 @@ def test_a_class_or_state_that_is_not_known_stops_nothing_that_is_proved(case, t
     checkpoint = source.save(tmp_path / "copy")  # which compares masters and copies
     want = truth(case)
     labels = {leaf.label for leaf in checkpoint.leaves}
-    assert want.keys() - labels == ABSENT.get(case, set())
-    for label in want.keys() & labels:
+    assert want.keys() <= labels
+    for label in want:
         assert same_bits(checkpoint.read(label).astype(want[label].dtype), want[label]), label
     assert any(re.search(NOTES[case], note) for note in source.notes)
     assert {"not understood"}.isdisjoint(item.reason for item in source.inventory)
