@@ -29,7 +29,7 @@ def _upper_halves(values: np.ndarray) -> np.ndarray:
     odd += bits
     odd >>= np.uint32(16)
     halves = odd.astype(np.uint16)
-    unordered = np.isnan(values)
-    if unordered.any():
+    if np.isnan(np.min(values, initial=0)):
+        unordered = np.isnan(values)
         halves[unordered] = values[unordered].astype(_BFLOAT16).view(np.uint16)
     return halves

@@ -4,6 +4,7 @@ elements.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,13 +93,48 @@ class Grid:
         stops = [-(-a // b) for a, b in zip(box.stop, self.block, strict=True)]
         return Box(tuple(starts), tuple(stops))
 
-    def spread(self, small: np.ndarray, box: Box) -> np.ndarray:
-        """The element of each element in a box; an axis with one for all of them keeps length 1."""
-        for axis, block in enumerate(self.block):
-            if small.shape[axis] != 1 and block != 1:
-                counts = _counts(box.start[axis], box.stop[axis], block)
-                small = np.repeat(small, counts, axis)
-        return small
+    def apply(self, change: np.ufunc, values: np.ndarray, small: np.ndarray, box: Box) -> None:
+        """Change the values of a box in their place, each with the element that belongs to it."""
+        axes = [axis for axis, n in enumerate(small.shape) if n > 1 and self.block[axis] > 1]
+        for axis in axes[:-1]:
+            counts = _counts(box.start[axis], box.stop[axis], self.block[axis])
+            small = np.repeat(small, counts, axis)
+        if not axes:
+            change(values, small, out=values)
+            return
+        axis = axes[-1]
+        _along(change, values, small, axis, box.start[axis], self.block[axis])
+
+
+def _along(
+    change: np.ufunc, values: np.ndarray, small: np.ndarray, axis: int, start: int, block: int
+) -> None:
+    """Change values in their place where each element of an axis of `small` is for a block of them,
+    the first of which begins before `start`. Whole blocks are changed at once, without a copy of
+    `small` that has their shape.
+    """
+    length = values.shape[axis]
+    head = min(-start % block, length)
+    blocks = (length - head) // block
+    tail = head + blocks * block
+    used = int(head > 0)
+    if head:
+        part, one = _cut(values, axis, 0, head), _cut(small, axis, 0, 1)
+        change(part, one, out=part)
+    if blocks:
+        whole = _cut(values, axis, head, tail)
+        shape = (*whole.shape[:axis], blocks, block, *whole.shape[axis + 1 :])
+        split = np.reshape(whole, shape, copy=False)
+        each = np.expand_dims(_cut(small, axis, used, used + blocks), axis + 1)
+        change(split, each, out=split)
+    if tail < length:
+        part = _cut(values, axis, tail, length)
+        change(part, _cut(small, axis, used + blocks, used + blocks + 1), out=part)
+
+
+def _cut(array: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
+    """A range of one axis."""
+    return array[(slice(None),) * axis + (slice(start, stop),)]
 
 
 def _counts(start: int, stop: int, block: int) -> np.ndarray:
@@ -129,6 +165,25 @@ class Gathered:
         spans = list(zip(box.start, box.stop, strict=True))
         spans[self.axis] = 0, self.groups
         return Box.spanning(spans)
+
+    def apply(
+        self, change: np.ufunc, values: np.ndarray, small: np.ndarray, group: np.ndarray
+    ) -> None:
+        """Change values in their place, each with the element that belongs to it; neighbours of one
+        group at once.
+        """
+        values, small = np.moveaxis(values, self.axis, 0), np.moveaxis(small, self.axis, 0)
+        edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
+        if len(edges) > _MOST_RUNS:
+            change(values, small[group], out=values)
+            return
+        for first, last in itertools.pairwise(edges):
+            part = values[first:last]
+            change(part, small[group[first]], out=part)
+
+
+# Beyond these, to change runs of one group one by one takes longer than to copy what they need.
+_MOST_RUNS = 64
 
 
 def numbers(scale: np.ndarray) -> np.ndarray:
@@ -175,9 +230,9 @@ class Affine:
         values = self.codes.numbers(parts["codes"], box)
         if "zero" in parts:
             zero = self.zero_codes.numbers(parts["zero"], self.grid.box(box))
-            values -= self._spread(zero, box, parts)
+            self._apply(np.subtract, values, zero, box, parts)
         if "scale" in parts:
-            values *= self._spread(self._scales(parts), box, parts)
+            self._apply(np.multiply, values, self._scales(parts), box, parts)
         if self.constant is not None:
             values *= np.float32(self.constant)
         return values
@@ -190,10 +245,18 @@ class Affine:
         factor = parts["factor"].astype(np.float32).reshape(())
         return scale / factor if self.divides else scale * factor
 
-    def _spread(self, small: np.ndarray, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _apply(
+        self,
+        change: np.ufunc,
+        values: np.ndarray,
+        small: np.ndarray,
+        box: Box,
+        parts: Mapping[str, np.ndarray],
+    ) -> None:
         if isinstance(self.grid, Gathered):
-            return np.take(small, parts["group"], self.grid.axis)
-        return self.grid.spread(small, box)
+            self.grid.apply(change, values, small, parts["group"])
+        else:
+            self.grid.apply(change, values, small, box)
 
 
 @dataclass(frozen=True)

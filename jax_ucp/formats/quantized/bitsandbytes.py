@@ -90,7 +90,7 @@ class Runs:
         skipped = first % self.width
         words = stored[:, skipped : skipped + last - first]
         values = _PACKING.numbers(words, box, parts["quant_map"])
-        values *= Grid((1, self.block)).spread(self._scales(box, parts), box)
+        Grid((1, self.block)).apply(np.multiply, values, self._scales(box, parts), box)
         return values
 
     def _bytes(self, box: Box) -> tuple[int, int]:
