@@ -34,6 +34,7 @@ Open = Callable[[FilePath, Options], Contents]
 
 _ACCELERATE_MODEL = "pytorch_model_fsdp_"
 _NAMES_SHOWN = 6
+MAX_ROLES = 16  # a folder with more folders is none of a step, and they are not listed one by one
 MAX_BESIDE_BYTES = 1 << 26  # of more a file is data, such as weights
 
 
@@ -50,7 +51,10 @@ class Step:
 
 def _roles(path: FilePath) -> dict[str, list[FilePath]]:
     """verl's `actor` and `critic`, SkyRL's `policy` and `critic`: rank files in each."""
-    return {child.name: [child] for child in _folders(path) if has_rank_files(child)}
+    folders = _folders(path)
+    if len(folders) > MAX_ROLES:
+        return {}
+    return {child.name: [child] for child in folders if has_rank_files(child)}
 
 
 def _accelerate(path: FilePath) -> dict[str, list[FilePath]]:

@@ -107,10 +107,10 @@ def _coordinate(fields: Mapping[str, Any], shape: Shape) -> tuple[int, ...]:
     of this shape.
     """
     coordinate = fields.get("_coordinate_on_dim")
-    is_list = isinstance(coordinate, list | tuple) and len(coordinate) == len(shape)
-    pairs = zip(coordinate, shape, strict=True) if is_list else [("", 0)]
-    if all(type(i) is int and 0 <= i < n for i, n in pairs):
-        return tuple(coordinate or ())
+    numbers = tuple(coordinate) if isinstance(coordinate, list | tuple) else ()
+    within = [type(i) is int and 0 <= i < n for i, n in zip(numbers, shape, strict=False)]
+    if len(numbers) == len(shape) and all(within):
+        return numbers
     raise FormatError(f"the mesh of shape {list(shape)} has no coordinate {coordinate!r:.60}")
 
 
