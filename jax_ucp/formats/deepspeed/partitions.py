@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -122,20 +123,20 @@ def _add_muon_steps(slices: Slices, all_teams: Sequence[Team]) -> None:
     Muon stores none, and one call of it updates both kinds (`runtime/zero/muon/muon_optimizer.py`).
     """
     muon = [team for team in all_teams if team.settings.get("use_muon")]
-    steps = [
-        (rank, value)
-        for team in all_teams
-        for rank, value in zip(team.group.ranks, team.group.scalars.get("step", ()), strict=False)
-    ]
-    ranks, values = [rank for rank, _ in steps], [value for _, value in steps]
-    if not muon or not steps or _differ(slices, ranks, values):
+    counted = [team.group for team in all_teams if "step" in team.group.scalars]
+    ranks = list(itertools.chain.from_iterable(own.ranks for own in counted))
+    values = list(itertools.chain.from_iterable(own.scalars["step"] for own in counted))
+    if not muon or not counted or _differ(slices, ranks, values):
         return
     for team in muon:
         stage, _, _ = slices.place(team.mp)
-        for name in team.names.values():
-            if ("step", name) not in slices.states:
-                slices.states["step", name].values[stage].append(steps[0])
+        for name in _without_step(slices, team):
+            slices.states["step", name].values[stage].append((ranks[0], values[0]))
     slices.importer.notes.append(_STEP_OF_MUON)
+
+
+def _without_step(slices: Slices, team: Team) -> list[str]:
+    return [name for name in team.names.values() if ("step", name) not in slices.states]
 
 
 def _note_missing_moments(slices: Slices) -> None:
