@@ -167,6 +167,8 @@ def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents
     if others:
         notes.append(f"not read: {listed(sorted(others), _NAMES_SHOWN)}: other models of the step")
     kept = _beside(path, used | others, step.beside, options)
+    writer = contents.about.writer or step.writer
+    contents = replace(contents, about=replace(contents.about, writer=writer))
     return _with(replace(contents, notes=notes), kept, [Item(other, "folder", "skipped",
         "another model of the step") for other in sorted(others)])  # fmt: skip
 
@@ -276,7 +278,12 @@ def open_run(path: FilePath, options: Options, open_contents: Open) -> Contents:
              "beside the step that is open")
         for child in sorted(path.children()) if child.name != steps[number].name
     ]  # fmt: skip
-    return replace(contents, inventory=[*contents.inventory, *items], notes=[note, *contents.notes])
+    return replace(
+        contents,
+        inventory=[*contents.inventory, *items],
+        notes=[note, *contents.notes],
+        about=replace(contents.about, step=number),
+    )
 
 
 def _number(path: FilePath, run: Run, steps: Mapping[int, FilePath], asked: int | None) -> int:

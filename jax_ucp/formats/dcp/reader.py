@@ -42,7 +42,7 @@ from jax_ucp.formats.torch_save.opaque import in_optimizer
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, optimizer_paths
 from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
 from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.contents import About, Contents
 
 LIGHTNING = "meta.pt"  # what Lightning's trainer saves besides, in the same folder
 
@@ -77,6 +77,7 @@ def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) ->
     if saves[0].prefix or len(saves) > 1:
         source = Combined.prefixed({save.prefix: save.source for save in saves})
     imported = Import("dcp", path, source, options.on_conflict)
+    imported.about = About("PyTorch's distributed checkpoint (DCP)")
     objects: dict[Steps, Any] = {}
     for save in saves:
         objects |= _objects(imported, save)

@@ -44,7 +44,7 @@ from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.contents import About, Contents
 
 HUGGINGFACE = "huggingface"
 
@@ -74,7 +74,8 @@ def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
         optimizer = _wholes(saved, of_optimizer)
         _place(imported, {**model, **optimizer}, _objects(saved), options)
     _keep_rest(imported, saved, options)
-    imported.notes.insert(0, _about(ranks, model))
+    imported.notes.insert(0, _written_by(ranks, model))
+    imported.about = About(f"{ranks.writer}, DTensors of {ranks.world_size} ranks")
     try:
         return imported.contents()
     except LayoutError as error:
@@ -381,7 +382,7 @@ def _keep_huggingface(imported: Import, folder: FilePath) -> None:
         )
 
 
-def _about(ranks: RankFiles, model: Mapping[str, _Whole]) -> str:
+def _written_by(ranks: RankFiles, model: Mapping[str, _Whole]) -> str:
     """What the folder is, for whoever looks at it."""
     meshes: dict[str, None] = {}
     for whole in model.values():

@@ -40,7 +40,7 @@ from jax_ucp.formats.torch_save.tree import Tree, keep_extras
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.contents import About, Contents
 
 MODEL = "model"  # what the model is called where there are no others
 TRAINER_STATE = "trainer_state.json"
@@ -108,6 +108,7 @@ def add_training(
     for name in folder.kept:
         _keep(imported, folder.path / name)
     imported.notes.insert(0, _writer(imported, folder))
+    imported.about = _about(imported, folder)
     if folder.optimizers:
         _add_optimizers(imported, folder, others, options)
 
@@ -131,7 +132,15 @@ def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
         extras={**contents.extras, **kept.extras},
         inventory=[*contents.inventory, *kept.inventory],
         notes=[_writer(beside, folder), *notes, *kept.notes],
+        about=_with_writer(contents.about, _about(beside, folder)),
     )
+
+
+def _with_writer(about: About, trainer: About) -> About:
+    """What is known of a checkpoint that a trainer had another library write."""
+    writer = ", by ".join(filter(None, [about.writer, trainer.writer]))
+    step = trainer.step if about.step is None else about.step
+    return About(writer, step, about.parallelism)
 
 
 def _is_about(note: str, files: Collection[str]) -> bool:
@@ -394,6 +403,15 @@ def _keep(imported: Import, path: FilePath) -> None:
         imported.unknown |= file.unknown
     for fault in filter(None, (check.run() for check in file.checks("full"))):
         raise CorruptData(fault + _ASIDE)
+
+
+def _about(imported: Import, folder: TrainingFolder) -> About:
+    """The writer and the step, for people."""
+    if not folder.of_trainer:
+        return About("accelerate" if folder.kept else "")
+    state = imported.extras.get(TRAINER_STATE, {}).get("state")
+    step = state.get("global_step") if isinstance(state, dict) else None
+    return About("transformers' Trainer", step if isinstance(step, int) else None)
 
 
 def _writer(imported: Import, folder: TrainingFolder) -> str:

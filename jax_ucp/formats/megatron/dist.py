@@ -83,7 +83,7 @@ from jax_ucp.formats.megatron.dist_steps import (
     one_step,
     optimizers,
 )
-from jax_ucp.formats.megatron.files import require_folder
+from jax_ucp.formats.megatron.files import about, require_folder
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, beside_tensors
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert
 from jax_ucp.formats.nested import as_dict
@@ -135,6 +135,12 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
     )
 
 
+def _layout(files: DistFiles) -> str:
+    """The layout of the optimizer, where the files name one."""
+    said = as_dict(files.tree.get("content_metadata")).get("distrib_optim_sharding_type")
+    return f"torch_dist, {said:.40}" if isinstance(said, str) else "torch_dist"
+
+
 # By parameter its shape, and the runs that it is made of.
 _Blocks = dict[str, tuple[Shape, Sequence[Run]]]
 
@@ -150,6 +156,7 @@ class _Reader:
         self.importer = Import(
             "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
         )
+        self.importer.about = about(_layout(files), files.args, files.tree.get("iteration"))
         self.importer.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The
         # vocabulary is padded.

@@ -18,6 +18,7 @@ from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import Record, known, what_is
+from jax_ucp.sources.contents import About
 
 # No run has so many model-parallel ranks, times the chunks of each: what lies where is listed for
 # all of them.
@@ -133,6 +134,26 @@ class Rank:
 
     def key(self, tensor: StoredTensor, file: str = MODEL_FILE) -> str:
         return f"{self.folder.name}/{file}:{tensor.key}"
+
+
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dp": "data_parallel_size",
+}
+
+
+def about(layout: str, args: Args, iteration: Any) -> About:
+    """Who wrote a checkpoint, for people: the layout, and what `args` say of the run."""
+    degrees = {axis: args.fields.get(name) for axis, name in _AXES.items()}
+    return About(
+        f"Megatron, {layout}",
+        iteration if isinstance(iteration, int) else None,
+        {axis: n for axis, n in degrees.items() if isinstance(n, int) and n > 1},
+    )
 
 
 def iteration_folder(path: FilePath) -> FilePath:

@@ -38,6 +38,7 @@ from jax_ucp.formats.megatron.dist_files import CONFIG_FILE
 from jax_ucp.formats.megatron.dist_names import gate_and_up
 from jax_ucp.formats.megatron.files import (
     Args,
+    about,
     args_of,
     check_iteration,
     iteration_folder,
@@ -188,6 +189,9 @@ class Reader:
         self.save = Save("", metadata, self.source, self.left)
         self.objects = self._objects()
         self.args = Args(args_of(self.objects, self.table))
+        self.importer.about = about(
+            "torch_dcp or fsdp_dtensor", self.args, self.objects.get("iteration")
+        )
 
     def contents(self) -> Contents:
         check_iteration(self._file("iteration"), self.folder, self.objects.get("iteration"))

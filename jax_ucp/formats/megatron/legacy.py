@@ -30,6 +30,7 @@ from jax_ucp.formats.megatron.files import (
     OPTIM_FILE,
     Args,
     Rank,
+    about,
     differing,
     is_checkpoint,
     iteration_folder,
@@ -90,6 +91,7 @@ class _Reader:
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
         self.files = Combined.of_files(files)
         self.importer = Import("megatron", folder, self.files, options.on_conflict)
+        self.importer.about = about("legacy", args, ranks[0].tree.get("iteration"))
         self.importer.unknown |= {name for file in files.values() for name in file.unknown}
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
         # shard.

@@ -35,7 +35,7 @@ from jax_ucp.formats.torch_save.tree import Tree, keep_extras
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.contents import About, Contents
 
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
 
@@ -90,6 +90,7 @@ def read_weights(
         imported.unknown |= file.unknown
     _keep_attributes(imported, tree)
     imported.notes += _writer_notes(files)
+    imported.about = _about(files)
     tensors, objects = tree.described()
     places = imported.placed(_owned_by_optimizers(tensors, files), objects, options)
     paths = {label: tensor.path for label, tensor in tree.tensors.items()}
@@ -126,6 +127,17 @@ def _owned_by_optimizers(
         label: replace(stored, trainable=stored.trainable and stored.path[0] != "callbacks")
         for label, stored in tensors.items()
     }
+
+
+def _about(files: Mapping[str, TorchFile]) -> About:
+    """The writer and the step, where a file says them."""
+    for file in files.values():
+        if isinstance(file.tree, dict) and LIGHTNING in file.tree:
+            step = file.tree.get("global_step")
+            return About(
+                f"Lightning {file.tree[LIGHTNING]}", step if isinstance(step, int) else None
+            )
+    return About("torch.save")
 
 
 def _writer_notes(files: Mapping[str, TorchFile]) -> Iterator[str]:
