@@ -94,7 +94,10 @@ def numbered_states(
     Raises FormatError, naming the file, for what belongs to no parameter, and Undecided where
     groups can be filled in no way, or in several.
     """
-    groups = list(itertools.chain(*(_groups(where, each) for each in optimizers)))
+    # of two that do not say so, the second is that of experts
+    defaults = [False, True] if len(optimizers) == 2 and not muon else [None] * len(optimizers)
+    of_each = zip(optimizers, defaults, strict=True)
+    groups = list(itertools.chain(*(_groups(where, *each) for each in of_each)))
     if not any(group.masters is not None or any(group.shapes) for group in groups):
         return  # never stepped
     for group, own in zip(groups, _members(groups, modules, muon), strict=True):
@@ -114,7 +117,7 @@ def param_groups(where: FilePath, inner: Mapping[str, Any]) -> list[dict[str, An
     return groups
 
 
-def _groups(where: FilePath, optimizer: Mapping[str, Any]) -> list[Group]:
+def _groups(where: FilePath, optimizer: Mapping[str, Any], default: bool | None) -> list[Group]:
     """The groups of one optimizer. Raises FormatError for states that no group holds."""
     inner = optimizer.get("optimizer", optimizer)
     settings = param_groups(where, inner)
@@ -125,7 +128,7 @@ def _groups(where: FilePath, optimizer: Mapping[str, Any]) -> list[Group]:
     groups: list[Group] = []
     for i, own in enumerate(settings):
         states = {number: state.get(number) or {} for number in own.get("params") or ()}
-        experts = own.get("is_expert_parallel")
+        experts = own.get("is_expert_parallel", default)
         groups.append(Group(own, states, masters[i] if masters is not None else None, experts))
     if strays := set(state).difference(*(group.states for group in groups)):
         raise FormatError(

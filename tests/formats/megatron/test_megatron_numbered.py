@@ -44,7 +44,7 @@ def test_muon_has_the_matrices_that_are_no_embedding_and_adam_the_rest():
     muon = optimizer([{"momentum_buffer": tensor("m", 8, 4)}])
     adam = optimizer([{"exp_avg": tensor("a", 8, 4)}], [{"exp_avg": tensor("b", 4)}])
     assert owners([muon, adam], modules, muon=True) == {"m": LINEAR, "a": EMBEDDING, "b": NORM}
-    with pytest.raises(Undecided, match="several ways"):
+    with pytest.raises(Undecided):
         owners([muon, adam], modules)
 
 
