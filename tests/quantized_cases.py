@@ -98,6 +98,14 @@ def block_fp8(draw: Draw) -> Made:
     return Made("fp8", parts, want, {"weight_block_size": list(block)})
 
 
+@st.composite
+def row_fp8(draw: Draw) -> Made:
+    rng, shape = rng_of(draw), (draw(SIZES), draw(SIZES))
+    codes = rng.normal(size=shape).astype(FP8)
+    scale = small_scales(rng, (shape[0], 1), np.float32)
+    return Made("fbgemm_fp8", {"codes": codes, "scale": scale}, affine(codes, 0, scale))
+
+
 def group_settings(format: str, **weights: Any) -> dict[str, Any]:
     return {"format": format, "config_groups": {"group_0": {"weights": weights}}}
 
@@ -339,6 +347,7 @@ def tiled_nvfp4(draw: Draw) -> Made:
 
 SCHEMES = {
     "block fp8": block_fp8(),
+    "row fp8": row_fp8(),
     "packed integers": packed_integers(),
     "NVFP4 and MXFP4": few_bits(),
     "plain codes": plain_codes(),
