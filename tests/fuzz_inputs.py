@@ -575,6 +575,9 @@ def weights_config(rng: Random) -> bytes:
     return json.dumps(spoilt(rng, spoilt(rng, config))).encode()
 
 
+_MOST_JSON = 1 << 20  # copies of copies of everything are beyond
+
+
 def quantized_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, bytes]:
     """A file of quantised weights and the config beside it, one of which is spoilt: the header with
     what it says of single weights, the settings of the quantisation, or bytes of parts.
@@ -584,7 +587,8 @@ def quantized_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, byt
     if way < 0.4:
         said = json.loads(config)
         said["quantization_config"] = spoilt(rng, spoilt(rng, said["quantization_config"]))
-        return file, json.dumps(said).encode("utf-8", "surrogatepass")
+        text = json.dumps(said).encode("utf-8", "surrogatepass")
+        return file, text if len(text) < _MOST_JSON else config
     if way < 0.8:
         header = json.loads(file[8 : 8 + length])
         name = rng.choice(sorted(header))
@@ -595,6 +599,7 @@ def quantized_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, byt
                 k: v if isinstance(v, str) else json.dumps(v) for k, v in header[name].items()
             }
         text = json.dumps(header).encode("utf-8", "surrogatepass")
+        text = text if len(text) < _MOST_JSON else b"{}"
         return len(text).to_bytes(8, "little") + text + file[8 + length :], config
     data = bytearray(file)
     for _ in range(rng.choice([1, 3, 30])):

@@ -90,12 +90,22 @@ def block_fp8(draw: Draw) -> Made:
     rng, experts = rng_of(draw), draw(st.sampled_from([(), (1,), (3,)]))
     shape = (*experts, draw(SIZES), draw(SIZES))
     block = draw(st.integers(1, 50)), draw(st.integers(1, 50))
+    is_one = draw(st.booleans())  # one scale for all of a matrix
+    block = shape[-2:] if is_one else block
     codes = rng.normal(size=shape).astype(FP8)
     grid = tuple(-(-n // b) for n, b in zip(shape[-2:], block, strict=True))
     scale = small_scales(rng, (*experts, *grid), draw(st.sampled_from([np.float32, BF16])))
     want = affine(codes, 0, spread(scale, ((1,) * len(experts)) + block, shape))
     parts = {"codes": codes, "scale_inv": scale}
-    return Made("fp8", parts, want, {"weight_block_size": list(block)})
+    return Made("fp8", parts, want, {"weight_block_size": None if is_one else list(block)})
+
+
+@st.composite
+def row_fp8(draw: Draw) -> Made:
+    rng, shape = rng_of(draw), (draw(SIZES), draw(SIZES))
+    codes = rng.normal(size=shape).astype(FP8)
+    scale = small_scales(rng, (shape[0], 1), np.float32)
+    return Made("fbgemm_fp8", {"codes": codes, "scale": scale}, affine(codes, 0, scale))
 
 
 def group_settings(format: str, **weights: Any) -> dict[str, Any]:
@@ -339,6 +349,7 @@ def tiled_nvfp4(draw: Draw) -> Made:
 
 SCHEMES = {
     "block fp8": block_fp8(),
+    "row fp8": row_fp8(),
     "packed integers": packed_integers(),
     "NVFP4 and MXFP4": few_bits(),
     "plain codes": plain_codes(),

@@ -20,7 +20,7 @@ _SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
 
 def block_fp8(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scale_inv")
-    shape = stored.info("codes").shape
+    shape = _matrix(stored)
     size = stored.settings.get("weight_block_size")
     grid = Grid(_block(stored, shape, size))
     return _scaled(stored, "scale_inv", grid)
@@ -28,14 +28,20 @@ def block_fp8(stored: StoredWeight) -> Dequantizer:
 
 def row_fp8(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scale")
-    shape = stored.info("codes").shape
+    shape = _matrix(stored)
     return _scaled(stored, "scale", Grid((*(1 for _ in shape[:-1]), shape[-1] or 1)))
+
+
+def _matrix(stored: StoredWeight) -> tuple[int, ...]:
+    """The shape of the codes. Raises FormatError where it is no matrix, and no array of them."""
+    shape = stored.info("codes").shape
+    if len(shape) < 2:
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is no matrix")
+    return shape
 
 
 def _block(stored: StoredWeight, shape: Sequence[int], size: object) -> tuple[int, ...]:
     """The block of a scale. Of experts in one array each has its own blocks."""
-    if len(shape) < 2:
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is no matrix")
     if size is None:
         return (*(1 for _ in shape[:-2]), *(n or 1 for n in shape[-2:]))
     match size:
