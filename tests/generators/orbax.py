@@ -435,7 +435,7 @@ def _(path, seed):
 def _(path, seed):
     tree = trained(seed)
     v1().save_checkpointables(path, {"state": tree, "extra": {"a": jnp.ones(3)}})
-    return tree, {}, {"item": "state"}
+    return tree, {"model": "state"}, {}
 
 
 @case("manager_unfinished")
