@@ -13,8 +13,7 @@ def round_into(out: np.ndarray, values: np.ndarray) -> None:
     if out.dtype == _BFLOAT16 and values.dtype == np.float32:
         out.view(np.uint16)[...] = _upper_halves(values)
     else:
-        # in the order that the numbers have in memory, and then where they go
-        out[...] = values.astype(out.dtype, copy=False)
+        out[...] = values
 
 
 def _upper_halves(values: np.ndarray) -> np.ndarray:
