@@ -135,7 +135,7 @@ def _parameter_table(arrays: list[Report], show: _Show) -> TextTable:
     for leaf in arrays:
         states_of.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
     kinds = [_states(states) for states in states_of.values()]
-    usual = Counter(kinds).most_common(1)[0][0]
+    usual = Counter(kind for kind in kinds if kind.startswith("param ")).most_common(1)[0][0]
     rows: list[tuple[str, ...]] = []
     for (name, states), kind in zip(states_of.items(), kinds, strict=True):
         shape, dtype = str(states[0]["shape"]), states[0]["dtype"]
