@@ -13,6 +13,7 @@ accelerate 1.15.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,26 +152,37 @@ def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents
     assert step is not None, "it is recognised by that"
     models = step.models(path)
     name = _chosen(path, models, options.model)
-    folders = models[name]
     inner = replace(options, model=None) if name == options.model else options
-    if len(folders) == 1 and step.models is _roles:
-        contents = open_contents(folders[0], inner)
-    else:
-        read = _require_both(folders, options) if step.models is _accelerate else folders
-        contents = open_saves(path, read, inner)
+    contents = _open_model(path, step, models[name], inner, open_contents)
     if name == options.model:
         source = {"format": contents.format, "name": path.name, **contents.source, "model": name}
         contents = replace(contents, source=source)
-    used = {folder.name for folder in folders}
-    others = {folder.name for of_model in models.values() for folder in of_model} - used
+    used = {folder.name for folder in models[name]}
+    of_models = {folder.name for folder in itertools.chain(*models.values())}
+    others = sorted(of_models - used)
     notes = [f"a step of {step.writer}", *contents.notes]
     if others:
-        notes.append(f"not read: {listed(sorted(others), _NAMES_SHOWN)}: other models of the step")
-    kept = _beside(path, used | others, step.beside, options)
+        notes.append(f"not read: {listed(others, _NAMES_SHOWN)}: other models of the step")
+    kept = _beside(path, of_models, step.beside, options)
     writer = contents.about.writer or step.writer
     contents = replace(contents, about=replace(contents.about, writer=writer))
-    return _with(replace(contents, notes=notes), kept, [Item(other, "folder", "skipped",
-        "another model of the step") for other in sorted(others)])  # fmt: skip
+    items = [Item(other, "folder", "skipped", "another model of the step") for other in others]
+    return _with(replace(contents, notes=notes), kept, items)
+
+
+def _open_model(
+    path: FilePath,
+    step: Step,
+    folders: Sequence[FilePath],
+    options: Options,
+    open_contents: Open,
+) -> Contents:
+    """One model of a step: the ranks' files of its only folder, or its saves as one checkpoint."""
+    if step.models is _roles:
+        return open_contents(folders[0], options)
+    if step.models is _accelerate:
+        folders = _require_both(folders, options)
+    return open_saves(path, folders, options)
 
 
 def _chosen(path: FilePath, models: Mapping[str, object], model: str | None) -> str:

@@ -123,7 +123,7 @@ def place_flat(
 
 def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str, int]]:
     """The parameters of each number, and where each starts in the flat one."""
-    numbers = [number for group in flat.numbers for number in group]
+    numbers = list(itertools.chain.from_iterable(flat.numbers))
     parts = {number: flat.parts(number) for number in numbers}
     if strays := sorted(flat.states.keys() - parts.keys()):
         raise Undecided(f"there are states of {strays[0]}, which no group lists")
@@ -131,8 +131,7 @@ def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str
         totals = [[_total(parts[number]) for number in group] for group in flat.numbers]
         named = itertools.chain.from_iterable(original_parameters(shapes, totals))
         return {number: {name: 0} for number, name in zip(numbers, named, strict=True)}
-    of_numbers = [parts[number] for number in numbers]
-    lengths = [ranges[0].length if ranges else None for ranges in of_numbers]
+    lengths = [_length(parts[number]) for number in numbers]
     units = flat_parameters(shapes, flat.shards, lengths)
     return {number: _behind(unit, shapes) for number, unit in zip(numbers, units, strict=True)}
 
@@ -141,6 +140,11 @@ def _behind(names: Sequence[str], shapes: Mapping[str, Shape]) -> dict[str, int]
     """Where each parameter starts that lie one behind the other."""
     sizes = [math.prod(shapes[name]) for name in names]
     return dict(zip(names, itertools.accumulate([0, *sizes]), strict=False))
+
+
+def _length(parts: Sequence[Range] | None) -> int | None:
+    """The length of every rank's part of a flat parameter; None of one without states."""
+    return parts[0].length if parts else None
 
 
 def _total(parts: Sequence[Range] | None) -> int | None:

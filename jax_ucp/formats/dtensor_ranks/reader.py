@@ -178,14 +178,8 @@ def _spec(saved: _Saved, part: Part, label: str) -> Spec:
 def _whole(saved: _Saved, path: Steps, parts: Sequence[Part]) -> _Whole:
     """A tensor of the parts that the ranks have. Raises FormatError where they do not fit."""
     label, folder = joined(path), saved.ranks.folder
+    _check_alike(folder, label, parts)
     first = parts[0]
-    for part in parts:
-        kinds = [(type(p.node), p.node.shape, p.node.dtype) for p in (first, part)]
-        if kinds[0] != kinds[1]:
-            raise FormatError(
-                f"{folder / part.file}: {label} is {_what(part)}, but {_what(first)} in"
-                f" {first.file}; the files are not of one save"
-            )
     found = {part.rank for part in parts}
     if isinstance(first.node, StoredTensor):
         _require_ranks(saved, label, range(saved.ranks.world_size), found, first)
@@ -197,6 +191,21 @@ def _whole(saved: _Saved, path: Steps, parts: Sequence[Part]) -> _Whole:
     layout = _layout(folder, label, parts, of_parts)
     param = Consolidated(layout, [part.key for part in parts])
     return _Whole(path, first.node.shape, param, parts, of_parts)
+
+
+def _check_alike(folder: FilePath, label: str, parts: Sequence[Part]) -> None:
+    """Raise FormatError where two ranks have parts of tensors of another kind, shape or dtype."""
+    first = parts[0]
+    for part in parts:
+        if _kind(part) != _kind(first):
+            raise FormatError(
+                f"{folder / part.file}: {label} is {_what(part)}, but {_what(first)} in"
+                f" {first.file}; the files are not of one save"
+            )
+
+
+def _kind(part: Part) -> tuple[type, Shape, object]:
+    return type(part.node), part.node.shape, part.node.dtype
 
 
 def _what(part: Part) -> str:
@@ -220,16 +229,11 @@ def _layout(
 ) -> ParamLayout:
     """Where the parts lie, by their specs. Raises FormatError where a part has another shape."""
     shape = parts[0].node.shape
-    ways = zip(*(_shards(shape, spec) for spec in specs), strict=True)
+    ways = list(zip(*(_shards(shape, spec) for spec in specs), strict=True))
     stored = tuple(part.local.shape for part in parts)
     fitting = {way for way in ways if tuple(shard.shape for shard in way) == stored}
     if not fitting:
-        way = [_shards(shape, spec)[0].shape for spec in specs]
-        wrong = next(i for i, shard in enumerate(way) if shard != stored[i])
-        raise FormatError(
-            f"{folder / parts[wrong].file}: {label} of shape {list(shape)} has a part of"
-            f" {list(stored[wrong])}, but by its placements it should be {list(way[wrong])}"
-        )
+        raise _misfit(folder, label, parts, ways[0])
     if len(fitting) > 1:
         raise FormatError(f"{folder}: {label} can be put together in two ways, by its placements")
     (way,) = fitting
@@ -239,6 +243,18 @@ def _layout(
         for source, target in shard.blocks
     ]
     return ParamLayout(shape, stored, tuple(fragments))
+
+
+def _misfit(
+    folder: FilePath, label: str, parts: Sequence[Part], shards: Sequence[Shard]
+) -> FormatError:
+    """The error for the first part that has another shape than the shard that it should be."""
+    pairs = zip(parts, shards, strict=True)
+    part, shard = next((p, s) for p, s in pairs if p.local.shape != s.shape)
+    return FormatError(
+        f"{folder / part.file}: {label} of shape {list(part.node.shape)} has a part of"
+        f" {list(part.local.shape)}, but by its placements it should be {list(shard.shape)}"
+    )
 
 
 def _shards(shape: Shape, spec: Spec) -> tuple[Shard, Shard]:
@@ -308,21 +324,24 @@ def _place_flat(
     parts: Parts,
     options: Options,
 ) -> None:
-    sharded = {label: whole for label, whole in model.items() if whole.specs}
-    meshes = {part.rank: spec.mesh for whole in sharded.values() for part, spec in whole.with_specs}
+    sharded = [whole for whole in model.values() if whole.specs]
+    meshes = {part.rank: spec.mesh for whole in sharded for part, spec in whole.with_specs}
+    params = sharded or [whole for whole in model.values() if whole.described().trainable]
+    shapes = {joined(whole.path[1:]): whole.shape for whole in params}
+    place_flat(imported, _flat_states(saved, parts, meshes), shapes, options)
+
+
+def _flat_states(saved: _Saved, parts: Parts, meshes: Mapping[int, Mesh]) -> FlatStates:
+    """The states by number; the last axis of the mesh of each rank says which shard it has."""
     shards = {rank: mesh.coordinate[-1] for rank, mesh in meshes.items()}
-    states = {
-        path: [
-            flat_states.Stored(shards.get(part.rank, 0), part.node.shape, part.key)
-            for part in of_path
-        ]
-        for path, of_path in parts.items()
-    }
+    shard_count = next(iter(meshes.values())).shape[-1] if meshes else 1
+    states: dict[Steps, list[flat_states.Stored]] = defaultdict(list)
+    for path, of_path in parts.items():
+        for part in of_path:
+            shard = shards.get(part.rank, 0)
+            states[path].append(flat_states.Stored(shard, part.node.shape, part.key))
     _, _, first = next(saved.of("optim"))
-    count = next(iter(meshes.values())).shape[-1] if meshes else 1
-    names = sharded or {k: w for k, w in model.items() if w.described().trainable}
-    shapes = {joined(whole.path[1:]): whole.shape for whole in names.values()}
-    place_flat(imported, FlatStates.of(states, first.tree, count), shapes, options)
+    return FlatStates.of(states, first.tree, shard_count)
 
 
 def _objects(saved: _Saved) -> dict[Steps, Any]:

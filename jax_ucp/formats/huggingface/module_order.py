@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from importlib import resources
 
 from jax_ucp.formats.pairing import Undecided
 
-_TABLE = Path(__file__).with_name("module_orders.json")
 # What peft puts into a module in place of its weight (`LoraLayer`, `tuners/lora/layer.py`).
 _OF_ADAPTERS = (
     (
@@ -50,7 +49,8 @@ class _Type:
 
 @cache
 def _table() -> Mapping[str, _Type]:
-    table = json.loads(_TABLE.read_text())
+    folder = resources.files("jax_ucp.formats.huggingface")
+    table = json.loads((folder / "module_orders.json").read_text(encoding="utf-8"))
     del table["transformers"]
     types: dict[str, _Type] = {}
     for model_type, about in table.items():
@@ -97,16 +97,28 @@ def _sorted(names: Sequence[Sequence[str]], orders: Sequence[_Order]) -> list[Se
 def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
     """What lies side by side in its order; numbers are of a list, in which they count."""
     numbers = sorted(filter(str.isdigit, parts), key=int)
-    words = {part for part in parts if not part.isdigit()} | ({"*"} if numbers else set())
+    words = {"*" if part.isdigit() else part for part in parts}
     if len(words) == 1:
         return numbers or list(parts)
-    known = {tuple(filter(words.__contains__, order)) for order in orders if words <= {*order}}
-    if len(known) != 1:
-        what = "is not known" if not known else "differs between classes or releases"
-        raise Undecided(f"the order of {', '.join(sorted(words))} in a module {what}")
-    (order,) = known
-    at = order.index("*") if numbers else len(order)
+    order = _only_order(words, orders)
+    if not numbers:
+        return list(order)
+    at = order.index("*")
     return [*order[:at], *numbers, *order[at + 1 :]]
+
+
+def _only_order(words: Collection[str], orders: Sequence[_Order]) -> _Order:
+    """These words, as all orders that have them put them; raises Undecided where they differ."""
+    having = [order for order in orders if set(words) <= {*order}]
+    ways = {tuple(word for word in order if word in words) for order in having}
+    if not ways:
+        raise Undecided(f"the order of {', '.join(sorted(words))} in a module is not known")
+    if len(ways) > 1:
+        raise Undecided(
+            f"the order of {', '.join(sorted(words))} in a module differs between classes or"
+            " releases"
+        )
+    return ways.pop()
 
 
 def orders_of(

@@ -357,16 +357,27 @@ def _several(folder: str, saves: Sequence[Save]) -> FormatError:
 def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None]:
     """The one save that is whole, or two of which the first is to be compared with the second, or
     one that is not.
-
-    Where an index lacks files, numbered parts beside it are no save that anybody would load.
     """
-    stale = [save for save in saves if save.is_stale_index]
-    loadable = [save for save in saves if not save.numbered] if stale else saves
-    whole = [save for save in loadable if save.whole]
-    if len(whole) > 2:
-        raise _several_saves(folder, whole)
-    chosen, same = [*whole, None, None][:2]
-    return chosen or (stale or saves)[0], same
+    match _whole_saves(saves):
+        case []:
+            stale = (save for save in saves if save.is_stale_index)
+            return next(stale, saves[0]), None
+        case [only]:
+            return only, None
+        case [first, second]:
+            return first, second
+        case several:
+            raise _several_saves(folder, several)
+
+
+def _whole_saves(saves: Sequence[Save]) -> list[Save]:
+    """The saves that lack no file. Where an index lacks files, numbered parts beside it are not a
+    save that anybody would load.
+    """
+    whole = [save for save in saves if save.whole]
+    if any(save.is_stale_index for save in saves):
+        return [save for save in whole if not save.numbered]
+    return whole
 
 
 def _several_saves(folder: str, saves: Sequence[Save]) -> FormatError:

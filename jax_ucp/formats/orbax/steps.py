@@ -224,13 +224,23 @@ def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
     metrics, and what the user had written into the file that marks it.
     """
     for child in filter(FilePath.is_dir, step.children()):
-        files = [file for file in child.children() if file.name not in MARKERS]
-        value = _json(files[0]) if [file.name in _JSON_FILES for file in files] == [True] else None
+        file = _json_file(child)
+        if file is None:
+            continue
+        value = _json(file)
         if value is not None:
-            yield files[0].below(step), value
+            yield file.below(step), value
     said = _json(step / STEP_FILE) or {}
     if kept := {name: said[name] for name in _SAID_BY_USERS if said.get(name)}:
         yield STEP_FILE, kept
+
+
+def _json_file(item: FilePath) -> FilePath | None:
+    """The one file of an item, if it has the name of a JSON file; None where there are more."""
+    files = [file for file in item.children() if file.name not in MARKERS]
+    if len(files) != 1 or files[0].name not in _JSON_FILES:
+        return None
+    return files[0]
 
 
 def _json(

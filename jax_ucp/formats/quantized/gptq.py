@@ -58,17 +58,18 @@ def _bits(stored: StoredWeight, rows: int) -> tuple[int, int]:
     `dynamic` in a config gives some modules other bits, so that what is stored decides: `g_idx` has
     each input. Without it the config does.
     """
-    said = stored.settings.get("bits")
+    declared = stored.settings.get("bits")
     if stored.has("g_idx"):
-        inputs = stored.info("g_idx").shape[0] if stored.info("g_idx").shape else 0
+        inputs = next(iter(stored.info("g_idx").shape), 0)
         fits = [bits for bits in _BITS if Packing(bits, 32, 0).length(inputs) == rows]
     else:
-        fits = [bits for bits in _BITS if bits == said]
+        fits = [bits for bits in _BITS if bits == declared]
         inputs = rows * 32 // fits[0] if fits else 0
-    if len(fits) != 1 or (fits[0] != said and not stored.settings.get("dynamic")):
+    is_dynamic = len(fits) == 1 and stored.settings.get("dynamic")
+    if fits != [declared] and not is_dynamic:
         stored.fault(
             f"{stored.weight.parts['codes']} has {rows} rows of words for {inputs} inputs, which is"
-            f" not bits={said!r:.20}, as the config says"
+            f" not bits={declared!r:.20}, as the config says"
         )
     return fits[0], inputs
 

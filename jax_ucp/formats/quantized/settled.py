@@ -134,23 +134,13 @@ def _leaves(
     """The leaves, with weights where their codes were; by name the arrays that stay, and the
     weights.
     """
-    by_codes = {
-        weight.parts["codes"]: (weight, make) for weight, make in zip(weights, made, strict=True)
-    }
-    gone = {label for weight in weights for label in weight.parts.values()}
-    before: list[tuple[TreePath, Leaf, Dequantizer | None]] = []
-    for leaf in contents.leaves:
-        if leaf.label in by_codes:
-            weight, make = by_codes[leaf.label]
-            before.append((_path(weight, leaf), leaf, make))
-        elif leaf.label not in gone:
-            before.append((leaf.path, leaf, None))
-    _refuse_twice(contents, [path for path, _, _ in before])
-    names = leaf_names([path for path, _, _ in before])
+    placed = list(_placed(contents, weights, made))
+    paths = [path for path, _, _ in placed]
+    _refuse_twice(contents, paths)
     leaves: list[Leaf] = []
     others: dict[str, str] = {}
     named: dict[str, Dequantizer] = {}
-    for name, (path, leaf, make) in zip(names, before, strict=True):
+    for name, (path, leaf, make) in zip(leaf_names(paths), placed, strict=True):
         if make is not None:
             named[name] = make
             leaves.append(Leaf(path, name, "array", make.shape, dtype))
@@ -159,6 +149,24 @@ def _leaves(
         if leaf.has_array:
             others[name] = leaf.name
     return leaves, others, named
+
+
+def _placed(
+    contents: Contents, weights: Sequence[QuantizedWeight], made: Sequence[Dequantizer]
+) -> Iterator[tuple[TreePath, Leaf, Dequantizer | None]]:
+    """The leaves that stay, with their paths, and the codes of weights, with the weights' paths and
+    how these are made. Other parts are gone.
+    """
+    by_codes = {
+        weight.parts["codes"]: (weight, make) for weight, make in zip(weights, made, strict=True)
+    }
+    parts = {label for weight in weights for label in weight.parts.values()}
+    for leaf in contents.leaves:
+        if leaf.label in by_codes:
+            weight, make = by_codes[leaf.label]
+            yield _path(weight, leaf), leaf, make
+        elif leaf.label not in parts:
+            yield leaf.path, leaf, None
 
 
 def _path(weight: QuantizedWeight, codes: Leaf) -> TreePath:

@@ -81,14 +81,21 @@ def _scaled(
 
 def _block(stored: StoredWeight, said: object, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The elements that have one scale, as the header says it. A length of -1 is all of an axis."""
-    if not isinstance(said, list) or len(said) != len(shape) or not all(shape):
-        stored.fault(f"block_size={said!r:.80} in the header is no block of {list(shape)}")
-    block = tuple(n if size == -1 else size for size, n in zip(said, shape, strict=True))
-    if not all(type(size) is int and size > 0 for size in block):
+    block = _lengths(said, shape)
+    if block is None:
         stored.fault(f"block_size={said!r:.80} in the header is no block of {list(shape)}")
     if any(n % size for size, n in zip(block, shape, strict=True)):
         stored.fault(f"block_size={said!r:.80} in the header does not divide {list(shape)}")
     return block
+
+
+def _lengths(said: object, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The length of a block on each axis, or None if that is not what the header says."""
+    if not isinstance(said, list) or len(said) != len(shape) or not all(shape):
+        return None
+    lengths = tuple(n if size == -1 else size for size, n in zip(said, shape, strict=True))
+    are_lengths = all(type(length) is int and length > 0 for length in lengths)
+    return lengths if are_lengths else None
 
 
 def _nvfp4(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:

@@ -554,21 +554,26 @@ class _Pairing:
 
     def _tensors_of(self, names: Sequence[str]) -> dict[str, str]:
         """The tensors of names: all of them from the top of the file, or all in the model."""
-        wanted = set(names)
-        in_model = self.dicts[self.model] if self.model is not None else {}
+        assert self.model is not None, "without a model no lists are taken"
+        in_model = self.dicts[self.model]
         in_file = {name: name for name in names}
-        all_in_model = wanted <= in_model.keys()
-        all_in_file = wanted <= self.outside.keys()
-        if self.model is None or not all_in_model:
+        all_in_file = in_file.keys() <= self.outside.keys()
+        if not in_file.keys() <= in_model.keys():
             if all_in_file:
                 return in_file
             raise self._no_parameter(names, in_model)
         tensors = {name: in_model[name] for name in names}
-        if not all_in_file and not self.model_is_said:
+        if all_in_file:
+            self._refuse_two_readings(tensors, in_file)
+        elif not self.model_is_said:
             self._refuse_rivals(self.model, tensors)
-        elif all_in_file and not self._same_tensors(tensors, in_file):
-            raise Undecided(f"{names[0]} can be read from the top of the file, and in the model")
         return tensors
+
+    def _refuse_two_readings(self, in_model: Mapping[str, str], in_file: Mapping[str, str]) -> None:
+        """Raise Undecided where names are of other tensors in the model than from the top."""
+        if not self._same_tensors(in_model, in_file):
+            name = next(iter(in_model))
+            raise Undecided(f"{name} can be read from the top of the file, and in the model")
 
     def _no_parameter(self, names: Sequence[str], in_model: Mapping[str, str]) -> Undecided:
         """The error for a name that the model has not: one that nothing has, if there is one."""
