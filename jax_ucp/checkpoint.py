@@ -28,7 +28,7 @@ from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
-from jax_ucp.mapping.binding import bind, said_before
+from jax_ucp.mapping.binding import bind, mapping_record, said_before
 from jax_ucp.mapping.mapped_tree import map_contents, states_of
 from jax_ucp.mapping.model_config import config_of, given_config, joined
 from jax_ucp.shard_spec.notation import load
@@ -418,21 +418,9 @@ class Checkpoint:
         shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
-        of = self._contents.origin
-        about: dict[str, Any] = {
-            "name": rules.name,
-            "lengths": bound.sizes,
-            "rules": rules.to_dict(),
-        }
-        about |= {"assumed": assumed} if assumed else {}
-        about |= (
-            {"config": {key: given[key] for key in rules.config_keys & given.keys()}}
-            if given
-            else {}
-        )
-        leaves = map_contents(
-            self._contents, bound.leaves, bound.skipped, bound.notes, {**of, "mapping": about}
-        )
+        record = mapping_record(rules, bound, assumed, given)
+        origin = {**self._contents.origin, "mapping": record}
+        leaves = map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, origin)
         given_sizes = None if sizes is None else dict(sizes)
         opener = self._opener and _Mapped(
             self._opener, rules, given_sizes, None if config is None else given, tuple(assume)

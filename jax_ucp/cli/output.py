@@ -97,18 +97,23 @@ def _group_lines(groups: list[Report]) -> Iterator[tuple[str, str]]:
     """
     if not groups:
         return
-    first, *others = (group["settings"] for group in groups)
-    common = {
-        name: value
-        for name, value in first.items()
-        if all(name in other and other[name] == value for other in others)
-    }
+    common = _common_settings([group["settings"] for group in groups])
     yield "settings", _settings(common)
-    if not others:
+    if len(groups) == 1:
         return
     for group in groups:
         own = {name: value for name, value in group["settings"].items() if name not in common}
         yield "  group", f"of {group['parameters']}: {_settings(own)}"
+
+
+def _common_settings(each: Sequence[Report]) -> Report:
+    """Settings that all groups have, with the same value."""
+    first, *others = each
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in other and other[name] == value for other in others)
+    }
 
 
 def _settings(values: Report) -> str:

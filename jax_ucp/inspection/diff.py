@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -125,8 +125,8 @@ def difference(
     changed = {change.label for change in (*reshaped, *recast, *replaced)}
     changed |= {each.label for each in values}
     return Difference(
-        missing=tuple("/".join(path) for path in ours if path not in theirs),
-        added=tuple("/".join(path) for path in theirs if path not in ours),
+        missing=_labels_absent(ours, theirs),
+        added=_labels_absent(theirs, ours),
         reshaped=reshaped,
         recast=recast,
         replaced=replaced,
@@ -138,6 +138,11 @@ def difference(
 
 
 _Path = tuple[str, ...]
+
+
+def _labels_absent(paths: Iterable[_Path], other: Container[_Path]) -> tuple[str, ...]:
+    """The labels of paths that the other checkpoint lacks."""
+    return tuple("/".join(path) for path in paths if path not in other)
 
 
 def _renamed(path: _Path, rename: Mapping[str, str]) -> _Path:

@@ -632,6 +632,25 @@ def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
     return Said(lengths, names, config if isinstance(config, dict) else {})
 
 
+def mapping_record(
+    mapping: LeafMapping, bound: Bound, assumed: Sequence[str], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a checkpoint remembers of its mapping; `said_before` reads it.
+
+    `config` is what the user gave: of it, what the mapping asks for.
+    """
+    record: dict[str, Any] = {
+        "name": mapping.name,
+        "lengths": bound.sizes,
+        "rules": mapping.to_dict(),
+    }
+    if assumed:
+        record["assumed"] = assumed
+    if config:
+        record["config"] = {key: config[key] for key in mapping.config_keys & config.keys()}
+    return record
+
+
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
     regexes = list(itertools.chain.from_iterable(map(_param_regexes, mapping.rules)))

@@ -277,12 +277,19 @@ def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
     if kind == leaf.kind:
         return True
     if kind in ("empty", "none"):
-        # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
-        container = empty_kind(node.value) if kind == "empty" else leaf.value
-        return leaf.kind in ("empty", "none") and container == "attr"
+        return leaf.kind in ("empty", "none") and _is_without_fields(node, kind, leaf)
     if kind in _NUMPY_KINDS:
         return leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in _NUMPY_KINDS[kind]
     return kind != "str" and leaf.has_array
+
+
+def _is_without_fields(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
+    """Whether the one that is not None is a named tuple without fields, such as optax.EmptyState.
+
+    Stock Orbax says None of these.
+    """
+    container = empty_kind(node.value) if kind == "empty" else leaf.value
+    return container == "attr"
 
 
 def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bool) -> str | None:

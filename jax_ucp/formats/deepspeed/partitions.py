@@ -123,16 +123,26 @@ def _add_muon_steps(slices: Slices, all_teams: Sequence[Team]) -> None:
     Muon stores none, and one call of it updates both kinds (`runtime/zero/muon/muon_optimizer.py`).
     """
     muon = [team for team in all_teams if team.settings.get("use_muon")]
-    counted = [team.group for team in all_teams if "step" in team.group.scalars]
-    ranks = list(itertools.chain.from_iterable(own.ranks for own in counted))
-    values = list(itertools.chain.from_iterable(own.scalars["step"] for own in counted))
-    if not muon or not counted or _differ(slices, ranks, values):
+    if not muon:
+        return
+    step = _agreed_step(slices, all_teams)
+    if step is None:
         return
     for team in muon:
         stage, _, _ = slices.place(team.mp)
         for name in _without_step(slices, team):
-            slices.states["step", name].values[stage].append((ranks[0], values[0]))
+            slices.states["step", name].values[stage].append(step)
     slices.importer.notes.append(_STEP_OF_MUON)
+
+
+def _agreed_step(slices: Slices, all_teams: Sequence[Team]) -> tuple[Rank, Any] | None:
+    """A rank and its step, if groups have one and all ranks agree on it."""
+    groups = [team.group for team in all_teams if "step" in team.group.scalars]
+    ranks = list(itertools.chain.from_iterable(own.ranks for own in groups))
+    values = list(itertools.chain.from_iterable(own.scalars["step"] for own in groups))
+    if not groups or _differ(slices, ranks, values):
+        return None
+    return ranks[0], values[0]
 
 
 def _without_step(slices: Slices, team: Team) -> list[str]:

@@ -49,17 +49,25 @@ def find_states(
     numbered = ["state" in part.get("optimizer", part) for part in parts]
     if all(numbered):
         modules = list(itertools.chain(*chunks))
-        for module, state in numbered_states(where, parts, modules, args.uses_muon):
-            yield module, replace(state, key=f"{rank.name}:{state.key}") if state.key else state
-    elif any(numbered) or len(parts) > 2:
+        states = numbered_states(where, parts, modules, args.uses_muon)
+        yield from _keyed(rank, states)
+        return
+    if any(numbered) or len(parts) > 2:
         raise FormatError(
             f"{where}: {len(parts)} optimizers, of which {sum(numbered)} number their parameters;"
             " of distributed ones we know one, or one more for experts. weights_only leaves them"
             " aside"
         )
-    else:
-        for i, part in enumerate(parts):
-            yield from _distributed(args, rank, part, i, len(parts), chunks)
+    for i, part in enumerate(parts):
+        yield from _distributed(args, rank, part, i, len(parts), chunks)
+
+
+def _keyed(
+    rank: Rank, states: Iterable[tuple[Module, ModuleState]]
+) -> Iterator[tuple[Module, ModuleState]]:
+    """States whose keys name the rank's file too; a number has no key."""
+    for module, state in states:
+        yield module, replace(state, key=f"{rank.name}:{state.key}") if state.key else state
 
 
 def _distributed(

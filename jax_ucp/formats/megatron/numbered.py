@@ -82,6 +82,10 @@ class Group:
         names = {name for states in self.states.values() for name in states} - {"step"}
         return "momentum_buffer" in names if names else None
 
+    @property
+    def has_tensors(self) -> bool:
+        return self.masters is not None or any(self.shapes)
+
 
 def numbered_states(
     where: FilePath, optimizers: Sequence[Mapping[str, Any]], modules: Sequence[Module], muon: bool
@@ -98,16 +102,10 @@ def numbered_states(
     defaults = [False, True] if len(optimizers) == 2 and not muon else [None] * len(optimizers)
     of_each = zip(optimizers, defaults, strict=True)
     groups = list(itertools.chain(*(_groups(where, *each) for each in of_each)))
-    if not any(group.masters is not None or any(group.shapes) for group in groups):
+    if not any(group.has_tensors for group in groups):
         return  # never stepped
     for group, own in zip(groups, _members(groups, modules, muon), strict=True):
-        if isinstance(group.settings.get("step"), int):
-            step = ModuleState("step", value=group.settings["step"])
-            yield from itertools.product(own, [step])
-        for (number, states), module in zip(group.states.items(), own, strict=True):
-            yield from _states(where, module, number, states)
-        if group.masters is not None:
-            yield from _masters(where, group.masters, own)
+        yield from _group_states(where, group, own)
 
 
 def param_groups(where: FilePath, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -122,14 +120,12 @@ def _groups(where: FilePath, optimizer: Mapping[str, Any], default: bool | None)
     inner = optimizer.get("optimizer", optimizer)
     settings = param_groups(where, inner)
     state = inner.get("state") or {}
-    masters = optimizer.get(_MASTERS)
-    if _MASTERS in optimizer and not (isinstance(masters, list) and len(masters) == len(settings)):
-        raise FormatError(f"{where}: {_MASTERS} is not a list of {len(settings)} groups")
+    masters = _masters_by_group(where, optimizer, len(settings))
     groups: list[Group] = []
-    for i, own in enumerate(settings):
+    for own, own_masters in zip(settings, masters, strict=True):
         states = {number: state.get(number) or {} for number in own.get("params") or ()}
         experts = own.get("is_expert_parallel", default)
-        groups.append(Group(own, states, masters[i] if masters is not None else None, experts))
+        groups.append(Group(own, states, own_masters, experts))
     if strays := set(state).difference(*(group.states for group in groups)):
         raise FormatError(
             f"{where}: the optimizer has states of {sorted(strays)[:5]}, which no group holds"
@@ -137,31 +133,51 @@ def _groups(where: FilePath, optimizer: Mapping[str, Any], default: bool | None)
     return groups
 
 
+def _masters_by_group(
+    where: FilePath, optimizer: Mapping[str, Any], count: int
+) -> Sequence[Sequence[StoredTensor] | None]:
+    """The masters of each of an optimizer's groups; None of each if it keeps none."""
+    if _MASTERS not in optimizer:
+        return [None] * count
+    masters = optimizer[_MASTERS]
+    if not isinstance(masters, list) or len(masters) != count:
+        raise FormatError(f"{where}: {_MASTERS} is not a list of {count} groups")
+    return masters
+
+
 def _members(groups: Sequence[Group], modules: Sequence[Module], muon: bool) -> list[list[Module]]:
     """The modules of each group, in the order of the model. Raises Undecided."""
-    count = sum(len(group.states) for group in groups)
+    lengths = [len(group.states) for group in groups]
+    count = sum(lengths)
     if count != len(modules):
         raise Undecided(
             f"{count} parameters have numbers, but the model has {len(modules)}: some may be frozen"
         )
-    apart = any(group.experts for group in groups)
+    kinds = _kinds(groups, muon)
 
     def fits(i: int, group: int, place: int) -> bool:
-        module, own = modules[i], groups[group]
-        kinds = [(own.experts if apart else None, is_expert(module.local))]
-        kinds.append((own.orthogonalised if muon else None, _is_matrix(module)))
-        if any(of_group not in (None, of_module) for of_group, of_module in kinds):
-            return False
-        return _has_shapes(own, place, module.tensor.shape)
+        module = modules[i]
+        experts, matrices = kinds[group]
+        return (
+            experts in (None, is_expert(module.local))
+            and matrices in (None, _is_matrix(module))
+            and _has_shapes(groups[group], place, module.tensor.shape)
+        )
 
-    division = only_division(
-        dict.fromkeys(range(len(modules)), 1), [len(group.states) for group in groups], fits
-    )
+    division = only_division(dict.fromkeys(range(len(modules)), 1), lengths, fits)
     members: list[list[Module]] = [[] for _ in groups]
     for i in sorted(division):
         group, _ = division[i]
         members[group].append(modules[i])
     return members
+
+
+def _kinds(groups: Sequence[Group], muon: bool) -> list[tuple[bool | None, bool | None]]:
+    """Whether each group's modules are those of experts, and matrices; None where either may be."""
+    apart = any(group.experts for group in groups)
+    experts = [group.experts if apart else None for group in groups]
+    matrices = [group.orthogonalised if muon else None for group in groups]
+    return list(zip(experts, matrices, strict=True))
 
 
 def _is_matrix(module: Module) -> bool:
@@ -175,6 +191,19 @@ def _has_shapes(group: Group, place: int, shape: Shape) -> bool:
     if masters and len(masters) == len(group.states) and masters[place].shape != shape:
         return False
     return not (tells_shape(states) and contradiction(states, shape))
+
+
+def _group_states(
+    where: FilePath, group: Group, modules: Sequence[Module]
+) -> Iterator[tuple[Module, ModuleState]]:
+    """What a group has of its modules: its step, the states, and the masters."""
+    if isinstance(group.settings.get("step"), int):
+        step = ModuleState("step", value=group.settings["step"])
+        yield from itertools.product(modules, [step])
+    for (number, states), module in zip(group.states.items(), modules, strict=True):
+        yield from _states(where, module, number, states)
+    if group.masters is not None:
+        yield from _masters(where, group.masters, modules)
 
 
 def _states(
