@@ -198,13 +198,6 @@ def renamed_in(folder: Path, pattern: str, old: str, new: str) -> None:
         )
 
 
-def from_core_019(folder: Path) -> None:
-    (folder / "common.pt").unlink()
-    writer = Writer(folder / "new")
-    writer.object("common_state/shard_0_1", "__0_0.distcp", [{}])
-    shutil.copy(writer.finish() / ".metadata", folder / ".metadata")
-
-
 OWN, PLAIN = "decoder.layers.1.mlp.gate_proj.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 
 
@@ -309,14 +302,6 @@ SITUATIONS = {
             r"copy the checkpoint with the files themselves",
         ],
         with_the_files_themselves,
-    ),
-    "Megatron-core 0.19 without common.pt": Situation(
-        "megatron/dist_tp1_pp1_fp32",
-        from_core_019,
-        [
-            r"common\.pt is missing: megatron-core 0\.19 and later keep what it holds in the object"
-            r" common_state"
-        ],
     ),
     # Files too many, too few, or of another save.
     "a model file of ZeRO-3 is missing": Situation(
@@ -502,17 +487,6 @@ SITUATIONS = {
         weights_only,
         True,
     ),
-    "Megatron's flat buffers without args": Situation(
-        RESHARDABLE,
-        change("common.pt", lambda tree: tree.pop("args")),
-        [
-            r"common\.pt has no args \(other trainers write none\)",
-            r"nor what lies in its buffers",
-            ALONE,
-        ],
-        weights_only,
-        True,
-    ),
     "a state of Megatron's optimizer that one parameter lacks": Situation(
         "unknown/te_muon",
         without_a_moment,
@@ -593,19 +567,6 @@ SITUATIONS = {
         LEGACY,
         change("mp_rank_*/model_optim_rng.pt", lambda tree: tree.pop("checkpoint_version")),
         [r"checkpoint_version None, where 2\.0 or later is needed"],
-    ),
-    "experts with numbers of their rank": Situation(
-        "megatron/legacy_ep2_moe_grouped_bf16",
-        lambda folder: renamed_in(
-            folder,
-            "mp_rank_*/model_optim_rng.pt",
-            "decoder.layers.1.mlp.experts.weight1",
-            "decoder.layers.1.mlp.experts.linear_fc1.weight0",
-        ),
-        [
-            r"experts\.linear_fc1\.weight0 has the number of an expert on its rank",
-            r"Save with --ckpt-format torch_dist",
-        ],
     ),
     "a parameter that the rules for Megatron do not know": Situation(
         LEGACY,

@@ -1,8 +1,9 @@
 """Rows of a table that repeat but for numbers in their names, one for all of them.
 
 >>> rows = [(f"layers.{i}.w{j}", "[8, 8]") for i in range(32) for j in (1, 3)]
->>> fold(rows)
-[Folded(name='layers.{0..31}.w{1,3}', cells=('[8, 8]',), count=64)]
+>>> [row] = fold(rows)
+>>> row.name, row.cells, row.count
+('layers.{0..31}.w{1,3}', ('[8, 8]',), 64)
 """
 
 from __future__ import annotations

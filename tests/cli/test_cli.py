@@ -64,10 +64,9 @@ def test_inspect_all_lists_every_parameter_in_full_and_the_account(converted):
     assert found["items"]["mapped"] == sum(
         item["status"] == "mapped" for item in found["inventory"]
     )
-    assert run_json("inspect", converted)["source"] == {
-        "format": "deepspeed",
-        "name": "global_step5",
-    }
+    source = run_json("inspect", converted)["source"]
+    assert (source["format"], source["name"], source["step"]) == ("deepspeed", "global_step5", 5)
+    assert "universal, imported from global_step5 (DeepSpeed 0.19.8" in run("inspect", converted)
     assert "lr_scheduler" in run("inspect", CASE, "--all")
 
 

@@ -17,7 +17,7 @@ METHODS = {"iterdir", "glob", "rglob", "open", "unlink", "mkdir"}
 OF_CALLERS = {"options.py", "exporting.py", "tensor_parallel.py"}
 # The same name, of other things: TensorStore's arrays, objects of a checkpoint, formats.
 OTHERS = {"ts.open", "stored.open", "stored_object.open", "self.files.objects[key].open"}
-OTHERS |= {"format.open"}
+OTHERS |= {"format.open", "ts.KvStore.open"}
 
 
 def reaches_past(tree: ast.AST) -> Iterator[str]:

@@ -31,8 +31,8 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
-from jax_ucp.handler import items as handler
 from jax_ucp.errors import CorruptData
+from jax_ucp.handler import items as handler
 from jax_ucp.sharding import restore as restoring
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes

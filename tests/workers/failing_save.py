@@ -34,8 +34,8 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
-from jax_ucp.handler import items as handler
 from jax_ucp.files.local import LocalFiles
+from jax_ucp.handler import items as handler
 from jax_ucp.sharding import shared_save
 
 MESH = Mesh(np.array(jax.devices()), ("x",))

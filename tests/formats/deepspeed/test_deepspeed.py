@@ -91,7 +91,11 @@ def test_extras_survive_a_conversion(tmp_path):
     checkpoint = ucp.open(DATA / "z1_fp16_dp2")
     converted = checkpoint.save(tmp_path / "c")
     assert converted.extras == checkpoint.extras
-    assert converted.source == {"format": "deepspeed", "name": "global_step5"}
+    about = {"writer": "DeepSpeed 0.19.8, ZeRO-1", "step": 5}
+    degrees = {"parallelism": {"dp": 2, "tp": 1, "pp": 1}}
+    named = {"format": "deepspeed", "name": "global_step5"}
+    assert converted.source == named | about | degrees
+    assert converted.about == checkpoint.about
 
 
 def test_where_names_the_file_item_and_block_of_every_byte():
@@ -124,7 +128,9 @@ def test_a_wrong_order_recorded_by_deepspeed_is_noted_and_not_used():
     (note,) = ucp.open(DATA / "z2_fp32_dp3_roundrobin").notes
     assert "round_robin_gradients" in note
     assert ucp.open(DATA / "z2_bf16_dp3").notes == []
-    assert ucp.open(DATA / "z2_bf16_dp3").writer == "DeepSpeed 0.19.8, ZeRO-2, data parallel 3"
+    about = ucp.open(DATA / "z2_bf16_dp3").about
+    assert (about.writer, about.step) == ("DeepSpeed 0.19.8, ZeRO-2", 5)
+    assert about.parallelism == {"dp": 3, "tp": 1, "pp": 1}
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from jax_ucp.sources.consolidated import same_bits
 from megatron_cases import CORRUPTED, DATA, STATES, equal, swap, truth
 from torch_writer import save
 
-EVERY = [case for case in megatron_cases.EVERY if not case.startswith("legacy_")]
+_OTHERS = ("legacy_", "torch_dcp_", "fsdp_dtensor_")
+EVERY = [case for case in megatron_cases.EVERY if not case.startswith(_OTHERS)]
 CASES = [case for case in EVERY if case != CORRUPTED]
 CHUNKED = [case for case in CASES if "zarr" not in case]
 # Runs of the same sizes, ranks and steps: common.pt of one says of every parameter what that of

@@ -100,6 +100,7 @@ def test_steps_are_in_the_order_of_their_numbers(tmp_path):
 
 def test_a_step_that_was_not_committed_is_not_taken(tmp_path):
     run = copied(RUN, tmp_path / "run")
+    (run / "4.orbax-checkpoint-tmp" / "default").mkdir(parents=True)  # git keeps no empty folder
     (run / "2" / "commit_success.txt").unlink()
     checkpoint = ucp.open(run)
     assert Path(checkpoint.path).parent.name == "1"
@@ -182,7 +183,7 @@ def test_weights_beside_a_run_could_be_meant_and_a_step_that_is_none_is_named(tm
             ucp.open(run)
     shutil.rmtree(run)
     (run / "checkpoint_3").mkdir(parents=True)
-    with pytest.raises(NotACheckpoint, match="checkpoint_3 in it is an empty folder"):
+    with pytest.raises(NotACheckpoint, match="checkpoint_3 is no checkpoint of a format"):
         ucp.open(run)
 
 
