@@ -482,6 +482,19 @@ def _values_of(key: str, tree: Any) -> Iterator[int]:
             yield from _values_of(key, value)
 
 
+def parts_of_others(case: Case) -> bool:
+    """In a folder of DTensors each file is whole, of this save or a sibling, and names and shapes
+    are as they were.
+    """
+    if case.subject.format != "dtensors" or set(case.found) != set(case.want):
+        return False
+    if any(np.shape(case.found[name]) != np.shape(case.want[name]) for name in case.want):
+        return False
+    saves = [case.before, *map(case.subject.as_saved, case.subject.siblings)]
+    whole = {data for files in saves for data in files.values()}
+    return whole.issuperset(case.after.values())
+
+
 INVISIBLE: dict[str, Undecidable] = {
     "another whole checkpoint": Undecidable(
         "Every file that says anything of the arrays is of one other step or run: a valid"
@@ -513,6 +526,12 @@ INVISIBLE: dict[str, Undecidable] = {
         "Something beside the arrays, in config.json or a header, which has no checksum and is"
         " stored once.",
         a_setting,
+    ),
+    "parts of several saves": Undecidable(
+        "Files of DTensors by rank, and parts of a DCP save, are stored once and say neither run nor"
+        " step; counters and settings of the ranks that do say one agree. DCP finds a tensor by what"
+        " a part has in it, and not by its folder's name.",
+        parts_of_others,
     ),
     "a vocabulary within the padding": Undecidable(
         "sizes={'vocab': n} is the user's word: Megatron stores padded rows and not how many tokens"

@@ -276,9 +276,10 @@ def open_run(path: FilePath, options: Options, open_contents: Open) -> Contents:
     run, steps = found
     if has_rank_files(path) or metadata_files(path):
         first = next(iter(steps.values())).name
+        files = listed(sorted(child.name for child in path.children() if child.is_file()), 3)
         raise FormatError(
-            f"{path} holds files of a checkpoint itself, and the steps of a run of {run.writer},"
-            f" such as {first}: two checkpoints lie in it. Open the folder of a step"
+            f"{path} holds files of a checkpoint itself ({files}), and the steps of a run of"
+            f" {run.writer}, such as {first}: two checkpoints lie in it. Open the folder of a step"
         )
     number = _number(path, run, steps, options.step)
     contents = open_contents(steps[number], replace(options, step=None))
