@@ -274,13 +274,7 @@ def open_run(path: FilePath, options: Options, open_contents: Open) -> Contents:
     found = _run_of(path)
     assert found is not None, "it is recognised by that"
     run, steps = found
-    if has_rank_files(path) or metadata_files(path):
-        first = next(iter(steps.values())).name
-        files = listed(sorted(child.name for child in path.children() if child.is_file()), 3)
-        raise FormatError(
-            f"{path} holds files of a checkpoint itself ({files}), and the steps of a run of"
-            f" {run.writer}, such as {first}: two checkpoints lie in it. Open the folder of a step"
-        )
+    _refuse_own_files(path, run, steps)
     number = _number(path, run, steps, options.step)
     contents = open_contents(steps[number], replace(options, step=None))
     others = [folder.name for step, folder in steps.items() if step != number]
@@ -297,6 +291,17 @@ def open_run(path: FilePath, options: Options, open_contents: Open) -> Contents:
         notes=[note, *contents.notes],
         about=replace(contents.about, step=number),
     )
+
+
+def _refuse_own_files(path: FilePath, run: Run, steps: Mapping[int, FilePath]) -> None:
+    """Raise FormatError where a run's folder is a checkpoint, too."""
+    if has_rank_files(path) or metadata_files(path):
+        first = next(iter(steps.values())).name
+        files = listed(sorted(child.name for child in path.children() if child.is_file()), 3)
+        raise FormatError(
+            f"{path} holds files of a checkpoint itself ({files}), and the steps of a run of"
+            f" {run.writer}, such as {first}: two checkpoints lie in it. Open the folder of a step"
+        )
 
 
 def _number(path: FilePath, run: Run, steps: Mapping[int, FilePath], asked: int | None) -> int:

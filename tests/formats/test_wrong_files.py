@@ -401,7 +401,11 @@ def with_fewer_parameters(tree: dict) -> None:
         ("zero3", without_a_state, r"has states of the groups \[0\], but .* 2 groups"),
         ("zero1", on_more_ranks, "is of 2 data-parallel ranks, .* of 1"),
         ("zero3", on_more_ranks, "is of 4 data-parallel ranks, .* of 2"),
-        ("zero1", with_fewer_parameters, r"is of \[9, 19\] parameters in its groups, .* of \[10, 19\]"),
+        (
+            "zero1",
+            with_fewer_parameters,
+            r"is of \[9, 19\] parameters in its groups, .* of \[10, 19\]",
+        ),
     ],
 )
 def test_an_optimizer_state_that_does_not_fit_the_model_states_is_refused(
