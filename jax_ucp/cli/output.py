@@ -63,9 +63,9 @@ def print_head(report: Report) -> None:
 def _format(report: Report) -> str:
     """What wrote it; of a copy in the universal format, what it was imported from."""
     source = report["source"]
-    if report["format"] != "universal" or "format" not in source:
+    if report["format"] != "universal" or "name" not in source:
         return report["writer"] or report["format"]
-    return f"universal, imported from {source.get('name')} ({report['writer'] or source['format']})"
+    return f"universal, imported from {source['name']} ({report['writer'] or source.get('format')})"
 
 
 def _head_lines(report: Report) -> Iterator[tuple[str, str]]:

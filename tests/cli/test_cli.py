@@ -44,6 +44,11 @@ def test_inspect_says_first_what_people_ask_first():
     assert any(re.match(r"  group     of \d+: .*weight_decay", line) for line in lines)
 
 
+def test_inspect_says_of_a_tree_that_was_in_memory_that_it_is_universal(tmp_path):
+    ucp.Checkpoint.of({"w": np.ones(3)}).save(tmp_path / "c")
+    assert run("inspect", tmp_path / "c").splitlines()[0] == f"{tmp_path / 'c'}: universal"
+
+
 def test_inspect_folds_the_layers_of_a_model():
     text = run("inspect", CASE)
     assert re.search(r"layers\.\{0,1\}\.mlp\.dense_h_to_4h\.weight +\[24, 16\].* x2 *$", text, re.M)
