@@ -455,7 +455,7 @@ def _saved_sharding(leaf: Leaf) -> Sharding | None:
     if leaf.kind not in ("jax", "prng_key"):
         return None
     if leaf.sharding is None:
-        return SingleDeviceSharding(jax.devices()[0])
+        return SingleDeviceSharding(jax.local_devices()[0])  # of one process, as it was saved
     saved = leaf.sharding
     here = {device.id: device for device in jax.devices()}
     if not saved.device_ids or not here.keys() >= {*saved.device_ids}:

@@ -29,6 +29,7 @@ import numpy as np
 
 from jax_ucp.formats.options import Dequantize
 from jax_ucp.formats.quantized.settled import Declared, dequantized
+from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight
 from jax_ucp.tree import Key, Leaf, leaf_names
@@ -43,17 +44,7 @@ _ANY = ("",)
 
 # Of the module whose weight is quantised. They are about activations and caches, and mean nothing
 # without it.
-_OF_THE_MODULE = (
-    "activation_scale",
-    "input_global_scale",
-    "input_scale",
-    "input_scale_ub",
-    "input_zero_point",
-    "k_scale",
-    "output_scale",
-    "pre_quant_scale",
-    "v_scale",
-)
+_OF_THE_MODULE = (*sorted(ABOUT_ACTIVATIONS), "pre_quant_scale")
 
 # Scales of a cache of keys and values that is quantised when the model runs; the weights need not
 # be.

@@ -72,8 +72,9 @@ class Tree:
         numbers: dict[str, tuple[Steps, str, int | float]] = {}
         for path, (file, node) in self.objects.items():
             is_state = len(path) >= 4 and path[-3] == "state"
-            if is_state and type(node) in (int, float):
-                numbers[_label(path)] = path, file.path.name, node  # pyright: ignore[reportArgumentType]
+            # not bool, which is an int too
+            if is_state and isinstance(node, int | float) and not isinstance(node, bool):
+                numbers[_label(path)] = path, file.path.name, node
         return numbers
 
     def check(self, imported: Import, place: WeightsPlace) -> None:
