@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -95,9 +95,15 @@ def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:
         for check in checks:
             if check.watcher is not None:
                 stack.enter_context(check.watcher.watch(_alarm, _note))
-        # Checksums of files come first in the list. They run last, and read what is left.
-        faults = list(in_threads(check.run for check in reversed(checks)))
-    yield from zip((check.label for check in checks), reversed(faults), strict=True)
+        faults = faults_of(checks)
+    yield from zip((check.label for check in checks), faults, strict=True)
+
+
+def faults_of(checks: Sequence[Check]) -> Sequence[str | None]:
+    """What each check finds. Those that a file has of itself come first in a list of checks, and
+    run last: then they have seen what the others read.
+    """
+    return list(in_threads([check.run for check in reversed(checks)]))[::-1]
 
 
 def _alarm() -> None:
