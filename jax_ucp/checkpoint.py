@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
@@ -114,7 +115,7 @@ def open(
     require_used(options.sizes, contents.path)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, _Opened(os.path.abspath(path), options))
+    return Checkpoint(contents, _Opened(str(file_path(path)), options))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jax_ucp.arguments import local_path
-from jax_ucp.files.local import WholeDisk, check_name
+from jax_ucp.files.local import check_name
+from jax_ucp.files.locations import locate
 from jax_ucp.files.protocol import FileInfo, Files, read_bytes
 from jax_ucp.files.source_files import note
 
@@ -121,10 +121,5 @@ class FilePath:
 
 
 def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:
-    """The path that somebody gives: of this machine's disk. Raises UnsupportedPath for a URL."""
-    if isinstance(path, FilePath):
-        return path
-    return FilePath(_DISK, os.path.abspath(local_path(path))[1:])
-
-
-_DISK = WholeDisk()
+    """The path or the URL that somebody gives. Raises UnsupportedPath for what is neither."""
+    return path if isinstance(path, FilePath) else FilePath(*locate(path))
