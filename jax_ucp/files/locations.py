@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import urllib.parse
 from collections.abc import Callable, Mapping
 
 from jax_ucp.arguments import URL, local_path
@@ -39,6 +40,16 @@ def _bucket(scheme: str, text: str, rest: str) -> tuple[Files, str]:
     return _opened(scheme, bucket, _settings()), _checked(text, key)
 
 
+def _web(scheme: str, text: str, rest: str) -> tuple[Files, str]:
+    host, _, path = rest.partition("/")
+    if not host or "@" in host or "?" in path or "#" in path:
+        raise UnsupportedPath(
+            f"{scheme}://{host.rpartition('@')[2]}: a URL here has a host and a path. A user, a"
+            " query or a fragment would be lost, or kept in what is written of it"
+        )
+    return _opened(scheme, host, _settings()), _checked(text, urllib.parse.unquote(path))
+
+
 def _checked(text: str, key: str) -> str:
     key = key.rstrip("/")
     if key and (fault := name_fault(key)):
@@ -54,8 +65,9 @@ def _settings() -> tuple[tuple[str, str], ...]:
 @functools.lru_cache(maxsize=64)
 def _opened(scheme: str, bucket: str, settings: tuple[tuple[str, str], ...]) -> Files:
     from jax_ucp.files.object_store import Bucket
+    from jax_ucp.files.web import Web
 
-    return Bucket(scheme, bucket)
+    return (Web if scheme in ("http", "https") else Bucket)(scheme, bucket)
 
 
 _SCHEMES: Mapping[str, Callable[[str, str], tuple[Files, str]]] = {
@@ -66,5 +78,7 @@ _SCHEMES: Mapping[str, Callable[[str, str], tuple[Files, str]]] = {
     "az": functools.partial(_bucket, "az"),
     "azure": functools.partial(_bucket, "az"),
     "abfs": functools.partial(_bucket, "abfs"),
+    "http": functools.partial(_web, "http"),
+    "https": functools.partial(_web, "https"),
     "abfss": functools.partial(_bucket, "abfs"),
 }

@@ -62,6 +62,14 @@ class Files(Protocol):
         """What lies directly in a folder, sorted by name; nothing where there is no folder."""
         ...
 
+    def walk(self, folder: str = "") -> Iterator[FileInfo]:
+        """Every file below a folder, those in folders to which links lead excepted."""
+        for entry in self.list(folder):
+            if entry.kind != "folder":
+                yield entry
+            elif self.link(entry.name) is None:
+                yield from self.walk(entry.name)
+
     @abstractmethod
     def stat(self, name: str) -> FileInfo | None:
         """What has that name; None if nothing has."""
@@ -119,15 +127,6 @@ class Files(Protocol):
     def join(self, folder: str) -> Files:
         """The files below a folder, whose names cannot lead out of it."""
         ...
-
-
-def walk(files: Files, folder: str = "") -> Iterator[FileInfo]:
-    """Every file below a folder, those in folders to which links lead excepted."""
-    for entry in files.list(folder):
-        if entry.kind != "folder":
-            yield entry
-        elif files.link(entry.name) is None:
-            yield from walk(files, entry.name)
 
 
 def file_size(files: Files, name: str) -> int | None:

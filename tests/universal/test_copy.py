@@ -21,8 +21,9 @@ import torch_writer
 from helpers import MemoryStore, numbered
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.looked import walk
 from jax_ucp.files.path import file_path
-from jax_ucp.files.protocol import read_file, walk
+from jax_ucp.files.protocol import read_file
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.assemble import Import
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
