@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.checkpoint import open
-from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import Files
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.save import (
     Description,
@@ -76,7 +77,7 @@ class Begun:
 
     shared: SharedSave
     snapshot: Callable[[], Snapshot]
-    directory: LocalFiles
+    directory: Files
     budget_bytes: int
 
     def finish(self) -> None:
@@ -89,8 +90,8 @@ class Begun:
 
 def begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> Begun:
     """Copy this process's part of the tree to host memory; the rest is `finish`."""
-    directory = LocalFiles(path)
-    shared = SharedSave(directory.root)
+    directory = file_path(path).folder()
+    shared = SharedSave(directory.url())
     snapshot = attempt(lambda: take_snapshot(args.described()))
     return Begun(shared, snapshot, directory, _budget(args, budget_bytes))
 

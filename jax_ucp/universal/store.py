@@ -382,10 +382,25 @@ class Commit:
         )
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, self.processes))
-        directory.write(METADATA_FILE, [encode(metadata)], durable=True)
+        _commit(directory, encode(metadata))
         for process in range(self.processes):
             directory.delete(_part_name(process))
         return metadata
+
+
+def _commit(directory: Files, data: bytes) -> None:
+    """Create `ucp.json`, unless it is there and the same: a copy was stopped after its commit.
+
+    Raises FileExistsError where another writer has made the directory a checkpoint meanwhile.
+    """
+    try:
+        directory.create(METADATA_FILE, data)
+    except FileExistsError:
+        if read_file(directory, METADATA_FILE) != data:
+            raise FileExistsError(
+                f"{directory} was made a checkpoint by another writer while this one wrote to it;"
+                " save to another path, one writer to each"
+            ) from None
 
 
 def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:
