@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -27,6 +29,7 @@ from jax_ucp.sharding.save import (
 )
 from jax_ucp.sharding.shared_save import SharedSave, attempt
 from jax_ucp.sources.checks import Extent
+from jax_ucp.universal.store import claimed
 
 
 @dataclass
@@ -81,11 +84,15 @@ class Begun:
     budget_bytes: int
 
     def finish(self) -> None:
-        self.shared.run(
-            lambda: content(self.snapshot()),
-            lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
-            lambda: commit_snapshot(self.snapshot(), self.directory),
-        )
+        with ExitStack() as kept:
+            if jax.process_index() == 0:
+                with self.shared.telling():
+                    kept.enter_context(claimed(self.directory))
+            self.shared.run(
+                lambda: content(self.snapshot()),
+                lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
+                lambda: commit_snapshot(self.snapshot(), self.directory),
+            )
 
 
 def begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> Begun:
