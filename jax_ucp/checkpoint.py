@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
@@ -123,7 +124,7 @@ def open_with(
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, _Opened(os.path.abspath(path), options))
+    return Checkpoint(contents, _Opened(str(file_path(path)), options))
 
 
 @dataclass(frozen=True)
@@ -632,7 +633,7 @@ class Checkpoint:
         where weights are stored as codes, and for `path` what `save` raises.
         """
         if path is not None:
-            require_target(self._contents, local_path(path))
+            require_target(self._contents, file_path(path))
         require_values(self._contents, self.leaves)
         if mesh is None:
             if rules or hosts != 1:
@@ -676,7 +677,7 @@ class Checkpoint:
         stored as codes, and WorkerError where the executor's processes cannot open the checkpoint,
         or one of them has ended.
         """
-        target = local_path(path)
+        target = file_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
             from jax_ucp.sharding.fit import warn_given_up

@@ -11,6 +11,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
+from jax_ucp.files.in_flight import FILES
+from jax_ucp.files.protocol import Files
+
 T = TypeVar("T")
 
 DEFAULT_BUDGET = 1 << 30
@@ -25,25 +28,33 @@ BATCH_BYTES = 4 << 20
 BATCH_JOBS = 64
 
 
-def threads() -> int:
-    """How many jobs are worth having in flight at once."""
+def threads(target: Files | None = None) -> int:
+    """How many jobs are worth having in flight at once, if they write to `target`."""
+    if target is not None and target.is_remote:
+        return FILES
     return min(8, (os.cpu_count() or 1) + 1)
 
 
-def run_bounded(jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: int) -> None:
+def run_bounded(
+    jobs: Iterable[tuple[int, Callable[[], object]]],
+    budget_bytes: int,
+    target: Files | None = None,
+) -> None:
     """Run (cost in bytes, job) pairs in threads, as many at once as the budget and `threads()`
     allow.
 
-    Neighbours that cost little are run as one. The first job that raises stops those not yet begun,
-    and its error is raised here.
+    Neighbours that cost little are run as one, unless each waits for a network. The first job that
+    raises stops those not yet begun, and its error is raised here.
     """
-    max_bytes = min(BATCH_BYTES, budget_bytes // threads())
-    with ThreadPoolExecutor(threads()) as pool:
+    at_once = threads(target)
+    max_bytes = min(BATCH_BYTES, budget_bytes // at_once)
+    max_count = 1 if target is not None and target.is_remote else BATCH_JOBS
+    with ThreadPoolExecutor(at_once) as pool:
         submissions = (
             Submission(sum(cost for cost, _ in batch), partial(_run_all, batch))
-            for batch in batches(jobs, operator.itemgetter(0), max_bytes, BATCH_JOBS)
+            for batch in batches(jobs, operator.itemgetter(0), max_bytes, max_count)
         )
-        submit_bounded(pool, submissions, budget_bytes, threads())
+        submit_bounded(pool, submissions, budget_bytes, at_once)
 
 
 class Submission(NamedTuple, Generic[T]):

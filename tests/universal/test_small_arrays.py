@@ -184,7 +184,7 @@ def test_a_stopped_conversion_goes_on_with_the_packs_that_are_whole(
     item, want = numbers
     ucp.open(item).save(tmp_path / "whole")
     monkeypatch.setattr(copying, "GROUP_BYTES", 0)
-    monkeypatch.setattr(budget, "threads", lambda: 1)
+    monkeypatch.setattr(budget, "threads", lambda *files: 1)
     written = []
 
     def stop_after_two_packs(nbytes):
@@ -295,7 +295,7 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
     reached = Counter()
     for stop in range(20):
         left = iter(range(stop))
-        for what in ("write", "delete"):
+        for what in ("write", "create", "delete"):
             monkeypatch.setattr(
                 LocalFiles, what, stopped_when_none_is_left(getattr(LocalFiles, what), left)
             )
