@@ -1,4 +1,4 @@
-"""A conversion of a trillion parameters with optimizer, cut for one worker, 64, and 1,024: what each
+"""A conversion of a trillion parameters with optimizer, cut for one worker, 64 and 1,024: what each
 does, and what it costs to say so. Integers only.
 """
 
