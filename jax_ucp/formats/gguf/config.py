@@ -11,6 +11,7 @@ says how Hugging Face's settings became keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,7 @@ _MORE_FIELDS: Mapping[str, Mapping[str, str]] = {
     "gemma2": _OF_GEMMA,
     "gemma3": _OF_GEMMA,
 }
+_LENGTHS = ("block_count", "embedding_length", "attention.head_count")
 # Keys that change no weight, or say what others say too.
 _NO_FIELD = {"vocab_size", "attention.value_length", "rope.scaling.finetuned"}
 _ROPE = {"rope.freq_base", "rope.dimension_count"}
@@ -136,14 +138,26 @@ def _unknown(architecture: str, said: Mapping[str, Any]) -> str:
     others = sorted(said.keys() - known - {_SCALING_TYPE, _LAYOUT[0]})
     if others:
         return f"{', '.join(others[:4])!r:.200} is not known here"
-    lists = [key for key, value in said.items() if not isinstance(value, int | float | str)]
-    if lists:
-        return f"{lists[0]} differs by layer"
+    odd = [key for key, value in said.items() if not _is_one_value(value)]
+    if odd:
+        return f"{odd[0]} is no number that holds for all layers"
+    return _unlike(said)
+
+
+def _unlike(said: Mapping[str, Any]) -> str:
+    """Which value of a key that is known is none that a config has a place for."""
+    for key in _LENGTHS:
+        if type(said.get(key)) is not int or said[key] < 1:
+            return f"{key} is no length"
     if said.get(_LAYOUT[0], _LAYOUT[1]) != _LAYOUT[1]:
         return f"{_LAYOUT[0]} is {said[_LAYOUT[0]]!r:.80}, and not {_LAYOUT[1]!r}"
     if said.get("attention.value_length") != said.get("attention.key_length"):
         return "heads of keys and of values differ in length"
     return ""
+
+
+def _is_one_value(value: object) -> bool:
+    return isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _plain(value: float | int | str) -> float | int | str:
@@ -157,15 +171,15 @@ def _plain(value: float | int | str) -> float | int | str:
 
 def _complete(config: dict[str, Any], tensors: Mapping[str, ArraySource]) -> None:
     """Add what follows from other fields, and from which tensors there are."""
-    heads = config.get("num_attention_heads")
+    heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
-    if "head_dim" not in config and heads:
-        config["head_dim"] = config.get("hidden_size", 0) // heads
+    config.setdefault("head_dim", config["hidden_size"] // heads)
     if config.get("num_local_experts"):
         config["model_type"] = "mixtral"
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if config["model_type"] == "llama":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
     if embedding := tensors.get("token_embd.weight"):
         config["vocab_size"] = embedding.arrays()["token_embd.weight"].shape[0]
 
@@ -178,7 +192,7 @@ def _rope(
     if "rope.freq_base" in said:
         rope["rope_theta"] = _plain(said["rope.freq_base"])
     dimensions = said.get("rope.dimension_count", config["head_dim"])
-    if dimensions != config["head_dim"]:
+    if dimensions != config["head_dim"] > 0:
         rope["partial_rotary_factor"] = dimensions / config["head_dim"]
     scaling = {_SCALING[key]: _plain(value) for key, value in said.items() if key in _SCALING}
     type = said.get(_SCALING_TYPE, "unsaid" if scaling else "none")
@@ -193,20 +207,22 @@ def _llama3(rope: Mapping[str, Any], dimensions: int, source: ArraySource) -> di
     """The settings of Llama 3.1's rotation, if the factors that are stored are those that they
     give; otherwise a type that no mapping takes.
     """
-    shape = source.arrays()[ROPE_FACTORS].shape
-    other = {"rope_type": ROPE_FACTORS}
-    if shape != (dimensions // 2,) or shape[0] > _MOST_FACTORS or rope["rope_type"] != "default":
+    info, other = source.arrays()[ROPE_FACTORS], {"rope_type": ROPE_FACTORS}
+    is_theirs = info.dtype == np.float32 and info.shape == (dimensions // 2,)
+    if not is_theirs or info.shape[0] > _MOST_FACTORS or rope["rope_type"] != "default":
         return other
-    stored = source.read(ROPE_FACTORS, Box.whole(shape)).astype(np.float64)
+    stored = source.read(ROPE_FACTORS, Box.whole(info.shape)).astype(np.float64)
+    if not np.all(stored >= 1):
+        return other
     settings = {
         "factor": float(stored.max()),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    theta = rope.get("rope_theta", 10000)
-    wavelengths = 2 * np.pi * theta ** (2 * np.arange(shape[0]) / dimensions)
-    smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
+    powers = rope.get("rope_theta", 10000) ** (2 * np.arange(len(stored)) / dimensions)
+    with np.errstate(all="ignore"):
+        smooth = np.clip((8192 / (2 * np.pi * powers) - 1) / 3, 0, 1)
     factors = 1 / ((1 - smooth) / settings["factor"] + smooth)
     is_seen = smooth.min() == 0 and smooth.max() == 1
     if not is_seen or not np.allclose(stored, factors, rtol=_TOLERANCE, atol=0):
