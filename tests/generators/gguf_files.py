@@ -9,8 +9,8 @@ files; OUT/<case>/truth.npz has `param/<name>` for every tensor, as gguf-py's re
 give it (bfloat16 as its bits in uint16). OUT/<case>/case.json says who wrote them, the mapping to
 transformers' names, the model's config, and under `model` its tensors by transformers' names, as
 float32: shape and SHA-256 of the bytes. Of a file without quantised weights these are the original,
-of others what transformers' own loader makes of the file. It needs torch, transformers, accelerate,
-gguf, sentencepiece and tokenizers.
+of others gguf-py's, where the model has them. It needs torch, transformers, gguf, sentencepiece and
+tokenizers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ctypes
 import hashlib
 import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -55,10 +56,19 @@ _SIZES = {
     "max_position_embeddings": 64,
 }
 # Rows of whole blocks, of 256 and of 32, in all but two matrices of a layer.
-_WIDE = {"hidden_size": 256, "head_dim": 8, "num_hidden_layers": 1}
+_WIDE = {
+    "hidden_size": 256,
+    "head_dim": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 _NARROW = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 _K = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 _SMALL = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"]
+
+
+Arrays = dict[str, np.ndarray]
 
 
 class Machine:
@@ -128,9 +138,9 @@ def _model(folder: Path, kind: str, dtype: torch.dtype, **settings: Any) -> dict
     return load_file(folder / "model.safetensors")
 
 
-def _dequantized(files: list[Path]) -> dict[str, np.ndarray]:
+def _dequantized(files: list[Path]) -> Arrays:
     """Every tensor as gguf-py has it, those in blocks as float32."""
-    found: dict[str, np.ndarray] = {}
+    found: Arrays = {}
     for file in files:
         for tensor in gguf.GGUFReader(file).tensors:
             plain = tensor.data.dtype != np.uint8
@@ -172,16 +182,25 @@ def _requantize(machine: Machine, source: Path, target: Path, types: list[str]) 
     writer.close()
 
 
-def _loaded_by_transformers(file: Path) -> dict[str, np.ndarray]:
-    """The tensors under transformers' names, as its own loader makes them of the file."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    tied = model.config.tie_word_embeddings
-    state = model.state_dict()
-    return {
-        name: tensor.numpy() for name, tensor in state.items() if not (tied and "lm_head" in name)
-    }
+def _moved(
+    stored: Arrays, weights: dict[str, torch.Tensor], file: Path, config: dict[str, Any]
+) -> Arrays:
+    """Tensors of a file under the names of a model, its rows and experts where the model has them."""
+    architecture = gguf.GGUFReader(file).get_field("general.architecture").contents()
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[architecture], config["num_hidden_layers"])
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    model: Arrays = {}
+    for name in weights:
+        whole, expert = re.subn(r"experts\.\d+\.", "experts.", name)
+        array = stored[names.get_name(whole, (".weight", ".bias"))]
+        if expert:
+            array = array[int(re.search(r"experts\.(\d+)", name)[1])]
+        if architecture == "llama" and (found := re.search(r"(q|k)_proj", name)):
+            rows = array.reshape(heads[found[1]], -1, 2, *array.shape[1:])
+            array = np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(array.shape)
+        model[name] = array
+    return model
 
 
 def _as_loaded(name: str, weight: torch.Tensor, kind: str) -> np.ndarray:
@@ -198,7 +217,6 @@ def _digests(arrays: Arrays) -> dict[str, list[Any]]:
     }
 
 
-Arrays = dict[str, np.ndarray]
 CASES: dict[str, Callable[[Machine, Path], dict[str, Any]]] = {}
 
 
@@ -224,10 +242,12 @@ def _case(
         files = sorted(folder.iterdir())
         model: Arrays = {key: _as_loaded(key, weight, kind) for key, weight in weights.items()}
         if blocks or type == "q8_0":
-            model = _loaded_by_transformers(files[0])
+            model = _moved(_dequantized(files), weights, files[0], config)
         truth = {f"param/{key}": array for key, array in _dequantized(files).items()}
         np.savez_compressed(folder.parent / "truth.npz", **truth)
+        how = f"--outtype {type}" + (f", then ggml's {', '.join(blocks)}" if blocks else "")
         return {
+            "about": f"{kind} by convert_hf_to_gguf.py {' '.join([how, *arguments])}",
             "file": files[0].name,
             "mapping": mapping,
             "config": config,
@@ -273,8 +293,8 @@ _case(
 )
 _case("gemma_bf16", "Gemma", "gguf-gemma-to-hf", "bf16", head_dim=8)
 _case("gemma_f32", "Gemma", "gguf-gemma-to-hf", head_dim=8)
-_case("gemma2_bf16", "Gemma2", "gguf-gemma2-to-hf", "bf16", head_dim=8)
-_case("gemma3_bf16", "Gemma3Text", "gguf-gemma3-to-hf", "bf16", head_dim=8)
+_case("gemma2_bf16", "Gemma2", "gguf-gemma2-to-hf", "bf16", head_dim=8, query_pre_attn_scalar=8)
+_case("gemma3_bf16", "Gemma3Text", "gguf-gemma3-to-hf", "bf16", head_dim=8, query_pre_attn_scalar=8)
 _case("llama_q8_0", "Llama", "gguf-llama-to-hf", "q8_0")
 _case("llama_k", "Llama", "gguf-llama-to-hf", blocks=_K, **_WIDE)
 _case("qwen2_k", "Qwen2", "gguf-qwen2-to-hf", blocks=_K[::-1], **_WIDE)

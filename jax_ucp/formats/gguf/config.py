@@ -2,8 +2,8 @@
 
 The name of an architecture stands for the model that llama.cpp computes by it, such as `llama` for
 Llama's with silu, attention to all positions and no scales of its own. What a model has beyond it
-is in keys. So a config is made where every key of the architecture is known here, and what no key
-says is left out, or has the value without which llama.cpp would compute something else.
+is in keys. So a config is made where every key of the architecture is known here; what no key says
+has the value that llama.cpp computes with, or is left out.
 
 Facts: `src/models/*.cpp` and `llama-model.cpp` of llama.cpp at 0c1e570, and its `conversion/`, which
 says how Hugging Face's settings became keys.
@@ -33,7 +33,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "gemma": {"model_type": "gemma", "hidden_activation": "gelu_pytorch_tanh"},
+    "gemma": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"},
     "gemma3": {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh"},
 }
@@ -64,7 +64,6 @@ _OF_GEMMA = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "attention.sliding_window": "sliding_window",
-    "rope.freq_base_swa": "rope_local_base_freq",
 }
 _MORE_FIELDS: Mapping[str, Mapping[str, str]] = {
     "llama": _OF_EXPERTS,
@@ -76,10 +75,19 @@ _MORE_FIELDS: Mapping[str, Mapping[str, str]] = {
     "gemma2": _OF_GEMMA,
     "gemma3": _OF_GEMMA,
 }
+# Without them llama.cpp has values of its own, or other layers.
+_NEEDED = {
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"),
+    "gemma3": ("attention.sliding_window",),
+}
+# Of Gemma's largest models, which have so many layers, queries are scaled by another number.
+_LARGEST = {"gemma2": 46, "gemma3_text": 62}
+_WITH_BIASES = ("llama", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
 _LENGTHS = ("block_count", "embedding_length", "attention.head_count")
 # Keys that change no weight, or say what others say too.
 _NO_FIELD = {"vocab_size", "attention.value_length", "rope.scaling.finetuned"}
-_ROPE = {"rope.freq_base", "rope.dimension_count"}
+_THETA, _LOCAL_THETA = "rope.freq_base", "rope.freq_base_swa"
+_ROPE = {_THETA, _LOCAL_THETA, "rope.dimension_count"}
 _SCALING = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -120,7 +128,11 @@ def model_config(
     fields = {**_FIELDS, **_MORE_FIELDS.get(architecture, {})}
     config |= {fields[key]: _plain(value) for key, value in said.items() if key in fields}
     _complete(config, tensors)
-    config["rope_parameters"] = _rope(config, said, tensors)
+    rope = _rope(config, said, tensors)
+    if architecture == "gemma3":
+        local = {"rope_type": "default", "rope_theta": _plain(said.get(_LOCAL_THETA, 10000.0))}
+        rope = {"full_attention": rope, "sliding_attention": local}
+    config["rope_parameters"] = rope
     config["architectures"] = [_CLASSES[config["model_type"]]]
     return config, _note(architecture)
 
@@ -141,11 +153,15 @@ def _unknown(architecture: str, said: Mapping[str, Any]) -> str:
     odd = [key for key, value in said.items() if not _is_one_value(value)]
     if odd:
         return f"{odd[0]} is no number that holds for all layers"
-    return _unlike(said)
+    return _unlike(architecture, said)
 
 
-def _unlike(said: Mapping[str, Any]) -> str:
-    """Which value of a key that is known is none that a config has a place for."""
+def _unlike(architecture: str, said: Mapping[str, Any]) -> str:
+    """Which key is missing, or has a value that a config has no place for."""
+    if missing := [key for key in _NEEDED.get(architecture, ()) if key not in said]:
+        return f"{missing[0]} is missing"
+    if _LOCAL_THETA in said and architecture != "gemma3":
+        return f"{_LOCAL_THETA} is not known here"
     for key in _LENGTHS:
         if type(said.get(key)) is not int or said[key] < 1:
             return f"{key} is no length"
@@ -177,9 +193,15 @@ def _complete(config: dict[str, Any], tensors: Mapping[str, ArraySource]) -> Non
     if config.get("num_local_experts"):
         config["model_type"] = "mixtral"
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    if config["model_type"] == "llama":
+    model = config["model_type"]
+    if model in _WITH_BIASES:
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if model == "llama":
         config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if model in _LARGEST:
+        is_largest = config["num_hidden_layers"] == _LARGEST[model]
+        scale = config["hidden_size"] // heads if is_largest else config["head_dim"]
+        config["query_pre_attn_scalar"] = scale
     if embedding := tensors.get("token_embd.weight"):
         config["vocab_size"] = embedding.arrays()["token_embd.weight"].shape[0]
 
@@ -188,9 +210,8 @@ def _rope(
     config: Mapping[str, Any], said: Mapping[str, Any], tensors: Mapping[str, ArraySource]
 ) -> dict[str, Any]:
     """How positions are rotated. A type that is not Hugging Face's is one that no mapping takes."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if "rope.freq_base" in said:
-        rope["rope_theta"] = _plain(said["rope.freq_base"])
+    theta = _plain(said.get(_THETA, 10000.0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     dimensions = said.get("rope.dimension_count", config["head_dim"])
     if dimensions != config["head_dim"] > 0:
         rope["partial_rotary_factor"] = dimensions / config["head_dim"]
@@ -220,7 +241,7 @@ def _llama3(rope: Mapping[str, Any], dimensions: int, source: ArraySource) -> di
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    powers = rope.get("rope_theta", 10000) ** (2 * np.arange(len(stored)) / dimensions)
+    powers = rope["rope_theta"] ** (2 * np.arange(len(stored)) / dimensions)
     with np.errstate(all="ignore"):
         smooth = np.clip((8192 / (2 * np.pi * powers) - 1) / 3, 0, 1)
     factors = 1 / ((1 - smooth) / settings["factor"] + smooth)
