@@ -31,7 +31,15 @@ DATA = Path(__file__).parent / "data"
 RULES = [(r"(weight|w[123])$", P("data", "model"))]
 
 
-_FAMILIES = ("deepspeed", "deepspeed_universal", "deepspeed_writers", "dtensors", "gguf", "jax", "megatron")
+_FAMILIES = (
+    "deepspeed",
+    "deepspeed_universal",
+    "deepspeed_writers",
+    "dtensors",
+    "gguf",
+    "jax",
+    "megatron",
+)
 _FAMILIES += ("torch", "trainers")
 
 

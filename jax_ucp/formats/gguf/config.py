@@ -5,8 +5,8 @@ Llama's with silu, attention to all positions and no scales of its own. What a m
 is in keys. So a config is made where every key of the architecture is known here; what no key says
 has the value that llama.cpp computes with, or is left out.
 
-Facts: `src/models/*.cpp` and `llama-model.cpp` of llama.cpp at 0c1e570, and its `conversion/`, which
-says how Hugging Face's settings became keys.
+Facts: `src/models/*.cpp` and `llama-model.cpp` of llama.cpp at 0c1e570; `conversion/` there says
+how Hugging Face's settings became keys.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,8 +86,8 @@ def _require_tiled(head: Head, tensors: Iterable[_Tensor], size: int) -> None:
         begin = _aligned(at, head.alignment)
         if tensor.begin != begin:
             raise FormatError(
-                f"{tensor.name!r:.80} begins at byte {tensor.begin} of the tensors, but {begin} is"
-                f" the next one free that is aligned to {head.alignment}"
+                f"{tensor.name!r:.80} should begin at byte {begin} of the tensors, the next one"
+                f" that is free and aligned to {head.alignment}, and begins at byte {tensor.begin}"
             )
         at = begin + tensor.info.nbytes
     _require_size(head, at, size)

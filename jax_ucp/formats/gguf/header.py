@@ -140,7 +140,10 @@ class _Reader:
         """A string that names something: text."""
         name = self.string()
         if not name or isinstance(name, bytes):
-            raise FormatError(f"the {what} before byte {self.at} is called {name!r:.80}")
+            raise FormatError(
+                f"the {what} before byte {self.at} is called {name!r:.80}, which should be a text:"
+                " the head is damaged"
+            )
         return name
 
     def value(self, type: int, key: str) -> Any:

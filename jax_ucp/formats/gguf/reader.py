@@ -35,9 +35,10 @@ _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 def recognise(path: FilePath) -> bool:
     """Whether a file is called so, or begins as GGUF does, whatever its name."""
-    if not path.is_file():
-        return False
-    return path.name.endswith(SUFFIX) or read_bytes(path.files, path.file(), 0, 4) == MAGIC
+    if not path.is_file() or path.name.endswith(SUFFIX):
+        return path.is_file()
+    file = path.file()
+    return read_bytes(path.files, file, 0, min(file.size, len(MAGIC))) == MAGIC
 
 
 def open_gguf(path: FilePath, options: Options) -> Contents:
@@ -108,9 +109,7 @@ def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:
     return dict(_parts_called(path.parent, names, parts))
 
 
-def _parts_called(
-    folder: FilePath, names: list[str], parts: int
-) -> Iterator[tuple[str, GGUFFile]]:
+def _parts_called(folder: FilePath, names: list[str], parts: int) -> Iterator[tuple[str, GGUFFile]]:
     for number, other in enumerate(names, 1):
         refuse_stand_in(folder / other)
         file = GGUFFile(folder / other)

@@ -7,6 +7,7 @@ them, bit for bit, and mapped to the tensors that the models had.
 import hashlib
 import json
 import re
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from gguf_cases import CASES, about, file_of, truth
+from gguf_table import table
 from helpers import restored_on
 from jax_ucp.cli.main import main
 from jax_ucp.errors import LayoutError, QuantizedWeights
@@ -66,6 +68,10 @@ def test_every_type_is_in_two_files_that_ggml_wrote():
     assert {type: len(cases) for type, cases in met.items() if len(cases) < 2} == {}
 
 
+def test_the_table_of_the_page_is_what_a_run_prints():
+    assert table() in (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_mapping_gives_the_model_of_transformers_bit_for_bit(case):
     said = about(case)
@@ -94,7 +100,9 @@ def test_the_config_that_is_made_of_the_keys_is_that_of_the_model(case):
         config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         assert config.pop("sliding_window") == 4096  # and the note says so
         assert "a window of theirs is stored nowhere" in opened(case).notes[0]
-    kept = {key: value for key, value in config.items() if key not in NOT_KEPT and value is not None}
+    kept = {
+        key: value for key, value in config.items() if key not in NOT_KEPT and value is not None
+    }
     assert {key: made.get(key) for key in kept} == kept
     assert made.keys() - kept.keys() <= {"head_dim", "attention_bias", "mlp_bias"}
 
@@ -160,7 +168,10 @@ def run(*arguments: str) -> str:
 def test_inspect_begins_with_the_architecture_and_the_type_of_the_file():
     output = run("inspect", file_of("llama_q8_0"))
     assert re.search(r"GGUF v3, llama, Q8_0", output)
-    assert json.loads(run("inspect", "--json", file_of("qwen2_f32")))["writer"] == "GGUF v3, qwen2, F32"
+    assert (
+        json.loads(run("inspect", "--json", file_of("qwen2_f32")))["writer"]
+        == "GGUF v3, qwen2, F32"
+    )
 
 
 def test_convert_writes_the_dequantised_weights(tmp_path):
