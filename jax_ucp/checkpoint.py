@@ -9,7 +9,7 @@ import difflib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
@@ -110,11 +111,20 @@ def open(
     options = Options.of(
         sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, model, step
     )
+    return open_with(path, options)
+
+
+def open_with(
+    path: str | os.PathLike[str], options: Options, also_used: Collection[str] = ()
+) -> Checkpoint:
+    """`open`, with all that is said in one value; of its sizes those in `also_used` are for
+    somebody else.
+    """
     contents = open_contents(path, options)
-    require_used(options.sizes, contents.path)
+    require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, _Opened(os.path.abspath(path), options))
+    return Checkpoint(contents, _Opened(str(file_path(path)), options))
 
 
 @dataclass(frozen=True)
@@ -623,7 +633,7 @@ class Checkpoint:
         where weights are stored as codes, and for `path` what `save` raises.
         """
         if path is not None:
-            require_target(self._contents, local_path(path))
+            require_target(self._contents, file_path(path))
         require_values(self._contents, self.leaves)
         if mesh is None:
             if rules or hosts != 1:
@@ -667,7 +677,7 @@ class Checkpoint:
         stored as codes, and WorkerError where the executor's processes cannot open the checkpoint,
         or one of them has ended.
         """
-        target = local_path(path)
+        target = file_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
             from jax_ucp.sharding.fit import warn_given_up

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def recognise(path: FilePath) -> bool:
-    return (path / METADATA_FILE).is_file()
+    file = path / METADATA_FILE
+    info = file.files.stat(file.key)  # itself: a list of the folder may be older
+    return info is not None and info.kind == "file"
 
 
 def open_universal(path: FilePath, options: Options) -> Contents:
