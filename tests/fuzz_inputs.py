@@ -648,7 +648,8 @@ def _spoil_gguf(
     if way == 0:
         key = rng.choice([*values, "general.alignment", "split.count", "llama.expert_count"])
         integer, text = rng.choice([n for n in small if n >= 0]), rng.choice(TEXTS)
-        spoilt = ("u64", integer), ("str", text), (["i64"], [integer]), ("f64", math.nan)
+        number = rng.choice([math.nan, math.inf, -5.0, 1e300])
+        spoilt = ("u64", integer), ("str", text), (["i64"], [integer]), ("f64", number)
         values[key] = rng.choice(spoilt)
     elif way == 1:
         tensor.name = rng.choice([*TEXTS, tensors[0].name])

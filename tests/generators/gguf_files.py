@@ -249,6 +249,8 @@ def _case(
         return {
             "about": f"{kind} by convert_hf_to_gguf.py {' '.join([how, *arguments])}",
             "file": files[0].name,
+            "options": {"dequantize": "float32"},
+            "dtypes": {key: "bfloat16" for key, array in truth.items() if array.dtype == np.uint16},
             "mapping": mapping,
             "config": config,
             "model": _digests({key: array.astype(np.float32) for key, array in model.items()}),

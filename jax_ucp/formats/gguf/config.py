@@ -177,12 +177,16 @@ def _is_one_value(value: object) -> bool:
 
 
 def _plain(value: float | int | str) -> float | int | str:
-    """A number as people write it: of floats the shortest that is the same float32.
+    """A number as people write it: of a float32 the shortest that is the same one.
 
     >>> _plain(9.999999747378752e-06)
     1e-05
     """
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value else value
 
 
 def _complete(config: dict[str, Any], tensors: Mapping[str, ArraySource]) -> None:
@@ -241,8 +245,8 @@ def _llama3(rope: Mapping[str, Any], dimensions: int, source: ArraySource) -> di
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    powers = rope["rope_theta"] ** (2 * np.arange(len(stored)) / dimensions)
     with np.errstate(all="ignore"):
+        powers = rope["rope_theta"] ** (2 * np.arange(len(stored)) / dimensions)
         smooth = np.clip((8192 / (2 * np.pi * powers) - 1) / 3, 0, 1)
     factors = 1 / ((1 - smooth) / settings["factor"] + smooth)
     is_seen = smooth.min() == 0 and smooth.max() == 1

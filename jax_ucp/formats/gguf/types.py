@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
+from jax_ucp.formats.quantized.ggml import TYPES
+
 # Types whose elements are numbers by themselves.
 PLAIN: Mapping[int, type] = {
     0: np.float32,
@@ -21,30 +23,21 @@ PLAIN: Mapping[int, type] = {
     30: ml_dtypes.bfloat16,
 }
 
+_DEQUANTIZED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 20: "IQ4_NL", 39: "MXFP4"}
+_DEQUANTIZED |= {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 23: "IQ4_XS"}
+
 # Types whose elements are in blocks: the name, the elements of a block, and its bytes.
 IN_BLOCKS: Mapping[int, tuple[str, int, int]] = {
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
+    **{n: (name, TYPES[name].elements, TYPES[name].nbytes) for n, name in _DEQUANTIZED.items()},
     16: ("IQ2_XXS", 256, 66),
     17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98),
     19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
     21: ("IQ3_S", 256, 110),
     22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
     29: ("IQ1_M", 256, 56),
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }

@@ -325,6 +325,9 @@ def test_one_tensor_in_two_parts_is_refused(tmp_path):
 
 
 def test_a_folder_with_files_says_which_to_open(tmp_path):
+    split(tmp_path)
+    with pytest.raises(NotACheckpoint, match=r"holds m-00001-of-00003\.gguf: open one, "):
+        ucp.open(tmp_path)
     saved(tmp_path, Written({}, [W]), "a.gguf")
-    with pytest.raises(UCPError, match=r"a\.gguf"):
+    with pytest.raises(NotACheckpoint, match=r"holds a\.gguf, m-00001-of-00003\.gguf: open one"):
         ucp.open(tmp_path)
