@@ -22,6 +22,7 @@ BENCHMARKS = {
     "scale": "benchmarks.scale",
     "arrays": "benchmarks.arrays",
     "quantized": "benchmarks.quantized",
+    "gguf": "benchmarks.gguf",
 }
 
 
