@@ -239,6 +239,7 @@ class Coordinator:
             run_bounded(
                 ((task.cost, partial(self._run_here, task, finish)) for task in tasks),
                 budget_bytes,
+                self.opened.contents.files.is_remote,
             )
             return
         submissions = (
