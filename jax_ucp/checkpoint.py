@@ -515,10 +515,9 @@ class Checkpoint:
         }
         plan = self.plan(target, share_reads=share_reads, **arguments)
         proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
-        restored = run_restore(
-            plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify)
-        )
-        self._contents.files.require_unchanged()
+        checks, files = dealt_out(plan, proofs, verify), self._contents.files
+        restored = run_restore(plan, self._contents.arrays, budget_bytes, checks, files.is_remote)
+        files.require_unchanged()
         return restored
 
     def plan_optimizer(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextvars
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from jax_ucp.files.protocol import Files
+from jax_ucp.files.protocol import FileInfo, Files
 
 # One connection carries 20 to 90 MB/s, whatever the network does: what is fast is many of them.
 REQUESTS, FILES = 64, 32
+LOOKED_UP = 256  # more names than that are looked up in lists
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,6 +33,20 @@ def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> l
     if not files.is_remote:
         return [function(item) for item in items]
     return _all(_pool(os.getpid(), "file", FILES), function, list(items))
+
+
+def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
+    """What has each name now. Many over a network are looked up in lists of the folder around
+    them; what is not there may be newer than the list, and is asked for.
+    """
+    if not files.is_remote:
+        return [files.stat(name) for name in names]
+    listed: dict[str, FileInfo] = {}
+    if len(names) > LOOKED_UP:
+        around = os.path.commonpath([f"/{os.path.dirname(name)}" for name in names]).strip("/")
+        listed = {file.name: file for file in files.walk(around)}
+    missing = [name for name in names if name not in listed]
+    return [*map((listed | dict(zip(missing, request_all(files.stat, missing)))).get, names)]
 
 
 def _all(pool: ThreadPoolExecutor, function: Callable[[T], R], items: list[T]) -> list[R]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from jax_ucp.errors import CorruptData, fault_lines
-from jax_ucp.files.in_flight import request_all
+from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.looked import looking_once
 from jax_ucp.files.protocol import FileInfo, Files
 
@@ -28,6 +28,10 @@ class SourceFiles:
     def note(self, files: Files, file: FileInfo) -> None:
         """Remember a file as it is now, if this is the first time."""
         self._seen.setdefault(files.url(file.name), (files, file))
+
+    @property
+    def is_remote(self) -> bool:
+        return any(files.is_remote for files, _ in self._seen.values())
 
     def identities(self) -> list[tuple[str, int, str]]:
         """URL, size and version of each file, sorted."""
@@ -47,10 +51,15 @@ class SourceFiles:
                 yield f"{url} is not the file that was opened: it was replaced, or written to"
 
     def _now(self) -> Sequence[FileInfo | None]:
-        seen = list(self._seen.values())
-        if any(files.is_remote for files, _ in seen):
-            return request_all(lambda file: file[0].stat(file[1].name), seen)
-        return [files.stat(file.name) for files, file in seen]
+        names: dict[str, list[str]] = {}
+        roots: dict[str, Files] = {}
+        for files, file in self._seen.values():
+            names.setdefault(files.url(), []).append(file.name)
+            roots[files.url()] = files
+        now = {
+            url: dict(zip(of, stat_all(roots[url], of), strict=True)) for url, of in names.items()
+        }
+        return [now[files.url()][file.name] for files, file in self._seen.values()]
 
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""

@@ -86,9 +86,8 @@ def require(check: Check) -> None:
         )
 
 
-def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:
+def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[str, str | None]]:
     """What each check looks at, and what is wrong with it or None; several run at once."""
     checks = list(checks)
-    yield from zip(
-        (check.label for check in checks), in_threads(check.run for check in checks), strict=True
-    )
+    found = in_threads((check.run for check in checks), remote)
+    yield from zip((check.label for check in checks), found, strict=True)

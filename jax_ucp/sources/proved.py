@@ -127,7 +127,8 @@ class Proofs:
         """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""
         # The checks that a file has of itself come first. They run last, and then have seen what
         # others read.
-        faults = list(in_threads(check.run for check in reversed(self._checks)))
+        runs = (check.run for check in reversed(self._checks))
+        faults = list(in_threads(runs, self.contents.files.is_remote))
         if not (faults := [fault for fault in reversed(faults) if fault]):
             return None
         lines = [f"{self.contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]

@@ -343,9 +343,9 @@ def _copy_blocks(
             progress(block)
 
     creations = ((0, partial(store.create, key)) for key in plan.arrays)
-    run_bounded(creations, plan.budget_bytes, store.directory)
+    run_bounded(creations, plan.budget_bytes, store.directory.is_remote)
     tasks = _tasks(plan, store, ledger, coordinator)
-    coordinator.run(tasks, finish, plan.budget_bytes, store.directory)
+    coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
     settle(waiting.blocks)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedLeaf
-from jax_ucp.files.in_flight import each_file
+from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
 from jax_ucp.files.source_files import note
@@ -526,7 +526,7 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         if not stored.places:
             named = _chunk_files(store.arrays()[key], store.chunks[key])
             expected |= {f"{key}/{name}": nbytes for name, nbytes in named}
-    found = each_file(directory, directory.stat, expected)
+    found = stat_all(directory, list(expected))
     faults = [
         _file_fault(store, name, nbytes, file)
         for (name, nbytes), file in zip(expected.items(), found, strict=True)
