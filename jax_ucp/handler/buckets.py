@@ -29,4 +29,6 @@ def in_bucket(options: Options) -> Options:
         context: Any = v1.Context(options)
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         return context
-    return dataclasses.replace(options, temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath)
+    return dataclasses.replace(
+        options, temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath
+    )

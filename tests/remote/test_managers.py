@@ -22,7 +22,12 @@ from jax_ucp.files.path import file_path
 WORKER = Path(__file__).parents[1] / "workers" / "bucket_run.py"
 
 # s3fs and gcsfs leave their sessions to the garbage collector
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning",
+    "ignore::DeprecationWarning",
+    "ignore:Sharding info not provided",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
 
 
 def tree(step: int) -> dict:
