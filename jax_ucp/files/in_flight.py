@@ -46,7 +46,8 @@ def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
         around = os.path.commonpath([f"/{os.path.dirname(name)}" for name in names]).strip("/")
         listed = {file.name: file for file in files.walk(around)}
     missing = [name for name in names if name not in listed]
-    return [*map((listed | dict(zip(missing, request_all(files.stat, missing)))).get, names)]
+    asked = dict(zip(missing, request_all(files.stat, missing), strict=True))
+    return [listed.get(name) or asked.get(name) for name in names]
 
 
 def _all(pool: ThreadPoolExecutor, function: Callable[[T], R], items: list[T]) -> list[R]:
