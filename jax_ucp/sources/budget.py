@@ -38,8 +38,8 @@ def threads(remote: bool = False) -> int:
 def run_bounded(
     jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: int, remote: bool = False
 ) -> None:
-    """Run (cost in bytes, job) pairs in threads, as many at once as the budget and `threads(remote)`
-    allow.
+    """Run (cost in bytes, job) pairs in threads, as many at once as the budget and
+    `threads(remote)` allow.
 
     Neighbours that cost little are run as one, unless each waits for a network. The first job that
     raises stops those not yet begun, and its error is raised here.
