@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -69,15 +69,16 @@ class Ledger:
             raise
         self.resumed = bool(self._path.stat().st_size)
         if not self.resumed:
-            self._append(_First(identity))
+            self._append([_First(identity)])
 
     @staticmethod
     def begun(directory: Path) -> bool:
         """Whether the directory holds an unfinished conversion."""
         return (directory / LEDGER_FILE).is_file()
 
-    def note(self, key: str, box: Box, written: Written) -> None:
-        self._append(_Block(key, str(box), written))
+    def note(self, blocks: Iterable[tuple[str, Box, Written]]) -> None:
+        """Say that these blocks are on disk: array, box, and what was written."""
+        self._append(_Block(key, str(box), written) for key, box, written in blocks)
 
     def remove(self) -> None:
         """The conversion is complete: its checkpoint is committed, and there is nothing to take
@@ -100,9 +101,10 @@ class Ledger:
     def close(self) -> None:
         self._file.close()
 
-    def _append(self, entry: _First | _Block) -> None:
+    def _append(self, entries: Iterable[_First | _Block]) -> None:
+        lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
         with self._lock:
-            self._file.write(msgspec.json.encode(entry) + b"\n")
+            self._file.write(lines)
             self._file.flush()
 
     def _read(self, identity: str) -> None:
