@@ -7,9 +7,12 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from jax_ucp.files.protocol import FileInfo, Files
+
+if TYPE_CHECKING:
+    from jax_ucp.files.path import FilePath
 
 # One connection carries 20 to 90 MB/s, whatever the network does: what is fast is many of them.
 REQUESTS, FILES = 64, 32
@@ -33,6 +36,15 @@ def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> l
     if not files.is_remote:
         return [function(item) for item in items]
     return _all(_pool(os.getpid(), "file", FILES), function, list(items))
+
+
+def opened_files(
+    folder: FilePath, names: Iterable[str], open_file: Callable[[FilePath], R]
+) -> dict[str, R]:
+    """What is made of the header of each file of a folder, by name."""
+    paths = {name: folder / name for name in names}
+    opened = each_file(folder.files, open_file, paths.values())
+    return dict(zip(paths, opened, strict=True))
 
 
 def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
