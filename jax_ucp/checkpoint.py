@@ -9,7 +9,7 @@ import difflib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,8 +111,17 @@ def open(
     options = Options.of(
         sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, model, step
     )
+    return open_with(path, options)
+
+
+def open_with(
+    path: str | os.PathLike[str], options: Options, also_used: Collection[str] = ()
+) -> Checkpoint:
+    """`open`, with all that is said in one value; of its sizes those in `also_used` are for
+    somebody else.
+    """
     contents = open_contents(path, options)
-    require_used(options.sizes, contents.path)
+    require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
     return Checkpoint(contents, _Opened(str(file_path(path)), options))

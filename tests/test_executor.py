@@ -1,6 +1,5 @@
 """Conversions, exports and verifications by any executor: the same bytes, the same refusals."""
 
-import hashlib
 import multiprocessing
 import pickle
 import shutil
@@ -14,7 +13,7 @@ import optax
 import pytest
 
 import jax_ucp as ucp
-from helpers import memory
+from helpers import digests, memory
 from jax_ucp import errors
 from jax_ucp.errors import CorruptData, NotACheckpoint, WorkerError
 from jax_ucp.sources.work import _portable
@@ -40,15 +39,6 @@ def source(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     SOURCES[request.param](folder)
     return folder / "it" if (folder / "it").exists() else folder
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Every file of a folder, by its name there."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 SMALL = 24 << 20  # many blocks

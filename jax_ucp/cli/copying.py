@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,6 +27,7 @@ from jax_ucp.cli.output import (
     to_stderr,
 )
 from jax_ucp.cli.text_table import TextTable
+from jax_ucp.cli.workers import worker_options
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
@@ -88,6 +90,7 @@ def plan(
 @mesh_options
 @source_options
 @budget
+@worker_options
 @as_json
 def convert(
     source: str,
@@ -96,6 +99,7 @@ def convert(
     rules: tuple[Rule, ...],
     budget: int,
     json_: bool,
+    executor: Executor | None,
     **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
@@ -116,6 +120,7 @@ def convert(
             **mesh_arguments(mesh, rules),
             budget_bytes=budget,
             progress=lambda block: advance(block.nbytes),
+            executor=executor,
         )
     summary = report.inspection(result)
     if json_:

@@ -51,15 +51,12 @@ class SourceFiles:
                 yield f"{url} is not the file that was opened: it was replaced, or written to"
 
     def _now(self) -> Sequence[FileInfo | None]:
-        names: dict[str, list[str]] = {}
-        roots: dict[str, Files] = {}
-        for files, file in self._seen.values():
-            names.setdefault(files.url(), []).append(file.name)
-            roots[files.url()] = files
-        now = {
-            url: dict(zip(of, stat_all(roots[url], of), strict=True)) for url, of in names.items()
-        }
-        return [now[files.url()][file.name] for files, file in self._seen.values()]
+        seen = list(self._seen.values())
+        now: dict[tuple[str, str], FileInfo | None] = {}
+        for url, files in {files.url(): files for files, _ in seen}.items():
+            names = [file.name for of, file in seen if of.url() == url]
+            now |= zip([(url, name) for name in names], stat_all(files, names), strict=True)
+        return [now[files.url(), file.name] for files, file in seen]
 
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""

@@ -291,9 +291,8 @@ class _Reading:
             # A piece is held as it was read, and padded.
             read = partial(request.read, list(request.boxes))
             reads.append((request.key, pieces, 2 * request.cost(), read))
-        self._arrays |= zip(
-            shared, read_together(reads, alone, self._budget_bytes, self._remote), strict=True
-        )
+        arrays = read_together(reads, alone, self._budget_bytes, self._remote)
+        self._arrays |= zip(shared, arrays, strict=True)
 
     def values(self) -> list[Any]:
         """What was read, by placement; None for leaves that have no array."""

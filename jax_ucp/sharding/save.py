@@ -144,11 +144,8 @@ def _write_jobs(snapshot: Snapshot, store: ZarrStore) -> Iterator[tuple[int, Cal
     def write(name: str, box: Box) -> None:
         store.write(name, box, snapshot.read(name, box), durable=False)
 
-    def write_pack() -> None:
-        blocks = ((name, box, snapshot.read(name, box)) for name, box in in_pack)
-        store.write_pack(jax.process_index(), blocks)
-
     if in_pack:
+        write_pack = partial(store.write_pack, jax.process_index(), in_pack, snapshot.read)
         yield 2 * SMALL_BYTES, write_pack
     if jax.process_index() == 0:
         for name in itertools.filterfalse(packed.__contains__, snapshot.infos):

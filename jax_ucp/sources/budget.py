@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
 from queue import SimpleQueue
@@ -38,8 +38,8 @@ def threads(remote: bool = False) -> int:
 def run_bounded(
     jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: int, remote: bool = False
 ) -> None:
-    """Run (cost in bytes, job) pairs in threads, as many at once as the budget and `threads(remote)`
-    allow.
+    """Run (cost in bytes, job) pairs in threads, as many at once as the budget and
+    `threads(remote)` allow.
 
     Neighbours that cost little are run as one, unless each waits for a network. The first job that
     raises stops those not yet begun, and its error is raised here.
@@ -118,12 +118,16 @@ def in_order(
             yield begun.popleft()[1].result()
 
 
-def in_threads(jobs: Iterable[Callable[[], T]], remote: bool = False) -> Iterator[T]:
+def in_threads(jobs: Sequence[Callable[[], T]], remote: bool = False) -> Iterator[T]:
     """The results of the jobs, in their order, of which `threads(remote)` run at once. Each should
     hold little memory.
     """
+    # Thousands of small ones are handed over some at a time, which costs less than each.
+    some = max(1, len(jobs) // (64 * threads(remote)))
+    groups = [jobs[at : at + some] for at in range(0, len(jobs), some)]
     with ThreadPoolExecutor(threads(remote)) as pool:
-        yield from pool.map(lambda job: job(), jobs)
+        for results in pool.map(lambda group: [job() for job in group], groups):
+            yield from results
 
 
 def batches(

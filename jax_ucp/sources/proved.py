@@ -15,8 +15,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.budget import in_threads
-from jax_ucp.sources.checks import Check, Watcher, require
+from jax_ucp.sources.checks import Check, Watcher, faults_of, require
 from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Leaf
 
@@ -125,11 +124,8 @@ class Proofs:
 
     def contradiction(self) -> CorruptData | None:
         """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""
-        # The checks that a file has of itself come first. They run last, and then have seen what
-        # others read.
-        runs = (check.run for check in reversed(self._checks))
-        faults = list(in_threads(runs, self.contents.files.is_remote))
-        if not (faults := [fault for fault in reversed(faults) if fault]):
+        found = faults_of(self._checks, self.contents.files.is_remote)
+        if not (faults := list(filter(None, found))):
             return None
         lines = [f"{self.contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]
         return CorruptData("\n  ".join(lines))

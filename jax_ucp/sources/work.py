@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import xxhash
 
-from jax_ucp.errors import CorruptData, WorkerError
+from jax_ucp.errors import CorruptData, UCPError, WorkerError
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import Files
 from jax_ucp.sources.budget import (
@@ -158,11 +158,14 @@ class Task(Protocol[T_co]):
 @dataclass(frozen=True)
 class Done(Generic[T]):
     """The result of a task, and what its reads proved, if that is not known yet where the job
-    is shared out.
+    is shared out; or the error that stopped it.
+
+    What an executor raises of itself is told from that: it is no error of a task.
     """
 
-    result: T
+    result: T | None = None
     seen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 # By the id of a job: those that are shared out here, and the last one of which tasks came.
@@ -172,10 +175,10 @@ _reopening = threading.Lock()
 
 
 def perform(task: Task[T]) -> Done[T]:
-    """Run a task in whichever process this is. Errors are such as can be sent back."""
-    if opened := _shared_out.get(task.job.id):
-        return Done(task.run(opened))
+    """Run a task in whichever process this is. Its error is such as can be sent back."""
     try:
+        if opened := _shared_out.get(task.job.id):
+            return Done(task.run(opened))
         opened = _opened(task.job)
         with opened.turn:
             try:
@@ -184,7 +187,7 @@ def perform(task: Task[T]) -> Done[T]:
                 seen = opened.take()
             return Done(result, seen)
     except Exception as error:
-        raise _portable(error) from None
+        return Done(error=_portable(error))
 
 
 def _opened(job: Job) -> OpenedJob:
@@ -252,7 +255,7 @@ class Coordinator:
             )
             for task in tasks
         )
-        with _naming_death(self._again):
+        with _naming_failure(self._again):
             submit_bounded(
                 self._executor,
                 submissions,
@@ -266,9 +269,14 @@ class Coordinator:
     def _finish(
         self, task: AnyTask, finish: Callable[[AnyTask, Any], None], done: Done[Any]
     ) -> None:
+        if done.error is not None:
+            raise _NotOfExecutor(done.error)
         if done.seen:
             self.opened.proofs.add(done.seen)
-        finish(task, done.result)
+        try:
+            finish(task, done.result)
+        except Exception as error:
+            raise _NotOfExecutor(error) from error
 
 
 @contextmanager
@@ -294,7 +302,7 @@ def shared_out(contents: Contents, workers: Workers, again: str) -> Iterator[Coo
 
 
 def _runs_here(executor: Executor, job_id: str) -> bool:
-    with _naming_death(_NOT_STARTED):
+    with _naming_failure(_NOT_STARTED):
         place = executor.submit(_place, job_id).result()
     if place == "forked":
         raise WorkerError(
@@ -331,15 +339,33 @@ _NOT_STARTED = (
 )
 
 
+class _NotOfExecutor(Exception):
+    """Has the error of a task, or of what is done with its result."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+
 @contextmanager
-def _naming_death(again: str) -> Iterator[None]:
-    """Raises WorkerError, saying what to run again, where a process of the executor has ended."""
+def _naming_failure(again: str) -> Iterator[None]:
+    """Raises WorkerError, saying what to run again, where the executor itself failed: a process of
+    it has ended, or is not reached.
+    """
     try:
         yield
+    except _NotOfExecutor as other:
+        raise other.error from other.error.__cause__
+    except UCPError:
+        raise
     except BrokenExecutor as error:
         raise WorkerError(
             f"a process of the executor has ended before its work was done, killed (perhaps for its"
             f" memory) or crashed: {type(error).__name__}: {error} {again}"
+        ) from error
+    except Exception as error:
+        raise WorkerError(
+            "the executor could not have the work done. Each of its processes needs jax_ucp, of the"
+            f" same version as here: {type(error).__name__}: {error} {again}"
         ) from error
 
 

@@ -4,12 +4,13 @@ where it stopped.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -52,7 +53,7 @@ from jax_ucp.sources.work import (
 from jax_ucp.universal.ledger import Ledger
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
-from jax_ucp.universal.packs import is_indexed
+from jax_ucp.universal.packs import PACK_BLOCKS, PACK_BYTES, is_indexed, packed_arrays
 from jax_ucp.universal.store import (
     METADATA_FILE,
     Commit,
@@ -85,11 +86,15 @@ class Block:
     nbytes: int
     cost: int
 
+    @property
+    def place(self) -> tuple[str, Box]:
+        return self.key, self.box
+
 
 @dataclass(frozen=True)
 class CopyPlan:
     """What a copy will do, decided before any byte moves: one block for each outer chunk of each
-    array.
+    array, some of them together in packs.
 
     `notes` say what the mesh that the chunks are cut for does not have of what was asked for.
     """
@@ -99,6 +104,22 @@ class CopyPlan:
     blocks: Sequence[Block]
     budget_bytes: int
     notes: Sequence[str] = ()
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """The arrays that are packed."""
+        return packed_arrays(self.arrays, self.chunks)
+
+    @cached_property
+    def packs(self) -> Sequence[Sequence[Block]]:
+        """What each pack has, in the order of the blocks."""
+        small = (block for block in self.blocks if block.key in self.packed)
+        return list(batches(small, lambda block: block.nbytes, PACK_BYTES, PACK_BLOCKS))
+
+    @property
+    def alone(self) -> Iterator[Block]:
+        """The blocks that are files of their own."""
+        return (block for block in self.blocks if block.key not in self.packed)
 
     @property
     def write_bytes(self) -> int:
@@ -232,6 +253,7 @@ def _commit(contents: Contents, plan: CopyPlan, store: ZarrStore) -> Metadata:
     files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
     commit = Commit(
         contents.leaves,
+        packed=plan.packed,
         files=files,
         source=contents.origin,
         extras=contents.extras,
@@ -273,7 +295,7 @@ def _discard(target: FilePath, ledger: Ledger) -> None:
 @dataclass(frozen=True)
 class CopyTask:
     """Blocks to be copied, one after the other, to `target`, which has these arrays in these
-    chunks.
+    chunks: each to a file of its own, or all to the pack of that number.
 
     `noted` is what the ledger of a stopped copy says of each block. What was written is looked at
     then: a ledger says what a block was, and files are changed by others too.
@@ -285,6 +307,7 @@ class CopyTask:
     chunks: Mapping[str, Chunks]
     blocks: tuple[Block, ...]
     noted: tuple[Written | None, ...]
+    pack: int | None = None
 
     @property
     def cost(self) -> int:
@@ -296,18 +319,41 @@ class CopyTask:
         Returns what is there of each block. Here it is durable when the directory is synced, and
         elsewhere at once.
         """
-        proofs, files = opened.proofs, opened.files(self.target)
+        files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
-        for block, noted in zip(self.blocks, self.noted, strict=True):
-            if noted is not None and store.holds(block.key, block.box, noted):
-                store.written[block.key][str(block.box)] = noted
-                continue
-            data = opened.contents.arrays.read(block.key, block.box)
-            proofs.require_sound_so_far()
-            store.write(block.key, block.box, data, durable=False)
+        if self.pack is None:
+            for block, noted in zip(self.blocks, self.noted, strict=True):
+                self._write(opened, store, [(block, noted)])
+        else:
+            store.place_pack(self.pack, [block.place for block in self.blocks])
+            self._write(opened, store, list(zip(self.blocks, self.noted, strict=True)))
         if opened.is_elsewhere:
             files.sync()
         return [store.written[block.key][str(block.box)] for block in self.blocks]
+
+    def _write(
+        self, opened: OpenedJob, store: ZarrStore, blocks: Sequence[tuple[Block, Written | None]]
+    ) -> None:
+        """Write what makes one file, unless all of it is there as it was noted."""
+        there = [
+            (block, noted) for block, noted in blocks if noted and store.holds(*block.place, noted)
+        ]
+        if len(there) == len(blocks):
+            for block, noted in there:
+                store.written[block.key][str(block.box)] = noted
+            return
+        proofs = opened.proofs
+
+        def read(key: str, box: Box) -> np.ndarray:
+            data = opened.contents.arrays.read(key, box)
+            proofs.require_sound_so_far()
+            return data
+
+        if self.pack is not None:
+            store.write_pack(self.pack, [block.place for block, _ in blocks], read)
+            return
+        for block, _ in blocks:
+            store.write(*block.place, read(*block.place), durable=False)
 
 
 def _copy_blocks(
@@ -338,14 +384,17 @@ def _copy_blocks(
         if group and coordinator.is_here:
             store.directory.sync()
         if group:
-            ledger.note([(b.key, b.box, store.written[b.key][str(b.box)]) for b in group])
+            ledger.note((*block.place, store.written[block.key][str(block.box)]) for block in group)
         for block in group:
             progress(block)
 
-    creations = ((0, partial(store.create, key)) for key in plan.arrays)
-    run_bounded(creations, plan.budget_bytes, store.directory.is_remote)
-    tasks = _tasks(plan, store, ledger, coordinator)
-    coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
+    remote = store.directory.is_remote
+    alone = itertools.filterfalse(plan.packed.__contains__, plan.arrays)
+    creations = ((0, partial(store.create, key)) for key in alone)
+    run_bounded(creations, plan.budget_bytes, remote)
+    for number, pack in enumerate(plan.packs):
+        store.place_pack(number, [block.place for block in pack])
+    coordinator.run(_tasks(plan, store, ledger, coordinator), finish, plan.budget_bytes, remote)
     settle(waiting.blocks)
 
 
@@ -390,8 +439,10 @@ def _tasks(
         belong = None
     else:
         most, belong = (TASK_BYTES, TASK_BOXES), of_one_chunk
-    together = batches(plan.blocks, lambda block: block.nbytes, *most, belong)
-    for blocks in together:
+    together = batches(plan.alone, lambda block: block.nbytes, *most, belong)
+    for number, blocks in itertools.chain(
+        enumerate(plan.packs), ((None, blocks) for blocks in together)
+    ):
         keys = dict.fromkeys(block.key for block in blocks)
         yield CopyTask(
             coordinator.job,
@@ -400,11 +451,13 @@ def _tasks(
             {key: plan.chunks[key] for key in keys},
             tuple(blocks),
             tuple(ledger.done.get((block.key, str(block.box))) for block in blocks),
+            number,
         )
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:
     """What a ledger must agree with: the source as it was opened, and the blocks."""
     format, source, files, items, dtypes = contents.identity()
-    identity = (format, source, files, sorted(plan.chunks.items()), items, dtypes)
+    chunks = sorted(plan.chunks.items())
+    identity = (format, source, files, chunks, len(plan.packs), items, dtypes)
     return digest(repr(identity).encode())

@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -112,31 +112,41 @@ class ZarrStore(Watched):
         `directory.sync`.
         """
         if box.size:
-            name, data = self._chunk(key, box, data)
+            name = self._chunk_key(key, box)
+            data = np.asarray(data, dtype=self._arrays[key].dtype)
             crcs = bytearray()
             self.directory.write(name, shard_parts(data, self.chunks[key], crcs), durable=durable)
             self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
-    def write_pack(self, number: int, blocks: Iterable[tuple[str, Box, np.ndarray]]) -> None:
-        """Write outer chunks without index, each whole, to one file. It is durable after
-        `directory.sync`.
+    def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> None:
+        """Say where a pack has these outer chunks without index: one after the other."""
+        end = 0
+        for key, box in blocks:
+            self.places[self._chunk_key(key, box)] = number, end
+            end += chunk_bytes(self.chunks[key], self._arrays[key].dtype)
+
+    def write_pack(
+        self,
+        number: int,
+        blocks: Sequence[tuple[str, Box]],
+        read: Callable[[str, Box], np.ndarray],
+    ) -> None:
+        """Write outer chunks without index, each whole as `read` gives it, to one file. It is
+        durable after `directory.sync`.
         """
+        self.place_pack(number, blocks)
 
         def parts() -> Iterator[memoryview | bytes]:
-            end = 0
-            for key, box, block in blocks:
-                name, data = self._chunk(key, box, block)
-                self.places[name] = number, end
+            for key, box in blocks:
+                data = np.asarray(read(key, box), dtype=self._arrays[key].dtype)
                 crcs = bytearray()
-                for part in shard_parts(data, self.chunks[key], crcs):
-                    end += len(part)
-                    yield part
+                yield from shard_parts(data, self.chunks[key], crcs)
                 self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
         self.directory.write(pack_name(number), parts(), durable=False)
 
-    def _chunk(self, key: str, box: Box, data: np.ndarray) -> tuple[str, np.ndarray]:
-        """The key of the outer chunk that a box is, and its elements as they are stored."""
+    def _chunk_key(self, key: str, box: Box) -> str:
+        """The key of the outer chunk that a box is. Raises ValueError where it is none."""
         outer, shape = self.chunks[key].outer, self._arrays[key].shape
         place = grid_place(box, outer)
         start = tuple(p * c for p, c in zip(place, outer, strict=True))
@@ -147,7 +157,7 @@ class ZarrStore(Watched):
                 f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
                 " writer"
             )
-        return f"{key}/{chunk_name(place)}", np.asarray(data, dtype=self._arrays[key].dtype)
+        return f"{key}/{chunk_name(place)}"
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array. Every inner chunk that they meet is read once
