@@ -69,7 +69,9 @@ def test_thousands_of_small_arrays_are_few_requests(faulty_s3):
     want = {f"w{i:05}": np.full((4, i % 5 + 1), i, np.float32) for i in range(2_000)}
     save(store.url, want)
     assert proxy.met["PUT"] < 20
+    before = proxy.met["GET"] + proxy.met["HEAD"]
     restored = ucp.open(store.url).restore()
+    assert proxy.met["GET"] + proxy.met["HEAD"] < before + 40
     assert all(np.array_equal(restored[name], want[name]) for name in want)
 
 
