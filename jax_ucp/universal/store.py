@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedLeaf
-from jax_ucp.files.in_flight import stat_all
+from jax_ucp.files.in_flight import each_file, stat_all
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
 from jax_ucp.files.read_ahead import ReadAhead
@@ -469,8 +469,8 @@ def _commit(directory: Files, data: bytes) -> None:
 def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:
     """What all processes wrote, by array and box; the store then has the places of all of them."""
     written: dict[str, dict[str, Written]] = {key: {} for key in store.arrays()}
-    for process in range(processes):
-        part = _read_part(store.directory, process)
+    parts = each_file(store.directory, partial(_read_part, store.directory), range(processes))
+    for part in parts:
         store.places.update(part.places)
         for key, chunks in part.written.items():
             written[key] |= chunks
@@ -585,8 +585,8 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     digests.
     """
     faults = missing_files(metadata, store)
-    for name, want in metadata.files.items():
-        data = read_file(store.directory, name)
+    found = each_file(store.directory, partial(read_file, store.directory), metadata.files)
+    for (name, want), data in zip(metadata.files.items(), found, strict=True):
         if data is not None and digest(data) != want:
             faults.append(
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
