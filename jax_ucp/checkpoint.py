@@ -632,7 +632,7 @@ class Checkpoint:
         where weights are stored as codes, and for `path` what `save` raises.
         """
         if path is not None:
-            require_target(self._contents, local_path(path))
+            require_target(self._contents, file_path(path))
         require_values(self._contents, self.leaves)
         if mesh is None:
             if rules or hosts != 1:
@@ -676,7 +676,7 @@ class Checkpoint:
         stored as codes, and WorkerError where the executor's processes cannot open the checkpoint,
         or one of them has ended.
         """
-        target = local_path(path)
+        target = file_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
             from jax_ucp.sharding.fit import warn_given_up

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -265,7 +266,10 @@ def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
     if not host:
         return bucket, {}
     url = host if "://" in host else f"http://{host}"
-    return bucket, {"base_url": url, "skip_signature": True}
+    # skip_signature is not asked when an object is written
+    nobody = {"client_email": "", "private_key": "", "private_key_id": ""}
+    key = {"gcs_base_url": url, "disable_oauth": True, **nobody}
+    return bucket, {"service_account_key": json.dumps(key)}
 
 
 def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:

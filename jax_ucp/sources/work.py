@@ -22,7 +22,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import xxhash
 
 from jax_ucp.errors import CorruptData, UCPError, WorkerError
-from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import Files
 from jax_ucp.sources.budget import (
     DEFAULT_BUDGET,
     Submission,
@@ -105,7 +106,7 @@ class OpenedJob:
         self.process = os.getpid()
         # What a task saw is told from what others saw: elsewhere they go one at a time.
         self.turn = threading.Lock()
-        self._files: dict[str, LocalFiles] = {}
+        self._files: dict[str, Files] = {}
         self._watching = ExitStack()
         self._proofs: Proofs | None = None
 
@@ -133,9 +134,9 @@ class OpenedJob:
     def every_check(self) -> Sequence[Check]:
         return list(self.contents.checks("full"))
 
-    def files(self, root: str) -> LocalFiles:
+    def files(self, root: str) -> Files:
         """A directory that tasks write to, opened once."""
-        return self._files.setdefault(root, LocalFiles(root))
+        return self._files.setdefault(root, file_path(root).folder())
 
 
 class Task(Protocol[T_co]):
@@ -231,9 +232,10 @@ class Coordinator:
         tasks: Iterable[AnyTask],
         finish: Callable[[AnyTask, Any], None],
         budget_bytes: int,
+        remote: bool = False,
     ) -> None:
         """Run all tasks; `finish` is called with each that is done and its result, by several
-        threads at once where they run here.
+        threads at once where they run here. `remote` ones write over a network.
 
         Pieces that run here cost at most `budget_bytes` together. The first error stops those not
         yet begun and is raised here.
@@ -242,7 +244,7 @@ class Coordinator:
             run_bounded(
                 ((task.cost, partial(self._run_here, task, finish)) for task in tasks),
                 budget_bytes,
-                self.opened.contents.files.is_remote,
+                remote or self.opened.contents.files.is_remote,
             )
             return
         submissions = (

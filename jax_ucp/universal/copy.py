@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import numpy as np
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.files.path import FilePath
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -211,7 +211,7 @@ def _rough_part(length: int) -> int:
 def copy(
     contents: Contents,
     plan: CopyPlan,
-    target: Path,
+    target: FilePath,
     progress: Callable[[Block], None] = lambda block: None,
     workers: Workers = HERE,
 ) -> Metadata:
@@ -231,9 +231,7 @@ def copy(
         f"{target} is no checkpoint yet: the same call with a new executor takes up what is done."
     )
     with shared_out(contents, workers, again) as coordinator:
-        store = ZarrStore(
-            coordinator.opened.files(os.path.abspath(target)), plan.arrays, plan.chunks
-        )
+        store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
         ledger = Ledger(target, _identity(contents, plan))
         try:
             if (target / METADATA_FILE).exists() and not ledger.resumed:
@@ -264,23 +262,31 @@ def _commit(contents: Contents, plan: CopyPlan, store: ZarrStore) -> Metadata:
     return commit.write(store)
 
 
-def require_target(contents: Contents, target: Path) -> None:
+def require_target(contents: Contents, target: FilePath) -> None:
     """Raises FileExistsError where a copy cannot be written to `target`, or taken up there."""
     # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up
     # like any other.
     if (target / METADATA_FILE).exists() and not Ledger.begun(target):
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
-    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+    if _lies_in(target, contents.path):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
-    if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
+    if target.is_dir() and target.children() and not Ledger.begun(target):
         raise FileExistsError(
             f"{target} has files in it that are no unfinished copy; give another path"
         )
 
 
-def _discard(target: Path, ledger: Ledger) -> None:
+def _lies_in(target: FilePath, source: str) -> bool:
+    """Whether a target is the source, or in it; on a disk by whichever links."""
+    if target.files.is_remote:
+        return f"{target}/".startswith(f"{source}/")
+    real = os.path.realpath(source)
+    return os.path.commonpath((real, os.path.realpath(str(target)))) == real
+
+
+def _discard(target: FilePath, ledger: Ledger) -> None:
     """Leave nothing of a copy, unless it was completed when the source was still sound."""
     if not (target / METADATA_FILE).exists():
         ledger.discard()
@@ -377,15 +383,18 @@ def _copy_blocks(
         """Wait for the disk, and only then say in the ledger that the blocks are there."""
         if group and coordinator.is_here:
             store.directory.sync()
-        ledger.note((*block.place, store.written[block.key][str(block.box)]) for block in group)
+        if group:
+            ledger.note((*block.place, store.written[block.key][str(block.box)]) for block in group)
         for block in group:
             progress(block)
 
+    remote = store.directory.is_remote
     alone = itertools.filterfalse(plan.packed.__contains__, plan.arrays)
-    run_bounded(((0, partial(store.create, key)) for key in alone), plan.budget_bytes)
+    creations = ((0, partial(store.create, key)) for key in alone)
+    run_bounded(creations, plan.budget_bytes, remote)
     for number, pack in enumerate(plan.packs):
         store.place_pack(number, [block.place for block in pack])
-    coordinator.run(_tasks(plan, store, ledger, coordinator), finish, plan.budget_bytes)
+    coordinator.run(_tasks(plan, store, ledger, coordinator), finish, plan.budget_bytes, remote)
     settle(waiting.blocks)
 
 
@@ -425,7 +434,9 @@ def _tasks(
         )
 
     if coordinator.is_here:
-        most, belong = (BATCH_BYTES, BATCH_JOBS), None
+        # what waits for a network waits alone
+        most = BATCH_BYTES, 1 if store.directory.is_remote else BATCH_JOBS
+        belong = None
     else:
         most, belong = (TASK_BYTES, TASK_BOXES), of_one_chunk
     together = batches(plan.alone, lambda block: block.nbytes, *most, belong)
@@ -435,7 +446,7 @@ def _tasks(
         keys = dict.fromkeys(block.key for block in blocks)
         yield CopyTask(
             coordinator.job,
-            store.directory.root,
+            store.directory.url(),
             {key: plan.arrays[key] for key in keys},
             {key: plan.chunks[key] for key in keys},
             tuple(blocks),

@@ -11,9 +11,12 @@ import functools
 import itertools
 import math
 import os
+import socket
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -21,7 +24,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
+from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedLeaf
 from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
@@ -48,7 +51,7 @@ from jax_ucp.universal.shard_codec import (
     shard_parts,
 )
 
-METADATA_FILE = "ucp.json"
+METADATA_FILE, WRITER_FILE = "ucp.json", "ucp.writer.json"
 VERIFY_BYTES = 16 << 20
 FAULTS_SHOWN = 8
 
@@ -348,6 +351,34 @@ def require_storable(label: str, dtype: np.dtype) -> None:
         )
 
 
+@contextmanager
+def claimed(directory: Files) -> Iterator[None]:
+    """Keep a folder of a bucket for one writer while this lasts: two would write over each other's
+    chunks, whichever of them commits.
+
+    Raises FileExistsError where another writer has it, or had it and was killed. On a disk nothing
+    is kept: who saves there makes the folder.
+    """
+    if not directory.is_remote:
+        yield
+        return
+    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    writer = {"writer": uuid.uuid4().hex, "host": socket.gethostname(), "begun": begun}
+    try:
+        directory.create(WRITER_FILE, msgspec.json.encode(writer))
+    except FileExistsError:
+        other = (read_file(directory, WRITER_FILE) or b"").decode(errors="replace")
+        raise FileExistsError(
+            f"{directory} is being written by another save, or was left by one that was killed:"
+            f" {WRITER_FILE} there says {other:.200}. Save to another path, or delete the folder"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(StoreError):  # what was saved is saved
+            directory.delete(WRITER_FILE)
+
+
 def write_part(store: ZarrStore, process: int) -> None:
     """Make durable what this process wrote, and leave word of it for the process that commits."""
     store.directory.sync()
@@ -402,10 +433,25 @@ class Commit:
         )
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, self.processes))
-        directory.write(METADATA_FILE, [encode(metadata)], durable=True)
+        _commit(directory, encode(metadata))
         for process in range(self.processes):
             directory.delete(_part_name(process))
         return metadata
+
+
+def _commit(directory: Files, data: bytes) -> None:
+    """Create `ucp.json`, unless it is there and the same: a copy was stopped after its commit.
+
+    Raises FileExistsError where another writer has made the directory a checkpoint meanwhile.
+    """
+    try:
+        directory.create(METADATA_FILE, data)
+    except FileExistsError:
+        if read_file(directory, METADATA_FILE) != data:
+            raise FileExistsError(
+                f"{directory} was made a checkpoint by another writer while this one wrote to it;"
+                " save to another path, one writer to each"
+            ) from None
 
 
 def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:

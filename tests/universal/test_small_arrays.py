@@ -295,7 +295,7 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
     reached = Counter()
     for stop in range(20):
         left = iter(range(stop))
-        for what in ("write", "delete"):
+        for what in ("write", "create", "delete"):
             monkeypatch.setattr(
                 LocalFiles, what, stopped_when_none_is_left(getattr(LocalFiles, what), left)
             )
