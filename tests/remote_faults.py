@@ -28,13 +28,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from servers import stores
-from servers.fault_proxy import KINDS, FaultProxy, Faults
-from servers.stores import Store
 
 import jax_ucp as ucp
 from jax_ucp.errors import NotACheckpoint, UCPError
 from jax_ucp.files import object_store, remote
+from servers import stores
+from servers.fault_proxy import KINDS, FaultProxy, Faults
+from servers.stores import Store
 
 RUN_S = 60  # after so long a run is said to hang
 OURS = (UCPError, FileExistsError, FileNotFoundError)

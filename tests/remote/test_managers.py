@@ -14,10 +14,10 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from orbax.checkpoint import v1
-from servers.stores import Store, free_port
 
 import jax_ucp as ucp
 from jax_ucp.files.path import file_path
+from servers.stores import Store, free_port
 
 WORKER = Path(__file__).parents[1] / "workers" / "bucket_run.py"
 
