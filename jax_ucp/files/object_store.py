@@ -213,7 +213,7 @@ class _Asking:
 def _may_pass(text: str) -> bool:
     """Whether asking again may help: what the server said is not that the request is wrong."""
     _, _, status = text.partition("status code: ")
-    return not status.startswith("4") or status[:3] in ("408", "425", "429")
+    return not status.startswith(("4", "501")) or status.startswith(("408", "425", "429"))
 
 
 def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
