@@ -36,7 +36,7 @@ from servers import stores
 from servers.fault_proxy import KINDS, FaultProxy, Faults
 from servers.stores import Store
 
-RUN_S = 60  # after so long a run is said to hang
+RUN_S = 300  # after so long a run is said to hang
 OURS = (UCPError, FileExistsError, FileNotFoundError)
 
 
@@ -186,6 +186,8 @@ def campaign(store: Store, count: int, seed: int) -> Result:
         runs = Campaign(store, proxy)
         for number in range(seed, seed + count):
             runs.run(list(DO)[number % len(DO)], number)
+            if number % 50 == 49:
+                print(number + 1, runs.result, file=sys.stderr, flush=True)
     return runs.result
 
 

@@ -358,4 +358,5 @@ def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
 
 def version_of(meta: Mapping[str, Any]) -> str:
     """The object's etag; where a web server has none, when it was changed."""
-    return meta["e_tag"] or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+    # Azure's lists have etags without quotes
+    return (meta["e_tag"] or "").strip('"') or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"

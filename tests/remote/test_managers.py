@@ -47,6 +47,11 @@ def manager(root: str) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler(), options=options)
 
 
+@pytest.fixture(params=["s3", "ministack", "gcs", pytest.param("azure", marks=pytest.mark.slow)])
+def store(request: pytest.FixtureRequest) -> Store:
+    return request.getfixturevalue(request.param)
+
+
 def test_a_manager_keeps_the_last_steps_and_restores_them(store: Store):
     root = f"{store.url}/run"
     with manager(root) as first:
