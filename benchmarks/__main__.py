@@ -21,6 +21,7 @@ BENCHMARKS = {
     "plan": "benchmarks.plan",
     "arrays": "benchmarks.arrays",
     "quantized": "benchmarks.quantized",
+    "remote": "benchmarks.remote",
 }
 
 

@@ -140,7 +140,7 @@ def test_every_byte_is_read_once(source, job, tmp_path):
 
 def test_verify_reads_every_byte_once_where_its_checks_run_one_by_one(source, monkeypatch):
     """A checksum that runs beside a comparison may read again what that is about to read."""
-    monkeypatch.setattr(budget, "threads", lambda: 1)
+    monkeypatch.setattr(budget, "threads", lambda *files: 1)
     checkpoint = ucp.open(source)
     stored = sum(path.stat().st_size for path in files_of(source))
     with reads_of(source) as counts:

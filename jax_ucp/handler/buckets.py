@@ -15,8 +15,8 @@ def in_bucket(options: Options) -> Options:
     """The options of a `CheckpointManager`, or the context of a v1 `Checkpointer`, for a bucket.
 
     Orbax saves a step under another name and renames it, and no bucket renames. With these options
-    it writes each step where it belongs and a file `commit_success.txt` at its end, without which it
-    takes the step for unfinished. It does so by itself on Google Cloud Storage; S3 and Azure need
+    it writes each step where it belongs and a file `commit_success.txt` at its end, without which
+    the step is unfinished. It does so by itself on Google Cloud Storage; S3 and Azure need
     it. Everything else stays as it is in `options`.
 
     Example:

@@ -184,7 +184,7 @@ def test_a_stopped_conversion_goes_on_with_the_packs_that_are_whole(
     item, want = numbers
     ucp.open(item).save(tmp_path / "whole")
     monkeypatch.setattr(copying, "GROUP_BYTES", 0)
-    monkeypatch.setattr(budget, "threads", lambda: 1)
+    monkeypatch.setattr(budget, "threads", lambda *files: 1)
     written = []
 
     def stop_after_two_packs(nbytes):
