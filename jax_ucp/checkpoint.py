@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
@@ -284,6 +285,16 @@ class Checkpoint:
     def about(self) -> About:
         """Who wrote it, at which step, and by which degrees it was cut, where its files say so."""
         return self._contents.about
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is read over a network."""
+        return self._contents.files.is_remote
+
+    @property
+    def asked(self) -> Asked:
+        """How many requests over a network opening it took, and how many bytes."""
+        return self._contents.files.asked
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from jax_ucp.errors import CorruptData, fault_lines
 from jax_ucp.files.in_flight import stat_all
-from jax_ucp.files.looked import looking_once
+from jax_ucp.files.looked import Asked, looking_once
 from jax_ucp.files.protocol import FileInfo, Files
 
 FAULTS_SHOWN = 8
@@ -24,6 +24,7 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Files, FileInfo]] = {}
+        self.asked = Asked()  # to open them, over a network
 
     def note(self, files: Files, file: FileInfo) -> None:
         """Remember a file as it is now, if this is the first time."""

@@ -1,10 +1,14 @@
 """Every format over a network: the same bits as from the disk, few requests, no byte too many."""
 
+import json
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import jax_ucp as ucp
 from cases import DATA, every
+from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, StoreError, UCPError
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
@@ -141,3 +145,15 @@ def test_near_ranges_are_one_request_and_long_ones_several(tmp_path):
         with pytest.raises(CorruptData, match="ends at byte"):
             read_bytes(files, file, 0, (10 << 20) + 1)
     assert len(plan_requests([RangeRead(file, 0, whole)])) > 1
+
+
+def test_a_plan_says_what_is_asked_of_a_network(large):
+    folder, _ = large
+    with counted() as files:
+        result = CliRunner().invoke(main, ["plan", f"counted://{folder}/universal", "--json"])
+        opening = json.loads(result.output)["opening"]
+        assert opening == {"requests": sum(files.asked.values()), "nbytes": files.nbytes}
+        on_mesh = ["plan", f"counted://{folder}/universal", "--mesh", "x=4", "--hosts", "2"]
+        text = CliRunner().invoke(main, on_mesh).output
+        assert f"opened by {opening['requests']} requests" in text
+        assert "about 30" in text  # 24 files of 1 MiB, of 4 MiB a request
