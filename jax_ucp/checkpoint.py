@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
@@ -287,6 +288,16 @@ class Checkpoint:
         return self._contents.about
 
     @property
+    def is_remote(self) -> bool:
+        """Whether it is read over a network."""
+        return self._contents.files.is_remote
+
+    @property
+    def asked(self) -> Asked:
+        """How many requests over a network opening it took, and how many bytes."""
+        return self._contents.files.asked
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(
@@ -525,10 +536,9 @@ class Checkpoint:
         }
         plan = self.plan(target, share_reads=share_reads, **arguments)
         proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
-        restored = run_restore(
-            plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify)
-        )
-        self._contents.files.require_unchanged()
+        checks, files = dealt_out(plan, proofs, verify), self._contents.files
+        restored = run_restore(plan, self._contents.arrays, budget_bytes, checks, files.is_remote)
+        files.require_unchanged()
         return restored
 
     def plan_optimizer(

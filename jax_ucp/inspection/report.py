@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jax_ucp.files.remote import REQUEST_BYTES
 from jax_ucp.formats.exporting import ExportPlan
 from jax_ucp.sources.protocol import Piece
 from jax_ucp.tree import Axes, Leaf
@@ -52,6 +54,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
         "blocks": len(plan.blocks),
         "largest_block_bytes": largest,
         "budget_bytes": plan.budget_bytes,
+        "opening": asdict(checkpoint.asked),
         "peak_bytes_in_flight": plan.peak_bytes,
         "leaves": [
             {
@@ -123,6 +126,7 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
                 "read_bytes": read,
                 "needed_bytes": needed,
                 "files": files,
+                "requests": files + read // REQUEST_BYTES if checkpoint.is_remote else 0,
                 "amplification": read / max(1, needed),
             }
             for read, needed, files in zip(

@@ -138,7 +138,7 @@ class Contents:
         """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong
         with it or None).
         """
-        return verdicts(self.checks("full"))
+        return verdicts(self.checks("full"), self.files.is_remote)
 
 
 def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:
