@@ -93,7 +93,7 @@ def mixture(config: Mapping[str, Any]) -> Model:
     graph, state = nnx.split(nnx.eval_shape(lambda: Mixture(config, rngs=nnx.Rngs(0))))
 
     def logits(params: Params, tokens: np.ndarray) -> jax.Array:
-        return nnx.merge(graph, params)(tokens)
+        return nnx.merge(graph, params)(jnp.asarray(tokens))
 
     return Model(nnx.to_pure_dict(state), logits, lambda params: None)
 
