@@ -117,9 +117,9 @@ def aqt_differences(path: Path) -> tuple[float, float]:
     def difference() -> float:
         variables = {"params": {"kernel": jnp.zeros(kernel.shape)}, "aqt": leaves}
         serving = aqt_layer(kernel.shape[1], modes.SERVE)
-        made = serving.apply(variables, x, rngs={"params": jax.random.key(2)})
-        want = x @ kernel
-        return float(jnp.abs(made - want).max() / jnp.abs(want).max())
+        made: Any = serving.apply(variables, x, rngs={"params": jax.random.key(2)})
+        want = np.asarray(x) @ kernel
+        return float(np.abs(made - want).max() / np.abs(want).max())
 
     right = difference()
     held = leaves["AqtDotGeneral_0"]["qrhs"]
@@ -145,7 +145,7 @@ def quantized_llama(config: Any, dtype: Any) -> tuple[Any, Any]:
     module = equal_logits.tunix_module("llama3", config, ASSUME)
     model = module.Llama3(equal_logits.model_config(module, config), rngs=nnx.Rngs(0))
     rule = qwix.QuantizationRule(module_path=".*(attn|mlp).*", weight_qtype=dtype)
-    tokens, mask = jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4, 4), bool)
+    tokens, mask = np.ones((1, 4), np.int32), jnp.ones((1, 4, 4), bool)
     quantized = qwix.quantize_model(
         model, qwix.PtqProvider([rule]), tokens, equal_logits.positions(tokens), None, mask
     )

@@ -11,6 +11,7 @@ from jax_ucp.formats.quantized import (
     compressed_tensors,
     fp8,
     gptq,
+    modelopt,
     mxfp4,
     narrow,
     torchao,
@@ -25,8 +26,11 @@ SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "fbgemm_fp8": fp8.row_fp8,
     "fp8": fp8.block_fp8,
     "gptq": gptq.grouped,
+    "modelopt": modelopt.scaled,
     "mxfp4": mxfp4.blocks,
     "torchao": torchao.tensor,
+    # a `hf_quant_config.json` without a config that has it too
+    **dict.fromkeys(modelopt.ALGOS, modelopt.scaled),
 }
 
 # What is told by the dtype alone.
