@@ -37,7 +37,15 @@ from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
-from jax_ucp.sources.contents import About, Contents, Item, Piece, require_values, require_weights
+from jax_ucp.sources.contents import (
+    About,
+    Contents,
+    Item,
+    Piece,
+    parts_as_parameters,
+    require_values,
+    require_weights,
+)
 from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import ProvedReads
@@ -430,19 +438,20 @@ class Checkpoint:
             FormatError: where `config` is no config.
             QuantizedWeights: where weights are stored as codes.
         """
-        require_weights(self._contents)
         rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
+        contents = parts_as_parameters(self._contents) if rules.takes_parts else self._contents
+        require_weights(contents)
         if isinstance(assume, str):
             raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
         before = said_before(rules, self.source.get("mapping", {}))
         given = before.config if config is None else given_config(config)
         assumed = sorted({*before.assumed, *assume})
-        shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
+        shapes = {name: leaf.shape for name, leaf in states_of(contents)["param"].items()}
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         record = mapping_record(rules, bound, assumed, given)
-        origin = {**self._contents.origin, "mapping": record}
-        leaves = map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, origin)
+        origin = {**contents.origin, "mapping": record}
+        leaves = map_contents(contents, bound.leaves, bound.skipped, bound.notes, origin)
         given_sizes = None if sizes is None else dict(sizes)
         opener = self._opener and _Mapped(
             self._opener, rules, given_sizes, None if config is None else given, tuple(assume)
