@@ -22,13 +22,13 @@ from jax_ucp.cli.output import (
     print_inventory,
     print_json,
     progress,
-    size,
     to_stderr,
 )
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
+from jax_ucp.inspection.words import size
 
 if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
