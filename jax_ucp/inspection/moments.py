@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from jax_ucp.errors import UCPError
 from jax_ucp.inspection.parameters import Parameter
 from jax_ucp.inspection.statistics import AdamStep, Together
 from jax_ucp.tree import Leaf
@@ -16,14 +19,19 @@ _TORCH = "exp_avg", "exp_avg_sq"
 _OPTAX = "mu", "nu"
 
 
-class Moments(NamedTuple):
-    """A parameter and its moments; `settings` and `count` are empty where nothing says them."""
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """A parameter and its moments, `m` and `v`.
+
+    `settings` are those of its optimizer, and `counted` is what has its number of steps; empty and
+    None where nothing says them.
+    """
 
     param: Leaf
-    first: Leaf
-    second: Leaf
-    settings: Mapping[str, Any] = {}
-    count: Parameter | None = None
+    m: Leaf
+    v: Leaf
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    counted: Parameter | None = None
 
 
 def together(
@@ -37,9 +45,9 @@ def together(
     """
     found = list(_moments_of_params(params, settings)) or list(_moments_of_optax(leaves))
     first = {each.param.name: each for each in found if _are_alike(each)}
-    rest = {leaf.name for each in first.values() for leaf in (each.first, each.second)}
+    rest = {leaf.name for each in first.values() for leaf in (each.m, each.v)}
     return [
-        Together((leaf, each.first, each.second), adam_step(each))
+        Together((leaf, each.m, each.v), adam_step(each))
         if (each := first.get(leaf.name))
         else Together((leaf,))
         for leaf in leaves
@@ -58,9 +66,9 @@ def adam_step(moments: Moments) -> AdamStep:
     """How the parameter was moved last; where that is not known, by `m / sqrt(v)`, the direction
     of a step of rate 1.
     """
-    count = _count(moments.count) if moments.count else 0
-    if not (count and is_step_known(moments.settings)):
+    if moments.counted is None or not is_step_known(moments.settings):
         return AdamStep()
+    count = _count(moments.counted)
     first, second = (1 - beta**count for beta in moments.settings["betas"])
     if not (first and second):
         return AdamStep()
@@ -68,8 +76,11 @@ def adam_step(moments: Moments) -> AdamStep:
 
 
 def _count(parameter: Parameter) -> int:
-    """The number of steps, if that is one number."""
-    count = np.asarray(parameter.read("step"))
+    """The number of steps, if that is one number that can be read."""
+    try:
+        count = parameter.read("step")
+    except UCPError:
+        return 0  # which is a fault of the array `step`
     return int(count.reshape(())) if count.size == 1 and np.isfinite(count).all() else 0
 
 
@@ -80,39 +91,34 @@ def _moments_of_params(
     for name, parameter in params.items():
         states = parameter.states
         if all(state in states for state in _TORCH):
-            pair = (states[state] for state in _TORCH)
-            count = parameter if "step" in states else None
-            yield Moments(states["param"], *pair, settings.get(name, {}), count)
+            m, v = (states[state] for state in _TORCH)
+            counted = parameter if "step" in states else None
+            yield Moments(states["param"], m, v, settings.get(name, {}), counted)
 
 
 def _moments_of_optax(leaves: Sequence[Leaf]) -> Iterator[Moments]:
     """Those of a tree with optax's states, `.../mu/PATH` and `.../nu/PATH`, whose parameter is the
     one other leaf with a path that ends so; where several are, none is taken.
     """
-    arrays = {tuple(map(str, leaf.path)): leaf for leaf in leaves if leaf.has_array}
-    inside = {path: _after(path) for path in arrays}
-    params: dict[tuple[str, ...], list[Leaf]] = {}
-    for path, leaf in arrays.items():
-        if inside[path] is None:
-            params.setdefault(path[1:], []).append(leaf)
-    for path, leaf in arrays.items():
-        rest = inside[path]
-        if rest is None or path[-len(rest) - 1] != _OPTAX[0] or len(params.get(rest, ())) != 1:
-            continue
-        second = arrays.get((*path[: -len(rest) - 1], _OPTAX[1], *rest))
-        if second is not None:
-            yield Moments(params[rest][0], leaf, second)
+    params: dict[_Names, list[Leaf]] = defaultdict(list)
+    moments: dict[tuple[str, _Names, _Names], Leaf] = {}
+    for leaf in leaves:
+        names = tuple(map(str, leaf.path))
+        at = next((i for i, name in enumerate(names) if name in _OPTAX), None)
+        if at is None:
+            params[names[1:]].append(leaf)
+        else:
+            moments[names[at], names[:at], names[at + 1 :]] = leaf
+    for (kind, before, path), m in moments.items():
+        v = moments.get((_OPTAX[1], before, path))
+        if kind == _OPTAX[0] and v is not None and len(params[path]) == 1:
+            yield Moments(params[path][0], m, v)
 
 
-def _after(path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """What of a path comes after `mu` or `nu`, if that is in it."""
-    for i, name in enumerate(path[:-1]):
-        if name in _OPTAX:
-            return path[i + 1 :]
-    return None
+_Names = tuple[str, ...]
 
 
 def _are_alike(moments: Moments) -> bool:
-    """Whether all three have one shape, and numbers that are read as they are."""
-    shapes = {moments.param.shape, moments.first.shape, moments.second.shape}
+    """Whether all three have one shape."""
+    shapes = {moments.param.shape, moments.m.shape, moments.v.shape}
     return len(shapes) == 1

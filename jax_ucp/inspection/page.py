@@ -11,56 +11,35 @@ import base64
 import hashlib
 import html
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax_ucp
 from jax_ucp.arguments import local_path
 from jax_ucp.files.local import LocalFiles
-from jax_ucp.inspection.diff import Difference
 from jax_ucp.inspection.fold import fold
+from jax_ucp.inspection.page_data import Findings, flags_of, page_data
 from jax_ucp.inspection.report import Report, head, inventory_of, pieces_of
-from jax_ucp.inspection.statistics import AdamStep, Statistics, Together
+from jax_ucp.inspection.statistics import Statistics
 from jax_ucp.inspection.words import SKIPPED, changes, head_lines, size, skipped_reasons
-from jax_ucp.sources.protocol import ArrayInfo, Piece
+from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint
 
-# What a page has of where arrays are stored, for it to stay small: pieces of an array, and of all.
-_PIECES_OF_ONE = 256
-_PIECES = 8000
 # Rows of a table on the page; the commands print all.
 _ROWS = 200
 
 _BEGIN = "<!doctype html>"
-_FOOTER = f"jax_ucp {jax_ucp.__version__}. Charts: d3 and Observable Plot (ISC)."
+_FOOTER = "Made by jax_ucp. Charts: d3 and Observable Plot (ISC)."
 _PARTS = "jax_ucp.inspection.page_parts"
 _SCRIPTS = "d3.min.js", "plot.umd.min.js", "page.js"
-
-# What is known of an array by its statistics: the key, and what people call it.
-_MEASURES = (
-    ("norm", "norm"),
-    ("rms", "root mean square"),
-    ("mean", "mean"),
-    ("deviation", "standard deviation"),
-    ("least", "least"),
-    ("greatest", "greatest"),
-    ("update", "update / weight"),
-    ("direction", "update / weight, of a rate of 1"),
-    ("nans", "NaN"),
-    ("infinities", "infinite"),
-    ("dead_rows", "dead rows"),
-    ("sampled", "share that was read"),
-)
 
 
 @dataclass(frozen=True)
@@ -91,18 +70,10 @@ class Page:
 
 
 def _is_page(path: Path) -> bool:
-    return path.is_file() and path.open("rb").read(len(_BEGIN)) == _BEGIN.encode()
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a page is made of beside the checkpoint's own metadata; None of what was not asked."""
-
-    together: Sequence[Together]
-    statistics: Mapping[str, Statistics] | None = None
-    mesh: Report | None = None
-    difference: Difference | None = None
-    other: Checkpoint | None = None
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_BEGIN)) == _BEGIN.encode()
 
 
 def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Findings) -> Page:
@@ -110,9 +81,9 @@ def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Finding
     pieces = pieces_of(checkpoint)
     about = head(checkpoint, pieces)
     leaves = [leaf for leaf in checkpoint.leaves if leaf.has_array]
-    flags = {leaf.name: _flags(leaf, (found.statistics or {}).get(leaf.name)) for leaf in leaves}
+    flags = {leaf.name: flags_of(leaf, (found.statistics or {}).get(leaf.name)) for leaf in leaves}
     faults = tuple(_faults(leaves, found.statistics or {}))
-    data = _data(leaves, arrays, pieces, found, flags)
+    data = page_data(leaves, arrays, pieces, found, flags)
     sections = [
         _verdict(about, leaves, flags, faults, found),
         _TREE,
@@ -236,26 +207,6 @@ _DEPTH = _section("statistics", "By depth", '<div id="depth"></div>')
 # What was found.
 
 
-def _flags(leaf: Leaf, found: Statistics | None) -> str:
-    """What people should look at of an array, in words."""
-    if found is None:
-        return ""
-    words = [f"{found.nans} NaN"] * (found.nans > 0)
-    words += [f"{found.infinities} infinite"] * (found.infinities > 0)
-    if found.dead_rows and _is_parameter(leaf):
-        words.append(f"{found.dead_rows} of {found.rows} rows are zeros")
-    words += ["not read"] * bool(found.unread)
-    return ", ".join(words)
-
-
-# Rows of zeros are usual in moments: of tokens that were not seen, of experts that were not asked.
-_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "mu", "nu", "opt_state"})
-
-
-def _is_parameter(leaf: Leaf) -> bool:
-    return _MOMENTS.isdisjoint(str(key) for key in leaf.path[:-1])
-
-
 def _faults(leaves: Sequence[Leaf], statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """What is wrong with what was read; each message once."""
     messages = (
@@ -274,14 +225,7 @@ def _verdict(
     found: Findings,
 ) -> str:
     flagged = [(leaf.label, flags[leaf.name]) for leaf in leaves if flags[leaf.name]]
-    lines = [_reading(found)]
-    if flagged:
-        lines.append(f"{len(flagged)} of {len(leaves)} arrays are to be looked at.")
-    if about["items"]["skipped"]:
-        lines.append(f"{about['items']['skipped']} stored items are in no array, see Provenance.")
-    if found.difference is not None:
-        same = "equal to" if found.difference.same else "not equal to"
-        lines.append(f"It is {same} the other checkpoint.")
+    lines = [_reading(found), *_remarks(about, len(flagged), len(leaves), found.difference)]
     lines += [f"Fault: {fault}" for fault in faults]
     bad = " bad" * bool(flagged or faults)
     said = "".join(f"<p>{_text(line)}</p>" for line in lines)
@@ -292,6 +236,19 @@ def _verdict(
         + "".join(f"<p>note: {_text(note)}</p>" for note in about["notes"])
         + _folded("To be looked at", ("array", "what"), flagged),
     )
+
+
+def _remarks(
+    about: Report, flagged: int, arrays: int, difference: Difference | None
+) -> Iterator[str]:
+    """What people should know first, beside faults."""
+    if flagged:
+        yield f"{flagged} of {arrays} arrays are to be looked at."
+    if about["items"]["skipped"]:
+        yield f"{about['items']['skipped']} stored items are in no array, see Provenance."
+    if difference is not None:
+        same = "equal to" if difference.same else "not equal to"
+        yield f"It is {same} the other checkpoint."
 
 
 def _reading(found: Findings) -> str:
@@ -355,9 +312,9 @@ def _mesh_sections(mesh: Report | None) -> Iterator[str]:
         + "".join(f"<p>note: {_text(note)}</p>" for note in mesh["notes"])
         + _table("What hosts read", ("host", "to read", "needed", "read / needed", "files"), hosts)
         + _folded("What is given up", ("array", "shape", "spec", "why"), given_up)
-        + _folded(
-            "What a device holds", ("array", "shape", "spec", "on each device", "bytes"), placed
-        ),
+        + "<details><summary>What a device holds of each array</summary>"
+        + _folded("By array", ("array", "shape", "spec", "on each device", "bytes"), placed)
+        + "</details>",
     )
 
 
@@ -398,138 +355,3 @@ def _provenance(checkpoint: Checkpoint, about: Report) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
-
-
-# What the script draws.
-
-
-def _data(
-    leaves: Sequence[Leaf],
-    arrays: Mapping[str, ArrayInfo],
-    pieces: Mapping[str, Sequence[Piece]],
-    found: Findings,
-    flags: Mapping[str, str],
-) -> Report:
-    shapes, dtypes = _Table(), _Table()
-    columns: Report = {
-        "label": [visible(leaf.label) for leaf in leaves],
-        "shape": [shapes.place(leaf.shape) for leaf in leaves],
-        "dtype": [dtypes.place(leaf.dtype) for leaf in leaves],
-        "chunk": [shapes.place(arrays[leaf.name].chunk) for leaf in leaves],
-        "bytes": [arrays[leaf.name].nbytes for leaf in leaves],
-    }
-    if any(flags.values()):
-        columns["flags"] = [visible(flags[leaf.name]) for leaf in leaves]
-    if found.mesh is not None:
-        placed = {leaf["leaf"]: leaf for leaf in found.mesh["leaves"]}
-        columns["device"] = [shapes.place(placed[leaf.label]["device_shape"]) for leaf in leaves]
-        columns["spec"] = [visible(str(tuple(placed[leaf.label]["spec"]))) for leaf in leaves]
-    if found.statistics is not None:
-        columns |= _columns(leaves, found.statistics, found.together)
-    rows = fold([(leaf.label, str(leaf.shape), leaf.dtype) for leaf in leaves])
-    return {
-        "arrays": columns,
-        "shapes": shapes.values,
-        "dtypes": dtypes.values,
-        "measures": _MEASURES,
-        "has_states": any(leaf.path and leaf.path[0].name == "param" for leaf in leaves),
-        "folded": [{"name": visible(row.name), "members": row.rows} for row in rows],
-        **_piece_data(leaves, pieces, [row.rows[0] for row in rows]),
-        "changes": _changes_data(found.difference),
-    }
-
-
-class _Table:
-    """Values that many have, each once."""
-
-    def __init__(self) -> None:
-        self._places: dict[Any, int] = {}
-
-    def place(self, value: Any) -> int | None:
-        if value is None:
-            return None
-        key = tuple(value) if isinstance(value, list | tuple) else value
-        return self._places.setdefault(key, len(self._places))
-
-    @property
-    def values(self) -> list[Any]:
-        return list(self._places)
-
-
-def _piece_data(
-    leaves: Sequence[Leaf], pieces: Mapping[str, Sequence[Piece]], first: Sequence[int]
-) -> Report:
-    """Where arrays are stored: of one of each kind first, and of the others while there is room."""
-    names, left = _Table(), _PIECES
-    shown: dict[int, list[Any]] = {}
-    more: dict[int, int] = {}
-    for i in dict.fromkeys([*first, *range(len(leaves))]):
-        each = pieces[leaves[i].label]
-        few = each[: min(_PIECES_OF_ONE, left)]
-        if not few:
-            continue
-        left -= len(few)
-        shown[i] = [
-            (
-                names.place(visible(piece.file)),
-                visible(piece.item),
-                str(piece.source),
-                piece.target.start,
-                piece.target.stop,
-            )
-            for piece in few
-        ]
-        if len(each) > len(few):
-            more[i] = len(each) - len(few)
-    return {"files": names.values, "pieces": shown, "pieces_left_out": more}
-
-
-def _columns(
-    leaves: Sequence[Leaf], statistics: Mapping[str, Statistics], together: Sequence[Together]
-) -> Report:
-    """Of each array what the page says of its elements; None where there is nothing to say."""
-    steps = {each.leaves[0].name: each.step for each in together if each.step is not None}
-    rows = [_numbers(statistics[leaf.name], steps.get(leaf.name)) for leaf in leaves]
-    columns = {key: [row.get(key) for row in rows] for key, _ in _MEASURES}
-    return {
-        key: values for key, values in columns.items() if any(value is not None for value in values)
-    }
-
-
-def _numbers(found: Statistics, step: AdamStep | None) -> dict[str, float | None]:
-    if not found.finite:
-        return {"nans": found.nans or None, "infinities": found.infinities or None}
-    norm, update = found.norm, {}
-    if step is not None and norm:
-        update = {"direction" if step == AdamStep() else "update": _rounded(found.update / norm)}
-    return {
-        "norm": _rounded(norm),
-        "rms": _rounded(norm / math.sqrt(found.elements)),
-        "mean": _rounded(found.mean),
-        "deviation": _rounded(found.deviation),
-        "least": _rounded(found.least),
-        "greatest": _rounded(found.greatest),
-        "nans": found.nans or None,
-        "infinities": found.infinities or None,
-        "dead_rows": found.dead_rows or None,
-        "sampled": None if found.seen == found.elements else _rounded(found.seen / found.elements),
-        **update,
-    }
-
-
-def _rounded(value: float) -> float | None:
-    """Four digits; None of what JSON has no number for."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def _changes_data(difference: Difference | None) -> list[Report]:
-    return [
-        {
-            "label": visible(each.label),
-            "share": _rounded(each.share),
-            "largest": _rounded(each.largest),
-            "relative": _rounded(each.relative),
-            "turned": _rounded(1 - each.cosine),
-        }
-        for each in (difference.values if difference else ())
-    ]

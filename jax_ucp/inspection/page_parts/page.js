@@ -2,6 +2,14 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const { arrays, folded, measures } = data;
+  /** Texts, of which each was written as how much it begins with of the one before, and the rest. */
+  const texts = (pairs) => {
+    let last = "";
+    return pairs.map(([begin, rest]) => (last = last.slice(0, begin) + rest));
+  };
+  arrays.label = texts(arrays.label);
+  data.files = texts(data.files);
+  for (const row of folded) row.name ??= arrays.label[row.members[0]];
   const MANY = 100;
 
   /** An element; children are elements or texts, and texts stay texts. */
@@ -20,6 +28,7 @@
     return power ? `${(n / 2 ** (10 * power)).toFixed(1)} ${units[power]}` : `${n} bytes`;
   };
   const number = (x) => (x === null || x === undefined ? "" : Math.abs(x) >= 1e5 || (x && Math.abs(x) < 1e-3) ? x.toExponential(3) : String(x));
+  const several = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   const shapeOf = (i) => data.shapes[arrays.shape[i]];
   const dtypeOf = (i) => data.dtypes[arrays.dtype[i]];
   const tokens = (name) => name.match(/(?:\{[^}]*\}|[^./])+/g) ?? [name];
@@ -58,7 +67,7 @@
       : [mark(d3.range(step[axis], shape[axis], step[axis]), options)];
     const files = [...new Set(boxes.map((box) => box.file))];
     const chart = Plot.plot({
-      width: 640, height: down === null ? 120 : 360, marginLeft: 60, ariaLabel: `Where the parts of ${arrays.label[i]} are stored`,
+      width: wide(640), height: down === null ? 120 : 360, marginLeft: 60, ariaLabel: `Where the parts of ${arrays.label[i]} are stored`,
       ariaDescription: "The table below has the same.",
       x: { domain: [0, shape[across]], label: `axis ${across}`, nice: false },
       y: { domain: [high, 0], label: down === null ? null : `axis ${down}`, ticks: down === null ? [] : undefined, nice: false },
@@ -73,7 +82,7 @@
         Plot.frame(),
       ],
     });
-    const said = [`${pieces.length} pieces in ${files.length} files`];
+    const said = [`${several(pieces.length, "piece")} in ${several(files.length, "file")}`];
     if (shape.length > 2) said.push(`axes ${axes.join(" and ")} of ${shape.length}`);
     if (grid[0]) said.push(`dotted: chunks of ${JSON.stringify(grid[0])}`);
     if (grid[1]) said.push(`red: what devices of the mesh hold, ${JSON.stringify(grid[1])} each`);
@@ -134,7 +143,7 @@
         if (!node.children.has(part)) node.children.set(part, { name: part, children: new Map(), rows: [] });
         node = node.children.get(part);
       }
-      node.rows.push({ name: path.at(-1), ...row });
+      node.rows.push({ ...row, name: path.at(-1) });
     }
     return root;
   };
@@ -145,10 +154,11 @@
       [node] = node.children.values();
       title += `.${node.name}`;
     }
+    if (!node.children.size && node.rows.length === 1) return rowDetails(`${title}.${node.rows[0].name}`, node.rows[0].members);
     const members = below(node).flatMap((row) => row.members);
     const flagged = members.filter((i) => arrays.flags?.[i]).length;
     const details = el("details", {}, el("summary", {}, el("span", { class: "name" }, title),
-      el("span", { class: "quiet" }, ` ${members.length} arrays, ${bytes(d3.sum(members, (i) => arrays.bytes[i]))}`),
+      el("span", { class: "quiet" }, ` ${several(members.length, "array")}, ${bytes(d3.sum(members, (i) => arrays.bytes[i]))}`),
       flagged ? el("span", { class: "flag" }, ` ${flagged} flagged`) : ""));
     lazily(details, () => details.append(...inside(node)));
     if (open) details.open = true;
@@ -217,7 +227,7 @@
       const { name, bytes: size, deeper, count } = leaf.data;
       const share = total ? (100 * size / total).toFixed(1) : "0";
       const text = `${name} ${bytes(size)} ${share}%`;
-      const made = el("button", { type: "button", class: "tile", title: `${text}, ${count} arrays`, disabled: deeper ? false : "",
+      const made = el("button", { type: "button", class: "tile", title: `${text}, ${several(count, "array")}`, disabled: deeper ? false : "",
         onclick: () => { draw([...path, name]); place.querySelector("button:not(:disabled)")?.focus(); } }, text);
       Object.assign(made.style, { left: `${leaf.x0}px`, top: `${leaf.y0}px`, width: `${leaf.x1 - leaf.x0}px`, height: `${leaf.y1 - leaf.y0}px`,
         background: `color-mix(in srgb, ${d3.schemeObservable10[at % 10]} 38%, var(--back))` });
@@ -231,11 +241,14 @@
     start();
   };
 
+  const wide = (most) => Math.min(most, document.querySelector("main").clientWidth - 40);
+  const whole = (values) => d3.ticks(d3.min(values), d3.max(values), 10).filter(Number.isInteger);
+
   // Numbers by depth: the first number in a name is the depth, the others do not tell arrays apart.
   const depthOf = (label) => {
-    const found = /(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])/.exec(label);
+    const found = /(?<![A-Za-z0-9])(0|[1-9][0-9]{0,8})(?![A-Za-z0-9])/.exec(label);
     if (!found) return null;
-    const rest = label.slice(found.index + found[0].length).replace(/(?<![0-9])[0-9]+(?![0-9])/g, "*");
+    const rest = label.slice(found.index + found[0].length).replace(/(?<![A-Za-z0-9])[0-9]+(?![A-Za-z0-9])/g, "*");
     return { depth: Number(found[0]), series: `${label.slice(0, found.index)}#${rest}` };
   };
   const byDepth = (place, points, kinds, named) => {
@@ -259,8 +272,8 @@
         drawn.length ? el("figure", {}, el("figcaption", { class: "quiet" },
           `${measure.selectedOptions[0].text} by depth, the mean where several arrays have one${sizes.length > names.length ? `; the ${names.length} largest of ${sizes.length} kinds` : ""}${log ? "; logarithmic" : ""}`),
           Plot.plot({
-            width: 860, height: 340, marginLeft: 70, marginRight: 20, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same.",
-            x: { label: "depth", tickFormat: "d" }, y: { type: log ? "log" : "linear", grid: true, label: measure.selectedOptions[0].text },
+            width: wide(860), height: 340, marginLeft: 70, marginRight: 20, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same.",
+            x: { label: "depth", tickFormat: "d", ticks: whole(drawn.map((point) => point.depth)) }, y: { type: log ? "log" : "linear", grid: true, ticks: 6, tickFormat: number, label: measure.selectedOptions[0].text },
             color: { legend: true, domain: names, scheme: "observable10" },
             marks: [Plot.lineY(drawn, { x: "depth", y: "value", stroke: "name", sort: "depth" }),
               Plot.dot(drawn, { x: "depth", y: "value", fill: "name", r: 2.5, tip: true })],
