@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from jax_ucp.arguments import local_path
 from jax_ucp.files.local import LocalFiles
+from jax_ucp.inspection.diff import Difference
 from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.page_data import Findings, flags_of, page_data
 from jax_ucp.inspection.report import Report, head, inventory_of, pieces_of

@@ -79,13 +79,7 @@ def page_data(
 ) -> Report:
     """What the page's script draws; `flags` are what to look at, by the name of a leaf."""
     shapes, dtypes = _Table(), _Table()
-    columns: Report = {
-        "label": _front_coded([visible(leaf.label) for leaf in leaves]),
-        "shape": [shapes.place(leaf.shape) for leaf in leaves],
-        "dtype": [dtypes.place(leaf.dtype) for leaf in leaves],
-        "chunk": [shapes.place(arrays[leaf.name].chunk) for leaf in leaves],
-        "bytes": [arrays[leaf.name].nbytes for leaf in leaves],
-    }
+    columns = _metadata_columns(leaves, arrays, shapes, dtypes)
     if any(flags.values()):
         columns["flags"] = [visible(flags[leaf.name]) for leaf in leaves]
     if found.mesh is not None:
@@ -102,6 +96,20 @@ def page_data(
         "folded": [_folded_data(row) for row in rows],
         **_piece_data(leaves, pieces, [row.rows[0] for row in rows]),
         "changes": _changes_data(found.difference),
+    }
+
+
+def _metadata_columns(
+    leaves: Sequence[Leaf], arrays: Mapping[str, ArrayInfo], shapes: _Table, dtypes: _Table
+) -> Report:
+    """What is known of arrays without reading them."""
+    infos = [arrays[leaf.name] for leaf in leaves]
+    return {
+        "label": _front_coded([visible(leaf.label) for leaf in leaves]),
+        "shape": [shapes.place(info.shape) for info in infos],
+        "dtype": [dtypes.place(leaf.dtype) for leaf in leaves],
+        "chunk": [shapes.place(info.chunk) for info in infos],
+        "bytes": [info.nbytes for info in infos],
     }
 
 
