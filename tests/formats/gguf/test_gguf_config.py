@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import jax_ucp as ucp
 from gguf_writer import Tensor, Written
 from jax_ucp.errors import LayoutError
+from jax_ucp.sources.consolidated import same_bits
 
 KEYS: dict[str, tuple[Any, Any]] = {
     "block_count": ("u32", 1),
@@ -152,3 +154,13 @@ def test_the_largest_gemma_scales_its_queries_by_its_width(tmp_path):
     assert opened(tmp_path, "gemma2", **caps, block_count=("u32", 46)).config[
         "query_pre_attn_scalar"
     ] == (8 // 2)
+
+
+def test_of_bfloat16_norms_the_one_that_was_added_is_taken_off_without_a_trace(tmp_path):
+    bits = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    size = np.abs(bits)
+    weights = bits[((size >= 2.0**-16) & (size <= 2.0**23)) | (bits.view(np.uint32) == 0)]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(Written({}, [Tensor.of("w", weights + np.float32(1))]).data())
+    mapping = ucp.Mapping.from_dict({"leaves": [{"param": "w", "add": -1, "leaf": "w"}]})
+    assert same_bits(ucp.open(path).map(mapping).read("param/w"), weights)
