@@ -153,7 +153,7 @@ the keys of the architecture; where one is not known here, no config is made, an
 | | |
 |---|---|
 | query and key of the architecture `llama` | llama.cpp turns neighbours where transformers turns halves: the mapping puts rows back. Models of Mistral are of this architecture; a sliding window of theirs is in no key, and a note says so |
-| Gemma's norms | stored with one added, in float32. The mapping subtracts one in float32: bit for bit what was there where the sum was exact, as of every 16-bit weight from 2 ** -16 on. Of others the model computes the same as of what is stored, since one is added again |
+| Gemma's norms | stored with one added, in float32. The mapping subtracts one in float32: bit for bit what was there where the sum was exact, as of every bfloat16 weight from 2 ** -16 to 2 ** 23, and of 0. Of others (float32 weights, or float16, to which the converter adds one in float16) what the sum had no place for is lost; a norm from 0.5 to 2, once one is added again, is what is stored |
 | tied embeddings | `output.weight` is not there; then the config says so |
 | `rope_freqs.weight` | left out by the mapping; the config has Llama 3.1's settings if these give just the factors that are stored, and else the mapping is refused |
 | experts | `ffn_gate_exps.weight` is cut into a tensor for each expert |
