@@ -19,6 +19,7 @@ BENCHMARKS = {
     "memory": "benchmarks.memory",
     "processes": "benchmarks.processes",
     "plan": "benchmarks.plan",
+    "scale": "benchmarks.scale",
     "arrays": "benchmarks.arrays",
     "quantized": "benchmarks.quantized",
     "remote": "benchmarks.remote",

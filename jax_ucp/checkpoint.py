@@ -45,6 +45,7 @@ from jax_ucp.sources.work import Opener, Workers, verify
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
+from jax_ucp.universal.shares import Share, copy_share
 
 if TYPE_CHECKING:
     import optax
@@ -695,6 +696,34 @@ class Checkpoint:
             warn_given_up(plan.notes, stacklevel=2)
         copy(self._contents, plan, target, progress, Workers(executor, self._opener))
         return open(path)
+
+    def save_share(
+        self,
+        path: str | os.PathLike[str],
+        share: tuple[int, int],
+        *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
+        budget_bytes: int = DEFAULT_BUDGET,
+        progress: Callable[[Block], None] = lambda block: None,
+    ) -> Checkpoint | None:
+        """`save`, by processes that know nothing of one another: this one does share (i, n), i from
+        0 to n - 1, of about an n-th of the bytes. The last to finish commits.
+
+        All give the same arguments, and see source and `path` alike. Any may be run again, then or
+        later: what is there is looked at, and left. The checkpoint is that of `save`, byte for
+        byte, and has `ucp.conversion.json` beside it, which says of which copy it is the result.
+        Where the source contradicts itself there is never a checkpoint.
+
+        Returns the checkpoint if it is committed, None while other shares are not done. Raises what
+        `save` raises, ValueError for a share that is none, and FormatError where `path` has an
+        unfinished copy of another source or in another number of shares.
+        """
+        target = file_path(path)
+        plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
+        is_whole = copy_share(self._contents, plan, target, Share(*share), progress)
+        return open(path) if is_whole else None
 
     def plan_export(
         self,

@@ -70,16 +70,22 @@ def _forget(seen: object) -> None:
 
 
 class Proofs:
-    """All that can be proved of a checkpoint, while somebody reads it.
+    """All that can be proved of a checkpoint, while somebody reads it; or those of its checks that
+    are `ours`, where other processes run the rest.
 
     With `taking_notes`, what is seen is kept for another process that asks for it.
     """
 
-    def __init__(self, contents: Contents, taking_notes: bool = False):
+    def __init__(
+        self,
+        contents: Contents,
+        taking_notes: bool = False,
+        ours: Callable[[Check], bool] = lambda check: True,
+    ):
         self.contents = contents
         self._taking_notes = taking_notes
         self._seen: dict[str, list[Any]] = defaultdict(list)
-        self._checks = list(contents.checks("full"))
+        self._checks = list(filter(ours, contents.checks("full")))
         self._failed = threading.Event()
 
     def require_sound_so_far(self) -> None:

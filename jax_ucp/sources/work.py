@@ -100,9 +100,15 @@ class OpenedJob:
     handed over, and what they wrote must be durable when they end.
     """
 
-    def __init__(self, contents: Contents, is_elsewhere: bool = False):
+    def __init__(
+        self,
+        contents: Contents,
+        is_elsewhere: bool = False,
+        ours: Callable[[Check], bool] = lambda check: True,
+    ):
         self.contents = contents
         self.is_elsewhere = is_elsewhere
+        self._ours = ours
         self.process = os.getpid()
         # What a task saw is told from what others saw: elsewhere they go one at a time.
         self.turn = threading.Lock()
@@ -114,7 +120,7 @@ class OpenedJob:
     def proofs(self) -> Proofs:
         """All that can be proved of the checkpoint while it is read; elsewhere, from now on."""
         if self._proofs is None:
-            self._proofs = Proofs(self.contents, taking_notes=self.is_elsewhere)
+            self._proofs = Proofs(self.contents, self.is_elsewhere, self._ours)
             if self.is_elsewhere:
                 self._watching.enter_context(self._proofs.watching())
         return self._proofs
@@ -280,15 +286,20 @@ class Coordinator:
 
 
 @contextmanager
-def shared_out(contents: Contents, workers: Workers, again: str) -> Iterator[Coordinator]:
+def shared_out(
+    contents: Contents,
+    workers: Workers,
+    again: str,
+    ours: Callable[[Check], bool] = lambda check: True,
+) -> Iterator[Coordinator]:
     """A job on a checkpoint whose tasks the workers run. Nothing is written before it begins.
 
-    `again` says what to do when a worker's process has ended.
+    `again` says what to do when a worker's process has ended. `ours` are the checks to be proved.
 
     Raises WorkerError where the executor's processes cannot open the checkpoint, were forked from
     this one, or do not start.
     """
-    opened = OpenedJob(contents)
+    opened = OpenedJob(contents, ours=ours)
     job = Job(uuid.uuid4().hex)
     _shared_out[job.id] = opened
     try:

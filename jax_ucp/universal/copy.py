@@ -134,6 +134,22 @@ class CopyPlan:
         return min(sum(costs[: threads()]), max(self.budget_bytes, *costs[:1], 0))
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one process does of a copy: packs by number, blocks that are files of their own, and
+    the arrays whose `zarr.json` it writes.
+    """
+
+    packs: list[tuple[int, Sequence[Block]]]
+    alone: list[Block]
+    creates: list[str]
+
+    @staticmethod
+    def whole(plan: CopyPlan) -> Part:
+        creates = [key for key in plan.arrays if key not in plan.packed]
+        return Part(list(enumerate(plan.packs)), list(plan.alone), creates)
+
+
 def plan_copy(
     contents: Contents, budget_bytes: int = DEFAULT_BUDGET, cells: Mapping[str, Shape] | None = None
 ) -> CopyPlan:
@@ -232,27 +248,31 @@ def copy(
     )
     with shared_out(contents, workers, again) as coordinator:
         store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
-        ledger = Ledger(target, _identity(contents, plan))
+        ledger = Ledger(target, identity_of(contents, plan))
         try:
             if (target / METADATA_FILE).exists() and not ledger.resumed:
                 ledger.remove()  # another copy was completed here a moment ago
                 raise FileExistsError(f"{target} is a checkpoint already; give another path")
             with proved(coordinator.opened.proofs, partial(_discard, target, ledger)):
-                _copy_blocks(plan, store, ledger, progress, coordinator)
+                copy_part(Part.whole(plan), plan, store, ledger, progress, coordinator)
             contents.files.require_unchanged()
-            metadata = _commit(contents, plan, store)
+            write_part(store, 0)
+            metadata = commit_copy(contents, plan, store)
             ledger.remove()
         finally:
             ledger.close()
     return metadata
 
 
-def _commit(contents: Contents, plan: CopyPlan, store: ZarrStore) -> Metadata:
-    write_part(store, 0)
+def commit_copy(
+    contents: Contents, plan: CopyPlan, store: ZarrStore, processes: int = 1
+) -> Metadata:
+    """Make the directory a checkpoint: one process, after all have written their parts."""
     outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
     files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
     commit = Commit(
         contents.leaves,
+        processes,
         packed=plan.packed,
         files=files,
         source=contents.origin,
@@ -356,15 +376,16 @@ class CopyTask:
             store.write(*block.place, read(*block.place), durable=False)
 
 
-def _copy_blocks(
+def copy_part(
+    part: Part,
     plan: CopyPlan,
     store: ZarrStore,
     ledger: Ledger,
     progress: Callable[[Block], None],
     coordinator: Coordinator,
 ) -> None:
-    """Write the blocks that the ledger does not have yet, and those that are not on disk as it
-    has them.
+    """Write the blocks of a part that the ledger does not have yet, and those that are not on disk
+    as it has them.
     """
     # Elsewhere a task is durable when it is done.
     waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
@@ -389,12 +410,12 @@ def _copy_blocks(
             progress(block)
 
     remote = store.directory.is_remote
-    alone = itertools.filterfalse(plan.packed.__contains__, plan.arrays)
-    creations = ((0, partial(store.create, key)) for key in alone)
+    creations = ((0, partial(store.create, key)) for key in part.creates)
     run_bounded(creations, plan.budget_bytes, remote)
-    for number, pack in enumerate(plan.packs):
+    for number, pack in part.packs:
         store.place_pack(number, [block.place for block in pack])
-    coordinator.run(_tasks(plan, store, ledger, coordinator), finish, plan.budget_bytes, remote)
+    tasks = _tasks(part, plan, store, ledger, coordinator)
+    coordinator.run(tasks, finish, plan.budget_bytes, remote)
     settle(waiting.blocks)
 
 
@@ -417,32 +438,27 @@ class _Waiting:
         return ready
 
 
+def of_one_chunk(contents: Contents, block: Block, following: Block) -> bool:
+    """Whether two blocks lie in one stored chunk, which is decoded once if they go together."""
+    chunk = contents.arrays.arrays()[block.key].chunk if block.key == following.key else None
+    return bool(chunk and grid_place(block.box, chunk) == grid_place(following.box, chunk))
+
+
 def _tasks(
-    plan: CopyPlan, store: ZarrStore, ledger: Ledger, coordinator: Coordinator
+    part: Part, plan: CopyPlan, store: ZarrStore, ledger: Ledger, coordinator: Coordinator
 ) -> Iterator[CopyTask]:
     """The blocks in their order, several small ones together. Elsewhere a task is larger, and all
     that is of one stored chunk goes together, so that one process decodes it.
     """
-    stored = coordinator.opened.contents.arrays.arrays()
-
-    def of_one_chunk(block: Block, following: Block) -> bool:
-        chunk = stored[block.key].chunk
-        return bool(
-            chunk
-            and block.key == following.key
-            and grid_place(block.box, chunk) == grid_place(following.box, chunk)
-        )
-
     if coordinator.is_here:
         # what waits for a network waits alone
         most = BATCH_BYTES, 1 if store.directory.is_remote else BATCH_JOBS
         belong = None
     else:
-        most, belong = (TASK_BYTES, TASK_BOXES), of_one_chunk
-    together = batches(plan.alone, lambda block: block.nbytes, *most, belong)
-    for number, blocks in itertools.chain(
-        enumerate(plan.packs), ((None, blocks) for blocks in together)
-    ):
+        most = TASK_BYTES, TASK_BOXES
+        belong = partial(of_one_chunk, coordinator.opened.contents)
+    together = batches(part.alone, lambda block: block.nbytes, *most, belong)
+    for number, blocks in itertools.chain(part.packs, ((None, blocks) for blocks in together)):
         keys = dict.fromkeys(block.key for block in blocks)
         yield CopyTask(
             coordinator.job,
@@ -455,7 +471,7 @@ def _tasks(
         )
 
 
-def _identity(contents: Contents, plan: CopyPlan) -> str:
+def identity_of(contents: Contents, plan: CopyPlan) -> str:
     """What a ledger must agree with: the source as it was opened, and the blocks."""
     format, source, files, items, dtypes = contents.identity()
     chunks = sorted(plan.chunks.items())

@@ -46,16 +46,16 @@ class Ledger:
     written after its block is durable, so that a block without a line is merely written again. A
     line says what the block was; whether it still is, who takes it up looks.
 
-    On a disk only one process at a time has the ledger of a directory open. A bucket has no locks:
-    there two that take up the same conversion do the same work, and write the same bytes.
+    On a disk only one process at a time has a ledger open. A bucket has no locks: there two that
+    take up the same conversion do the same work, and write the same bytes.
     """
 
-    def __init__(self, directory: FilePath, identity: str):
-        self._directory = directory
+    def __init__(self, directory: FilePath, identity: str, name: str = LEDGER_FILE):
+        self._path = directory / name
         self._lock = threading.Lock()
         self.done: dict[tuple[str, str], Written] = {}
         files = directory.folder()
-        self._log: _Log = _Objects(files) if files.is_remote else _File(Path(str(directory)))
+        self._log: _Log = _Objects(files, name) if files.is_remote else _File(Path(str(self._path)))
         try:
             lines = self._log.read().split(b"\n")[:-1]
             self.resumed = bool(lines)
@@ -95,7 +95,7 @@ class Ledger:
             self._log.append(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
 
     def _read_lines(self, lines: Sequence[bytes], identity: str) -> None:
-        ledger = self._directory / LEDGER_FILE
+        ledger = self._path
         try:
             recorded = msgspec.json.decode(lines[0], type=_First).identity
             blocks = [msgspec.json.decode(line, type=_Block) for line in lines[1:]]
@@ -108,6 +108,16 @@ class Ledger:
                 " another one."
             )
         self.done = {(block.key, block.box): block.written for block in blocks}
+
+
+def remove_ledger(files: Files, name: str) -> None:
+    """Remove a ledger of what is complete, whoever wrote it."""
+    if files.is_remote:
+        log = _Objects(files, name)
+        log.read()
+        log.remove()
+    else:
+        files.delete(name)
 
 
 class _Log(Protocol):
@@ -134,8 +144,8 @@ class _Log(Protocol):
 class _File(_Log):
     """A file of the local disk, which one process at a time has open."""
 
-    def __init__(self, directory: Path):
-        self._path = directory / LEDGER_FILE
+    def __init__(self, path: Path):
+        self._path, directory = path, path.parent
         # a directory that was made for a conversion goes with it
         self._is_new = not directory.exists() or self._path.is_file()
         directory.mkdir(parents=True, exist_ok=True)
@@ -185,16 +195,16 @@ class _Objects(_Log):
     time another, by number. None of them is looked for in a list.
     """
 
-    def __init__(self, files: Files):
-        self._files = files
+    def __init__(self, files: Files, name: str):
+        self._files, self._name = files, name
         self._is_begun = False
         self._count = 0
 
     def read(self) -> bytes:
-        parts = [read_file(self._files, LEDGER_FILE) or b""]
+        parts = [read_file(self._files, self._name) or b""]
         self._is_begun = bool(parts[0])
         while self._is_begun:
-            names = [_part_name(self._count + i) for i in range(1, FILES + 1)]
+            names = [self._part_name(self._count + i) for i in range(1, FILES + 1)]
             found = each_file(self._files, lambda name: read_file(self._files, name), names)
             some = list(itertools.takewhile(lambda part: part is not None, found))
             parts += filter(None, some)
@@ -210,14 +220,14 @@ class _Objects(_Log):
         while True:
             self._count += 1
             try:
-                self._files.create(_part_name(self._count), lines)
+                self._files.create(self._part_name(self._count), lines)
                 return
             except FileExistsError:
                 continue  # of another that does the same work
 
     def _begin(self, lines: bytes) -> None:
         try:
-            self._files.create(LEDGER_FILE, lines)
+            self._files.create(self._name, lines)
             self._is_begun = True
         except FileExistsError:
             raise FormatError(
@@ -226,11 +236,11 @@ class _Objects(_Log):
 
     def remove(self) -> None:
         for number in range(self._count, 0, -1):
-            self._files.delete(_part_name(number))
-        self._files.delete(LEDGER_FILE)
+            self._files.delete(self._part_name(number))
+        self._files.delete(self._name)
 
     def discard(self) -> None:
-        own = {LEDGER_FILE, *map(_part_name, range(1, self._count + 1))}
+        own = {self._name, *map(self._part_name, range(1, self._count + 1))}
         others = [file.name for file in self._files.walk() if file.name not in own]
         each_file(self._files, self._files.delete, others)
         self.remove()
@@ -238,9 +248,8 @@ class _Objects(_Log):
     def close(self) -> None:
         """Nothing is held open."""
 
-
-def _part_name(number: int) -> str:
-    return f"ucp-ledger.{number}.jsonl"
+    def _part_name(self, number: int) -> str:
+        return f"{self._name.removesuffix('.jsonl')}.{number}.jsonl"
 
 
 def _open_ledger(path: Path) -> int:

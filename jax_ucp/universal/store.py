@@ -53,6 +53,8 @@ from jax_ucp.universal.shard_codec import (
 )
 
 METADATA_FILE, WRITER_FILE = "ucp.json", "ucp.writer.json"
+# Beside a checkpoint that was made in shares: of which copy it is the result.
+CONVERSION_FILE = "ucp.conversion.json"
 VERIFY_BYTES = 16 << 20
 FAULTS_SHOWN = 8
 PACKS_READ = 8  # at once, over a network
@@ -394,11 +396,18 @@ def claimed(directory: Files) -> Iterator[None]:
 def write_part(store: ZarrStore, process: int) -> None:
     """Make durable what this process wrote, and leave word of it for the process that commits."""
     store.directory.sync()
-    store.directory.write(
-        _part_name(process),
-        [msgspec.json.encode(_Part(store.written, store.places))],
-        durable=True,
-    )
+    written = {key: chunks for key, chunks in store.written.items() if chunks}
+    part = msgspec.json.encode(_Part(written, store.places))
+    store.directory.write(_part_name(process), [part], durable=True)
+
+
+def part_is_written(directory: Files, process: int) -> bool:
+    """Whether a process has left word of what it wrote."""
+    return file_size(directory, _part_name(process)) is not None
+
+
+def delete_part(directory: Files, process: int) -> None:
+    directory.delete(_part_name(process))
 
 
 @dataclass(frozen=True)
