@@ -23,6 +23,7 @@ BENCHMARKS = {
     "arrays": "benchmarks.arrays",
     "quantized": "benchmarks.quantized",
     "remote": "benchmarks.remote",
+    "gguf": "benchmarks.gguf",
 }
 
 
