@@ -47,6 +47,7 @@ def run(options: Options) -> Iterator[Table]:
         with _bucket(network) as store:
             bench = _Bench(store, options)
             yield bench.save(f"save {options.mib} MiB in 64 arrays, {name}", large)
+            yield from bench.restore(f"{options.mib} MiB in 64 arrays, {name}", options.mib)
             yield bench.convert(f"convert {options.mib} MiB, bucket to bucket, {name}", large)
             yield bench.save(f"save {SMALL:,} arrays of 1 KB, {name}", small)
 
@@ -84,6 +85,30 @@ class _Bench:
         ]
         return self._race(title, contestants)
 
+    def restore(self, title: str, mib: int) -> Iterator[Table]:
+        """Onto devices that have the rows, by which it was saved, and onto such that have columns;
+        and what describes it alone.
+        """
+        source, mesh = f"{self._store.url}/source", self._sharding.mesh
+        rows = {f"w{i:02}": _numbers((4 * mib, 1024), i) for i in range(64)}
+        _save_ours(
+            source, {name: jax.device_put(array, self._sharding) for name, array in rows.items()}
+        )
+        for how, spec in (("", PartitionSpec("x")), (" transposed", PartitionSpec(None, "x"))):
+            yield self._race(
+                f"restore{how} {title}",
+                [
+                    Contestant(OURS, lambda _, spec=spec: _restore(source, mesh, spec)),
+                    Contestant(LIMIT, lambda _: _get_all(source)),
+                    Contestant(
+                        "downloaded, then opened",
+                        lambda _, spec=spec: _restore(str(self._downloaded(source)), mesh, spec),
+                    ),
+                ],
+            )
+        yield self._race(f"open {title}", [Contestant(OURS, lambda _: ucp.open(source))])
+        _empty(source)
+
     def convert(self, title: str, shapes: Mapping[str, tuple[int, ...]]) -> Table:
         source = f"{self._store.url}/source"
         tree = {name: _numbers(shape, i) for i, (name, shape) in enumerate(shapes.items())}
@@ -120,15 +145,18 @@ class _Bench:
         _upload_folder(folder, url)
 
     def _by_disk(self, source: str, url: str) -> None:
-        here, there = self._folder("downloaded"), self._folder("converted")
+        there = self._folder("converted")
+        ucp.open(self._downloaded(source)).save(there)
+        _upload_folder(there, url)
+
+    def _downloaded(self, source: str) -> Path:
+        here = self._folder("downloaded")
         files, key = locate(source)
-        inside = files.join(key)
         _all(
             lambda file: _write(here / file.name, _get(files, f"{key}/{file.name}")),
-            list(inside.walk()),
+            list(files.join(key).walk()),
         )
-        ucp.open(here).save(there)
-        _upload_folder(there, url)
+        return here
 
     def _folder(self, name: str) -> Path:
         folder = self._options.work / name
@@ -143,6 +171,15 @@ def _numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def _save_ours(url: str, tree: Mapping[str, Any]) -> None:
     ucp.CheckpointHandler().save(url, ucp.args.Save(tree))
+
+
+def _restore(path: str, mesh: Mesh, spec: PartitionSpec) -> None:
+    jax.block_until_ready(ucp.open(path).restore(mesh=mesh, rules=[("", spec)]))
+
+
+def _get_all(source: str) -> None:
+    files, key = locate(source)
+    _all(lambda file: _get(files, f"{key}/{file.name}"), list(files.join(key).walk()))
 
 
 def _save_orbax(url: str, tree: Mapping[str, Any]) -> None:

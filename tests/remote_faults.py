@@ -259,11 +259,16 @@ class Saver:
         self._process.stdin.write(f"{url} {seed}\n")
         self._process.stdin.flush()
         child, begin = int(self._process.stdout.readline()), time.monotonic()
-        timer = threading.Timer(kill_after, lambda: os.kill(child, signal.SIGKILL))
+        timer = threading.Timer(kill_after, _kill, [child])
         timer.start()
         status = int(self._process.stdout.readline())
         timer.cancel()
         return status == 0, time.monotonic() - begin
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(process, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # One connection carries 20 to 90 MB/s, whatever the network does: what is fast is many of them.
 REQUESTS, FILES = 64, 32
-LOOKED_UP = 256  # more names than that are looked up in lists
+LOOKED_UP = 32  # more names than that are looked up in lists
 
 T = TypeVar("T")
 R = TypeVar("R")

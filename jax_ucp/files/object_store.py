@@ -34,6 +34,10 @@ _MESSAGE_CHARS = 300
 R = TypeVar("R")
 
 
+class Refused(StoreError):
+    """The store answered that whoever asks may not."""
+
+
 class Bucket(RemoteFiles):
     """The objects of a bucket whose keys begin with `prefix`.
 
@@ -200,7 +204,7 @@ class _Asking:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._url) from error
         denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
         if isinstance(error, denied):
-            raise StoreError(
+            raise Refused(
                 f"{self._url}: the store refused ({text}). Which credentials are taken is in"
                 " docs/where-checkpoints-live.md"
             ) from error

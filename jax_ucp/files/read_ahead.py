@@ -16,7 +16,7 @@ RUNS_KEPT = 2
 
 
 class ReadAhead:
-    """A file of which the last runs that were read are kept. It is asked as its `Files` would be."""
+    """A file of which the last runs that were read are kept; it is asked as its `Files` are."""
 
     is_remote = True
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.in_flight import request_all
-from jax_ucp.files.object_store import Bucket, obstore, version_of
+from jax_ucp.files.object_store import Bucket, Refused, obstore, version_of
 from jax_ucp.files.protocol import FileInfo, Files
 
 
@@ -32,7 +32,11 @@ class Web(Bucket):
         return FileInfo(name, answer.meta["size"], version_of(answer.meta))
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
-        info = self.stat(folder)
+        """Nothing where the server shows no page of the folder."""
+        try:
+            info = self.stat(folder)
+        except Refused:
+            return []
         if info is None or info.kind != "folder":
             return []
         links = _Links(f"{super().url(folder)}/")

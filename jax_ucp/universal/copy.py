@@ -402,20 +402,26 @@ def copy_part(
 
     def settle(group: Sequence[Block]) -> None:
         """Wait for the disk, and only then say in the ledger that the blocks are there."""
-        if group and coordinator.is_here:
+        if not group:
+            return
+        if coordinator.is_here:
             store.directory.sync()
-        if group:
-            ledger.note((*block.place, store.written[block.key][str(block.box)]) for block in group)
+        ledger.note((*block.place, store.written[block.key][str(block.box)]) for block in group)
         for block in group:
             progress(block)
 
+    _create_arrays(part, plan, store)
+    tasks = _tasks(part, plan, store, ledger, coordinator)
+    coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
+    settle(waiting.blocks)
+
+
+def _create_arrays(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
+    """Write what describes the arrays of a part, and say where its packed chunks will be."""
     creations = ((0, partial(store.create, key)) for key in part.creates)
     run_bounded(creations, plan.budget_bytes, store.directory.is_remote)
     for number, pack in part.packs:
         store.place_pack(number, [block.place for block in pack])
-    tasks = _tasks(part, plan, store, ledger, coordinator)
-    coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
-    settle(waiting.blocks)
 
 
 class _Waiting:

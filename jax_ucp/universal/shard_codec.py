@@ -182,21 +182,24 @@ def _decode(
         saved_with = None if crcs is None else crcs[place].tobytes()
         pieces.append(_Piece(offset, offset + nbytes, f"inner chunk {place}", saved_with))
     for place, raw in zip(sorted(places), reader.checked(pieces), strict=True):
-        takers = places[place]
-        inner = raw.view(dtype).reshape(chunks.inner)
         start = tuple(o + p * n for o, p, n in zip(box.start, place, chunks.inner, strict=True))
-        stop = tuple(a + n for a, n in zip(start, chunks.inner, strict=True))
-        for want, out in takers:
-            here = [
-                slice(max(a, w), min(b, v))
-                for a, b, w, v in zip(start, stop, want.start, want.stop, strict=True)
-            ]
-            source = inner[
-                tuple(slice(s.start - a, s.stop - a) for s, a in zip(here, start, strict=True))
-            ]
-            out[
-                tuple(slice(s.start - w, s.stop - w) for s, w in zip(here, want.start, strict=True))
-            ] = source
+        _hand_out(raw.view(dtype).reshape(chunks.inner), start, places[place])
+
+
+def _hand_out(inner: np.ndarray, start: Shape, takers: Sequence[tuple[Box, np.ndarray]]) -> None:
+    """Copy what each wants of an inner chunk, whose first element is at `start`."""
+    stop = tuple(a + n for a, n in zip(start, inner.shape, strict=True))
+    for want, out in takers:
+        here = [
+            slice(max(a, w), min(b, v))
+            for a, b, w, v in zip(start, stop, want.start, want.stop, strict=True)
+        ]
+        source = inner[
+            tuple(slice(s.start - a, s.stop - a) for s, a in zip(here, start, strict=True))
+        ]
+        out[
+            tuple(slice(s.start - w, s.stop - w) for s, w in zip(here, want.start, strict=True))
+        ] = source
 
 
 def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:

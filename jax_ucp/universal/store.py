@@ -221,6 +221,12 @@ class ZarrStore(Watched):
             self._packs.clear()
         return self._packs.setdefault(file.name, ReadAhead(self.directory, file))
 
+    def content(self, name: str) -> bytes | None:
+        """A file beside the arrays; None if there is none."""
+        if file := self.seen.get(name) if self.directory.is_remote else None:
+            return read_bytes(self.directory, file)
+        return read_file(self.directory, name)
+
     def _file(self, name: str) -> FileInfo:
         """A file as it is now; one behind a network as it was when the checkpoint was opened."""
         info = self.seen.get(name) if self.directory.is_remote else None
@@ -594,7 +600,7 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     digests.
     """
     faults = missing_files(metadata, store)
-    found = each_file(store.directory, partial(read_file, store.directory), metadata.files)
+    found = each_file(store.directory, store.content, metadata.files)
     for (name, want), data in zip(metadata.files.items(), found, strict=True):
         if data is not None and digest(data) != want:
             faults.append(

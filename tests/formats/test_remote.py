@@ -9,7 +9,7 @@ from click.testing import CliRunner
 import jax_ucp as ucp
 from cases import DATA, every
 from jax_ucp.cli.main import main
-from jax_ucp.errors import CorruptData, StoreError, UCPError
+from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UCPError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import RangeRead, read_bytes
@@ -56,6 +56,23 @@ def test_a_checkpoint_on_a_web_server_has_the_same_bits(name):
         opened = case.open(f"{address}/{case.path.relative_to(DATA)}")
         assert bits(opened) == bits(case.open())
         assert opened.path.startswith(address)
+
+
+@pytest.mark.parametrize("pages", [403, 404])
+def test_our_own_format_needs_no_page_of_its_folder(large, pages):
+    folder, arrays = large
+    with web.web(folder, pages) as (address, _):
+        opened = ucp.open(f"{address}/universal")
+        assert bits(opened) == {f"param/{key}": array.tobytes() for key, array in arrays.items()}
+        with pytest.raises(NotACheckpoint if pages == 404 else StoreError):
+            ucp.open(f"{address}/safetensors")
+
+
+@pytest.mark.parametrize("url", ["https://user:secret@host/x", "https://host/x?signed=secret"])
+def test_secrets_in_a_url_are_refused_and_not_repeated(url):
+    with pytest.raises(UnsupportedPath) as error:
+        ucp.open(url)
+    assert "secret" not in str(error.value)
 
 
 @pytest.fixture

@@ -18,11 +18,12 @@ RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Files of `root`; `links_last` is how often a link that the hub gave is good for."""
+    """Files of `root`. Of a folder it shows a page, or answers with another `pages`."""
 
     protocol_version = "HTTP/1.1"
     root: Path
     counts: Counter[str]
+    pages: int = 200
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -41,6 +42,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.say(404, b"")
 
     def _folder(self, path: Path) -> None:
+        if self.pages != 200:
+            self.say(self.pages, b"")
+            return
         if not self.path.endswith("/"):
             self.say(301, b"", {"Location": f"{self.path}/"})
             return
@@ -144,10 +148,10 @@ def commit(root: Path) -> str:
 
 
 @contextmanager
-def web(root: Path) -> Iterator[tuple[str, Counter[str]]]:
+def web(root: Path, pages: int = 200) -> Iterator[tuple[str, Counter[str]]]:
     """A server of the files below a folder: its address, and how often it was asked, by method."""
     counts: Counter[str] = Counter()
-    handler = type("Handler", (_Handler,), {"root": root, "counts": counts})
+    handler = type("Handler", (_Handler,), {"root": root, "counts": counts, "pages": pages})
     with _serving(handler) as address:
         yield address, counts
 
