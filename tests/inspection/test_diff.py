@@ -141,3 +141,30 @@ def test_the_command_folds_and_has_an_exit_code(tmp_path):
     assert "4 leaves equal" in run("diff", tmp_path / "a", tmp_path / "b", "--headers")
     assert run_json("diff", tmp_path / "a", tmp_path / "a")["same"]
     assert json.dumps(found)
+
+
+def test_one_flipped_bit_in_ten_thousand_arrays_is_found_and_nothing_else():
+    names = [f"layers.{i}.w" for i in range(10_000)]
+    array = np.linspace(-1, 1, 6, dtype=np.float32)
+    flipped = array.copy()
+    flipped.view(np.uint32)[3] ^= 1
+    found = compare(
+        {"param": dict.fromkeys(names, array)},
+        {"param": dict.fromkeys(names, array) | {names[7777]: flipped}},
+    )
+    assert [(each.label, each.changed) for each in found.values] == [("param/layers.7777.w", 1)]
+    assert found.equal == 9_999
+    assert compare(
+        {"param": dict.fromkeys(names, array)}, {"param": dict.fromkeys(names, array)}
+    ).same
+
+
+@pytest.mark.parametrize("place", [0, 8191, 8192, 20_000])
+def test_a_change_is_found_wherever_it_is_among_more_elements_than_are_looked_at_at_once(place):
+    array = np.random.default_rng(0).normal(size=20_001)
+    other = array.copy()
+    other[place] += 1
+    (found,) = compare({"x": array}, {"x": other}).values
+    assert (found.changed, found.largest) == (1, pytest.approx(1.0))
+    cosine = np.dot(array, other) / np.linalg.norm(array) / np.linalg.norm(other)
+    assert found.cosine == pytest.approx(cosine, rel=1e-12)
