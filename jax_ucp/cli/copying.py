@@ -24,7 +24,6 @@ from jax_ucp.cli.output import (
     print_inventory,
     print_json,
     progress,
-    size,
     to_stderr,
 )
 from jax_ucp.cli.text_table import TextTable
@@ -32,6 +31,7 @@ from jax_ucp.cli.workers import share_option, worker_options
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
+from jax_ucp.inspection.words import size
 
 if TYPE_CHECKING:
     import jax_ucp

@@ -30,14 +30,11 @@ def inspection(checkpoint: Checkpoint) -> Report:
     """What is in a checkpoint: leaves with their sharding and where their bytes are, and the
     inventory.
     """
-    pieces = _pieces(checkpoint)
+    pieces = pieces_of(checkpoint)
     return {
-        **_head(checkpoint, pieces),
+        **head(checkpoint, pieces),
         "leaves": [_leaf(leaf, pieces[leaf.label]) for leaf in checkpoint.leaves],
-        "inventory": [
-            {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
-            for item in checkpoint.inventory
-        ],
+        "inventory": inventory_of(checkpoint),
         "extras": dict(checkpoint.extras),
     }
 
@@ -45,9 +42,9 @@ def inspection(checkpoint: Checkpoint) -> Report:
 def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Report:
     """What a conversion by the plan would read, write and hold in memory."""
     largest = max((block.nbytes for block in plan.blocks), default=0)
-    pieces = _pieces(checkpoint)
+    pieces = pieces_of(checkpoint)
     return {
-        **_head(checkpoint, pieces),
+        **head(checkpoint, pieces),
         "target": target,
         "read_bytes": checkpoint.nbytes,
         "write_bytes": plan.write_bytes,
@@ -68,11 +65,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
             for leaf in checkpoint.leaves
             if leaf.has_array
         ],
-        "not_mapped": [
-            {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
-            for item in checkpoint.inventory
-            if item.status != "mapped"
-        ],
+        "not_mapped": [item for item in inventory_of(checkpoint) if item["status"] != "mapped"],
     }
 
 
@@ -147,15 +140,23 @@ def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) ->
     return fit_notes(checkpoint.leaves, mesh, rules)
 
 
+def inventory_of(checkpoint: Checkpoint) -> list[Report]:
+    """Everything that is stored, and what became of it."""
+    return [
+        {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
+        for item in checkpoint.inventory
+    ]
+
+
 _Pieces = Mapping[str, Sequence[Piece]]
 
 
-def _pieces(checkpoint: Checkpoint) -> _Pieces:
+def pieces_of(checkpoint: Checkpoint) -> _Pieces:
     """By the label of a leaf, where its bytes are."""
     return {leaf.label: checkpoint.where(leaf) for leaf in checkpoint.leaves}
 
 
-def _head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
+def head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
     """What people ask first of a checkpoint."""
     statuses = Counter(item.status for item in checkpoint.inventory)
     arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]
