@@ -14,7 +14,7 @@ from jax_ucp.errors import UnsupportedPath
 
 # One slash is enough: pathlib makes `s3:/bucket/x` of `s3://bucket/x`, and `s3:` of `s3://`. A
 # scheme has at least two characters.
-URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+|$)")
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/{1,2}|$)")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

@@ -18,7 +18,7 @@ import jax_ucp as ucp
 from deepspeed_cases import DATA, NUMBERED, equal, truth, word
 from helpers import restored_on
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
-from jax_ucp.formats.deepspeed.files import _open_rank, _refuse_copies, _Run
+from jax_ucp.formats.deepspeed.files import _as_rank, _refuse_copies, _Run, open_stored
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
@@ -207,7 +207,7 @@ def test_ranks_whose_parts_are_of_one_value_may_be_alike(tmp_path, masters):
         path = tmp_path / f"zero_pp_rank_{dp}_mp_rank_00_optim_states.pt"
         flat = {"fp32_flat_groups": [masters.astype(np.float32)], "optimizer_state_dict": {}}
         save({"optimizer_state_dict": flat}, path)
-        ranks.append(_open_rank(dp, path, _Run("model_states.pt", 1, 1, 2, zero3=True)))
+        ranks.append(_as_rank(dp, open_stored(path), _Run("model_states.pt", 1, 1, 2, zero3=True)))
     with pytest.raises(FormatError, match="one is a copy") if masters[-1] > 1 else nullcontext():
         _refuse_copies([(rank, rank.masters) for rank in ranks], "masters")
 
