@@ -22,8 +22,8 @@ BENCHMARKS = {
     "scale": "benchmarks.scale",
     "arrays": "benchmarks.arrays",
     "quantized": "benchmarks.quantized",
-    "remote": "benchmarks.remote",
     "gguf": "benchmarks.gguf",
+    "remote": "benchmarks.remote",
 }
 
 
