@@ -16,8 +16,9 @@ from jax_ucp.layout.axes import Expression
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.mapping.binding import outcomes, unclaimed
 from jax_ucp.mapping.model_config import given_config, joined
+from jax_ucp.mapping.names import name_regex
 from jax_ucp.mapping.rules import Mapping as LeafMapping
-from jax_ucp.mapping.rules import expression, name_regex
+from jax_ucp.mapping.rules import expression
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint

@@ -1,12 +1,12 @@
 """How parameters form the leaves of a model: rules in YAML or in Python, and their inverse.
 
-sizes: {heads: num_attention_heads}        # lengths by name, from the model's config; others follow
-from shapes requires:                                  # what must hold of the config for the leaves
-to mean what they meant
+sizes: {heads: num_attention_heads}    # lengths by name, from the model's config; others follow
+requires:                              # what must hold of the config for leaves to mean the same
 - {name: activation, that: hidden_act == "silu", reason: the model has no other}
 leaves:
-- param: model.layers.{layer}.self_attn.q_proj.weight axes: (heads head_dim) embed leaf:
-  {layers/attn/q/kernel: layer embed heads head_dim}      # no {layer} in the name: an axis of it
+- param: model.layers.{layer}.self_attn.q_proj.weight
+  axes: (heads head_dim) embed
+  leaf: {layers/attn/q/kernel: layer embed heads head_dim}  # no {layer} in the name: an axis
 - param: {mlp.gate.weight: gate embed, mlp.up.weight: up embed}
   leaf: {mlp/wi: embed (gate + up)}
 skip:
@@ -15,7 +15,6 @@ skip:
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -31,6 +30,7 @@ from jax_ucp.arguments import local_path
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
 from jax_ucp.mapping.conditions import check_condition, is_number, keys_in
+from jax_ucp.mapping.names import Name, parse_name
 from jax_ucp.shard_spec.arithmetic import Expression as Size
 from jax_ucp.shard_spec.arithmetic import names_in
 from jax_ucp.shard_spec.document import document, dumped, fields
@@ -43,9 +43,6 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when")
 # A power of a size: `head_dim ** -0.5`.
 _POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
-
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_PLACEHOLDER = re.compile(r"[A-Za-z_]\w*(\+\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +102,41 @@ class Rule:
         """Every name that may have a length: axes, placeholders, and the size of `scale`."""
         axes = (*self.params.values(), *self.tied.values(), *self.leaves.values())
         of_axes = [expression(text).names for text in axes]
-        of_names = map(placeholders, (*self.params, *self.leaves))
+        of_names = [{*name.indices, *name.sizes} for name in self._parsed_names]
         of_scale = {self.factor.size} if isinstance(self.factor, Power) else ()
         return frozenset[str]().union(*of_axes, *of_names, of_scale)
+
+    @property
+    def rotated(self) -> frozenset[str]:
+        """The axes of which it says how pairs of features lie."""
+        axes = (*self.params.values(), *self.leaves.values())
+        return frozenset[str]().union(*(expression(text).rotated for text in axes))
+
+    @property
+    def _parsed_names(self) -> list[Name]:
+        return [parse_name(name) for name in (*self.params, *self.tied, *self.leaves)]
+
+    @property
+    def sizes_in_names(self) -> frozenset[str]:
+        """The sizes that placeholders name, which must be known before a name is matched."""
+        return frozenset[str]().union(*(name.sizes for name in self._parsed_names))
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The indices that are places in a block, as `i` in `{6*block+i}`, with their lengths."""
+        parts = [one for name in self._parsed_names for one in name.placeholders if one.outer]
+        return {one.index: int(one.stride) for one in parts}
+
+    def with_numbers(self, sizes: Dict[str, int]) -> Rule:
+        """The rule with numbers for sizes in its names. Raises SpecError where one cannot be."""
+        sides = {
+            side: {
+                str(parse_name(name).with_numbers(sizes)): axes
+                for name, axes in getattr(self, side).items()
+            }
+            for side in ("params", "tied", "leaves")
+        }
+        return replace(self, **sides)
 
     def to_dict(self) -> dict[str, Any]:
         """The item of a YAML file that says this rule."""
@@ -150,7 +179,9 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters to skip, with the reason. `*` is any text, `{layer}` one part of the name."""
+    """Parameters to skip, with the reason. `*` is any text, `{layer}` one part of the name, and
+    `...` all that no rule and no other skip claims.
+    """
 
     param: str
     reason: str
@@ -198,7 +229,8 @@ class Mapping:
         sizes = top.sizes()
         requires = top.items("requires", _requirement)
         rules = top.items("leaves", _rule)
-        skips = top.items("skip", _skip)
+        rest = top.content.get("skip") == "rest"
+        skips = [_SKIP_REST] if rest else top.items("skip", _skip, "a list, or rest")
         for twice, count in Counter(requirement.name for requirement in requires).items():
             if count > 1:
                 top.faults.append(f"{name}: two requirements are named {twice!r}")
@@ -230,7 +262,7 @@ class Mapping:
             "sizes": dict(self.sizes),
             "requires": [asdict(requirement) for requirement in self.requires],
             "leaves": [rule.to_dict() for rule in self.rules],
-            "skip": [asdict(skip) for skip in self.skips],
+            "skip": "rest" if _SKIP_REST in self.skips else [asdict(skip) for skip in self.skips],
         }
         return {
             section: items for section, items in content.items() if items or section == "leaves"
@@ -245,80 +277,6 @@ def shipped() -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def placeholders(name: str) -> tuple[str, ...]:
-    """The placeholders in a name, each once. Raises SpecError where one is no name in braces.
-
-    >>> placeholders("blocks.{layer+1}.experts.{expert}.w")
-    ('layer', 'expert')
-    """
-    texts = _BRACES.findall(name)
-    for text in itertools.filterfalse(_PLACEHOLDER.fullmatch, texts):
-        raise SpecError(
-            f"{{{text}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}"
-        )
-    if re.search(r"[{}]", _BRACES.sub("", name)):
-        raise SpecError(f"a brace in {name!r} is not closed, or was never opened")
-    return tuple(dict.fromkeys(text.partition("+")[0] for text in texts))
-
-
-@lru_cache(maxsize=4096)
-def name_regex(name: str) -> re.Pattern[str]:
-    """The names that a name with placeholders stands for; the placeholders are groups.
-
-    >>> name_regex("h.{layer}.mlp").fullmatch("h.11.mlp")["layer"]
-    '11'
-    """
-    text, seen = "", set[str]()
-    for i, part in enumerate(_BRACES.split(name)):
-        if i % 2 == 0:
-            text += re.escape(part)
-            continue
-        key, _, offset = part.partition("+")
-        text += (
-            f"(?P={key})" if key in seen else f"(?P<{key}>{'[0-9]{1,9}' if offset else '[^./]+'})"
-        )
-        seen.add(key)
-    return re.compile(text)
-
-
-def values_in(pattern: str, name: str) -> dict[str, str] | None:
-    """What the placeholders of `pattern` stand for in `name`; None where that is another name.
-
-    >>> values_in("blocks.{layer+1}.w", "blocks.3.w")
-    {'layer': '2'}
-    """
-    match = name_regex(pattern).fullmatch(name)
-    if match is None:
-        return None
-    values = match.groupdict()
-    for placeholder in _BRACES.findall(pattern):
-        key, _, offset = placeholder.partition("+")
-        if not offset:
-            continue
-        number = int(match[key]) - int(offset)
-        if number < 0:
-            return None
-        values[key] = str(number)
-    return values
-
-
-def filled(name: str, values: Dict[str, str]) -> str:
-    """A name with its placeholders replaced, as far as there are values for them.
-
-    >>> filled("blocks.{layer+1}.w", {"layer": "2"})
-    'blocks.3.w'
-    """
-
-    def replaced(hit: re.Match[str]) -> str:
-        key, _, offset = hit[1].partition("+")
-        if key not in values:
-            return hit[0]
-        return str(int(values[key]) + int(offset)) if offset else values[key]
-
-    return _BRACES.sub(replaced, name)
-
-
-@lru_cache(maxsize=4096)
 def expression(axes: str) -> Expression:
     """The expression that a text says, parsed once."""
     return parse(axes)
@@ -326,7 +284,7 @@ def expression(axes: str) -> Expression:
 
 def _keys(name: str, axes: str) -> list[frozenset[str]]:
     """The axes of each component, those in the name too; without padding."""
-    in_name = frozenset(placeholders(name))
+    in_name = frozenset(parse_name(name).indices)
     keys = [axes_of_part | in_name for axes_of_part in axis_sets(expression(axes))]
     return [key for key in keys if not any(map(is_padding, key))]
 
@@ -350,12 +308,12 @@ def _check(rule: Rule) -> None:
 def _check_placeholders(side: str, names: Dict[str, str]) -> None:
     """Raise SpecError if an axis is in the name already, or names differ in placeholders."""
     for name, axes in names.items():
-        for key in placeholders(name):
+        for key in parse_name(name).indices:
             if key in expression(axes).names:
                 raise SpecError(
                     f"{side} {name} has {key} in its name already, so it is no axis in `{axes}`"
                 )
-    if len({frozenset(placeholders(name)) for name in names}) > 1:
+    if len({frozenset(parse_name(name).indices) for name in names}) > 1:
         raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
 
 
@@ -486,4 +444,5 @@ def _named(node: object, axes: object, what: str) -> dict[str, str]:
     raise SpecError(f"{what} should be a name, or a mapping of names to axes, not {node!r}")
 
 
+_SKIP_REST = Skip(REST, "no rule of the mapping claims it")
 _PLAIN = Rule({"param": REST}, {"leaf": REST})
