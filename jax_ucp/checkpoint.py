@@ -29,8 +29,9 @@ from jax_ucp.inspection.parameters import Parameter, Parameters, table
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.binding import bind, mapping_record, said_before
-from jax_ucp.mapping.mapped_tree import map_contents, states_of
+from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import config_of, given_config, joined
+from jax_ucp.mapping.states import states_of, weights_of
 from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
@@ -137,10 +138,23 @@ class _Mapped:
     sizes: Mapping[str, int] | None
     config: Mapping[str, Any] | None
     assume: Sequence[str]
+    params: str | None
 
     def __call__(self) -> Contents:
         about = {"sizes": self.sizes, "config": self.config, "assume": self.assume}
+        about["params"] = self.params
         return Checkpoint(self.opener()).map(self.mapping, **about)._contents
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How a checkpoint was opened of which the parameters were taken."""
+
+    opener: Opener
+    params: str
+
+    def __call__(self) -> Contents:
+        return weights_of(self.opener(), self.params)
 
 
 def diff(
@@ -385,6 +399,7 @@ class Checkpoint:
         sizes: Mapping[str, int] | None = None,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         assume: Sequence[str] = (),
+        params: str | None = None,
     ) -> Checkpoint:
         """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
 
@@ -398,6 +413,9 @@ class Checkpoint:
                 another checkpoint, or a JSON file.
             assume: names of requirements that the user vouches for. They are noted, and remembered
                 with the mapping.
+            params: the label of the parameters in the tree of a training run, such as `params`.
+                Every other part of the tree that has their names, such as Adam's moments, is mapped
+                as they are, and everything else stays as it is.
 
         Returns:
             The mapped checkpoint.
@@ -415,17 +433,39 @@ class Checkpoint:
         before = said_before(rules, self.source.get("mapping", {}))
         given = before.config if config is None else given_config(config)
         assumed = sorted({*before.assumed, *assume})
-        shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
+        states = states_of(self._contents, params)
+        shapes = {name: leaf.shape for name, leaf in states.weights.items()}
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         record = mapping_record(rules, bound, assumed, given)
         origin = {**self._contents.origin, "mapping": record}
-        leaves = map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, origin)
+        formed = bound.leaves, bound.skipped, bound.notes
+        leaves = map_contents(self._contents, states, *formed, origin)
         given_sizes = None if sizes is None else dict(sizes)
         opener = self._opener and _Mapped(
-            self._opener, rules, given_sizes, None if config is None else given, tuple(assume)
+            self._opener,
+            rules,
+            given_sizes,
+            None if config is None else given,
+            tuple(assume),
+            params,
         )
         return Checkpoint(leaves, opener)
+
+    def weights(self, params: str = "params") -> Checkpoint:
+        """The parameters of a training run, to be mapped by the inverse of a mapping and exported.
+
+        Args:
+            params: the label of the parameters in the run's tree; `""` where it has nothing else.
+
+        Returns:
+            The checkpoint `{param: {...}}`. The optimizer, and all else, is left out.
+
+        Raises:
+            TreeMismatch: where no array is below that label.
+        """
+        opener = self._opener and _Weights(self._opener, params)
+        return Checkpoint(weights_of(self._contents, params), opener)
 
     def plan(
         self,

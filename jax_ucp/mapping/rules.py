@@ -33,11 +33,11 @@ from jax_ucp.mapping.conditions import check_condition, is_number, keys_in
 from jax_ucp.mapping.names import Name, parse_name
 from jax_ucp.shard_spec.arithmetic import Expression as Size
 from jax_ucp.shard_spec.arithmetic import names_in
-from jax_ucp.shard_spec.document import document, dumped, fields
+from jax_ucp.shard_spec.document import Document, document, dumped, fields
 from jax_ucp.shard_spec.rules import regex_of
 
 _MAPPINGS = resources.files("jax_ucp.mapping") / "models"
-_SECTIONS = {"sizes", "requires", "leaves", "skip"}
+_SECTIONS = ("sizes", "requires", "variants", "leaves", "skip")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The fields of a rule that its YAML has only where they are not the default.
 _OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when")
@@ -196,13 +196,20 @@ class Mapping:
     sizes: Dict[str, Size] = field(default_factory=dict[str, Size])
     name: str = field(default="mapping", compare=False)
     requires: Sequence[Requirement] = ()
+    variants: Dict[str, Dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
         """The mapping in a YAML file, or one that comes with the package, by its name.
 
-        Raises SpecError, with every fault and its line, where a file is no mapping.
+        `NAME:VARIANT` is a variant of it, and `NAME:to-VARIANT` takes its leaves to those of the
+        variant. Raises SpecError, with every fault and its line, where a file is no mapping.
         """
+        base, colon, variant = str(source).rpartition(":")
+        if colon and not local_path(source).is_file():
+            mapping = cls.load(base)
+            way = mapping.rearranged if variant.startswith("to-") else mapping.variant
+            return way(variant.removeprefix("to-"))
         path = local_path(source)
         if not path.is_file() and str(source) in shipped():
             return cls.parse(
@@ -225,7 +232,7 @@ class Mapping:
     def parse(cls, text: str, name: str = "mapping") -> Mapping:
         """The mapping that a text in YAML says; `name` is what errors call it."""
         top = document(text, name)
-        top.refuse_other_sections(_SECTIONS, "there are sizes, requires, leaves and skip")
+        top.refuse_other_sections(_SECTIONS, f"there are {', '.join(_SECTIONS)}")
         sizes = top.sizes()
         requires = top.items("requires", _requirement)
         rules = top.items("leaves", _rule)
@@ -234,8 +241,13 @@ class Mapping:
         for twice, count in Counter(requirement.name for requirement in requires).items():
             if count > 1:
                 top.faults.append(f"{name}: two requirements are named {twice!r}")
+        variants = _variants(top)
         top.raise_faults(f"{name} is no mapping:")
-        return cls(tuple(rules), tuple(skips), sizes, name, tuple(requires))
+        mapping = cls(tuple(rules), tuple(skips), sizes, name, tuple(requires), variants)
+        for variant in variants:
+            top.attempt(lambda v=variant: mapping.variant(v), top.place("variants"))
+        top.raise_faults(f"{name} is no mapping:")
+        return mapping
 
     @property
     def names(self) -> frozenset[str]:
@@ -251,6 +263,42 @@ class Mapping:
         keys = set[str]().union(*map(keys_in, conditions), *map(names_in, self.sizes.values()))
         return frozenset(key.partition(".")[0] for key in keys)
 
+    def variant(self, name: str) -> Mapping:
+        """The mapping to the other leaves that `variants` describes under a name.
+
+        What begins a leaf's name there begins it otherwise; an index that the name has then is no
+        axis of the leaf any more.
+        """
+        if name not in self.variants:
+            known = ", ".join(self.variants) or "none"
+            raise SpecError(f"{self.name} has no variant {name!r}; it has {known}")
+        renames = self.variants[name]
+        rules = tuple(replace(rule, leaves=_renamed(rule, renames)) for rule in self.rules)
+        used = {
+            old
+            for rule in self.rules
+            for leaf in rule.leaves
+            for old in renames
+            if leaf.startswith(f"{old}/")
+        }
+        if strays := sorted(renames.keys() - used):
+            raise SpecError(f"{name}: no leaf of {self.name} begins with {strays[0]}/")
+        return replace(self, rules=rules, name=f"{self.name}:{name}", variants={})
+
+    def rearranged(self, name: str) -> Mapping:
+        """From the leaves of this mapping to those of a variant: a run whose layers were scanned
+        goes on with layers of their own. It moves elements alone, so nothing is required.
+        """
+        rules: dict[tuple[tuple[str, str], ...], Rule] = {}
+        for rule, other in zip(self.rules, self.variant(name).rules, strict=True):
+            back = rule.inverse()
+            pairs = zip(rule.leaves, other.leaves.items(), strict=True)
+            leaves = dict(leaf for old, leaf in pairs if old in back.params)
+            optional = rule.optional or bool(rule.when)
+            plain = Rule(back.params, leaves, optional=optional, place=rule.place)
+            rules[tuple(plain.params.items())] = plain
+        return Mapping(tuple(rules.values()), (), self.sizes, f"{self.name}:to-{name}")
+
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
         rules = tuple(rule.inverse() for rule in self.rules)
@@ -261,6 +309,7 @@ class Mapping:
         content: dict[str, Any] = {
             "sizes": dict(self.sizes),
             "requires": [asdict(requirement) for requirement in self.requires],
+            "variants": {name: dict(renames) for name, renames in self.variants.items()},
             "leaves": [rule.to_dict() for rule in self.rules],
             "skip": "rest" if _SKIP_REST in self.skips else [asdict(skip) for skip in self.skips],
         }
@@ -318,7 +367,7 @@ def _check_placeholders(side: str, names: Dict[str, str]) -> None:
 
 
 def _check_leaf_names(names: Collection[str]) -> None:
-    if any("*" in name for name in names):
+    if any("*" in text for name in names for text in parse_name(name).texts):
         raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
     for name in names:
         if not all(name.split("/")):
@@ -394,6 +443,37 @@ def _nearest(axes: frozenset[str], others: _NamesByAxes) -> str:
 
 def _listed(axes: frozenset[str]) -> str:
     return ", ".join(sorted(axes)) or "of a scalar"
+
+
+def _variants(top: Document) -> dict[str, dict[str, str]]:
+    """The section `variants`: by name, what begins leaves' names by what they begin with there."""
+    variants: Any = top.content.get("variants") or {}
+    named = variants.items() if isinstance(variants, dict) else [("variants", variants)]
+    for name, renames in named:
+        if not isinstance(name, str) or not name.isidentifier() or not _are_texts(renames):
+            top.faults.append(
+                f"{top.place('variants')}: a variant has a name, and beginnings of leaves' names by"
+                f" others, not {name!r:.80}: {renames!r:.80}"
+            )
+    return {} if top.faults else variants
+
+
+def _are_texts(content: object) -> bool:
+    if not isinstance(content, dict) or not content:
+        return False
+    return all(isinstance(text, str) for item in content.items() for text in item)
+
+
+def _renamed(rule: Rule, renames: Dict[str, str]) -> dict[str, str]:
+    """The leaves of a rule with other names, and without the axes that are in these."""
+    leaves: dict[str, str] = {}
+    for name, axes in rule.leaves.items():
+        old = next((old for old in renames if name.startswith(f"{old}/")), "")
+        new = renames[old] + name.removeprefix(old) if old else name
+        named = set(parse_name(new).indices) - set(parse_name(name).indices)
+        dims = [dim for dim in expression(axes).dims if str(dim) not in named]
+        leaves[new] = " ".join(map(str, dims))
+    return leaves
 
 
 def _requirement(item: object, place: str) -> Requirement:
