@@ -355,11 +355,16 @@ SETTINGS = {"gemma2": gemma, "gemma3_text": gemma, "gpt_oss": gpt_oss, "deepseek
 def maxtext_logits(
     said: Mapping[str, Any], tree: Any, tokens: np.ndarray, scan: bool = True
 ) -> np.ndarray:
-    """The logits of MaxText's model, in fp32 on one device."""
+    """The logits of MaxText's model, in fp32 on one device, with the parameters of a tree, or those
+    that MaxText's own loader finds at a path.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
     from jax.sharding import Mesh
+    from maxtext.common.checkpointing import (  # pyright: ignore[reportMissingImports]
+        load_params_from_path,
+    )
     from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
     from maxtext.layers import moe  # pyright: ignore[reportMissingImports]
     from maxtext.models import models  # pyright: ignore[reportMissingImports]
@@ -391,6 +396,8 @@ def maxtext_logits(
         stored = nnx.Any(nnx.Param, moe.MoEBiasVar)
         graph, params, others = nnx.split(model, stored, ...)
         wanted: dict[Any, Any] = dict(nnx.to_flat_state(params))
+        if isinstance(tree, str):
+            tree = nnx.to_pure_dict(load_params_from_path(tree, params, 8))
         given = flat(tree)
         here, there = (
             {(path, leaf.shape) for path, leaf in tree.items()} for tree in (wanted, given)

@@ -85,6 +85,16 @@ def plan(
 @click.command()
 @click.argument("source")
 @click.argument("target")
+@click.option("--root", help="The label of the parameters at TARGET, in place of param.")
+@click.option(
+    "--variables", is_flag=True, help="Each parameter in a node `value`, as Flax NNX stores them."
+)
+@click.option(
+    "--to-step",
+    type=click.IntRange(0),
+    help="TARGET is a run, to which this step is added.",
+)
+@click.option("--item", help="With --to-step: the item's name; unsaid, default.")
 @mesh_options
 @source_options
 @budget
@@ -96,9 +106,17 @@ def convert(
     rules: tuple[Rule, ...],
     budget: int,
     json_: bool,
+    root: str | None,
+    variables: bool,
+    to_step: int | None,
+    item: str | None,
     **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
+
+    --root, --variables, --to-step and --item write it where a framework's own loader looks:
+    MaxText's wants --root params --to-step 0 --item items, tunix's --root "" --variables --to-step
+    0 --item model_params.
 
     With --mesh it is cut as a save from that mesh cuts it: a restore there reads what it needs and
     nothing beside it, and one elsewhere reads it too.
@@ -106,6 +124,9 @@ def convert(
     What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks
     like a checkpoint; the same command takes up where it was stopped.
     """
+    if item is not None and to_step is None:
+        raise click.UsageError("--item goes with --to-step: give that too")
+    place = {"root": root, "variables": variables, "step": to_step}
     checkpoint = open_checkpoint(source, **options)
     for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
         to_stderr.print(f"note: {note}")
@@ -116,6 +137,8 @@ def convert(
             **mesh_arguments(mesh, rules),
             budget_bytes=budget,
             progress=lambda block: advance(block.nbytes),
+            **place,
+            **({} if item is None else {"item": item}),
         )
     summary = report.inspection(result)
     if json_:

@@ -31,14 +31,15 @@ from jax_ucp.mapping.rules import shipped
 @as_json
 def map_(source: str, target: str | None, mapping: str | None, json_: bool, **options: Any) -> None:
     """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest fixes."""
-    rules = load_mapping(mapping)
+    params = options.pop("params")
+    rules = load_mapping(mapping, options.pop("inverse"))
     if rules is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
     config, assume = options.pop("config"), options.pop("assume")
     checkpoint = open_checkpoint(source, of_mapping=rules, **options)
     arguments = map_arguments(rules, options["sizes"], config, assume)
     shapes = target_shapes(target) if target else None
-    report = mapping_report(checkpoint, rules, shapes, **arguments)
+    report = mapping_report(checkpoint, rules, shapes, **arguments, params=params)
     if json_:
         print_json(report)
     else:

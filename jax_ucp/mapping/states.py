@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax_ucp.errors import TreeMismatch
+from jax_ucp.sources.checks import passed_on
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents
-from jax_ucp.tree import Key, Leaf, Path
+from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_fault
 
 PARAM: Path = (Key("dict", "param"),)
 
@@ -55,19 +57,13 @@ def weights_of(contents: Contents, params: str) -> Contents:
     Raises TreeMismatch where there are none below the label `params`.
     """
     weights = _weights(contents, params)
-    leaves = [
-        replace(leaf, path=(*PARAM, *(Key("dict", key) for key in name.split("/"))))
+    at = {
+        (*PARAM, *(Key("dict", key) for key in name.split("/"))): leaf
         for name, leaf in weights.items()
-    ]
-    left = len(contents.leaves) - len(leaves)
+    }
+    left = len(contents.leaves) - len(at)
     notes = [f"{left} leaves that are not parameters are left out"] if left else []
-    names = {leaf.name for leaf in leaves}
-    return replace(
-        contents,
-        leaves=leaves,
-        notes=[*contents.notes, *notes],
-        checks=lambda extent: (one for one in contents.checks(extent) if one.leaves & names),
-    )
+    return replace(_placed(contents, at), notes=[*contents.notes, *notes])
 
 
 def _imported(contents: Contents) -> States:
@@ -155,3 +151,44 @@ def _has_values(leaves: Iterable[Leaf]) -> bool:
 
 def _without_value(path: Path, has_values: bool) -> Path:
     return path[:-1] if has_values and path and path[-1].name == "value" else path
+
+
+def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
+    """The tree with the parameters below the label `root` in place of `param`, and with
+    `variables` each in a node of its own, `value`, as the variables of Flax NNX are stored.
+
+    Raises TreeMismatch where the tree has no parameters, or has no place for its other states.
+    """
+    states = states_of(contents)
+    if len(states.at) > 1 and not root:
+        others = ", ".join(label_of(place) for place in states.at if place != states.params)
+        raise TreeMismatch(
+            f"{contents.path} has {others} beside its parameters, which therefore cannot be the"
+            " whole tree: give them a root, or open with weights_only=True (--weights-only)"
+        )
+    above = tuple(Key("dict", key) for key in root.split("/") if key)
+    below = (Key("dict", "value"),) if variables else ()
+    at = {
+        (*(above if place == states.params else place), *leaf.path[1:], *below): leaf
+        for place, named in states.at.items()
+        for leaf in named.values()
+    }
+    if fault := tree_fault(at):
+        raise TreeMismatch(f"{contents.path} cannot have its parameters at {root!r}: {fault}")
+    return _placed(contents, at)
+
+
+def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:
+    """A checkpoint with these of its leaves alone, at other paths."""
+    names = dict(zip(at, leaf_names(list(at)), strict=True))
+    users: dict[str, set[str]] = defaultdict(set)
+    for path, leaf in at.items():
+        users[leaf.name].add(names[path])
+    return replace(
+        contents,
+        leaves=[replace(leaf, path=path, name=names[path]) for path, leaf in at.items()],
+        arrays=Combined.named(
+            contents.arrays, {names[path]: leaf.name for path, leaf in at.items()}
+        ),
+        checks=lambda extent: passed_on(contents.checks(extent), users),
+    )
