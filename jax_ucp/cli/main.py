@@ -17,6 +17,7 @@ from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
 from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
+from jax_ucp.cli.mappings import mappings
 from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError
 from jax_ucp.text import visible_lines
@@ -54,7 +55,7 @@ def main() -> None:
     """Universal checkpoints for JAX: inspect, map, plan, convert, verify, export, compare any."""
 
 
-for command in (inspect, plan, map_, convert, export, verify, diff):
+for command in (inspect, plan, map_, mappings, convert, export, verify, diff):
     main.add_command(command)
 
 if __name__ == "__main__":

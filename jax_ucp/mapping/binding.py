@@ -364,9 +364,8 @@ def _plain_skips(mapping: LeafMapping) -> list[Skip]:
 
 
 def _is_for_none(rule: Rule, lengths: Mapping[str, int]) -> bool:
-    """Whether an index of a rule's parameters has the length zero."""
-    names = parse_name(next(iter(rule.params))).indices
-    return any(lengths.get(name) == 0 for name in names)
+    """Whether an axis or an index of a rule has the length zero, so that nothing is meant by it."""
+    return any(lengths.get(name) == 0 for name in rule.names)
 
 
 def _missing_instances(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:

@@ -37,7 +37,7 @@ from jax_ucp.shard_spec.document import Document, document, dumped, fields
 from jax_ucp.shard_spec.rules import regex_of
 
 _MAPPINGS = resources.files("jax_ucp.mapping") / "models"
-_SECTIONS = ("sizes", "requires", "variants", "leaves", "skip")
+_SECTIONS = ("about", "sizes", "requires", "variants", "leaves", "skip")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The fields of a rule that its YAML has only where they are not the default.
 _OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when")
@@ -197,6 +197,7 @@ class Mapping:
     name: str = field(default="mapping", compare=False)
     requires: Sequence[Requirement] = ()
     variants: Dict[str, Dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    about: Dict[str, str] = field(default_factory=dict[str, str], compare=False)
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
@@ -241,9 +242,11 @@ class Mapping:
         for twice, count in Counter(requirement.name for requirement in requires).items():
             if count > 1:
                 top.faults.append(f"{name}: two requirements are named {twice!r}")
-        variants = _variants(top)
+        variants, about = _variants(top), top.content.get("about") or {}
+        if about and not (_are_texts(about) and about.keys() == {"model", "target"}):
+            top.faults.append(f"{top.place('about')}: about has a model and a target, two texts")
         top.raise_faults(f"{name} is no mapping:")
-        mapping = cls(tuple(rules), tuple(skips), sizes, name, tuple(requires), variants)
+        mapping = cls(tuple(rules), tuple(skips), sizes, name, tuple(requires), variants, about)
         for variant in variants:
             top.attempt(lambda v=variant: mapping.variant(v), top.place("variants"))
         top.raise_faults(f"{name} is no mapping:")
@@ -307,6 +310,7 @@ class Mapping:
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""
         content: dict[str, Any] = {
+            "about": dict(self.about),
             "sizes": dict(self.sizes),
             "requires": [asdict(requirement) for requirement in self.requires],
             "variants": {name: dict(renames) for name, renames in self.variants.items()},
