@@ -84,7 +84,8 @@ class Case:
             got.astype(np.float32) if self.family.startswith("deepspeed") else got, want
         )
 
-    def open(self, **options) -> ucp.Checkpoint:
+    def open(self, at: str | Path | None = None, **options) -> ucp.Checkpoint:
+        path = self.path if at is None else at
         if not options.get("weights_only"):
             options = deepspeed_cases.word(self.path) | options
         if self.is_generated:
@@ -95,7 +96,7 @@ class Case:
             options |= self.about["options"]
         if self.family in ("trainers", "dtensors") and not options.get("weights_only"):
             options = self.about["options"] | options
-        return ucp.open(self.path, **options)
+        return ucp.open(path, **options)
 
 
 def every() -> list[Case]:

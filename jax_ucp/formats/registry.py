@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
+from jax_ucp.files.looked import looking_once
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.source_files import opening
 from jax_ucp.formats import run_folders
@@ -251,7 +252,11 @@ def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> 
     FormatError where what is there is not as its format has it, and SpecError for a spec that its
     format has no use for.
     """
-    at = file_path(path)
+    with looking_once():
+        return _open_at(path, file_path(path), options)
+
+
+def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Options) -> Contents:
     _require_finished(path, at)
     format = RUN if options.step is not None and RUN.recognise(at) else _format_of(at)
     if format is None:
@@ -293,10 +298,12 @@ def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
 
 def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> None:
     """Raise NotACheckpoint where nothing is at the path, or a conversion that has not finished."""
+    if universal.recognise(at):
+        return
     if not at.exists():
         link = f": it is a link to {at.link()}, which is not there" if at.link() else ""
         raise NotACheckpoint(f"{path} does not exist{link}")
-    if (at / LEDGER_FILE).is_file() and not universal.recognise(at):
+    if (at / LEDGER_FILE).is_file():
         raise NotACheckpoint(
             f"{path} is an unfinished conversion: run the same convert again to complete it"
         )

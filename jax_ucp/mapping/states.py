@@ -168,12 +168,14 @@ def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
         )
     above = tuple(Key("dict", key) for key in root.split("/") if key)
     below = (Key("dict", "value"),) if variables else ()
-    at = {
-        (*(above if place == states.params else place), *leaf.path[1:], *below): leaf
+    placed = [
+        ((*(above if place == states.params else place), *leaf.path[1:], *below), leaf)
         for place, named in states.at.items()
         for leaf in named.values()
-    }
-    if fault := tree_fault(at):
+    ]
+    at = dict(placed)
+    fault = tree_fault(at) or ("two leaves have one path" if len(at) < len(placed) else None)
+    if fault:
         raise TreeMismatch(f"{contents.path} cannot have its parameters at {root!r}: {fault}")
     return _placed(contents, at)
 

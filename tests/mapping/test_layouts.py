@@ -65,9 +65,9 @@ def llama(request):
 
 
 def test_the_mappings_of_the_package_are_listed_and_those_that_fit_a_checkpoint(llama):
-    listed = json.loads(run("mappings", "--json").stdout)["mappings"]
+    listed = json.loads(run("mappings", "--json"))["mappings"]
     assert all(entry["model"] and entry["target"] for entry in listed)
-    fits = json.loads(run("mappings", llama, "--json").stdout)["mappings"]
+    fits = json.loads(run("mappings", llama, "--json"))["mappings"]
     assert {one["name"]: one["fits"] for one in fits} == {
         "hf-llama-to-maxtext": False,
         "hf-llama-to-tunix": False,
@@ -78,7 +78,7 @@ def test_the_mappings_of_the_package_are_listed_and_those_that_fit_a_checkpoint(
 
 def test_a_draft_parses_and_what_it_decides_is_right(llama, tmp_path):
     tree = llama.parents[2] / "trees" / "llama-to-tunix.json"
-    draft = run("map", llama, "--suggest", "--target", tree).stdout
+    draft = run("map", llama, "--suggest", "--target", tree)
     rules = ucp.Mapping.parse(draft)
     shipped = ucp.Mapping.load("hf-llama-to-tunix")
     checkpoint = ucp.open(llama)
@@ -101,7 +101,7 @@ def test_a_run_is_exported_by_the_inverse_with_its_models_config(llama, tmp_path
     ucp.Checkpoint.of(tree).save(tmp_path / "run")
     words = ("--params", "model_params", "--mapping", "hf-llama-to-tunix", "--inverse")
     given = ("--config", llama, "--assume", "rope_theta")
-    assert run("export", tmp_path / "run", tmp_path / "out", *words, *given).returncode == 0
+    run("export", tmp_path / "run", tmp_path / "out", *words, *given)
     out = ucp.open(tmp_path / "out")
     assert out.config == checkpoint.config
     assert out.params.keys() == checkpoint.params.keys()
