@@ -237,7 +237,7 @@ def digest(tree: Any) -> int:
     crc = 0
     for path, leaf in sorted(flat(tree).items()):
         crc = zlib.crc32(f"{'/'.join(path)} {leaf.shape}".encode(), crc)
-        crc = zlib.crc32(np.ascontiguousarray(leaf), crc)
+        crc = zlib.crc32(leaf.tobytes(), crc)
     return crc
 
 
@@ -256,7 +256,7 @@ def keep(
     (target / "proved.json").write_text(json.dumps(right, indent=1) + "\n")
     scanned = {mapping: one.logits for mapping, one in tried.items() if ":" not in mapping}
     logits = {**found, **scanned} if model.name in RECORDED else found
-    np.savez_compressed(target / "logits.npz", **logits)
+    np.savez_compressed(target / "logits.npz", allow_pickle=False, **logits)
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class _Family:
 
     @property
     def words(self) -> set[str]:
-        found = re.findall(r"[a-z]+|\d+", re.sub(r"\{\w+\}", "", self.name).lower())
+        found: list[str] = re.findall(r"[a-z]+|\d+", re.sub(r"\{\w+\}", "", self.name).lower())
         return {_SAME.get(word, word) for word in found} - _KINDS
 
 

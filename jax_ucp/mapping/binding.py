@@ -42,6 +42,8 @@ from jax_ucp.shard_spec.rules import regex_of
 
 FAULTS_SHOWN = 40
 MISSING_SHOWN = 3
+# An axis of so many layers and experts that each becomes a leaf is of no model.
+MOST_LEAVES = 1_000_000
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}")
 _NO_CONFIG = "the checkpoint does not have its model's config"
 
@@ -629,6 +631,9 @@ def _leaf_places(
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """The leaves of a name with placeholders, each with its index on the unstacked axes."""
     unstacked = [key for key in parse_name(pattern).indices if key not in shared]
+    count = math.prod(sizes[key] for key in unstacked)
+    if count > MOST_LEAVES:
+        raise LayoutError(f"{pattern} would be {count} leaves; {MOST_LEAVES} are the most")
     for place in itertools.product(*(range(sizes[key]) for key in unstacked)):
         fixed = dict(zip(unstacked, place, strict=True))
         numbers = {key: str(i) for key, i in fixed.items()}

@@ -147,7 +147,8 @@ def parse_name(text: str) -> Name:
     found: list[Placeholder] = []
     for part in parts[1::2]:
         match = _PLACEHOLDER.fullmatch(part)
-        fields = {key: one for key, one in match.groupdict().items() if one} if match else {}
+        groups = match.groupdict() if match else {}
+        fields: dict[str, str] = {key: one for key, one in groups.items() if one}
         counts = (fields[key] for key in ("stride", "offset") if key in fields)
         has_index = bool(fields.keys() & {"index", "outer"})
         if not has_index or not all(one.isidentifier() or _COUNT.fullmatch(one) for one in counts):
@@ -189,9 +190,10 @@ def values_in(
         if found is None or any(values.get(key, one) != one for key, one in found.items()):
             return None
         values |= found
-    below = (_is_below(values[key], lengths[key]) for key in values if key in (lengths or {}))
-    return values if all(below) else None
+    return (
+        values if all(_is_below(values[key], (lengths or {}).get(key)) for key in values) else None
+    )
 
 
-def _is_below(value: str, length: int) -> bool:
-    return bool(_NUMBER.fullmatch(value)) and int(value) < length
+def _is_below(value: str, length: int | None) -> bool:
+    return length is None or (bool(_NUMBER.fullmatch(value)) and int(value) < length)

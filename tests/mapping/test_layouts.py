@@ -25,7 +25,7 @@ def test_stock_orbax_restores_the_item_of_the_step_that_a_save_added(tmp_path):
     )
     assert manager.all_steps() == [0, 7]
     restored = manager.restore(7, args=ocp.args.Composite(model_params=ocp.args.PyTreeRestore()))
-    tree = restored.model_params
+    tree = restored["model_params"]
     np.testing.assert_array_equal(tree["a"]["w"]["value"], TREE["a"]["w"])
     np.testing.assert_array_equal(tree["b"]["value"], TREE["b"])
     with pytest.raises(FileExistsError, match="give another step"):

@@ -131,3 +131,9 @@ def test_what_nothing_claims_is_skipped_where_the_rest_is():
     assert Mapping.from_dict(mapping.to_dict()) == mapping
     with pytest.raises(SpecError, match="skip should be a list, or rest"):
         Mapping.parse("leaves: []\nskip: everything")
+
+
+def test_an_axis_of_a_billion_does_not_become_so_many_leaves():
+    mapping = Mapping.parse("leaves:\n- {param: w, axes: layer e, leaf: {'h/{layer}': e}}")
+    with pytest.raises(LayoutError, match="would be 1000000000 leaves"):
+        bind(mapping, {"w": (10**9, 1)}, {}, {})
