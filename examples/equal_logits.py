@@ -1,6 +1,6 @@
 """Hugging Face checkpoints in JAX models that others wrote: the logits are those that torch gave.
 
-    pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig
+    pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig einops
     python examples/equal_logits.py tunix [--trees DIRECTORY]
 
     pip install transformers==4.55.4      # from 5 on it has no Flax models; torch is not needed

@@ -199,7 +199,7 @@ def _fitting(
     mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> Iterator[str]:
     """The mappings of the package to the same target, one way or the other, that fit."""
-    target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
+    target = mapping.name.partition(".yaml")[0].rpartition("-to-")[2]
     for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
         other = LeafMapping.load(name)
         for way in (other, other.inverse()) if other.requires else ():
