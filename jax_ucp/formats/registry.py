@@ -19,6 +19,7 @@ from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
 from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
+from jax_ucp.formats.gguf import reader as gguf
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
@@ -221,6 +222,12 @@ FORMATS: tuple[Format, ...] = (
         stores_once=True,
         from_torch=True,
         notes_siblings=True,
+    ),
+    Format(
+        gguf.recognise,
+        "GGUF (a file, or the first part of a split one)",
+        gguf.open_gguf,
+        stores_once=True,
     ),
     Format(
         flax_msgpack.recognise,

@@ -140,9 +140,9 @@ class Part:
     the arrays whose `zarr.json` it writes.
     """
 
-    packs: Sequence[tuple[int, Sequence[Block]]]
-    alone: Sequence[Block]
-    creates: Sequence[str]
+    packs: list[tuple[int, Sequence[Block]]]
+    alone: list[Block]
+    creates: list[str]
 
     @staticmethod
     def whole(plan: CopyPlan) -> Part:

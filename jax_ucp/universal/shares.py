@@ -83,19 +83,20 @@ def parts_of(contents: Contents, plan: CopyPlan, count: int) -> Sequence[Part]:
     """
     packs = list(enumerate(plan.packs))
     alone = list(batches(plan.alone, lambda block: 1, 1, 1, partial(of_one_chunk, contents)))
-    shares = list(_by_bytes([*(blocks for _, blocks in packs), *alone], count))
-    of_packs, of_alone = shares[: len(packs)], shares[len(packs) :]
-    creators = dict.fromkeys(Part.whole(plan).creates, 0)
-    for share, blocks in reversed(list(zip(of_alone, alone, strict=True))):
-        creators.update((block.key, share) for block in blocks)
-    return [
-        Part(
-            [pack for of, pack in zip(of_packs, packs, strict=True) if of == share],
-            [b for of, blocks in zip(of_alone, alone, strict=True) if of == share for b in blocks],
-            [key for key, creator in creators.items() if creator == share],
-        )
-        for share in range(count)
-    ]
+    shares = _by_bytes([*(blocks for _, blocks in packs), *alone], count)
+    parts = [Part([], [], []) for _ in range(count)]
+    for pack in packs:
+        parts[next(shares)].packs.append(pack)
+    creates = dict.fromkeys(Part.whole(plan).creates, 0)
+    begun: set[str] = set()
+    for blocks in alone:
+        share = next(shares)
+        parts[share].alone.extend(blocks)
+        creates.update((block.key, share) for block in blocks if block.key not in begun)
+        begun.update(block.key for block in blocks)
+    for key, share in creates.items():
+        parts[share].creates.append(key)
+    return parts
 
 
 def _by_bytes(groups: Sequence[Sequence[Block]], count: int) -> Iterator[int]:
