@@ -1,6 +1,6 @@
 """Hugging Face checkpoints in JAX models that others wrote: the logits are those that torch gave.
 
-    pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig
+    pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig einops
     python examples/equal_logits.py tunix [--trees DIRECTORY]
 
     pip install transformers==4.55.4      # from 5 on it has no Flax models; torch is not needed
@@ -36,19 +36,22 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from jax_ucp.mapping.binding import outcomes
 
-DATA = Path(__file__).parent.parent / "tests" / "data" / "torch"
+DATA = Path(__file__).parent.parent / "tests" / "data"
 TOLERANCE = 1e-5
 # Package -> case -> what it is there, and the mapping.
 CASES = {
     "tunix": {
-        "hf_llama": ("llama3.Llama3", "hf-llama-to-tunix"),
-        "hf_qwen2": ("qwen2.Qwen2", "hf-qwen2-to-tunix"),
-        "hf_qwen3": ("qwen3.Qwen3", "hf-qwen3-to-tunix"),
-        "hf_qwen3_moe": ("qwen3.Qwen3", "hf-qwen3-moe-to-tunix"),
-        "hf_gemma": ("gemma.Gemma", "hf-gemma-to-tunix"),
-        "hf_gemma_mha": ("gemma.Gemma", "hf-gemma-7b-to-tunix"),
+        "torch/hf_llama": ("llama3.Llama3", "hf-llama-to-tunix"),
+        "torch/hf_qwen2": ("qwen2.Qwen2", "hf-qwen2-to-tunix"),
+        "torch/hf_qwen3": ("qwen3.Qwen3", "hf-qwen3-to-tunix"),
+        "torch/hf_qwen3_moe": ("qwen3.Qwen3", "hf-qwen3-moe-to-tunix"),
+        "torch/hf_gemma": ("gemma.Gemma", "hf-gemma-to-tunix"),
+        "torch/hf_gemma_mha": ("gemma.Gemma", "hf-gemma-7b-to-tunix"),
+        "maxtext/gemma2": ("gemma.Gemma", "hf-gemma2-to-tunix"),
+        "maxtext/gemma3": ("gemma3.Gemma3", "hf-gemma3-to-tunix"),
+        "maxtext/gemma3_linear": ("gemma3.Gemma3", "hf-gemma3-to-tunix"),
     },
-    "flax": {"hf_gpt2": ("FlaxGPT2LMHeadModule", "hf-gpt2-to-flax")},
+    "flax": {"torch/hf_gpt2": ("FlaxGPT2LMHeadModule", "hf-gpt2-to-flax")},
 }
 RULES = [
     (r"(_proj|einsum|c_\w+)/(w|kernel)$", P("data", None, "model")),
@@ -87,8 +90,7 @@ def main(package: str, trees: Path | None) -> int:
             write_tree(trees / f"{mapping.removeprefix('hf-')}.json", {"param": model.tree})
         mapped = checkpoint.map(mapping, assume=vouched)
         params = mapped.restore({"param": model.tree}, mesh=mesh, rules=RULES)["param"]
-        with np.load(DATA / case / "truth.npz") as truth:
-            tokens, want = truth["io::tokens"], truth["io::logits"]
+        tokens, want = truth(DATA / case)
         # eager operations on eight devices of two cores can wait for each other
         logits = jax.jit(model.logits)
         right = np.abs(logits(params, tokens) - want).max() / np.abs(want).max()
@@ -110,6 +112,15 @@ def main(package: str, trees: Path | None) -> int:
     return min(failed, 1)
 
 
+def truth(case: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that torch was given, and its logits."""
+    if case.parent.name == "torch":
+        with np.load(case / "truth.npz") as arrays:
+            return arrays["io::tokens"], arrays["io::logits"]
+    with np.load(case / "logits.npz") as arrays:
+        return arrays["tokens"], arrays["transformers"]
+
+
 def tunix(name: str, config: Mapping[str, Any], changed: Sequence[str]) -> Model:
     family, _, kind = name.partition(".")
     module = tunix_module(family, config, changed)
@@ -127,7 +138,7 @@ def tunix(name: str, config: Mapping[str, Any], changed: Sequence[str]) -> Model
         return found
 
     def exchange(params: Params) -> None:
-        out = params["layers"][0]["attn"]["attn_vec_einsum" if family == "gemma" else "o_proj"]
+        out = params["layers"][0]["attn"]["attn_vec_einsum" if "gemma" in family else "o_proj"]
         out["w"] = jnp.roll(out["w"], 1, axis=0)
 
     return Model(nnx.to_pure_dict(state), logits, exchange)
@@ -196,6 +207,8 @@ def model_config(module: Any, config: Mapping[str, Any]) -> Any:
     """The model's own configuration, with the names that this family has for things."""
     moe = config["model_type"].endswith("moe")
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    rope = config["rope_parameters"]
+    of_all, of_window = (rope.get(f"{kind}_attention", rope) for kind in ("full", "sliding"))
     said = {
         "num_layers": layers,
         "vocab_size": config["vocab_size"],
@@ -205,21 +218,34 @@ def model_config(module: Any, config: Mapping[str, Any]) -> Any:
         "num_heads": heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "num_kv_heads": config["num_key_value_heads"],
-        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "rope_theta": of_all["rope_theta"],
+        "local_base_frequency": of_window["rope_theta"],
+        "global_base_frequency": of_all["rope_theta"],
+        "global_scale_factor": of_all.get("factor", 1.0),
         "norm_eps": config["rms_norm_eps"],
         "weight_tying": config["tie_word_embeddings"],
         "use_tied_embedding": config["tie_word_embeddings"],
         "num_experts": config.get("num_local_experts") if moe else None,
         "num_experts_per_tok": config.get("num_experts_per_tok") if moe else None,
-        "final_logit_softcap": None,
-        "use_post_attn_norm": False,
-        "use_post_ffw_norm": False,
-        "attention_types": (
-            (module.AttentionType.GLOBAL,) * layers if hasattr(module, "AttentionType") else ()
-        ),
+        "final_logit_softcap": config.get("final_logit_softcapping"),
+        "attn_logits_soft_cap": config.get("attn_logit_softcapping"),
+        "sliding_window_size": config.get("sliding_window"),
+        "use_post_attn_norm": config["model_type"] == "gemma2",
+        "use_post_ffw_norm": config["model_type"] == "gemma2",
+        "param_dtype": jnp.float32,
+        "attention_types": attention_types(module, config),
     }
     known = module.ModelConfig.__dataclass_fields__
     return module.ModelConfig(**{name: value for name, value in said.items() if name in known})
+
+
+def attention_types(module: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of each layer whether it has a window, for a model of which that is said."""
+    if not hasattr(module, "AttentionType"):
+        return ()
+    kinds = module.AttentionType
+    layers = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    return tuple(kinds.LOCAL_SLIDING if "sliding" in one else kinds.GLOBAL for one in layers)
 
 
 def write_tree(path: Path, tree: Any) -> None:

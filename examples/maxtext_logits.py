@@ -5,7 +5,7 @@ transformers.
     python examples/maxtext_logits.py write MODELS
 
     pip install --no-deps maxtext==0.2.5                  # Python 3.12 or newer, beside jax_ucp
-    pip install jax==0.11.1 flax omegaconf pydantic aqtp qwix tokamax pathwaysutils \
+    pip install jax flax omegaconf pydantic aqtp qwix tokamax pathwaysutils \
         transformers grain drjax jinja2 packaging pillow tiktoken sentencepiece sympy
     python examples/maxtext_logits.py run MODELS [--record DIRECTORY]
 
@@ -16,9 +16,12 @@ table shows what they keep out. `--record` writes MaxText's logits, and the mode
 """
 
 import argparse
+import json
 import shutil
 import sys
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,24 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
 EXPERTS = {"num_experts_per_tok": 2, "intermediate_size": 24}
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# MaxText rounds an embedding that it makes logits of, here one that 4 scales, which changes no bit
+GEMMA = {"hidden_size": 16, "head_dim": 8, "intermediate_size": 16, "query_pre_attn_scalar": 8}
+GEMMA |= {"sliding_window": 8, "tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16, "beta_fast": 32.0}
+YARN |= {"beta_slow": 1.0, "factor": 4.0}
+GPT_OSS = {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS |= {"hidden_size": 16, "head_dim": 8, "intermediate_size": 8, "sliding_window": 8}
+GPT_OSS |= {"rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False}}
+DEEPSEEK = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 2}
+DEEPSEEK |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+DEEPSEEK |= {"hidden_size": 16, "intermediate_size": 24, "q_lora_rank": 12, "kv_lora_rank": 10}
+DEEPSEEK |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 6}
+DEEPSEEK |= {"num_key_value_heads": 4, "n_shared_experts": 1}
+DEEPSEEK |= {
+    "rope_parameters": {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 # Name -> the family in transformers, and what differs from SMALL.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
@@ -62,6 +83,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3_moe_unscaled": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False}),
+    "gemma2": ("Gemma2", {**GEMMA, "num_hidden_layers": 4}),
+    # a block of six layers, and two over
+    "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 8}),
+    "gemma3_linear": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "num_hidden_layers": 6,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
+        },
+    ),
+    "gemma3_no_window": ("Gemma3Text", {**GEMMA, "layer_types": ["full_attention"] * 2}),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "deepseek3": ("DeepseekV3", DEEPSEEK),
 }
 BLOCKS = {
     "llama": "llama2",
@@ -70,19 +105,17 @@ BLOCKS = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
-BLOCKS |= {"qwen3_moe": "qwen3_moe"}
-# What tests have: a model for each mapping that they do not have anyway, and the mappings to
-# record.
-RECORDED = (
-    "llama2",
-    "llama31",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_moe_unscaled",
-)
+BLOCKS |= {"qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek"}
+# What MaxText does by the name of a model alone
+NAMES = {"gemma3_text": "gemma3-4b", "deepseek_v3": "deepseek3-671b"}
+ROPES = {"llama3": "llama3.1", "yarn": "yarn"}
+EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+# What tests have: models and MaxText's logits of every tree, or, of models that tests/decoder.py
+# does not run, what the trees are that were right.
+RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+RECORDED += ("qwen3_moe_unscaled",)
+PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
 
 
 def write(folder: Path) -> None:
@@ -93,10 +126,13 @@ def write(folder: Path) -> None:
     for name, (family, changes) in MODELS.items():
         torch.manual_seed(11)
         config = getattr(transformers, f"{family}Config")(**SMALL | changes)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(4) if weight.dim() > 1 else weight.add_(torch.randn_like(weight) * 0.1)
+            for name_of, bias in model.named_buffers():
+                if name_of.endswith("e_score_correction_bias"):
+                    bias.add_(torch.randn_like(bias) * 0.1)
             # MaxText rounds a tied embedding to bfloat16 where it makes logits of it
             if config.tie_word_embeddings:
                 model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.bfloat16())
@@ -117,54 +153,120 @@ def run(folder: Path, record: Path | None) -> int:
     """A line for each model and each mapping whose rules fit its names; 1 where one that should
     agree does not.
     """
+    from jax_ucp.mapping.rules import shipped
+
+    of_maxtext = [one for one in shipped() if one.endswith("-to-maxtext")]
+    mappings = [f"{one}{variant}" for one in of_maxtext for variant in ("", ":unscanned")]
+    failed = 0
+    for name in sorted(path.name for path in folder.iterdir()):
+        with np.load(folder / name / "logits.npz") as stored:
+            found = dict(stored)
+        results = {mapping: tried(folder / name, mapping, found) for mapping in mappings}
+        for mapping, result in results.items():
+            if result is None:
+                continue
+            failed += result.failed
+            print(f"{name:20} {mapping:35} {result}", flush=True)
+        if record and name in (*RECORDED, *PROVED):
+            keep(folder / name, record / name, found, results)
+    print("What is accepted agrees." if not failed else f"{failed} that are accepted do not agree.")
+    return min(failed, 1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What MaxText made of a mapping's tree: the largest difference of logits in parts of their
+    scale, the same with the heads of every layer exchanged, and what the tree is.
+    """
+
+    logits: np.ndarray
+    error: float
+    exchanged: float
+    unmet: list[str]
+    digest: int
+
+    @property
+    def failed(self) -> bool:
+        return not self.unmet and (self.error > TOLERANCE or self.exchanged < 100 * TOLERANCE)
+
+    def __str__(self) -> str:
+        if self.unmet:
+            return f"{self.error:.1e}  refused: {', '.join(self.unmet)}"
+        return f"{self.error:.1e}  with the heads exchanged {self.exchanged:.1e}"
+
+
+def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | None:
+    """What MaxText makes of a model's tree; None where the mapping is for other names."""
     import jax_ucp as ucp
     from jax_ucp.errors import LayoutError
     from jax_ucp.mapping.binding import outcomes
-    from jax_ucp.mapping.rules import shipped
 
-    failed = 0
-    for name in MODELS:
-        checkpoint = ucp.open(folder / name)
-        config = checkpoint.config
-        with np.load(folder / name / "logits.npz") as stored:
-            found = dict(stored)
-        for mapping in (one for one in shipped() if one.endswith("-to-maxtext")):
-            rules = ucp.Mapping.load(mapping)
-            unmet = [
-                one.requirement.name for one in outcomes(rules, config) if one.state == "unmet"
-            ]
-            try:
-                tree = checkpoint.map(rules, assume=unmet).restore()["param"]["params"]
-            except LayoutError:
-                continue  # other names
-            logits = maxtext_logits(settings(config), tree, found["tokens"])
-            found[mapping] = logits
-            want = found["transformers"]
-            error = np.abs(logits - want).max() / np.abs(want).max()
-            same = (logits.argmax(-1) == want.argmax(-1)).mean()
-            said = f"refused: {', '.join(unmet)}" if unmet else "accepted"
-            print(
-                f"{name:20} {mapping:24} {error:.1e} of their scale, argmax equal in {same:4.0%} "
-                f" {said}",
-                flush=True,
-            )
-            failed += bool(not unmet and error > TOLERANCE)
-        if record and name in RECORDED:
-            (record / name / "ckpt").mkdir(parents=True, exist_ok=True)
-            for file in ("config.json", "model.safetensors"):
-                shutil.copyfile(folder / name / file, record / name / "ckpt" / file)
-            np.savez_compressed(record / name / "logits.npz", **found)
-    print("What is accepted agrees." if not failed else f"{failed} that are accepted do not agree.")
-    return min(failed, 1)
+    checkpoint, rules = ucp.open(model), ucp.Mapping.load(mapping)
+    config = checkpoint.config
+    unmet = [one.requirement.name for one in outcomes(rules, config) if one.state == "unmet"]
+    try:
+        tree = checkpoint.map(rules, assume=unmet).restore()["param"]["params"]
+    except LayoutError:
+        return None
+    want, scan = found["transformers"], not mapping.endswith(":unscanned")
+    if unmet and not scan:
+        return None  # the scanned tree shows what the requirement keeps out
+
+    def off(given: Any) -> tuple[np.ndarray, float]:
+        logits = maxtext_logits(settings(config), given, found["tokens"], scan)
+        return logits, float(np.abs(logits - want).max() / np.abs(want).max())
+
+    logits, error = off(tree)
+    return Result(logits, error, 0 if unmet else off(exchanged(tree))[1], unmet, digest(tree))
+
+
+def exchanged(tree: Any) -> Any:
+    """The tree with each head's output in the next one's place."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {
+        name: {**value, "kernel": np.roll(value["kernel"], 1, axis=0)}
+        if name == "out"
+        else exchanged(value)
+        for name, value in tree.items()
+    }
+
+
+def digest(tree: Any) -> int:
+    """One number for the names, shapes and bits of a tree."""
+    crc = 0
+    for path, leaf in sorted(flat(tree).items()):
+        crc = zlib.crc32(f"{'/'.join(path)} {leaf.shape}".encode(), crc)
+        crc = zlib.crc32(leaf.tobytes(), crc)
+    return crc
+
+
+def keep(
+    model: Path,
+    target: Path,
+    found: dict[str, np.ndarray],
+    results: Mapping[str, Result | None],
+) -> None:
+    """What tests have of a model."""
+    (target / "ckpt").mkdir(parents=True, exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(model / file, target / "ckpt" / file)
+    tried = {mapping: result for mapping, result in results.items() if result}
+    right = {mapping: result.digest for mapping, result in tried.items() if not result.unmet}
+    (target / "proved.json").write_text(json.dumps(right, indent=1) + "\n")
+    scanned = {mapping: one.logits for mapping, one in tried.items() if ":" not in mapping}
+    logits = {**found, **scanned} if model.name in RECORDED else found
+    np.savez_compressed(target / "logits.npz", allow_pickle=False, **logits)
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """MaxText's settings for a model of transformers."""
     rope = config["rope_parameters"]
-    experts = config.get("num_local_experts") or config.get("num_experts")
-    mlp = config.get("moe_intermediate_size") or config["intermediate_size"]
-    tied = config["tie_word_embeddings"]
+    rope = rope.get("full_attention", rope)
+    experts = next(filter(None, map(config.get, EXPERTS_KEYS)), None)
+    gelu = config.get("hidden_activation") == "gelu_pytorch_tanh"
     said = {
+        "model_name": NAMES.get(config["model_type"], "default"),
         "decoder_block": BLOCKS[config["model_type"]],
         "base_emb_dim": config["hidden_size"],
         "base_num_query_heads": config["num_attention_heads"],
@@ -172,38 +274,99 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": (
             config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         ),
-        "base_mlp_dim": mlp,
-        "base_moe_mlp_dim": mlp,
+        "base_mlp_dim": config["intermediate_size"],
+        "base_moe_mlp_dim": config.get("moe_intermediate_size") or config["intermediate_size"],
         "base_num_decoder_layers": config["num_hidden_layers"],
         "vocab_size": config["vocab_size"],
         "normalization_layer_epsilon": config["rms_norm_eps"],
-        "mlp_activations": [config["hidden_act"], "linear"],
-        "rope_type": "llama3.1" if rope["rope_type"] == "llama3" else "default",
+        "mlp_activations": ["gelu" if gelu else config["hidden_act"], "linear"],
+        "rope_type": ROPES.get(rope["rope_type"], "default"),
         "rope_max_timescale": int(rope["rope_theta"]),
-        "logits_via_embedding": tied,
+        "logits_via_embedding": config["tie_word_embeddings"],
         "normalize_embedding_logits": False,
-        "attention_bias": config["model_type"] == "qwen2",
+        "attention_bias": config["model_type"] in ("qwen2", "gpt_oss"),
         "use_qk_norm": config["model_type"].startswith("qwen3"),
     }
-    if rope["rope_type"] == "linear":
-        said["rope_linear_scaling_factor"] = rope["factor"]
+    said["rope_linear_scaling_factor"] = rope["factor"] if rope["rope_type"] == "linear" else 1.0
     if experts:
-        said |= {"num_experts": experts, "num_experts_per_tok": config["num_experts_per_tok"]}
         said |= {
+            "num_experts": experts,
+            "num_experts_per_tok": config["num_experts_per_tok"],
             "norm_topk_prob": config.get("norm_topk_prob", False),
             "sparse_matmul": False,
             "megablox": False,
         }
-    return said
+    if rope["rope_type"] == "yarn":
+        said |= {name: rope[name] for name in ("original_max_position_embeddings", "beta_fast")}
+        said |= {"rope_factor": rope["factor"], "rope_truncate": rope.get("truncate", True)}
+        said["max_position_embeddings"] = config["max_position_embeddings"]
+    return said | SETTINGS.get(config["model_type"], lambda config: {})(config)
 
 
-def maxtext_logits(said: Mapping[str, Any], tree: Any, tokens: np.ndarray) -> np.ndarray:
-    """The logits of MaxText's model, in fp32 on one device."""
+def gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have besides; MaxText's Gemma 2 has layers of two."""
+    of_local = config["rope_parameters"].get("sliding_attention", {})
+    said = {
+        "sliding_window_size": config["sliding_window"],
+        "normalize_embedding_logits": True,  # which undoes the embedding's scale
+        "use_post_attn_norm": True,
+        "use_post_ffw_norm": True,
+        "final_logits_soft_cap": config["final_logit_softcapping"] or 0.0,
+        "attn_logits_soft_cap": config["attn_logit_softcapping"] or 0.0,
+        "local_rope_max_timescale": int(of_local.get("rope_theta", -1)),
+    }
+    pairs = config["model_type"] == "gemma2"
+    return said | ({"base_num_decoder_layers": config["num_hidden_layers"] // 2} if pairs else {})
+
+
+def gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "sliding_window_size": config["sliding_window"],
+        "attention_sink": True,
+        "mlp_activations": ["sigmoid", "linear"],
+        "mlp_activations_limit": 7.0,
+        "routed_bias": True,
+        "mlp_bias": True,
+        "inhomogeneous_layer_cycle_interval": 2,
+        "rope_interleave": False,
+        "rope_attention_scaling": True,
+    }
+
+
+def deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+    same = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {name: config[name] for name in (*same, "routed_scaling_factor")} | {
+        "attention_type": "mla",
+        "first_num_dense_layers": config["first_k_dense_replace"],
+        "shared_experts": config["n_shared_experts"],
+        "n_routing_groups": config["n_group"],
+        "topk_routing_group": config["topk_group"],
+        "routed_score_func": "sigmoid",
+        "routed_bias": True,
+        "mscale": config["rope_parameters"]["mscale_all_dim"],
+        "rope_interleave": config["rope_interleave"],
+        "rope_attention_scaling": False,
+    }
+
+
+SETTINGS = {"gemma2": gemma, "gemma3_text": gemma, "gpt_oss": gpt_oss, "deepseek_v3": deepseek}
+
+
+def maxtext_logits(
+    said: Mapping[str, Any], tree: Any, tokens: np.ndarray, scan: bool = True
+) -> np.ndarray:
+    """The logits of MaxText's model, in fp32 on one device, with the parameters of a tree, or those
+    that MaxText's own loader finds at a path.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
     from jax.sharding import Mesh
+    from maxtext.common.checkpointing import (  # pyright: ignore[reportMissingImports]
+        load_params_from_path,
+    )
     from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
+    from maxtext.layers import moe  # pyright: ignore[reportMissingImports]
     from maxtext.models import models  # pyright: ignore[reportMissingImports]
     from maxtext.utils import maxtext_utils  # pyright: ignore[reportMissingImports]
 
@@ -216,7 +379,7 @@ def maxtext_logits(said: Mapping[str, Any], tree: Any, tokens: np.ndarray) -> np
         "float32_qk_product": True,
         "float32_logits": True,
         "attention": "dot_product",
-        "scan_layers": True,
+        "scan_layers": scan,
         "enable_dropout": False,
         "enable_checkpointing": False,
         "skip_jax_distributed_system": True,
@@ -230,13 +393,19 @@ def maxtext_logits(said: Mapping[str, Any], tree: Any, tokens: np.ndarray) -> np
     mesh = Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
     with jax.set_mesh(mesh):
         model = models.Transformer(config, mesh, quant=None, rngs=nnx.Rngs(0))
-        graph, params, others = nnx.split(model, nnx.Param, ...)
+        stored = nnx.Any(nnx.Param, moe.MoEBiasVar)
+        graph, params, others = nnx.split(model, stored, ...)
         wanted: dict[Any, Any] = dict(nnx.to_flat_state(params))
+        if isinstance(tree, str):
+            tree = nnx.to_pure_dict(load_params_from_path(tree, params, 8))
         given = flat(tree)
-        if {path: leaf.shape for path, leaf in wanted.items()} != {
-            path: leaf.shape for path, leaf in given.items()
-        }:
-            sys.exit(f"MaxText has {sorted(wanted)}, the mapping gives {sorted(given)}")
+        here, there = (
+            {(path, leaf.shape) for path, leaf in tree.items()} for tree in (wanted, given)
+        )
+        if here != there:
+            sys.exit(
+                f"MaxText has {sorted(here - there)}, the mapping gives {sorted(there - here)}"
+            )
         filled = [(path, leaf.replace(jnp.asarray(given[path]))) for path, leaf in wanted.items()]
         model = nnx.merge(graph, nnx.from_flat_state(filled), others)
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,8 +36,9 @@ from jax_ucp.inspection.statistics import MAX_READ, statistics_of
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.binding import bind, mapping_record, said_before
-from jax_ucp.mapping.mapped_tree import map_contents, states_of
+from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import config_of, given_config, joined
+from jax_ucp.mapping.states import rerooted, states_of, weights_of
 from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
@@ -59,6 +60,7 @@ from jax_ucp.text import visible
 from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
 from jax_ucp.universal.shares import Share, copy_share
+from jax_ucp.universal.step import write_step
 
 if TYPE_CHECKING:
     import optax
@@ -162,10 +164,27 @@ class _Mapped:
     sizes: Mapping[str, int] | None
     config: Mapping[str, Any] | None
     assume: Sequence[str]
+    params: str | None
 
     def __call__(self) -> Contents:
         about = {"sizes": self.sizes, "config": self.config, "assume": self.assume}
+        about["params"] = self.params
         return Checkpoint(self.opener()).map(self.mapping, **about)._contents
+
+
+def _weights(opener: Opener, params: str) -> Contents:
+    return weights_of(opener(), params)
+
+
+def _with_config(opener: Opener, config: Mapping[str, Any]) -> Contents:
+    """What is opened, with the config of its model among the extras."""
+    contents = opener()
+    known = joined(config_of(contents.extras), config, frozenset(config))
+    return replace(contents, extras={**contents.extras, "config.json": {"config": known}})
+
+
+def _rerooted(opener: Opener, root: str, variables: bool) -> Contents:
+    return rerooted(opener(), root, variables)
 
 
 def require_mesh(mesh: object, rules: Sequence[Rule], hosts: int) -> None:
@@ -427,6 +446,7 @@ class Checkpoint:
         sizes: Mapping[str, int] | None = None,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         assume: Sequence[str] = (),
+        params: str | None = None,
     ) -> Checkpoint:
         """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
 
@@ -440,6 +460,9 @@ class Checkpoint:
                 another checkpoint, or a JSON file.
             assume: names of requirements that the user vouches for. They are noted, and remembered
                 with the mapping.
+            params: the label of the parameters in the tree of a training run, such as `params`.
+                Every other part of the tree that has their names, such as Adam's moments, is mapped
+                as they are, and everything else stays as it is.
 
         Returns:
             The mapped checkpoint.
@@ -458,17 +481,39 @@ class Checkpoint:
         before = said_before(rules, self.source.get("mapping", {}))
         given = before.config if config is None else given_config(config)
         assumed = sorted({*before.assumed, *assume})
-        shapes = {name: leaf.shape for name, leaf in states_of(contents)["param"].items()}
+        states = states_of(contents, params)
+        shapes = {name: leaf.shape for name, leaf in states.weights.items()}
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         record = mapping_record(rules, bound, assumed, given)
         origin = {**contents.origin, "mapping": record}
-        leaves = map_contents(contents, bound.leaves, bound.skipped, bound.notes, origin)
+        formed = bound.leaves, bound.skipped, bound.notes
+        leaves = map_contents(contents, states, *formed, origin)
         given_sizes = None if sizes is None else dict(sizes)
         opener = self._opener and _Mapped(
-            self._opener, rules, given_sizes, None if config is None else given, tuple(assume)
+            self._opener,
+            rules,
+            given_sizes,
+            None if config is None else given,
+            tuple(assume),
+            params,
         )
         return Checkpoint(leaves, opener)
+
+    def weights(self, params: str = "params") -> Checkpoint:
+        """The parameters of a training run, to be mapped by the inverse of a mapping and exported.
+
+        Args:
+            params: the label of the parameters in the run's tree; `""` where it has nothing else.
+
+        Returns:
+            The checkpoint `{param: {...}}`. The optimizer, and all else, is left out.
+
+        Raises:
+            TreeMismatch: where no array is below that label.
+        """
+        opener = self._opener and partial(_weights, self._opener, params)
+        return Checkpoint(weights_of(self._contents, params), opener)
 
     def plan(
         self,
@@ -686,8 +731,18 @@ class Checkpoint:
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[Block], None] = lambda block: None,
         executor: Executor | None = None,
+        root: str | None = None,
+        variables: bool = False,
+        step: int | None = None,
+        item: str = "default",
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
+
+        For a framework's own loader: `root` is the label at which it has the parameters, in place
+        of `param` (`""`: they are the whole tree); `variables` puts each in a node `value`, as Flax
+        NNX's states are stored; and with `step`, `path` is a run, to which the item `item` of that
+        step is added. MaxText's `load_parameters_path` wants `root="params", step=0, item="items"`,
+        tunix's manager `root="", variables=True, step=0, item="model_params"`.
 
         With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would
         write, its arrays placed by their saved specs and `rules`, its devices shared out evenly to
@@ -708,14 +763,29 @@ class Checkpoint:
         stored as codes, and WorkerError where the executor's processes cannot open the checkpoint,
         or one of them has ended.
         """
-        target = file_path(path)
-        plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
+        laid_out = self._laid_out(root, variables)
+        plan = laid_out.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
             from jax_ucp.sharding.fit import warn_given_up
 
             warn_given_up(plan.notes, stacklevel=2)
-        copy(self._contents, plan, target, progress, Workers(executor, self._opener))
-        return open(path)
+
+        def write(place: str | os.PathLike[str]) -> object:
+            workers = Workers(executor, laid_out._opener)
+            return copy(laid_out._contents, plan, file_path(place), progress, workers)
+
+        if step is None:
+            write(path)
+            return open(path)
+        return open(write_step(local_path(path), step, item, write))
+
+    def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
+        """The checkpoint with its parameters at another root, or itself."""
+        if root is None and not variables:
+            return self
+        to = "param" if root is None else root
+        opener = self._opener and partial(_rerooted, self._opener, to, variables)
+        return Checkpoint(rerooted(self._contents, to, variables), opener)
 
     def save_share(
         self,
@@ -769,6 +839,7 @@ class Checkpoint:
         dtype: str | None = None,
         max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[int], None] = lambda nbytes: None,
         executor: Executor | None = None,
@@ -780,8 +851,10 @@ class Checkpoint:
         (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder). `dtype` casts
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
-        unsaid that of the source. What is stored twice is compared on the way. `progress` hears of
-        bytes written. Stopped at any moment, nothing is at `path`. `executor` is that of `save`.
+        unsaid that of the source. `config` is the config.json of the model, of a source that has
+        none: a dict, the file, or its folder; it is written beside safetensors. What is stored
+        twice is compared on the way. `progress` hears of bytes written. Stopped at any moment,
+        nothing is at `path`. `executor` is that of `save`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
@@ -791,6 +864,13 @@ class Checkpoint:
         """
         target = local_path(path)
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        if config is not None:
+            opener = self._opener and partial(_with_config, self._opener, given_config(config))
+            described = Checkpoint(
+                _with_config(lambda: self._contents, given_config(config)), opener
+            )
+            others = {"budget_bytes": budget_bytes, "progress": progress, "executor": executor}
+            return described.export(path, format, **arguments, **others)
         plan = self.plan_export(format, **arguments, budget_bytes=budget_bytes)
         run_export(self._contents, plan, target, progress, Workers(executor, self._opener))
         return open(path)

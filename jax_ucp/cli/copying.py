@@ -93,6 +93,16 @@ def plan(
 @click.command()
 @click.argument("source")
 @click.argument("target")
+@click.option("--root", help="The label of the parameters at TARGET, in place of param.")
+@click.option(
+    "--variables", is_flag=True, help="Each parameter in a node `value`, as Flax NNX stores them."
+)
+@click.option(
+    "--to-step",
+    type=click.IntRange(0),
+    help="TARGET is a run, to which this step is added.",
+)
+@click.option("--item", help="With --to-step: the item's name; unsaid, default.")
 @mesh_options
 @source_options
 @budget
@@ -106,11 +116,19 @@ def convert(
     rules: tuple[Rule, ...],
     budget: int,
     json_: bool,
+    root: str | None,
+    variables: bool,
+    to_step: int | None,
+    item: str | None,
     executor: Executor | None,
     share: tuple[int, int] | None,
     **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
+
+    --root, --variables, --to-step and --item write it where a framework's own loader looks:
+    MaxText's wants --root params --to-step 0 --item items, tunix's --root "" --variables --to-step
+    0 --item model_params.
 
     With --mesh it is cut as a save from that mesh cuts it: a restore there reads what it needs and
     nothing beside it, and one elsewhere reads it too.
@@ -118,8 +136,14 @@ def convert(
     What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks
     like a checkpoint; the same command takes up where it was stopped.
     """
-    if share and executor:
-        raise click.UsageError("--worker is one process among others: give it alone")
+    if item is not None and to_step is None:
+        raise click.UsageError("--item goes with --to-step: give that too")
+    place = {"root": root, "variables": variables, "step": to_step}
+    place |= {} if item is None else {"item": item}
+    if share and (executor or root is not None or variables or to_step is not None):
+        raise click.UsageError(
+            "--worker is one process among others, which write TARGET as it is: give it alone"
+        )
     checkpoint = open_checkpoint(source, **options)
     for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
         to_stderr.print(f"note: {note}")
@@ -134,7 +158,7 @@ def convert(
         if share:
             result = checkpoint.save_share(target, share, **how)
         else:
-            result = checkpoint.save(target, **how, executor=executor)
+            result = checkpoint.save(target, **how, **place, executor=executor)
     if result is not None:
         _print_result(target, result, checkpoint.notes, json_)
     elif json_:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 import click
 
+import jax_ucp
 from jax_ucp.arguments import local_path
 from jax_ucp.cli.mapping import imported
 from jax_ucp.cli.options import (
@@ -22,7 +24,7 @@ from jax_ucp.cli.options import (
 )
 from jax_ucp.cli.output import console, print_json, progress, to_stderr
 from jax_ucp.cli.workers import worker_options
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import NotACheckpoint, TreeMismatch
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
 from jax_ucp.inspection import report
 from jax_ucp.inspection.words import size
@@ -31,7 +33,13 @@ from jax_ucp.inspection.words import size
 @click.command()
 @click.argument("source")
 @click.argument("target")
-@click.option("--format", type=click.Choice(EXPORT_FORMATS), required=True, help="What to write.")
+@click.option(
+    "--format",
+    type=click.Choice(EXPORT_FORMATS),
+    default="safetensors",
+    show_default=True,
+    help="What to write.",
+)
 @click.option(
     "--dtype",
     help="Cast floating parameters, such as float32 masters to bfloat16; unsaid, no bit changes.",
@@ -50,9 +58,6 @@ from jax_ucp.inspection.words import size
 @click.option(
     "--optimizer",
     help="module:function, which returns the optax optimizer of the run that wrote SOURCE.",
-)
-@click.option(
-    "--params", help="With --optimizer: the label of the parameters in SOURCE; unsaid, params."
 )
 @click.option(
     "--opt-state", help="With --optimizer: the label of the optimizer's state; unsaid, opt_state."
@@ -80,25 +85,34 @@ def export(
 
     safetensors: weights, as transformers loads them. dcp: weights and optimizer, for
     torch.distributed.checkpoint. deepspeed: a universal folder, for a run with load_universal.
-    --mapping names the one by which SOURCE has the leaves of a model: it is undone. --optimizer
-    names a function that returns the optax optimizer of a training run in JAX, or it and the
+    --mapping names the one by which SOURCE has the leaves of a model: it is undone. --params takes
+    the weights of a training run in JAX alone, from a label of its tree or an item of its step;
+    --config is the config.json of the model, or the folder that has it, and is written beside
+    them. --optimizer names a function that returns the optax optimizer of the run, or it and the
     abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
     compared on the way. Stopped at any moment, nothing is at TARGET.
     """
     options = {name: others.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
-    labels = {name: others.pop(name) for name in ("params", "opt_state", "step_dtype")}
+    labels = {name: others.pop(name) for name in ("opt_state", "step_dtype")}
     labels = {name: label for name, label in labels.items() if label}
     optimizer = others.pop("optimizer")
+    params = others.pop("params")
     _check_options(format, options, optimizer, labels)
     local_path(target)
+    others.pop("inverse")  # it goes no other way
     of_model = require_mapping(mapping, others.pop("config"), others.pop("assume"))
     rules = load_mapping(mapping)
-    checkpoint = open_checkpoint(source, of_mapping=rules, **others)
+    if params is not None and not optimizer:
+        checkpoint = _weights(source, params, rules, others)
+    else:
+        checkpoint = open_checkpoint(source, of_mapping=rules, **others)
     if optimizer:
+        labels |= {"params": params} if params else {}
         checkpoint = checkpoint.torch_states(*_optimizer(optimizer), **labels)
     if rules:
         undone = rules.inverse()
         checkpoint = checkpoint.map(undone, **map_arguments(undone, others["sizes"], *of_model))
+    config = of_model[0] if format == "safetensors" else None
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
@@ -107,6 +121,7 @@ def export(
             target,
             format,
             **options,
+            config=config,
             budget_bytes=budget,
             progress=advance,
             executor=executor,
@@ -119,6 +134,22 @@ def export(
         console.print(
             f"{target}: {summary['tensors']} tensors, {nbytes}, in {summary['files']} files"
         )
+
+
+def _weights(
+    source: str, params: str, rules: jax_ucp.Mapping | None, others: Mapping[str, Any]
+) -> jax_ucp.Checkpoint:
+    """The weights at a label of the tree at `source`, or those of the item of that name in a step
+    that has several.
+    """
+    try:
+        checkpoint = open_checkpoint(source, of_mapping=rules, **others)
+    except NotACheckpoint:
+        if others["model"] is not None:
+            raise
+        checkpoint = open_checkpoint(source, of_mapping=rules, **{**others, "model": params})
+    is_item = Path(checkpoint.path).name == params
+    return checkpoint.weights("" if is_item else params)
 
 
 def _check_options(

@@ -17,6 +17,7 @@ from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
 from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
+from jax_ucp.cli.mappings import mappings
 from jax_ucp.cli.output import to_stderr
 from jax_ucp.cli.report import report
 from jax_ucp.cli.verify import verify
@@ -71,7 +72,7 @@ def main() -> None:
     """Universal checkpoints for JAX: inspect, map, plan, convert, verify, export, compare any."""
 
 
-for command in (inspect, plan, map_, convert, export, verify, diff, report):
+for command in (inspect, plan, map_, mappings, convert, export, verify, diff, report):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from jax_ucp.cli.options import (
     source_options,
 )
 from jax_ucp.cli.output import console, folded_table, print_json, to_stderr
+from jax_ucp.inspection.mapping_draft import mapping_draft
 from jax_ucp.inspection.mapping_report import mapping_report
 from jax_ucp.inspection.report import Report
 from jax_ucp.mapping.rules import shipped
@@ -26,24 +27,48 @@ from jax_ucp.mapping.rules import shipped
 @click.option(
     "--target", help="module:function, `inspect --json` of a checkpoint, or a checkpoint."
 )
+@click.option(
+    "--suggest", is_flag=True, help="Print a draft of a mapping from SOURCE to --target instead."
+)
 @source_options
 @as_json
-def map_(source: str, target: str | None, mapping: str | None, json_: bool, **options: Any) -> None:
+def map_(
+    source: str,
+    target: str | None,
+    suggest: bool,
+    mapping: str | None,
+    json_: bool,
+    **options: Any,
+) -> None:
     """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest fixes."""
-    rules = load_mapping(mapping)
+    if suggest:
+        _print_draft(source, target, mapping, json_, options)
+        return
+    params = options.pop("params")
+    rules = load_mapping(mapping, options.pop("inverse"))
     if rules is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
     config, assume = options.pop("config"), options.pop("assume")
     checkpoint = open_checkpoint(source, of_mapping=rules, **options)
     arguments = map_arguments(rules, options["sizes"], config, assume)
     shapes = target_shapes(target) if target else None
-    report = mapping_report(checkpoint, rules, shapes, **arguments)
+    report = mapping_report(checkpoint, rules, shapes, **arguments, params=params)
     if json_:
         print_json(report)
     else:
         _print_mapping(report, bool(target))
     if report["faults"]:
         sys.exit(1)
+
+
+def _print_draft(
+    source: str, target: str | None, mapping: str | None, json_: bool, options: dict[str, Any]
+) -> None:
+    if target is None or mapping is not None or json_:
+        raise click.UsageError("--suggest goes with --target, and not with --mapping or --json")
+    params = open_checkpoint(source, **options).params
+    shapes = {name: param.shape for name, param in params.items()}
+    click.echo(mapping_draft(shapes, target_shapes(target)), nl=False)
 
 
 def _print_mapping(report: Report, has_target: bool) -> None:

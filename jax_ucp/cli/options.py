@@ -184,6 +184,16 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="With --mapping: the model's config.json, where the checkpoint has none.",
         ),
         click.option(
+            "--params",
+            help=(
+                "With --mapping: the label of the parameters in a training run's tree, whose states"
+                " are mapped as they are."
+            ),
+        ),
+        click.option(
+            "--inverse", is_flag=True, help="With --mapping: go back, from leaves to parameters."
+        ),
+        click.option(
             "--mapping",
             help="See it as the leaves of a model: a mapping file, or one of the package.",
         ),
@@ -201,14 +211,16 @@ def open_checkpoint(
     no_dequantize: bool = False,
     config: str | None = None,
     assume: tuple[str, ...] = (),
+    params: str | None = None,
+    inverse: bool = False,
     **others: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it.
 
     `of_mapping` is one that the command applies itself: some of the sizes may be for it.
     """
-    require_mapping(mapping, config, assume)
-    rules = load_mapping(mapping)
+    require_mapping(mapping, config, assume, params, inverse)
+    rules = load_mapping(mapping, inverse)
     if dequantize and no_dequantize:
         raise click.UsageError("--dequantize and --no-dequantize exclude one another")
     kept = False if no_dequantize else dequantize
@@ -217,20 +229,31 @@ def open_checkpoint(
     checkpoint = open_with(path, options, frozenset().union(*for_rules))
     if rules is None:
         return checkpoint
-    return checkpoint.map(rules, **map_arguments(rules, sizes, config, assume))
+    return checkpoint.map(rules, **map_arguments(rules, sizes, config, assume), params=params)
 
 
-def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
-    """The mapping in a file, or of the package, if one is asked for."""
-    return jax_ucp.Mapping.load(mapping) if mapping is not None else None
+def load_mapping(mapping: str | None, inverse: bool = False) -> jax_ucp.Mapping | None:
+    """The mapping in a file, or of the package, if one is asked for; or its way back."""
+    if mapping is None:
+        return None
+    rules = jax_ucp.Mapping.load(mapping)
+    return rules.inverse() if inverse else rules
 
 
 def require_mapping(
-    mapping: str | None, config: str | None, assume: tuple[str, ...]
+    mapping: str | None,
+    config: str | None,
+    assume: tuple[str, ...],
+    params: str | None = None,
+    inverse: bool = False,
 ) -> tuple[str | None, tuple[str, ...]]:
-    """`config` and `assume`. Raises UsageError if they are given without a mapping."""
-    if mapping is None and (config is not None or assume):
+    """`config` and `assume`. Raises UsageError if what goes with a mapping is given without one."""
+    if mapping is not None:
+        return config, assume
+    if config is not None or assume:
         raise click.UsageError("--config and --assume go with --mapping: give that too")
+    if params is not None or inverse:
+        raise click.UsageError("--params and --inverse go with --mapping: give that too")
     return config, assume
 
 

@@ -16,8 +16,9 @@ from jax_ucp.layout.axes import Expression
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.mapping.binding import outcomes, unclaimed
 from jax_ucp.mapping.model_config import given_config, joined
+from jax_ucp.mapping.names import name_regex
 from jax_ucp.mapping.rules import Mapping as LeafMapping
-from jax_ucp.mapping.rules import expression, name_regex
+from jax_ucp.mapping.rules import expression
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint
@@ -46,6 +47,7 @@ def mapping_report(
     sizes: Mapping[str, int] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     assume: Sequence[str] = (),
+    params: str | None = None,
 ) -> Report:
     """What `jax-ucp map --json` prints: leaves beside their parameters, faults and suggestions.
 
@@ -56,6 +58,7 @@ def mapping_report(
         sizes: as of `Checkpoint.map`.
         config: as of `Checkpoint.map`.
         assume: as of `Checkpoint.map`.
+        params: as of `Checkpoint.map`.
 
     Returns:
         The mapping's name, and lists under `requires`, `leaves`, `skipped`, `notes`, `faults` and
@@ -65,7 +68,8 @@ def mapping_report(
     report: Report = {"mapping": mapping.name, **{name: [] for name in _LISTS}}
     try:
         report["requires"] = _requirements(checkpoint, mapping, config, assume)
-        mapped = checkpoint.map(mapping, sizes=sizes, config=config, assume=assume)
+        said = {"sizes": sizes, "config": config, "assume": assume, "params": params}
+        mapped = checkpoint.map(mapping, **said)
     except LayoutError as error:
         title, *faults = str(error).split("\n  ")
         report["faults"] = faults or [title]

@@ -6,7 +6,9 @@ One item for each axis of the array. A name is an axis of that length. A product
 one axis on which the inner ones are nested, the last running fastest. A sum in parentheses is parts
 side by side. `1` is an axis of length one, and `...` stands for all axes that are not spelled out.
 Two arrays that name the same axes hold the same elements, each where its own expression puts them.
-A name that begins with `_` is padding.
+A name that begins with `_` is padding. Rotary embeddings turn features in pairs: `head_dim:halves`
+is an axis on which the two of a pair lie half its length apart, `head_dim:pairs` one on which they
+are neighbours.
 
 Three stages, each with errors of its own: `parse` turns text into an `Expression`, and knows no
 shapes; `infer` finds the lengths of axes from shapes, and knows no data; `components` gives for
@@ -37,7 +39,7 @@ _FAULTS = {
     ")": "a parenthesis is closed that was not opened",
 }
 
-_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|\d+|[()+]|\S)")
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*(?::\w+)?|\d+|[()+]|\S)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,24 @@ class Sum:
         return f"({' + '.join(map(str, self.parts))})"
 
 
-Node = Axis | Product | Sum
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """An axis of features that are turned in pairs, with the two of a pair apart, or neighbours."""
+
+    name: str
+    order: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.order}"
+
+    @property
+    def terms(self) -> tuple[str, str]:
+        """The indices on it: which of the pair, and which pair; the outer first."""
+        half, pair = f"{self.name}:half", f"{self.name}:pair"
+        return (half, pair) if self.order == "halves" else (pair, half)
+
+
+Node = Axis | Product | Sum | Rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +105,11 @@ class Expression:
     def names(self) -> frozenset[str]:
         """The axes that it names."""
         return frozenset(name for dim in self.dims for name in _names(dim)) - {REST}
+
+    @property
+    def rotated(self) -> frozenset[str]:
+        """The axes of which it says how pairs of features lie."""
+        return frozenset(node.name for dim in self.dims for node in _rotated(dim))
 
     def spread(self, axes: Sequence[str]) -> Expression:
         """The expression with the axes called `axes` in place of `...`."""
@@ -153,6 +177,9 @@ class _Reader:
             return Product(())
         if token.isidentifier() or (token == REST and not depth):
             return Axis(token)
+        name, _, order = token.partition(":")
+        if order in ("halves", "pairs"):
+            return Rotated(name, order)
         if token.isdigit():
             raise self.fault(
                 f"an axis of length {token} needs a name; give the name its length in sizes", place
@@ -190,7 +217,7 @@ class _Reader:
 def _choices(node: Node) -> int:
     """How many components a node has."""
     match node:
-        case Axis():
+        case Axis() | Rotated():
             return 1
         case Product(parts=parts):
             return math.prod(map(_choices, parts))
@@ -252,6 +279,8 @@ def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
     match node:
         case Axis(name=name):
             return [Line(0, ((name, stride),))]
+        case Rotated(terms=(outer, inner)):
+            return [Line(0, ((outer, stride * index_size(inner, sizes)), (inner, stride)))]
         case Product(parts=parts):
             lines = [Line(0)]
             for part in reversed(parts):
@@ -379,7 +408,7 @@ def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
 
 def _length(node: Node, sizes: Mapping[str, int]) -> int:
     match node:
-        case Axis(name=name):
+        case Axis(name=name) | Rotated(name=name):
             try:
                 return sizes[name]
             except KeyError:
@@ -392,11 +421,27 @@ def _length(node: Node, sizes: Mapping[str, int]) -> int:
 
 def _names(node: Node) -> Iterator[str]:
     """The axes of a node; one in several parts of a sum comes as often."""
-    if isinstance(node, Axis):
+    if isinstance(node, Axis | Rotated):
         yield node.name
     else:
         for part in node.parts:
             yield from _names(part)
+
+
+def _rotated(node: Node) -> Iterator[Rotated]:
+    if isinstance(node, Rotated):
+        yield node
+    elif not isinstance(node, Axis):
+        for part in node.parts:
+            yield from _rotated(part)
+
+
+def index_size(name: str, sizes: Mapping[str, int]) -> int:
+    """How many values an index of a line has: an axis has its length, of pairs there are half."""
+    if name in sizes:
+        return sizes[name]
+    axis, _, part = name.rpartition(":")
+    return {"half": 2, "pair": sizes[axis] // 2}[part]
 
 
 class _Ones(dict[str, int]):

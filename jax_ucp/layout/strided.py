@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax_ucp.layout.axes import Component, Line
+from jax_ucp.layout.axes import Component, Line, index_size
 from jax_ucp.layout.box import Box
 
 # A read fetches the smallest box around what it wants, as long as that is at most so many times as
@@ -186,7 +186,7 @@ def part(
     order = {name: i for i, name in enumerate(names)}
     return Part(
         array,
-        tuple(sizes[name] for name in names),
+        tuple(index_size(name, sizes) for name in names),
         tuple(_run(line, order, fixed) for line in source.lines),
         tuple(_run(line, order, fixed) for line in target.lines),
     )

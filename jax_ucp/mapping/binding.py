@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jax_ucp.errors import LayoutError, SpecError, fault_lines
 from jax_ucp.layout.axes import (
+    REST,
     Axis,
     Claim,
     Component,
@@ -26,23 +27,23 @@ from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
 from jax_ucp.mapping.conditions import Undecided, holds, keys_in, unmet, values_of
 from jax_ucp.mapping.model_config import is_length, numbers_of
+from jax_ucp.mapping.names import name_regex, parse_name, values_in
 from jax_ucp.mapping.rules import Mapping as LeafMapping
 from jax_ucp.mapping.rules import (
     Power,
     Requirement,
     Rule,
+    Skip,
     expression,
-    filled,
-    name_regex,
-    placeholders,
     shipped,
-    values_in,
 )
 from jax_ucp.shard_spec.arithmetic import names_in, size_of
 from jax_ucp.shard_spec.rules import regex_of
 
 FAULTS_SHOWN = 40
 MISSING_SHOWN = 3
+# An axis of so many layers and experts that each becomes a leaf is of no model.
+MOST_LEAVES = 1_000_000
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}")
 _NO_CONFIG = "the checkpoint does not have its model's config"
 
@@ -198,7 +199,7 @@ def _fitting(
     mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> Iterator[str]:
     """The mappings of the package to the same target, one way or the other, that fit."""
-    target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
+    target = mapping.name.partition(".yaml")[0].rpartition("-to-")[2]
     for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
         other = LeafMapping.load(name)
         for way in (other, other.inverse()) if other.requires else ():
@@ -250,11 +251,14 @@ def _bound(
     faults: list[str],
 ) -> Bound:
     """How parameters form leaves by these rules. Raises LayoutError with `faults` and its own."""
-    skipped, instances = _claimed(mapping, shapes, faults)
+    known = _known(mapping, given, config, faults)
+    mapping = _with_numbers(mapping, known, faults)
+    skipped, instances = _claimed(mapping, shapes, _lengths(known), faults)
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
-    lengths = infer(claims, _known(mapping, given, config, faults))
+    lengths = infer(claims, known)
     faults += lengths.faults
     faults += _scale_faults(mapping, instances, lengths.known)
+    faults += _odd_faults(instances, lengths.sizes)
     notes = _independent_copies(instances)
     leaves = {} if faults else _leaves(instances, shapes, lengths.sizes, faults, notes)
     faults += _nested_leaves(leaves)
@@ -271,6 +275,36 @@ def _scale_faults(
     sizes = {scale.size for scale in scales if isinstance(scale, Power)}
     for size in sorted(sizes - known.keys()):
         yield f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
+
+
+def _odd_faults(instances: Sequence[_Instance], sizes: Mapping[str, int]) -> Iterator[str]:
+    rotated = [instance.rule.rotated for instance in instances]
+    for name in sorted(frozenset[str]().union(*rotated)):
+        if sizes.get(name, 0) % 2:
+            yield f"{name} = {sizes[name]} features are rotated in pairs, so they should be even"
+
+
+def _with_numbers(
+    mapping: LeafMapping, known: Mapping[str, Known], faults: list[str]
+) -> LeafMapping:
+    """The mapping with numbers for the sizes that names have; rules that lack one are left out."""
+    rules: list[Rule] = []
+    for rule in mapping.rules:
+        if unknown := sorted(rule.sizes_in_names - known.keys()):
+            names = " and ".join(unknown)
+            faults.append(
+                f"{rule.label} counts from {names}, which has no length; give it in sizes"
+            )
+            continue
+        try:
+            rules.append(rule.with_numbers(_lengths(known)))
+        except SpecError as error:
+            faults.append(f"{rule.label}: {error}")
+    return replace(mapping, rules=tuple(rules))
+
+
+def _lengths(known: Mapping[str, Known]) -> dict[str, int]:
+    return {name: one.length for name, one in known.items()}
 
 
 def _independent_copies(instances: Sequence[_Instance]) -> list[str]:
@@ -292,31 +326,69 @@ def _nested_leaves(names: Collection[str]) -> Iterator[str]:
 
 
 def _claimed(
-    mapping: LeafMapping, shapes: Mapping[str, Shape], faults: list[str]
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    lengths: Mapping[str, int],
+    faults: list[str],
 ) -> tuple[dict[str, str], list[_Instance]]:
-    """What becomes of every name: skipped with the reason, or a member of an instance of a rule."""
+    """What becomes of every name: skipped with the reason, or a member of an instance of a rule.
+
+    An index of `lengths` is below its length, so a rule for layers of which there are none needs
+    no parameter.
+    """
     claims: dict[str, list[str]] = defaultdict(list)
     skipped: dict[str, str] = {}
-    for skip in mapping.skips:
+    for skip in _plain_skips(mapping):
         for name in filter(re.compile(regex_of(skip.param)).fullmatch, shapes):
             skipped[name] = skip.reason
             claims[name].append(f"skip {skip.param!r}")
     instances: list[_Instance] = []
-    contested = _claimed_twice(mapping, shapes)
+    contested = _claimed_twice(mapping, shapes, lengths)
     for rule in mapping.rules:
-        of_rule = _instances(rule, shapes, contested)
-        if not of_rule and not rule.optional:
+        of_rule = _instances(rule, shapes, lengths, contested)
+        if not (of_rule or rule.optional or _is_for_none(rule, lengths)):
             faults.append(f"{rule.label} finds no parameter")
+        faults += _missing_instances(of_rule, lengths)
         for instance in of_rule:
             for name in instance.names:
                 claims[name].append(rule.label)
         instances += of_rule
+    rest = [skip.reason for skip in mapping.skips if skip.param == REST]
+    for name in [name for name in shapes if rest and name not in claims]:
+        skipped[name] = rest[0]
+        claims[name].append("skip")
     faults += _claim_faults(claims, shapes)
     return skipped, instances
 
 
+def _plain_skips(mapping: LeafMapping) -> list[Skip]:
+    return [skip for skip in mapping.skips if skip.param != REST]
+
+
+def _is_for_none(rule: Rule, lengths: Mapping[str, int]) -> bool:
+    """Whether an axis or an index of a rule has the length zero, so that nothing is meant by it."""
+    return any(lengths.get(name) == 0 for name in rule.names)
+
+
+def _missing_instances(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:
+    """Faults: numbers below a known length for which a rule finds nothing."""
+    if not instances or instances[0].rule.optional:
+        return
+    rule = instances[0].rule
+    for key, length in {**lengths, **rule.blocks}.items():
+        if key not in instances[0].shared:
+            continue
+        found = {instance.shared[key] for instance in instances}
+        missing = (str(i) for i in range(length) if str(i) not in found)
+        if first := next(missing, None):
+            yield f"{rule.label} finds no parameter with {key} = {first}, of {length}"
+
+
 def _instances(
-    rule: Rule, shapes: Mapping[str, Shape], contested: Collection[str]
+    rule: Rule,
+    shapes: Mapping[str, Shape],
+    lengths: Mapping[str, int],
+    contested: Collection[str],
 ) -> list[_Instance]:
     """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
     instances: dict[Values, _Instance] = {}
@@ -324,7 +396,7 @@ def _instances(
     unsure = contested if rule.optional else ()
     for pattern, axes in {**rule.params, **rule.tied}.items():
         for name, shape in shapes.items():
-            values = values_in(pattern, name)
+            values = values_in(pattern, name, lengths)
             if values is None or (name in unsure and not _fits(axes, shape)):
                 continue
             of_leaf = {key: values[key] for key in shared}
@@ -355,12 +427,18 @@ def _claim_faults(
         yield f"{names[0]} {list(shape)}{others}: {fault}"
 
 
-def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str]:
+def _claimed_twice(
+    mapping: LeafMapping, shapes: Mapping[str, Shape], lengths: Mapping[str, int]
+) -> set[str]:
     """The names that several rules match; an optional rule claims those of its number of axes."""
     counts: Counter[str] = Counter()
     for rule in mapping.rules:
-        matching = [filter(regex.fullmatch, shapes) for regex in _param_regexes(rule)]
-        counts.update(set(itertools.chain.from_iterable(matching)))
+        patterns = (*rule.params, *rule.tied)
+        counts.update(
+            name
+            for name in shapes
+            if any(values_in(pattern, name, lengths) is not None for pattern in patterns)
+        )
     return {name for name, count in counts.items() if count > 1}
 
 
@@ -372,8 +450,8 @@ def _fits(axes: str, shape: Shape) -> bool:
 
 def _placeholder_axes(rule: Rule) -> tuple[list[str], list[str]]:
     """The placeholders of parameters that leaves have too, and those that are axes of leaves."""
-    of_params = placeholders(next(iter(rule.params)))
-    of_leaves = placeholders(next(iter(rule.leaves)))
+    of_params = parse_name(next(iter(rule.params))).indices
+    of_leaves = parse_name(next(iter(rule.leaves))).indices
     shared = list(filter(of_leaves.__contains__, of_params))
     return shared, list(itertools.filterfalse(of_leaves.__contains__, of_params))
 
@@ -386,7 +464,9 @@ def _shape_claims(
         faults.append(strays[0])
         return []
     faults += _missing_members(instance)
-    return [*_count_claims(instance), *_member_claims(instance, shapes)]
+    blocks = instance.rule.blocks.items()
+    of_blocks = [Claim(f"a block of {i}", Expression((Axis(i),)), (n,)) for i, n in blocks]
+    return [*of_blocks, *_count_claims(instance), *_member_claims(instance, shapes)]
 
 
 def _stray_numbers(instance: _Instance) -> Iterator[str]:
@@ -405,7 +485,7 @@ def _count_claims(instance: _Instance) -> Iterator[Claim]:
     """The length of each stacked axis, which is the number of parameters."""
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():
-            label = f"the number of {{{key}}} in {filled(pattern, instance.shared)}"
+            label = f"the number of {{{key}}} in {_filled(pattern, instance.shared)}"
             count = max(int(values[i]) for values in names) + 1
             yield Claim(label, Expression((Axis(key),)), (count,))
 
@@ -421,7 +501,7 @@ def _missing_members(instance: _Instance) -> Iterator[str]:
         missing = count - len(members)
         absent = (place for place in _places(places) if place not in members)
         for values in itertools.islice(absent, min(missing, MISSING_SHOWN)):
-            name = filled(
+            name = _filled(
                 pattern, instance.shared | dict(zip(instance.stacked, values, strict=True))
             )
             yield f"{name} is not there, but {rule.label} needs it beside {instance.names[0]}"
@@ -550,11 +630,18 @@ def _leaf_places(
     pattern: str, shared: Mapping[str, str], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """The leaves of a name with placeholders, each with its index on the unstacked axes."""
-    unstacked = [key for key in placeholders(pattern) if key not in shared]
+    unstacked = [key for key in parse_name(pattern).indices if key not in shared]
+    count = math.prod(sizes[key] for key in unstacked)
+    if count > MOST_LEAVES:
+        raise LayoutError(f"{pattern} would be {count} leaves; {MOST_LEAVES} are the most")
     for place in itertools.product(*(range(sizes[key]) for key in unstacked)):
         fixed = dict(zip(unstacked, place, strict=True))
         numbers = {key: str(i) for key, i in fixed.items()}
-        yield filled(pattern, {**shared, **numbers}), fixed
+        yield _filled(pattern, {**shared, **numbers}), fixed
+
+
+def _filled(pattern: str, values: Mapping[str, str]) -> str:
+    return parse_name(pattern).filled(values)
 
 
 def _dropped_padding(
@@ -654,7 +741,7 @@ def mapping_record(
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
     regexes = list(itertools.chain.from_iterable(map(_param_regexes, mapping.rules)))
-    regexes += [re.compile(regex_of(skip.param)) for skip in mapping.skips]
+    regexes += [re.compile(regex_of(skip.param)) for skip in _plain_skips(mapping)]
     return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
 
 

@@ -1,6 +1,7 @@
 """Conditions on a model's config: `first(attention_bias, false) == false and hidden_act == "silu"`.
 
     condition    a comparison, or a key that is true or false; joined by `and`, `or`, `not` and ()
+                 repeats(key, literal, ...): the key's list is these over and over
     comparison   two values with == != < <= > >=, or a value `in` or `not in` a list of literals
     value        a key, a literal, or first(value, value, ...)
     literal      a number, "text", true, false, null
@@ -14,9 +15,10 @@ right. null is a value. Nothing is converted: 1 is not true, and only numbers ar
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +33,10 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_FORMS = 'write `key == "text"`, `key in [1, 2]`, `key < 8`, and, or, not, first(key, default)'
+_FORMS = (
+    'write `key == "text"`, `key in [1, 2]`, `key < 8`, and, or, not, first(key, default),'
+    " repeats(key, 0, 1)"
+)
 
 
 class Undecided(Exception):
@@ -133,6 +138,10 @@ def _check(node: ast.expr, text: str) -> None:
             op, ast.Is | ast.IsNot
         ):
             _check_comparison(left, op, right, text)
+        case ast.Call(func=ast.Name(id="repeats"), args=[left, _, *_] as args, keywords=[]):
+            _check_value(left, text)
+            for arg in args[1:]:
+                _check_literal(arg, text)
         case _:
             _check_value(node, text)
             if _is_literal(node):
@@ -222,6 +231,8 @@ def _truth(node: ast.expr, config: Mapping[str, Any]) -> bool:
             return any(_equal(value, _literal(item)) for item in items) == isinstance(op, ast.In)
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _compared(op, node, _value(left, config), _value(right, config))
+        case ast.Call(func=ast.Name(id="repeats"), args=[left, *items]):
+            return _repeats(_value(left, config), list(map(_literal, items)))
     value = _value(node, config)
     if not isinstance(value, bool):
         raise Undecided(f"{ast.unparse(node)} = {_shown(value)}, which is neither true nor false")
@@ -235,6 +246,13 @@ def _compared(op: ast.cmpop, node: ast.expr, left: Any, right: Any) -> bool:
         if not is_number(value):
             raise Undecided(f"{_shown(value)} in `{ast.unparse(node)}`, which is not a number")
     return _ORDERS[type(op)](left, right)
+
+
+def _repeats(value: Any, items: Sequence[Any]) -> bool:
+    """Whether a list is the items over and over; the last time they may be cut short."""
+    if not isinstance(value, list):
+        raise Undecided(f"{_shown(value)}, which is not a list")
+    return all(map(_equal, value, itertools.cycle(items)))
 
 
 def _value(node: ast.expr, config: Mapping[str, Any]) -> Any:

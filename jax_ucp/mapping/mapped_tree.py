@@ -10,49 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import LayoutError, TreeMismatch, fault_lines
+from jax_ucp.errors import LayoutError, fault_lines
 from jax_ucp.layout.strided import LeafForm, LeafLayout
+from jax_ucp.mapping.states import States, label_of
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.contents import Contents, Item
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.mapped import Formed, MappedView
 from jax_ucp.sources.optimizer_groups import Group, groups_of
-from jax_ucp.tree import Key, Leaf, leaf_names
-
-
-def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:
-    """The leaves by state and by the parameter's name: what is below `param`, `exp_avg` and so on.
-
-    Raises TreeMismatch where the tree is no `{state: {parameter: array}}`.
-    """
-    states: dict[str, dict[str, Leaf]] = defaultdict(dict)
-    for leaf in contents.leaves:
-        if len(leaf.path) < 2 or not leaf.has_array:
-            raise TreeMismatch(
-                f"{contents.path}: {leaf.label} is no array of the state of a parameter"
-            )
-        state, *parts = map(str, leaf.path)
-        name = "/".join(parts)
-        if name in states[state]:
-            raise TreeMismatch(f"{contents.path} has two arrays {leaf.label}")
-        states[state][name] = leaf
-    if "param" not in states:
-        count = len(states.get("other", ()))
-        others = f"; {count} are below `other`, and its notes say why" if count else ""
-        raise TreeMismatch(
-            f"{contents.path} has no parameters: a mapping wants them below `param`{others}"
-        )
-    return dict(states)
+from jax_ucp.tree import Key, Leaf, Path, leaf_names
 
 
 def map_contents(
     contents: Contents,
+    states: States,
     forms: Mapping[str, LeafForm],
     skipped: Mapping[str, str],
     notes: list[str],
     source: Mapping[str, Any],
 ) -> Contents:
     """The checkpoint with the leaves that `forms` describes, at `(state, *name.split("/"))`.
+
+    Leaves of no state stay where they are.
 
     A state that has the parameter's shape is mapped as the parameter is. One that is a number, such
     as Adam's step, is that of every parameter that forms the leaf, and they must agree. `skipped`
@@ -62,14 +41,18 @@ def map_contents(
     Raises LayoutError with every state that has another shape, or that only some of a leaf's
     parameters have.
     """
-    tree = _Tree(contents, forms)
+    tree = _Tree(states, forms)
     leaves, formed = tree.leaves()
     view = MappedView(contents.arrays, formed)
     infos = view.arrays()
+    kept = {leaf.path: leaf for leaf in states.others}
     made = [
-        Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name)
+        replace(kept[path], name=name)
+        if path in kept
+        else Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name)
         for path, name in leaves.items()
     ]
+    made += [leaf for leaf in states.others if not leaf.has_array]
     labels = {leaf.name: leaf.label for leaf in made}
 
     def checks(extent: Extent) -> Iterator[Check]:
@@ -106,9 +89,8 @@ class _Unmappable(Exception):
 class _Tree:
     """The leaves of a mapped checkpoint, and what is said of those that are left out."""
 
-    def __init__(self, contents: Contents, forms: Mapping[str, LeafForm]):
-        self.states = states_of(contents)
-        self.by_name = {leaf.name: leaf for leaf in contents.leaves}
+    def __init__(self, states: States, forms: Mapping[str, LeafForm]):
+        self.states = states
         self.forms = forms
         self.notes: list[str] = []
         self.left: dict[str, str] = {}  # label of a state that is in no leaf -> why
@@ -117,61 +99,64 @@ class _Tree:
         """Paths with the names of their arrays, and how each array is formed."""
         formed_at: dict[tuple[Key, ...], Formed] = {}
         faults: list[str] = []
-        for state, name in itertools.product(self.states, self.forms):
+        for state, name in itertools.product(self.states.at, self.forms):
             try:
                 formed = self._formed(state, name)
             except _Unmappable as fault:
                 faults.append(str(fault))
                 continue
             if formed is not None:
-                keys = (state, *name.split("/"))
-                formed_at[tuple(Key("dict", key) for key in keys)] = formed
+                formed_at[(*state, *(Key("dict", key) for key in name.split("/")))] = formed
         if faults:
             lines = fault_lines(faults)
             raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:\n  {lines}")
+        unmapped = LeafForm(LeafLayout((), ()), "")
+        for leaf in filter(lambda leaf: leaf.has_array, self.states.others):
+            formed_at[leaf.path] = Formed(unmapped, [leaf.name])
         names = dict(zip(formed_at, leaf_names(list(formed_at)), strict=True))
         return names, {names[path]: formed for path, formed in formed_at.items()}
 
-    def _formed(self, state: str, name: str) -> Formed | None:
+    def _formed(self, state: Path, name: str) -> Formed | None:
         """One state of a leaf; None if no parameter has it, or if it is left out."""
-        form, leaves = self.forms[name], self.states[state]
+        form, leaves = self.forms[name], self.states.at[state]
         params = list(filter(leaves.__contains__, form.params))
         if not params:
             return None
-        layouts = _complete_layouts(form, params, f"{state}/{name}")
-        if form.scaled and state != "param":
+        label, of_weights = label_of(state, name), state == self.states.params
+        layouts = _complete_layouts(form, params, label)
+        if form.scaled and not of_weights:
             self._leave_scaled(state, name, params)
             return None
         has_numbers = self._has_numbers(state, params)
-        dtype = _common_dtype([leaves[param] for param in params], f"{state}/{name}")
+        dtype = _common_dtype([leaves[param] for param in params], label)
         if has_numbers:
             return Formed(form, [leaves[param].name for param in params])
         first, *copies = (_renamed(layout, leaves) for layout in layouts)
         renamed = replace(form, layout=first, copies=tuple(copies))
-        if state != "param":
+        if not of_weights:
             return Formed(replace(renamed, dtype=""))
         self._note_cast(name, dtype, form.dtype)
         return Formed(renamed)
 
-    def _leave_scaled(self, state: str, name: str, params: Sequence[str]) -> None:
+    def _leave_scaled(self, state: Path, name: str, params: Sequence[str]) -> None:
         """Leave out a state of a leaf whose values are scaled."""
         why = (
-            f"{name} is scaled: its {state} would be that of other values, and moments do not scale"
-            " with them"
+            f"{name} is scaled: its {label_of(state)} would be that of other values, and moments do"
+            " not scale with them"
         )
-        self.left |= {f"{state}/{param}": why for param in params}
-        self.notes.append(f"{state}/{name} is left out: {why}")
+        self.left |= {label_of(state, param): why for param in params}
+        self.notes.append(f"{label_of(state, name)} is left out: {why}")
 
-    def _has_numbers(self, state: str, params: Sequence[str]) -> bool:
+    def _has_numbers(self, state: Path, params: Sequence[str]) -> bool:
         """Whether a state is one number for each parameter, rather than an array of its shape."""
-        leaves, wanted = self.states[state], self.states["param"]
+        leaves, wanted = self.states.at[state], self.states.weights
         unlike = [param for param in params if leaves[param].shape != wanted[param].shape]
         all_unlike = len(unlike) == len(params)
         for param in unlike:
             shape = leaves[param].shape
             if shape != () or not all_unlike:
                 raise _Unmappable(
-                    f"{state} of {param} has shape {list(shape)}, the parameter"
+                    f"{label_of(state)} of {param} has shape {list(shape)}, the parameter"
                     f" {list(wanted[param].shape)}: only states of the parameter's shape, and"
                     " single numbers, have a place; open with weights_only=True to leave them"
                 )
@@ -240,11 +225,7 @@ def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> I
     An item that holds nothing else is skipped itself; of others the parameter is an item of its
     own.
     """
-    leaves = [
-        (f"{state}/{name}", leaf)
-        for state, named in tree.states.items()
-        for name, leaf in named.items()
-    ]
+    leaves = list(tree.states.labels())
     left = tree.left | _left_parameters(tree, skipped)
     label_of = _items_left(contents, leaves, left)
     accounted: set[str] = set()
@@ -265,8 +246,8 @@ def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> I
 def _left_parameters(tree: _Tree, skipped: Mapping[str, str]) -> dict[str, str]:
     """Every state of the parameters that the mapping leaves out, by label, with the reason."""
     left: dict[str, str] = {}
-    for state, leaves in tree.states.items():
-        left |= {f"{state}/{name}": why for name, why in skipped.items() if name in leaves}
+    for state, leaves in tree.states.at.items():
+        left |= {label_of(state, name): why for name, why in skipped.items() if name in leaves}
     return left
 
 

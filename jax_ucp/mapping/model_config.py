@@ -54,10 +54,13 @@ def is_length(value: object) -> bool:
 
 
 def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A config as a dict, from a dict or a JSON file. Raises FormatError for a bad file."""
+    """A config as a dict, from a dict, a JSON file, or a folder with a config.json. Raises
+    FormatError for a bad file.
+    """
     if isinstance(config, Mapping):
         return dict(config)
     path = local_path(config)
+    path = path / "config.json" if path.is_dir() else path
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)

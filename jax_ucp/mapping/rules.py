@@ -1,12 +1,12 @@
 """How parameters form the leaves of a model: rules in YAML or in Python, and their inverse.
 
-sizes: {heads: num_attention_heads}        # lengths by name, from the model's config; others follow
-from shapes requires:                                  # what must hold of the config for the leaves
-to mean what they meant
+sizes: {heads: num_attention_heads}    # lengths by name, from the model's config; others follow
+requires:                              # what must hold of the config for leaves to mean the same
 - {name: activation, that: hidden_act == "silu", reason: the model has no other}
 leaves:
-- param: model.layers.{layer}.self_attn.q_proj.weight axes: (heads head_dim) embed leaf:
-  {layers/attn/q/kernel: layer embed heads head_dim}      # no {layer} in the name: an axis of it
+- param: model.layers.{layer}.self_attn.q_proj.weight
+  axes: (heads head_dim) embed
+  leaf: {layers/attn/q/kernel: layer embed heads head_dim}  # no {layer} in the name: an axis
 - param: {mlp.gate.weight: gate embed, mlp.up.weight: up embed}
   leaf: {mlp/wi: embed (gate + up)}
 skip:
@@ -15,7 +15,6 @@ skip:
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -31,22 +30,20 @@ from jax_ucp.arguments import local_path
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
 from jax_ucp.mapping.conditions import check_condition, is_number, keys_in
+from jax_ucp.mapping.names import Name, parse_name
 from jax_ucp.shard_spec.arithmetic import Expression as Size
 from jax_ucp.shard_spec.arithmetic import names_in
-from jax_ucp.shard_spec.document import document, dumped, fields
+from jax_ucp.shard_spec.document import Document, document, dumped, fields
 from jax_ucp.shard_spec.rules import regex_of
 from jax_ucp.sources.contents import STORED
 
 _MAPPINGS = resources.files("jax_ucp.mapping") / "models"
-_SECTIONS = {"sizes", "requires", "leaves", "skip"}
+_SECTIONS = ("about", "sizes", "requires", "variants", "leaves", "skip")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The fields of a rule that its YAML has only where they are not the default.
 _OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when")
 # A power of a size: `head_dim ** -0.5`.
 _POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
-
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_PLACEHOLDER = re.compile(r"[A-Za-z_]\w*(\+\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +103,41 @@ class Rule:
         """Every name that may have a length: axes, placeholders, and the size of `scale`."""
         axes = (*self.params.values(), *self.tied.values(), *self.leaves.values())
         of_axes = [expression(text).names for text in axes]
-        of_names = map(placeholders, (*self.params, *self.leaves))
+        of_names = [{*name.indices, *name.sizes} for name in self._parsed_names]
         of_scale = {self.factor.size} if isinstance(self.factor, Power) else ()
         return frozenset[str]().union(*of_axes, *of_names, of_scale)
+
+    @property
+    def rotated(self) -> frozenset[str]:
+        """The axes of which it says how pairs of features lie."""
+        axes = (*self.params.values(), *self.leaves.values())
+        return frozenset[str]().union(*(expression(text).rotated for text in axes))
+
+    @property
+    def _parsed_names(self) -> list[Name]:
+        return [parse_name(name) for name in (*self.params, *self.tied, *self.leaves)]
+
+    @property
+    def sizes_in_names(self) -> frozenset[str]:
+        """The sizes that placeholders name, which must be known before a name is matched."""
+        return frozenset[str]().union(*(name.sizes for name in self._parsed_names))
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The indices that are places in a block, as `i` in `{6*block+i}`, with their lengths."""
+        parts = [one for name in self._parsed_names for one in name.placeholders if one.outer]
+        return {one.index: int(one.stride) for one in parts}
+
+    def with_numbers(self, sizes: Dict[str, int]) -> Rule:
+        """The rule with numbers for sizes in its names. Raises SpecError where one cannot be."""
+        sides = {
+            side: {
+                str(parse_name(name).with_numbers(sizes)): axes
+                for name, axes in getattr(self, side).items()
+            }
+            for side in ("params", "tied", "leaves")
+        }
+        return replace(self, **sides)
 
     def to_dict(self) -> dict[str, Any]:
         """The item of a YAML file that says this rule."""
@@ -151,7 +180,9 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters to skip, with the reason. `*` is any text, `{layer}` one part of the name."""
+    """Parameters to skip, with the reason. `*` is any text, `{layer}` one part of the name, and
+    `...` all that no rule and no other skip claims.
+    """
 
     param: str
     reason: str
@@ -166,13 +197,21 @@ class Mapping:
     sizes: Dict[str, Size] = field(default_factory=dict[str, Size])
     name: str = field(default="mapping", compare=False)
     requires: Sequence[Requirement] = ()
+    variants: Dict[str, Dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    about: Dict[str, str] = field(default_factory=dict[str, str], compare=False)
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
         """The mapping in a YAML file, or one that comes with the package, by its name.
 
-        Raises SpecError, with every fault and its line, where a file is no mapping.
+        `NAME:VARIANT` is a variant of it, and `NAME:to-VARIANT` takes its leaves to those of the
+        variant. Raises SpecError, with every fault and its line, where a file is no mapping.
         """
+        base, colon, variant = str(source).rpartition(":")
+        if colon and not local_path(source).is_file():
+            mapping = cls.load(base)
+            way = mapping.rearranged if variant.startswith("to-") else mapping.variant
+            return way(variant.removeprefix("to-"))
         path = local_path(source)
         if not path.is_file() and str(source) in shipped():
             return cls.parse(
@@ -195,16 +234,24 @@ class Mapping:
     def parse(cls, text: str, name: str = "mapping") -> Mapping:
         """The mapping that a text in YAML says; `name` is what errors call it."""
         top = document(text, name)
-        top.refuse_other_sections(_SECTIONS, "there are sizes, requires, leaves and skip")
+        top.refuse_other_sections(_SECTIONS, f"there are {', '.join(_SECTIONS)}")
         sizes = top.sizes()
         requires = top.items("requires", _requirement)
         rules = top.items("leaves", _rule)
-        skips = top.items("skip", _skip)
+        rest = top.content.get("skip") == "rest"
+        skips = [_SKIP_REST] if rest else top.items("skip", _skip, "a list, or rest")
         for twice, count in Counter(requirement.name for requirement in requires).items():
             if count > 1:
                 top.faults.append(f"{name}: two requirements are named {twice!r}")
+        variants, about = _variants(top), top.content.get("about") or {}
+        if about and not (_are_texts(about) and about.keys() == {"model", "target"}):
+            top.faults.append(f"{top.place('about')}: about has a model and a target, two texts")
         top.raise_faults(f"{name} is no mapping:")
-        return cls(tuple(rules), tuple(skips), sizes, name, tuple(requires))
+        mapping = cls(tuple(rules), tuple(skips), sizes, name, tuple(requires), variants, about)
+        for variant in variants:
+            top.attempt(lambda v=variant: mapping.variant(v), top.place("variants"))
+        top.raise_faults(f"{name} is no mapping:")
+        return mapping
 
     @property
     def names(self) -> frozenset[str]:
@@ -225,6 +272,42 @@ class Mapping:
         keys = set[str]().union(*map(keys_in, conditions), *map(names_in, self.sizes.values()))
         return frozenset(key.partition(".")[0] for key in keys)
 
+    def variant(self, name: str) -> Mapping:
+        """The mapping to the other leaves that `variants` describes under a name.
+
+        What begins a leaf's name there begins it otherwise; an index that the name has then is no
+        axis of the leaf any more.
+        """
+        if name not in self.variants:
+            known = ", ".join(self.variants) or "none"
+            raise SpecError(f"{self.name} has no variant {name!r}; it has {known}")
+        renames = self.variants[name]
+        rules = tuple(replace(rule, leaves=_renamed(rule, renames)) for rule in self.rules)
+        used = {
+            old
+            for rule in self.rules
+            for leaf in rule.leaves
+            for old in renames
+            if leaf.startswith(f"{old}/")
+        }
+        if strays := sorted(renames.keys() - used):
+            raise SpecError(f"{name}: no leaf of {self.name} begins with {strays[0]}/")
+        return replace(self, rules=rules, name=f"{self.name}:{name}", variants={})
+
+    def rearranged(self, name: str) -> Mapping:
+        """From the leaves of this mapping to those of a variant: a run whose layers were scanned
+        goes on with layers of their own. It moves elements alone, so nothing is required.
+        """
+        rules: dict[tuple[tuple[str, str], ...], Rule] = {}
+        for rule, other in zip(self.rules, self.variant(name).rules, strict=True):
+            back = rule.inverse()
+            pairs = zip(rule.leaves, other.leaves.items(), strict=True)
+            leaves = dict(leaf for old, leaf in pairs if old in back.params)
+            optional = rule.optional or bool(rule.when)
+            plain = Rule(back.params, leaves, optional=optional, place=rule.place)
+            rules[tuple(plain.params.items())] = plain
+        return Mapping(tuple(rules.values()), (), self.sizes, f"{self.name}:to-{name}")
+
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back.
 
@@ -241,10 +324,12 @@ class Mapping:
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""
         content: dict[str, Any] = {
+            "about": dict(self.about),
             "sizes": dict(self.sizes),
             "requires": [asdict(requirement) for requirement in self.requires],
+            "variants": {name: dict(renames) for name, renames in self.variants.items()},
             "leaves": [rule.to_dict() for rule in self.rules],
-            "skip": [asdict(skip) for skip in self.skips],
+            "skip": "rest" if _SKIP_REST in self.skips else [asdict(skip) for skip in self.skips],
         }
         return {
             section: items for section, items in content.items() if items or section == "leaves"
@@ -259,80 +344,6 @@ def shipped() -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def placeholders(name: str) -> tuple[str, ...]:
-    """The placeholders in a name, each once. Raises SpecError where one is no name in braces.
-
-    >>> placeholders("blocks.{layer+1}.experts.{expert}.w")
-    ('layer', 'expert')
-    """
-    texts = _BRACES.findall(name)
-    for text in itertools.filterfalse(_PLACEHOLDER.fullmatch, texts):
-        raise SpecError(
-            f"{{{text}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}"
-        )
-    if re.search(r"[{}]", _BRACES.sub("", name)):
-        raise SpecError(f"a brace in {name!r} is not closed, or was never opened")
-    return tuple(dict.fromkeys(text.partition("+")[0] for text in texts))
-
-
-@lru_cache(maxsize=4096)
-def name_regex(name: str) -> re.Pattern[str]:
-    """The names that a name with placeholders stands for; the placeholders are groups.
-
-    >>> name_regex("h.{layer}.mlp").fullmatch("h.11.mlp")["layer"]
-    '11'
-    """
-    text, seen = "", set[str]()
-    for i, part in enumerate(_BRACES.split(name)):
-        if i % 2 == 0:
-            text += re.escape(part)
-            continue
-        key, _, offset = part.partition("+")
-        text += (
-            f"(?P={key})" if key in seen else f"(?P<{key}>{'[0-9]{1,9}' if offset else '[^./]+'})"
-        )
-        seen.add(key)
-    return re.compile(text)
-
-
-def values_in(pattern: str, name: str) -> dict[str, str] | None:
-    """What the placeholders of `pattern` stand for in `name`; None where that is another name.
-
-    >>> values_in("blocks.{layer+1}.w", "blocks.3.w")
-    {'layer': '2'}
-    """
-    match = name_regex(pattern).fullmatch(name)
-    if match is None:
-        return None
-    values = match.groupdict()
-    for placeholder in _BRACES.findall(pattern):
-        key, _, offset = placeholder.partition("+")
-        if not offset:
-            continue
-        number = int(match[key]) - int(offset)
-        if number < 0:
-            return None
-        values[key] = str(number)
-    return values
-
-
-def filled(name: str, values: Dict[str, str]) -> str:
-    """A name with its placeholders replaced, as far as there are values for them.
-
-    >>> filled("blocks.{layer+1}.w", {"layer": "2"})
-    'blocks.3.w'
-    """
-
-    def replaced(hit: re.Match[str]) -> str:
-        key, _, offset = hit[1].partition("+")
-        if key not in values:
-            return hit[0]
-        return str(int(values[key]) + int(offset)) if offset else values[key]
-
-    return _BRACES.sub(replaced, name)
-
-
-@lru_cache(maxsize=4096)
 def expression(axes: str) -> Expression:
     """The expression that a text says, parsed once."""
     return parse(axes)
@@ -340,7 +351,7 @@ def expression(axes: str) -> Expression:
 
 def _keys(name: str, axes: str) -> list[frozenset[str]]:
     """The axes of each component, those in the name too; without padding."""
-    in_name = frozenset(placeholders(name))
+    in_name = frozenset(parse_name(name).indices)
     keys = [axes_of_part | in_name for axes_of_part in axis_sets(expression(axes))]
     return [key for key in keys if not any(map(is_padding, key))]
 
@@ -364,17 +375,17 @@ def _check(rule: Rule) -> None:
 def _check_placeholders(side: str, names: Dict[str, str]) -> None:
     """Raise SpecError if an axis is in the name already, or names differ in placeholders."""
     for name, axes in names.items():
-        for key in placeholders(name):
+        for key in parse_name(name).indices:
             if key in expression(axes).names:
                 raise SpecError(
                     f"{side} {name} has {key} in its name already, so it is no axis in `{axes}`"
                 )
-    if len({frozenset(placeholders(name)) for name in names}) > 1:
+    if len({frozenset(parse_name(name).indices) for name in names}) > 1:
         raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
 
 
 def _check_leaf_names(names: Collection[str]) -> None:
-    if any("*" in name for name in names):
+    if any("*" in text for name in names for text in parse_name(name).texts):
         raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
     for name in names:
         if not all(name.split("/")):
@@ -452,6 +463,37 @@ def _listed(axes: frozenset[str]) -> str:
     return ", ".join(sorted(axes)) or "of a scalar"
 
 
+def _variants(top: Document) -> dict[str, dict[str, str]]:
+    """The section `variants`: by name, what begins leaves' names by what they begin with there."""
+    variants: Any = top.content.get("variants") or {}
+    named = variants.items() if isinstance(variants, dict) else [("variants", variants)]
+    for name, renames in named:
+        if not isinstance(name, str) or not name.isidentifier() or not _are_texts(renames):
+            top.faults.append(
+                f"{top.place('variants')}: a variant has a name, and beginnings of leaves' names by"
+                f" others, not {name!r:.80}: {renames!r:.80}"
+            )
+    return {} if top.faults else variants
+
+
+def _are_texts(content: object) -> bool:
+    if not isinstance(content, dict) or not content:
+        return False
+    return all(isinstance(text, str) for item in content.items() for text in item)
+
+
+def _renamed(rule: Rule, renames: Dict[str, str]) -> dict[str, str]:
+    """The leaves of a rule with other names, and without the axes that are in these."""
+    leaves: dict[str, str] = {}
+    for name, axes in rule.leaves.items():
+        old = next((old for old in renames if name.startswith(f"{old}/")), "")
+        new = renames[old] + name.removeprefix(old) if old else name
+        named = set(parse_name(new).indices) - set(parse_name(name).indices)
+        dims = [dim for dim in expression(axes).dims if str(dim) not in named]
+        leaves[new] = " ".join(map(str, dims))
+    return leaves
+
+
 def _requirement(item: object, place: str) -> Requirement:
     content = fields(item, "a requirement", {"name", "that", "reason"}, set())
     for key in ("name", "reason"):
@@ -500,4 +542,5 @@ def _named(node: object, axes: object, what: str) -> dict[str, str]:
     raise SpecError(f"{what} should be a name, or a mapping of names to axes, not {node!r}")
 
 
+_SKIP_REST = Skip(REST, "no rule of the mapping claims it")
 _PLAIN = Rule({"param": REST}, {"leaf": REST})

@@ -1,4 +1,4 @@
-"""Sizes as sums, products and quotients of names and numbers: `heads * head_dim`, `rows // 2`."""
+"""Sizes as sums, products, quotients and remainders of names and numbers: `heads * head_dim`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
 
 
 def size_of(expression: object, sizes: Mapping[str, int]) -> int:
     """The number an expression stands for. Quotients are exact, and no size is negative.
 
-    Raises SpecError for a name without a size, a remainder, or anything but `+ - * //` and
+    Raises SpecError for a name without a size, a remainder, or anything but `+ - * // %` and
     parentheses.
 
     >>> size_of("(heads + 2 * groups) * head_dim", {"heads": 4, "groups": 2, "head_dim": 8})
@@ -52,7 +53,7 @@ def _parsed(expression: object) -> ast.expr:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise SpecError(
-            f"{text!r} is no size: write names, numbers, + - * // and parentheses"
+            f"{text!r} is no size: write names, numbers, + - * // % and parentheses"
         ) from None
 
 
@@ -67,10 +68,16 @@ def _value(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
             left, right = _value(node.left, sizes, text), _value(node.right, sizes, text)
             if sizes is None:
                 return 1
-            if isinstance(op, ast.FloorDiv) and (right == 0 or left % right):
-                raise SpecError(f"in the size {text!r}, {left} is not divisible by {right}")
+            _check_division(op, left, right, text)
             return _OPERATORS[type(op)](left, right)
-    raise SpecError(f"{text!r} is no size: write names, numbers, + - * // and parentheses")
+    raise SpecError(f"{text!r} is no size: write names, numbers, + - * // % and parentheses")
+
+
+def _check_division(op: ast.operator, left: int, right: int, text: str) -> None:
+    if not isinstance(op, ast.FloorDiv | ast.Mod):
+        return
+    if right == 0 or (isinstance(op, ast.FloorDiv) and left % right):
+        raise SpecError(f"in the size {text!r}, {left} is not divisible by {right}")
 
 
 def _size_named(name: str, sizes: Mapping[str, int], text: str) -> int:

@@ -13,6 +13,7 @@ from jax_ucp.mapping.conditions import Undecided, check_condition, holds, keys_i
 
 CONFIG = {
     "act": "silu",
+    "kinds": ["near", "near", "far", "near"],
     "layers": 3,
     "eps": 1e-5,
     "tied": True,
@@ -25,6 +26,10 @@ CONFIG = {
     ("text", "truth"),
     [
         ('act == "silu"', True),
+        ('repeats(kinds, "near", "near", "far")', True),  # the last time cut short
+        ('repeats(kinds, "near", "far")', False),
+        ('repeats(kinds, "far", "near")', False),
+        ('repeats(first(none, kinds), "near", "near", "far", "near", "far")', True),
         ("act == 'silu'", True),
         ('act != "silu"', False),
         ('act in ["gelu", "silu"]', True),

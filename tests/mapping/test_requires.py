@@ -39,6 +39,38 @@ def rope(kind, **more):
 REFUSED = [
     ("torch/hf_llama", "hf-llama-to-maxtext", {}, "rope", 'rope_parameters.rope_type = "default"'),
     ("maxtext/llama31", "hf-llama2-to-maxtext", {}, "rope", 'rope_parameters.rope_type = "llama3"'),
+    ("maxtext/gemma2", "hf-gemma2-to-tunix", {"query_pre_attn_scalar": 144}, "query_scale", "144"),
+    (
+        "maxtext/gemma2",
+        "hf-gemma2-to-maxtext",
+        {"layer_types": ["full_attention"] * 4},
+        "layers",
+        "full_attention",
+    ),
+    (
+        "maxtext/gemma3",
+        "hf-gemma3-to-maxtext",
+        {"layer_types": ["sliding_attention"] * 8},
+        "layers",
+        "sliding_attention",
+    ),
+    ("maxtext/gemma3", "hf-gemma3-to-tunix", {"final_logit_softcapping": 30.0}, "softcap", "30.0"),
+    ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", {"swiglu_limit": 5.0}, "activation", "5.0"),
+    ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", rope("linear", factor=4.0), "rope", "linear"),
+    (
+        "maxtext/deepseek3",
+        "hf-deepseek3-to-maxtext",
+        {"rope_parameters": {"mscale_all_dim": 0.5}},
+        "rope",
+        "mscale_all_dim = 0.5",
+    ),
+    (
+        "maxtext/deepseek3",
+        "hf-deepseek3-to-maxtext",
+        {"norm_topk_prob": False},
+        "norm_topk_prob",
+        "false",
+    ),
     (
         "maxtext/llama31",
         "hf-llama-to-maxtext",

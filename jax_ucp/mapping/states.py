@@ -1,0 +1,196 @@
+"""Where in a tree the parameters are, and the optimizer's states of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from jax_ucp.errors import TreeMismatch
+from jax_ucp.sources.checks import passed_on
+from jax_ucp.sources.combined import Combined
+from jax_ucp.sources.contents import Contents
+from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_fault
+
+PARAM: Path = (Key("dict", "param"),)
+
+
+@dataclass(frozen=True)
+class States:
+    """The arrays of a tree by the place of a state, and in it by the parameter's name.
+
+    A state is a part of the tree that has the parameters' names, such as the first moments;
+    `params` is the place of the parameters. `others` are the leaves of no state.
+    """
+
+    params: Path
+    at: Mapping[Path, Mapping[str, Leaf]]
+    others: Sequence[Leaf] = field(default=())
+
+    @property
+    def weights(self) -> Mapping[str, Leaf]:
+        return self.at[self.params]
+
+    def labels(self) -> Iterator[tuple[str, Leaf]]:
+        """Every state of every parameter, by label."""
+        for place, leaves in self.at.items():
+            yield from ((label_of(place, name), leaf) for name, leaf in leaves.items())
+
+
+def label_of(place: Path, name: str = "") -> str:
+    """The label of a place, or of a parameter's state there."""
+    return "/".join([*map(str, place), *([name] if name else [])])
+
+
+def states_of(contents: Contents, params: str | None = None) -> States:
+    """The states of a tree `{state: {parameter: array}}`, or of a training run's tree, in which the
+    parameters are below the label `params`: every other part of it that has their names is a state.
+
+    Raises TreeMismatch where the tree is neither.
+    """
+    return _imported(contents) if params is None else _of_run(contents, params)
+
+
+def weights_of(contents: Contents, params: str) -> Contents:
+    """The parameters of a training run's tree as `{param: {parameter: array}}`, and nothing else.
+
+    Raises TreeMismatch where there are none below the label `params`.
+    """
+    weights = _weights(contents, params)
+    at = {
+        (*PARAM, *(Key("dict", key) for key in name.split("/"))): leaf
+        for name, leaf in weights.items()
+    }
+    left = len(contents.leaves) - len(at)
+    notes = [f"{left} leaves that are not parameters are left out"] if left else []
+    return replace(_placed(contents, at), notes=[*contents.notes, *notes])
+
+
+def _imported(contents: Contents) -> States:
+    states: dict[Path, dict[str, Leaf]] = defaultdict(dict)
+    for leaf in contents.leaves:
+        if len(leaf.path) < 2 or not leaf.has_array:
+            raise TreeMismatch(
+                f"{contents.path}: {leaf.label} is no array of the state of a parameter; for the"
+                " tree of a training run say where its parameters are, params= (--params)"
+            )
+        place, name = leaf.path[:1], label_of(leaf.path[1:])
+        if name in states[place]:
+            raise TreeMismatch(f"{contents.path} has two arrays {leaf.label}")
+        states[place][name] = leaf
+    named = {label_of(place): place for place in states}
+    if "param" not in named:
+        count = len(states[named["other"]]) if "other" in named else 0
+        others = f"; {count} are below `other`, and its notes say why" if count else ""
+        raise TreeMismatch(
+            f"{contents.path} has no parameters: a mapping wants them below `param`{others}; of the"
+            " tree of a training run, say where they are, params= (--params)"
+        )
+    return States(named["param"], dict(states))
+
+
+def _of_run(contents: Contents, params: str) -> States:
+    weights = _weights(contents, params)
+    suffix = {id(leaf): name for name, leaf in weights.items()}
+    states: dict[Path, dict[str, Leaf]] = defaultdict(dict)
+    others: list[Leaf] = []
+    place: Path = ()
+    for leaf in contents.leaves:
+        if id(leaf) in suffix:
+            place = _place(leaf.path, params)
+            states[place][suffix[id(leaf)]] = leaf
+            continue
+        found = next(_named(leaf, weights), None) if leaf.has_array else None
+        if found is None:
+            others.append(leaf)
+        else:
+            states[found[0]][found[1]] = leaf
+    return States(place, dict(states), others)
+
+
+def _place(path: Path, label: str) -> Path:
+    """How a path begins that has a label there."""
+    return next(path[:i] for i in range(len(path)) if label_of(path[:i]) == label)
+
+
+def _named(leaf: Leaf, weights: Mapping[str, Leaf]) -> Iterator[tuple[Path, str]]:
+    """The places at which a leaf has the name of a parameter, the longest name first."""
+    path = _without_value(leaf.path, bool(weights) and _has_values(weights.values()))
+    for i in range(len(path)):
+        name = label_of(path[i:])
+        if name in weights:
+            yield path[:i], name
+
+
+def _weights(contents: Contents, params: str) -> dict[str, Leaf]:
+    """The arrays below a label by name; those of Flax's variables have the variable's."""
+    above = [part for part in params.split("/") if part]
+    below = {
+        leaf.path[len(above) :]: leaf
+        for leaf in contents.leaves
+        if leaf.has_array and [*map(str, leaf.path[: len(above)])] == above
+    }
+    below.pop((), None)
+    if not below:
+        tops = ", ".join(dict.fromkeys(str(leaf.path[0]) for leaf in contents.leaves if leaf.path))
+        raise TreeMismatch(f"{contents.path} has no parameters at {params!r}; it has {tops}")
+    has_values = _has_values(below.values())
+    named: dict[str, Leaf] = {}
+    for path, leaf in below.items():
+        name = label_of(_without_value(path, has_values))
+        if name in named:
+            raise TreeMismatch(f"{contents.path} has two parameters {name}")
+        named[name] = leaf
+    return named
+
+
+def _has_values(leaves: Iterable[Leaf]) -> bool:
+    """Whether every array is that of a variable of Flax."""
+    return all(len(leaf.path) > 1 and leaf.path[-1].name == "value" for leaf in leaves)
+
+
+def _without_value(path: Path, has_values: bool) -> Path:
+    return path[:-1] if has_values and path and path[-1].name == "value" else path
+
+
+def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
+    """The tree with the parameters below the label `root` in place of `param`, and with
+    `variables` each in a node of its own, `value`, as the variables of Flax NNX are stored.
+
+    Raises TreeMismatch where the tree has no parameters, or has no place for its other states.
+    """
+    states = states_of(contents)
+    if len(states.at) > 1 and not root:
+        others = ", ".join(label_of(place) for place in states.at if place != states.params)
+        raise TreeMismatch(
+            f"{contents.path} has {others} beside its parameters, which therefore cannot be the"
+            " whole tree: give them a root, or open with weights_only=True (--weights-only)"
+        )
+    above = tuple(Key("dict", key) for key in root.split("/") if key)
+    below = (Key("dict", "value"),) if variables else ()
+    placed = [
+        ((*(above if place == states.params else place), *leaf.path[1:], *below), leaf)
+        for place, named in states.at.items()
+        for leaf in named.values()
+    ]
+    at = dict(placed)
+    fault = tree_fault(at) or ("two leaves have one path" if len(at) < len(placed) else None)
+    if fault:
+        raise TreeMismatch(f"{contents.path} cannot have its parameters at {root!r}: {fault}")
+    return _placed(contents, at)
+
+
+def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:
+    """A checkpoint with these of its leaves alone, at other paths."""
+    names = dict(zip(at, leaf_names(list(at)), strict=True))
+    users: dict[str, set[str]] = defaultdict(set)
+    for path, leaf in at.items():
+        users[leaf.name].add(names[path])
+    return replace(
+        contents,
+        leaves=[replace(leaf, path=path, name=names[path]) for path, leaf in at.items()],
+        arrays=Combined.named(
+            contents.arrays, {names[path]: leaf.name for path, leaf in at.items()}
+        ),
+        checks=lambda extent: passed_on(contents.checks(extent), users),
+    )

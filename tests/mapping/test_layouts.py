@@ -1,0 +1,109 @@
+"""Where frameworks look for parameters: a step with an item, read by stock Orbax; and the commands
+around mappings.
+"""
+
+import json
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jax_ucp as ucp
+from commands import run
+from jax_ucp.errors import TreeMismatch
+
+TREE = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, "b": np.ones(3, np.float32)}
+
+
+def test_stock_orbax_restores_the_item_of_the_step_that_a_save_added(tmp_path):
+    checkpoint = ucp.Checkpoint.of({"param": TREE})
+    layout = {"root": "", "variables": True, "item": "model_params"}
+    for step in (0, 7):
+        checkpoint.save(tmp_path / "run", step=step, **layout)
+    manager = ocp.CheckpointManager(
+        tmp_path / "run", item_handlers={"model_params": ocp.PyTreeCheckpointHandler()}
+    )
+    assert manager.all_steps() == [0, 7]
+    restored = manager.restore(7, args=ocp.args.Composite(model_params=ocp.args.PyTreeRestore()))
+    tree = restored["model_params"]
+    np.testing.assert_array_equal(tree["a"]["w"]["value"], TREE["a"]["w"])
+    np.testing.assert_array_equal(tree["b"]["value"], TREE["b"])
+    with pytest.raises(FileExistsError, match="give another step"):
+        checkpoint.save(tmp_path / "run", step=7, **layout)
+
+
+def test_parameters_have_the_root_that_is_asked_for_and_states_stay_where_they_were(tmp_path):
+    checkpoint = ucp.Checkpoint.of({"param": TREE, "exp_avg": TREE})
+    saved = checkpoint.save(tmp_path / "run", root="params/model", step=3, item="items")
+    assert saved.path == str(tmp_path / "run" / "3" / "items")
+    assert sorted(leaf.label for leaf in saved.leaves) == [
+        "exp_avg/a/w",
+        "exp_avg/b",
+        "params/model/a/w",
+        "params/model/b",
+    ]
+    np.testing.assert_array_equal(saved.read("params/model/a/w"), TREE["a"]["w"])
+    with pytest.raises(TreeMismatch, match="cannot be the whole tree"):
+        checkpoint.save(tmp_path / "other", root="")
+    with pytest.raises(TreeMismatch, match="cannot have its parameters at"):
+        checkpoint.save(tmp_path / "other", root="exp_avg")
+
+
+def test_a_save_that_fails_leaves_no_step(tmp_path):
+    checkpoint = ucp.Checkpoint.of({"param": TREE})
+    for item in ("a/b", "", ".."):
+        with pytest.raises(ValueError, match="is no name"):
+            checkpoint.save(tmp_path / "run", step=1, item=item)
+    with pytest.raises(ValueError, match="step=-1"):
+        checkpoint.save(tmp_path / "run", step=-1)
+    assert not (tmp_path / "run" / "1").exists()
+
+
+@pytest.fixture
+def llama(request):
+    return request.path.parents[1] / "data" / "torch" / "hf_llama" / "ckpt"
+
+
+def test_the_mappings_of_the_package_are_listed_and_those_that_fit_a_checkpoint(llama):
+    listed = json.loads(run("mappings", "--json"))["mappings"]
+    assert all(entry["model"] and entry["target"] for entry in listed)
+    fits = json.loads(run("mappings", llama, "--json"))["mappings"]
+    assert {one["name"]: one["fits"] for one in fits} == {
+        "hf-llama-to-maxtext": False,
+        "hf-llama-to-tunix": False,
+        "hf-llama2-to-maxtext": True,
+    }
+    assert "rope_theta" in next(one["why"] for one in fits if one["name"] == "hf-llama-to-tunix")
+
+
+def test_a_draft_parses_and_what_it_decides_is_right(llama, tmp_path):
+    tree = llama.parents[2] / "trees" / "llama-to-tunix.json"
+    draft = run("map", llama, "--suggest", "--target", tree)
+    rules = ucp.Mapping.parse(draft)
+    shipped = ucp.Mapping.load("hf-llama-to-tunix")
+    checkpoint = ucp.open(llama)
+    want = checkpoint.map(shipped, assume=["rope_theta"]).restore()["param"]
+    left = ucp.Mapping(rules.rules, ucp.Mapping.parse("leaves: []\nskip: rest").skips, rules.sizes)
+    mapped = checkpoint.map(left)
+    assert len(mapped.leaves) > 10
+    for leaf in mapped.leaves:
+        value = want
+        for key in leaf.path[1:]:
+            value = value[key.name]
+        np.testing.assert_array_equal(mapped.read(leaf.label), value)
+    assert "# open: axes of one length fit in 2 ways" in draft
+
+
+def test_a_run_is_exported_by_the_inverse_with_its_models_config(llama, tmp_path):
+    checkpoint = ucp.open(llama)
+    mapped = checkpoint.map("hf-llama-to-tunix", assume=["rope_theta"])
+    tree = {"model_params": mapped.restore()["param"], "step": 3}
+    ucp.Checkpoint.of(tree).save(tmp_path / "run")
+    words = ("--params", "model_params", "--mapping", "hf-llama-to-tunix", "--inverse")
+    given = ("--config", llama, "--assume", "rope_theta")
+    run("export", tmp_path / "run", tmp_path / "out", *words, *given)
+    out = ucp.open(tmp_path / "out")
+    assert out.config == checkpoint.config
+    assert out.params.keys() == checkpoint.params.keys()
+    for name, param in checkpoint.params.items():
+        np.testing.assert_array_equal(out.params[name].read(), param.read())
