@@ -22,6 +22,7 @@ from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
+from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.diff import Difference, Side, difference
 from jax_ucp.inspection.lazy_array import LazyArray
@@ -126,6 +127,17 @@ class _Opened:
 
     def __call__(self) -> Contents:
         return open_contents(self.path, self.options)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """How a checkpoint and adapters were opened and then merged."""
+
+    base: Opener
+    adapters: tuple[Opener, ...]
+
+    def __call__(self) -> Contents:
+        return merged(self.base(), [adapter() for adapter in self.adapters])
 
 
 @dataclass(frozen=True)
@@ -377,6 +389,40 @@ class Checkpoint:
         arguments, or nothing.
         """
         return config_of(self.extras)
+
+    def merge(self, *adapters: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+        """The checkpoint of a model with LoRA adapters of peft merged into its weights. Reads
+        nothing.
+
+        Each weight is `weight + scale * (B @ A)`, of all adapters together, computed in float64 as
+        it is read, and rounded once to the dtype that it has here; the scale is as the adapter's
+        config says (rsLoRA, `rank_pattern`, `alpha_pattern`). DoRA scales each output's row by its
+        norm, for which the row is read whole. What an adapter has of `modules_to_save` and biases
+        takes the place of the base's.
+
+        Args:
+            adapters: paths of folders with `adapter_config.json`, or opened checkpoints of them.
+
+        Returns:
+            A checkpoint of the same names, to be mapped, restored, saved, exported, compared.
+
+        Raises:
+            FormatError: for an adapter of another method, or one that does not fit, with every
+                place where it does not.
+            LayoutError: where the checkpoint is mapped, or has an optimizer's states.
+            QuantizedWeights: where weights are stored as codes; open it with `dequantize`.
+
+        Example:
+            >>> ucp.open("base").merge("adapter").save("merged")  # doctest: +SKIP
+        """
+        if not adapters:
+            raise ValueError("merge() wants one adapter, or several")
+        opened = [each if isinstance(each, Checkpoint) else open(each) for each in adapters]
+        for checkpoint in (self, *opened):
+            require_weights(checkpoint._contents)
+        openers = tuple([each._opener for each in opened])
+        opener = _Merged(self._opener, openers) if self._opener and all(openers) else None
+        return Checkpoint(merged(self._contents, [each._contents for each in opened]), opener)
 
     def map(
         self,
