@@ -151,6 +151,11 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 " hf-decay, or lists of names."
             ),
         ),
+        click.option(
+            "--merge",
+            multiple=True,
+            help="A folder of a LoRA adapter (peft) to merge into it; may be repeated.",
+        ),
         click.option("--model", help="The model that is meant, where there are several."),
         click.option("--step", type=int, help="The step to open of a run's folder."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
@@ -189,6 +194,7 @@ def open_checkpoint(
     no_dequantize: bool = False,
     config: str | None = None,
     assume: tuple[str, ...] = (),
+    merge: tuple[str, ...] = (),
     **others: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it.
@@ -205,6 +211,8 @@ def open_checkpoint(
     for_rules = [used.names for used in (rules, of_mapping) if used]
     require_used(options.sizes, contents.path, frozenset().union(*for_rules))
     checkpoint = jax_ucp.Checkpoint(contents)
+    if merge:
+        checkpoint = checkpoint.merge(*merge)
     if rules is None:
         return checkpoint
     return checkpoint.map(rules, **map_arguments(rules, sizes, config, assume))
