@@ -54,6 +54,7 @@ from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import is_indexed
 from jax_ucp.universal.store import (
+    COMPANIONS,
     METADATA_FILE,
     Commit,
     Written,
@@ -232,6 +233,8 @@ def _commit(contents: Contents, plan: CopyPlan, store: ZarrStore) -> Metadata:
     write_part(store, 0)
     outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
     files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
+    for name, file in contents.companions.items():
+        files[f"{COMPANIONS}/{name}"] = file.read_bytes()
     commit = Commit(
         contents.leaves,
         files=files,

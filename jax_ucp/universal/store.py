@@ -49,6 +49,7 @@ from jax_ucp.universal.shard_codec import (
 )
 
 METADATA_FILE = "ucp.json"
+COMPANIONS = "ucp.companions"  # a folder of the files that go with a model
 VERIFY_BYTES = 16 << 20
 FAULTS_SHOWN = 8
 

@@ -1,0 +1,53 @@
+"""What an export writes beside weights, so that the folder loads as a model: its config, and the
+files that go with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax_ucp.export.files import File
+from jax_ucp.export.parameters import Parameters, is_floating
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.huggingface.companions import kind_of
+from jax_ucp.formats.safetensors.writer import CONFIG, CONFIGS
+
+Config = Mapping[str, Any]
+
+# What a config calls the dtype that the model is loaded in: of transformers 5, and before.
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def model_configs(
+    extras: Mapping[str, Mapping[str, Any]], params: Parameters
+) -> tuple[dict[str, Config], list[str]]:
+    """The configs among the extras that are still true, by the names of their files, and what was
+    changed in them.
+
+    The dtype that a config names is that of the floating weights, where they have one: a loader
+    would round them to it.
+    """
+    configs = {name: extras.get(name, {}).get("config") for name in CONFIGS}
+    kept = {name: config for name, config in configs.items() if isinstance(config, dict)}
+    if CONFIG not in kept:
+        return kept, []
+    config, dtypes = kept[CONFIG], _floating(params)
+    (dtype,) = dtypes if len(dtypes) == 1 else [""]
+    if not dtype or all(config.get(key) in (None, dtype) for key in _DTYPES):
+        return kept, []
+    kept[CONFIG] = {key: dtype if key in _DTYPES else value for key, value in config.items()}
+    return kept, [f"{CONFIG} says {dtype}, the dtype of the weights, in place of another"]
+
+
+def _floating(params: Parameters) -> set[str]:
+    return {tensor.dtype.name for tensor in params.model.values() if is_floating(tensor.dtype)}
+
+
+def companion_files(companions: Mapping[str, FilePath]) -> Iterator[File]:
+    """The files that go with a model, as they are. Names that are none of such files are those of
+    no writer, and are not written.
+    """
+    for name, file in companions.items():
+        if kind_of(name):
+            yield File.literal(name, file.read_bytes())
