@@ -22,6 +22,7 @@ from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
+from jax_ucp.formats.peft.config import saved_modules, with_config
 from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.diff import Difference, Side, difference
@@ -29,6 +30,7 @@ from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
+from jax_ucp.mapping.adapters import mapping_of
 from jax_ucp.mapping.binding import bind, mapping_record, said_before
 from jax_ucp.mapping.mapped_tree import map_contents, states_of
 from jax_ucp.mapping.model_config import config_of, given_config, joined
@@ -435,7 +437,8 @@ class Checkpoint:
         """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
 
         Every state of a parameter is mapped as the parameter is: leaves are at `(state, *name
-        between slashes)`. What the mapping requires of the model's config must hold.
+        between slashes)`. A LoRA adapter of peft is mapped by the mapping of its base: its factors
+        are the leaves that qwix has beside the weight's (`w_lora_a`, `w_lora_b`). What the mapping requires of the model's config must hold.
 
         Args:
             mapping: a mapping, its file, or the name of one that comes with the package.
@@ -458,10 +461,11 @@ class Checkpoint:
         rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
         if isinstance(assume, str):
             raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
+        given_rules, shapes = rules, self._shapes()
+        rules = mapping_of(rules, shapes, saved_modules(self._contents.extras))
         before = said_before(rules, self.source.get("mapping", {}))
         given = before.config if config is None else given_config(config)
         assumed = sorted({*before.assumed, *assume})
-        shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         record = mapping_record(rules, bound, assumed, given)
@@ -469,9 +473,12 @@ class Checkpoint:
         leaves = map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, origin)
         given_sizes = None if sizes is None else dict(sizes)
         opener = self._opener and _Mapped(
-            self._opener, rules, given_sizes, None if config is None else given, tuple(assume)
+            self._opener, given_rules, given_sizes, None if config is None else given, tuple(assume)
         )
         return Checkpoint(leaves, opener)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
 
     def plan(
         self,
@@ -729,14 +736,18 @@ class Checkpoint:
         dtype: str | None = None,
         max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
+        adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
         """What `export` with the same arguments would write, and in its `notes` what would be
         left out.
         """
         require_weights(self._contents)
+        contents = self._contents
+        if adapter_config is not None:
+            contents = with_config(contents, given_config(adapter_config))
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
-        return plan_export(self._contents, format, **arguments, budget_bytes=budget_bytes)
+        return plan_export(contents, format, **arguments, budget_bytes=budget_bytes)
 
     def export(
         self,
@@ -746,6 +757,7 @@ class Checkpoint:
         dtype: str | None = None,
         max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
+        adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[int], None] = lambda nbytes: None,
         executor: Executor | None = None,
@@ -757,7 +769,10 @@ class Checkpoint:
         (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder). `dtype` casts
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
-        unsaid that of the source. What is stored twice is compared on the way. `progress` hears of
+        unsaid that of the source. `adapter_config` is peft's config for the factors of an adapter
+        that was trained in JAX, a dict or its file: with it safetensors are a folder that peft
+        loads. Safetensors are beside the files that go with the model, and its config, where
+        the checkpoint has them. What is stored twice is compared on the way. `progress` hears of
         bytes written. Stopped at any moment, nothing is at `path`. `executor` is that of `save`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
@@ -768,6 +783,7 @@ class Checkpoint:
         """
         target = local_path(path)
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        arguments["adapter_config"] = adapter_config
         plan = self.plan_export(format, **arguments, budget_bytes=budget_bytes)
         run_export(self._contents, plan, target, progress, Workers(executor, self._opener))
         return open(path)

@@ -158,13 +158,16 @@ class Skip:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Rules that turn the parameters of a checkpoint into a model's leaves, and back."""
+    """Rules that turn the parameters of a checkpoint into a model's leaves, and back. `leaf_skips`
+    are leaves that make no parameters: the inverse skips them.
+    """
 
     rules: Sequence[Rule]
     skips: Sequence[Skip] = ()
     sizes: Dict[str, Size] = field(default_factory=dict[str, Size])
     name: str = field(default="mapping", compare=False)
     requires: Sequence[Requirement] = ()
+    leaf_skips: Sequence[Skip] = field(default=(), compare=False)
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
@@ -222,7 +225,8 @@ class Mapping:
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
         rules = tuple(rule.inverse() for rule in self.rules)
-        return Mapping(rules, (), self.sizes, f"the inverse of {self.name}", self.requires)
+        name = f"the inverse of {self.name}"
+        return Mapping(rules, self.leaf_skips, self.sizes, name, self.requires)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""

@@ -11,7 +11,8 @@ from jax_ucp.export.files import File
 from jax_ucp.export.parameters import Parameters, is_floating
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.huggingface.companions import kind_of
-from jax_ucp.formats.safetensors.writer import CONFIG, CONFIGS
+from jax_ucp.formats.peft.config import PREFIX
+from jax_ucp.formats.safetensors.writer import ADAPTER, CONFIG, CONFIGS
 
 Config = Mapping[str, Any]
 
@@ -28,8 +29,12 @@ def model_configs(
     The dtype that a config names is that of the floating weights, where they have one: a loader
     would round them to it.
     """
-    configs = {name: extras.get(name, {}).get("config") for name in CONFIGS}
+    is_adapter = all(name.startswith(PREFIX) for name in params.model)
+    names = CONFIGS if is_adapter else (CONFIG,)
+    configs = {name: extras.get(name, {}).get("config") for name in names}
     kept = {name: config for name, config in configs.items() if isinstance(config, dict)}
+    if is_adapter and ADAPTER not in kept:
+        return kept, [f"peft loads it with an {ADAPTER}: give it (adapter_config=)"]
     if CONFIG not in kept:
         return kept, []
     config, dtypes = kept[CONFIG], _floating(params)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, TreeMismatch
 from jax_ucp.name_patterns import NamePatterns
+from jax_ucp.sources.contents import Contents
 from jax_ucp.text import visible
 
 CONFIG = "adapter_config.json"
+PREFIX = "base_model.model."  # what the names of a model's modules have before them
 
 # No adapter has so large a rank, nor an alpha.
 _MOST_RANK, _MOST_ALPHA = 1 << 20, 1e9
@@ -120,6 +122,34 @@ def method_of(config: Any) -> str:
     """The method that an adapter's config names, such as LORA; empty if it names none."""
     said = config.get("peft_type") if isinstance(config, Mapping) else None
     return visible(str(said))[:80] if said else ""
+
+
+def saved_modules(extras: Mapping[str, Any]) -> Sequence[str]:
+    """The modules that were trained whole beside an adapter, by its config among the extras."""
+    config = extras.get(CONFIG, {}).get("config")
+    named = config.get("modules_to_save") if isinstance(config, Mapping) else None
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
+def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
+    """A checkpoint of an adapter's factors with peft's config for them.
+
+    Raises FormatError where the config is of another method, or of other ranks, and TreeMismatch
+    where the checkpoint has other parameters than peft has in an adapter.
+    """
+    checked = LoraConfig.of(config, CONFIG)
+    for leaf in contents.leaves:
+        name = leaf.path[-1].name
+        if leaf.path[0].name == "param" and not str(name).startswith(PREFIX):
+            raise TreeMismatch(
+                f"{contents.path}: {leaf.label} is no parameter of an adapter of peft: map it back"
+                " by the mapping of its base (--mapping)"
+            )
+        if leaf.path[0].name == "param" and str(name).endswith(".lora_A.weight"):
+            module = str(name).removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            checked.scale(module, leaf.shape[0])
+    extras = {**contents.extras, CONFIG: {"config": dict(config)}}
+    return replace(contents, extras=extras)
 
 
 def _require_lora(config: Mapping[str, Any], where: str) -> None:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax_ucp.errors import FormatError, UCPError, fault_lines
-from jax_ucp.formats.peft.config import LoraConfig
+from jax_ucp.formats.peft.config import PREFIX, LoraConfig
 
-PREFIX = "base_model.model."
 _ROLE = re.compile(
     r"(?P<module>.+)\.(?P<role>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
     r"|lora_magnitude_vector)(\.weight)?"

@@ -1,0 +1,97 @@
+"""The mapping of a model's LoRA adapter, made of that of the model.
+
+Factor A of peft has the axes `rank inputs`, factor B `outputs rank`. The layers of qwix, which
+tunix trains, have the same factors beside the leaf of the weight: `w_lora_a` is `inputs rank` and
+`w_lora_b` is `rank outputs`, their axes in the order of the leaf (`providers/lora.py`, qwix 0.1.8,
+for `einsum`; a plain matrix is the same for `dot_general`). So the rule of a weight says what the
+rules of its factors are, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from jax_ucp.layout.axes import REST, Expression
+from jax_ucp.mapping.rules import Mapping, Rule, Skip, expression, placeholders
+
+PREFIX = "base_model.model."
+_SUFFIXES = ("_lora_a", "_lora_b")
+
+
+def mapping_of(mapping: Mapping, names: Iterable[str], modules_to_save: Sequence[str]) -> Mapping:
+    """The mapping itself, or where names are an adapter's, or of leaves with one, that of adapters
+    of its models.
+    """
+    if any(name.startswith(PREFIX) for name in names):
+        return adapter_mapping(mapping, modules_to_save)
+    if any(name.endswith(_SUFFIXES) for name in names):
+        return adapter_mapping(mapping.inverse(), modules_to_save).inverse()
+    return mapping
+
+
+def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Mapping:
+    """The mapping of an adapter of the models that `mapping` is for.
+
+    `modules_to_save` are names, or ends of names, of modules that were trained whole: they are
+    mapped as the base's. In its inverse, which makes parameters of peft of a model's leaves, the
+    base's other leaves are skipped.
+    """
+    rules: list[Rule] = []
+    skips: list[Skip] = []
+    for rule in mapping.rules:
+        rules += _of_factors(rule)
+        if any(map(modules_to_save.__contains__, _modules(rule))):
+            rules.append(_prefixed(rule))
+        else:
+            skips += [Skip(leaf, "a weight of the base, not of the adapter") for leaf in rule.leaves]
+    name = f"the adapters of {mapping.name}"
+    return Mapping(tuple(rules), (), mapping.sizes, name, mapping.requires, tuple(skips))
+
+
+def _of_factors(rule: Rule) -> Iterator[Rule]:
+    """The rules of the factors of a weight; none of what is no matrix of torch's, or is stacked or
+    taken apart: there qwix has other factors.
+    """
+    if len(rule.params) != 1 or len(rule.leaves) != 1 or (rule.scale, rule.add) != (1, 0):
+        return
+    ((param, axes),), ((leaf, leaf_axes),) = rule.params.items(), rule.leaves.items()
+    dims, leaf_dims = expression(axes).dims, expression(leaf_axes).dims
+    is_stacked = {*placeholders(param)} != {*placeholders(leaf)}
+    if not param.endswith(".weight") or len(dims) != 2 or is_stacked:
+        return
+    outputs, inputs = (Expression((dim,)) for dim in dims)
+    of_leaf = [Expression((dim,)) for dim in leaf_dims]
+    first = [dim for dim in of_leaf if dim.names <= inputs.names]
+    last = [dim for dim in of_leaf if dim.names <= outputs.names]
+    if len(first) + len(last) != len(of_leaf) or not first or not last:
+        return
+    module = PREFIX + param.removesuffix(".weight")
+    a, b = (f"{leaf}{suffix}" for suffix in _SUFFIXES)
+    yield Rule(
+        {f"{module}.lora_A.weight": f"{REST} {inputs}"},
+        {a: " ".join([*map(str, first), REST])},
+        optional=True,
+        when=rule.when,
+    )
+    yield Rule(
+        {f"{module}.lora_B.weight": f"{outputs} {REST}"},
+        {b: " ".join([REST, *map(str, last)])},
+        optional=True,
+        when=rule.when,
+    )
+
+
+def _modules(rule: Rule) -> Iterator[str]:
+    """The modules whose parameters a rule is for, and the last parts of their names."""
+    for param in rule.params:
+        module = param.rpartition(".")[0]
+        yield module
+        yield module.rpartition(".")[2]
+
+
+def _prefixed(rule: Rule) -> Rule:
+    params = {PREFIX + name: axes for name, axes in rule.params.items()}
+    tied = {PREFIX + name: axes for name, axes in rule.tied.items()}
+    return Rule(
+        params, rule.leaves, tied, True, rule.cast, rule.scale, rule.add, rule.backwards, rule.when
+    )
