@@ -55,25 +55,25 @@ def train(base: str, adapter: str, out: str) -> None:
         module.ModelConfig(**sizes, rope_theta=10_000, norm_eps=config["rms_norm_eps"]),
         rngs=nnx.Rngs(0),
     )
-    names = "|".join(lora["target_modules"])
+    about = {"config": config, "assume": ["rope_theta"]}
+    mapped = factors.map(MAPPING, **about)
+    modules = {"/".join(map(str, leaf.path[1:-1])) for leaf in mapped.leaves}
     provider = qwix.LoraProvider(
-        module_path=f".*({names})", rank=lora["r"], alpha=float(lora["lora_alpha"])
+        module_path="|".join(sorted(modules)), rank=lora["r"], alpha=float(lora["lora_alpha"])
     )
     model = qwix.apply_lora_to_model(
         model, provider, **model.get_model_input(), rngs=nnx.Rngs(1)
     )
     graph, params, weights = nnx.split(model, nnx.LoRAParam, ...)
-    about = {"config": config, "assume": ["rope_theta"]}
-    rules = [(r"(w|kernel)(_lora_[ab])?$", P("data")), (r"embedding$", P(None, "model"))]
+    rules = [(r"(w|kernel)(_lora_[ab])?$", P("data")), (r"up_proj.*_lora_b$", P(None, "model"))]
 
     def restored(checkpoint: ucp.Checkpoint, state: nnx.State) -> nnx.State:
         target = {"param": nnx.to_pure_dict(state)}
-        mapped = checkpoint.map(MAPPING, **about)
-        pure = mapped.restore(target, mesh=mesh, rules=rules)["param"]
+        pure = checkpoint.restore(target, mesh=mesh, rules=rules)["param"]
         nnx.replace_by_pure_dict(state, pure)
         return state
 
-    weights, params = restored(opened, weights), restored(factors, params)
+    weights, params = restored(opened.map(MAPPING, **about), weights), restored(mapped, params)
     print(f"{len(jax.tree.leaves(params))} factors restored, on {mesh.size} devices")
 
     def logits(params: nnx.State) -> jax.Array:

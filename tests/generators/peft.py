@@ -106,7 +106,7 @@ def adapter_case(
             names.append("second")
         whole = fresh.merge_and_unload(adapter_names=names)
         whole.save_pretrained(out / "about")
-        np.savez(out / "merged.npz", **tensors(out / "about"))
+        np.savez_compressed(out / "merged.npz", **tensors(out / "about"))
         shutil.rmtree(out / "about")
 
 
