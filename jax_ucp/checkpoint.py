@@ -745,6 +745,8 @@ class Checkpoint:
         require_weights(self._contents)
         contents = self._contents
         if adapter_config is not None:
+            if format != "safetensors":
+                raise ValueError(f"adapter_config is for safetensors: {format} has no adapters")
             contents = with_config(contents, given_config(adapter_config))
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         return plan_export(contents, format, **arguments, budget_bytes=budget_bytes)

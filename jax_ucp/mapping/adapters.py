@@ -10,12 +10,14 @@ rules of its factors are, and no other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from jax_ucp.layout.axes import REST, Expression
 from jax_ucp.mapping.rules import Mapping, Rule, Skip, expression, placeholders
 
 PREFIX = "base_model.model."
 _SUFFIXES = ("_lora_a", "_lora_b")
+_OF_BASE = "a weight of the base, not of the adapter"
 
 
 def mapping_of(mapping: Mapping, names: Iterable[str], modules_to_save: Sequence[str]) -> Mapping:
@@ -25,25 +27,27 @@ def mapping_of(mapping: Mapping, names: Iterable[str], modules_to_save: Sequence
     if any(name.startswith(PREFIX) for name in names):
         return adapter_mapping(mapping, modules_to_save)
     if any(name.endswith(_SUFFIXES) for name in names):
-        return adapter_mapping(mapping.inverse(), modules_to_save).inverse()
+        name = mapping.name.removeprefix("the inverse of ")
+        forwards = replace(mapping.inverse(), name=name)
+        return adapter_mapping(forwards, modules_to_save).inverse()
     return mapping
 
 
 def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Mapping:
     """The mapping of an adapter of the models that `mapping` is for.
 
-    `modules_to_save` are names, or ends of names, of modules that were trained whole: they are
-    mapped as the base's. In its inverse, which makes parameters of peft of a model's leaves, the
+    `modules_to_save` are ends of the names of modules that were trained whole: they are mapped as
+    the base's. In its inverse, which makes parameters of peft of a model's leaves, the
     base's other leaves are skipped.
     """
     rules: list[Rule] = []
-    skips: list[Skip] = []
+    skips: dict[Skip, None] = {}  # each once: of a leaf there may be several rules
     for rule in mapping.rules:
         rules += _of_factors(rule)
-        if any(map(modules_to_save.__contains__, _modules(rule))):
+        if _is_saved(rule, modules_to_save):
             rules.append(_prefixed(rule))
         else:
-            skips += [Skip(leaf, "a weight of the base, not of the adapter") for leaf in rule.leaves]
+            skips |= dict.fromkeys(Skip(leaf, _OF_BASE) for leaf in rule.leaves)
     name = f"the adapters of {mapping.name}"
     return Mapping(tuple(rules), (), mapping.sizes, name, mapping.requires, tuple(skips))
 
@@ -81,12 +85,10 @@ def _of_factors(rule: Rule) -> Iterator[Rule]:
     )
 
 
-def _modules(rule: Rule) -> Iterator[str]:
-    """The modules whose parameters a rule is for, and the last parts of their names."""
-    for param in rule.params:
-        module = param.rpartition(".")[0]
-        yield module
-        yield module.rpartition(".")[2]
+def _is_saved(rule: Rule, modules_to_save: Sequence[str]) -> bool:
+    """Whether a rule is for a parameter of one of the modules; they are ends of names (peft)."""
+    modules = [param.rpartition(".")[0] for param in rule.params]
+    return any(module.endswith(tuple(modules_to_save)) for module in modules)
 
 
 def _prefixed(rule: Rule) -> Rule:

@@ -229,8 +229,7 @@ class _Reader:
 
     def _is_saved(self, name: str) -> bool:
         """Whether a parameter is of one of `modules_to_save`: then it may be new, as a head is."""
-        steps = name.split(".")
-        return any(module.rpartition(".")[2] in steps for module in self.config.modules_to_save)
+        return name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save))
 
     def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
         if weight in self.base:
