@@ -62,13 +62,13 @@ class LoraConfig:
             raise FormatError(f"{where} is no config of an adapter, but {config!r:.80}")
         _require_lora(config, where)
         checked = _Checked(config, where)
-        ranks = checked.pattern("rank_pattern", _MOST_RANK)
-        alphas = checked.pattern("alpha_pattern", _MOST_ALPHA)
+        ranks = checked.pattern("rank_pattern", whole=True)
+        alphas = checked.pattern("alpha_pattern")
         remedy = "Say in rank_pattern and alpha_pattern the names of modules"
         return cls(
             where,
-            int(checked.number("r", 8, _MOST_RANK)),
-            checked.number("lora_alpha", 8, _MOST_ALPHA),
+            int(checked.number("r", 8, whole=True)),
+            checked.number("lora_alpha", 8),
             ranks,
             alphas,
             checked.switch("use_rslora"),
@@ -182,9 +182,9 @@ class _Checked:
     config: Mapping[str, Any]
     where: str
 
-    def number(self, key: str, otherwise: float, most: float) -> float:
+    def number(self, key: str, otherwise: float, whole: bool = False) -> float:
         value = self.config.get(key)
-        return otherwise if value is None else self._number(key, value, most)
+        return otherwise if value is None else self._number(key, value, whole)
 
     def switch(self, key: str) -> bool:
         value = self.config.get(key)
@@ -194,23 +194,26 @@ class _Checked:
 
     def names(self, key: str) -> Sequence[str]:
         value = self.config.get(key) or ()
-        if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        is_list = isinstance(value, list | tuple)
+        if not is_list or not all(isinstance(name, str) for name in value):
             raise FormatError(f"{self.where}: {key} should be a list of names, not {value!r:.80}")
         return tuple(value)
 
-    def pattern(self, key: str, most: float) -> Mapping[str, float]:
+    def pattern(self, key: str, whole: bool = False) -> Mapping[str, float]:
         value = self.config.get(key) or {}
         if not isinstance(value, Mapping):
             raise FormatError(
                 f"{self.where}: {key} should map names to numbers, but is {value!r:.80}"
             )
-        return {name: self._number(f"{key} of {name!r:.80}", n, most) for name, n in value.items()}
+        return {name: self._number(f"{key} of {name!r:.80}", n, whole) for name, n in value.items()}
 
-    def _number(self, what: str, value: Any, most: float) -> float:
+    def _number(self, what: str, value: Any, whole: bool) -> float:
+        """A number; a rank is a `whole` one."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_rank = most == _MOST_RANK
-        fits = is_number and (0 < value <= most if is_rank else abs(value) <= most)
-        if not fits or (is_rank and value != int(value)):
-            kind = "a whole number" if is_rank else "a number"
+        fits = is_number and abs(value) <= _MOST_ALPHA
+        if whole:
+            fits = fits and 0 < value <= _MOST_RANK and value == int(value)
+        if not fits:
+            kind = "a whole number from 1" if whole else "a number"
             raise FormatError(f"{self.where}: {what} is {value!r:.80}, where it should be {kind}")
         return value
