@@ -290,6 +290,14 @@ def test_a_tensor_that_does_not_fit_the_base_is_named(fault: str, tmp_path: Path
         base_of("lora").merge(folder)
 
 
+def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path) -> None:
+    head = {"base_model.model.lm_head.weight": np.ones((40, 16), np.float32)}
+    adapter = write_adapter(tmp_path, head, modules_to_save=["lm_head"])
+    with pytest.raises(FormatError, match="tie_word_embeddings"):
+        base_of("embedding_tied").merge(adapter)
+    assert base_of("lora").merge(adapter).read("param/lm_head.weight").all()
+
+
 def test_experts_of_which_nothing_tells_the_axes_are_refused(tmp_path: Path) -> None:
     shapes = {"base_model.model.mlp.experts.lora_A.weight": (4, 6)}
     shapes["base_model.model.mlp.experts.lora_B.weight"] = (6, 4)

@@ -54,6 +54,7 @@ from jax_ucp.formats.huggingface.weight_names import (
 )
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.peft.config import LORA, method_of
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.formats.torch_save.state_pairing import Stored
@@ -311,9 +312,13 @@ def _about_adapter(extras: Mapping[str, Any]) -> str:
     config = extras.get("adapter_config.json", {}).get("config")
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     model = str(base) if base else "which its config does not name"
+    method = method_of(config)
+    applied = f"only {LORA} is merged, not {method or 'what its config does not name'}"
+    if method == LORA:
+        applied = "base.merge(adapter) (--merge) applies it"
     return (
         "these are the weights of an adapter, which mean something only with the model that it"
-        f" changes, {model}"
+        f" changes, {model}; {applied}"
     )
 
 

@@ -16,6 +16,7 @@ from jax_ucp.sources.contents import Contents
 from jax_ucp.text import visible
 
 CONFIG = "adapter_config.json"
+LORA = "LORA"  # the one `peft_type` that is merged
 PREFIX = "base_model.model."  # what the names of a model's modules have before them
 
 # No adapter has so large a rank, nor an alpha.
@@ -154,7 +155,7 @@ def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
 
 def _require_lora(config: Mapping[str, Any], where: str) -> None:
     method = method_of(config)
-    if method != "LORA":
+    if method != LORA:
         raise FormatError(
             f"{where} is of an adapter of the kind {method or 'that it does not name'}: only LORA"
             " (with rsLoRA and DoRA) is merged; merge it with peft"

@@ -22,6 +22,8 @@ from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     for adapter in read:
         for change in adapter.changes:
             changed[change.weight].append((adapter, change))
+    _refuse_untied(base, changed)
     made = {name: _merged_weight(params.get(name), steps) for name, steps in changed.items()}
     paths = [leaf.path for leaf in base.leaves]
     new = [name for name in made if name not in params]
@@ -131,6 +134,20 @@ def _adapter(key: str, contents: Contents, base: Mapping[str, tuple[int, ...]]) 
     }
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     return _Adapter(key, contents, leaves, changes(shapes, base, config))
+
+
+def _refuse_untied(base: Contents, changed: Mapping[str, object]) -> None:
+    """Raises FormatError where only the head of a model is changed whose config says that it is the
+    embedding: a loader would take the embedding for it.
+    """
+    config = base.extras.get("config.json", {}).get("config")
+    if not isinstance(config, Mapping) or not config.get("tie_word_embeddings"):
+        return
+    if _HEAD in changed and not any(name.endswith(_EMBEDDINGS) for name in changed):
+        raise FormatError(
+            f"{base.path}: an adapter changes {_HEAD}, which is the embedding by the base's config"
+            " (tie_word_embeddings): a merged model would be loaded without the change"
+        )
 
 
 def _merged_weight(
