@@ -61,9 +61,7 @@ def train(base: str, adapter: str, out: str) -> None:
     provider = qwix.LoraProvider(
         module_path="|".join(sorted(modules)), rank=lora["r"], alpha=float(lora["lora_alpha"])
     )
-    model = qwix.apply_lora_to_model(
-        model, provider, **model.get_model_input(), rngs=nnx.Rngs(1)
-    )
+    model = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(1))
     graph, params, weights = nnx.split(model, nnx.LoRAParam, ...)
     rules = [(r"(w|kernel)(_lora_[ab])?$", P("data")), (r"up_proj.*_lora_b$", P(None, "model"))]
 
@@ -116,7 +114,9 @@ def load(base: str, out: str) -> None:
     jax_logits = np.load(Path(out, "logits.npy"))
     scale = np.abs(torch_logits).max()
     difference = np.abs(jax_logits - torch_logits).max() / scale
-    print(f"peft loads {len(saved)} factors, equal; logits differ by {difference:.1e} of their scale")
+    print(
+        f"peft loads {len(saved)} factors, equal; logits differ by {difference:.1e} of their scale"
+    )
     assert difference < 1e-5, json.dumps(sys.argv)
 
 

@@ -27,7 +27,11 @@ from jax_ucp.inspection import report
 
 _OPTIONS = ("dtype", "max_shard_bytes", "zero_stage", "adapter_config")
 # those that are for one format
-_FOR = {"max_shard_bytes": "safetensors", "zero_stage": "deepspeed", "adapter_config": "safetensors"}
+_FOR = {
+    "max_shard_bytes": "safetensors",
+    "zero_stage": "deepspeed",
+    "adapter_config": "safetensors",
+}
 
 
 @click.command()

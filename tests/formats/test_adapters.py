@@ -390,9 +390,7 @@ def test_factors_trained_in_jax_become_a_folder_of_peft_with_a_config(tmp_path: 
 
 
 def test_moments_of_an_adapter_are_mapped_as_its_factors_are() -> None:
-    run = ucp.open(
-        DATA.parent / "trainers" / "small_peft" / "ckpt", optimizer_groups="hf-decay"
-    )
+    run = ucp.open(DATA.parent / "trainers" / "small_peft" / "ckpt", optimizer_groups="hf-decay")
     states = {str(leaf.path[0]) for leaf in run.leaves}
     assert {"param", "exp_avg", "exp_avg_sq"} <= states
     config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -166,7 +166,9 @@ for refused in ("pissa", "olora"):
 case("trainable_tokens", "llama", merge=False, r=4, target_modules=["q_proj"],
      trainable_token_indices=[1, 3])  # fmt: skip
 for kind, options in {
-    "IA3": dict(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3": dict(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
     "PrefixTuning": dict(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "PromptTuning": dict(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "LoHa": dict(r=2, target_modules=ATTENTION),

@@ -183,9 +183,11 @@ def _is_nearest(value: float, got: np.generic) -> bool:
     bits = np.array([got]).view("u2" if got.dtype.itemsize == 2 else "u4")
     if not np.isfinite(np.float64(got)):
         largest = bits - 1
-        edge = Fraction(float(largest.view(got.dtype)[0])) + Fraction(
-            float(largest.view(got.dtype)[0]) - float((largest - 1).view(got.dtype)[0])
-        ) / 2
+        edge = (
+            Fraction(float(largest.view(got.dtype)[0]))
+            + Fraction(float(largest.view(got.dtype)[0]) - float((largest - 1).view(got.dtype)[0]))
+            / 2
+        )
         return not np.isfinite(value) or abs(Fraction(value)) >= abs(edge)
     distance = abs(Fraction(value) - Fraction(float(got)))
     for other in (bits + 1, bits - 1):

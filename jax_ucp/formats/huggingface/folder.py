@@ -258,9 +258,7 @@ def _read(path: FilePath, save: Save, options: Options) -> Import:
 # What lies beside.
 
 
-def _inventory(
-    imported: Import, choice: Choice, read: Collection[str], options: Options
-) -> None:
+def _inventory(imported: Import, choice: Choice, read: Collection[str], options: Options) -> None:
     """Account for everything in the folder that is not `read`; what belongs to the same run or may be meant is
     noted.
     """

@@ -83,7 +83,9 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
 
     def checks(extent: Extent) -> Iterator[Check]:
         for key, contents in {"base ": base, **{a.key: a.contents for a in read}}.items():
-            mine = {name.removeprefix(key): leaf for name, leaf in users.items() if name.startswith(key)}
+            mine = {
+                name.removeprefix(key): leaf for name, leaf in users.items() if name.startswith(key)
+            }
             yield from passed_on(contents.checks(extent), mine)
 
     return replace(
@@ -150,9 +152,7 @@ def _refuse_untied(base: Contents, changed: Mapping[str, object]) -> None:
         )
 
 
-def _merged_weight(
-    leaf: Leaf | None, steps: Sequence[tuple[_Adapter, Change]]
-) -> MergedWeight:
+def _merged_weight(leaf: Leaf | None, steps: Sequence[tuple[_Adapter, Change]]) -> MergedWeight:
     """A weight of the base, or a new one, with what adapters do to it one after the other.
 
     What replaces it comes first: the others add to that.

@@ -27,7 +27,9 @@ _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _MAGNITUDE = "lora_magnitude_vector"
 _WRAPPED = ".base_layer"
 # What peft calls tensors that are no weights of the model, and are none of these.
-_UNKNOWN = re.compile(r"\.(lora_\w+|token_adapter|trainable_tokens\w*|modules_to_save|original_module)(\.|$)")
+_UNKNOWN = re.compile(
+    r"\.(lora_\w+|token_adapter|trainable_tokens\w*|modules_to_save|original_module)(\.|$)"
+)
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
