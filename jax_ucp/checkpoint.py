@@ -422,8 +422,9 @@ class Checkpoint:
         opened = [each if isinstance(each, Checkpoint) else open(each) for each in adapters]
         for checkpoint in (self, *opened):
             require_weights(checkpoint._contents)
-        openers = tuple([each._opener for each in opened])
-        opener = _Merged(self._opener, openers) if self._opener and all(openers) else None
+        openers = [each._opener for each in opened if each._opener]
+        opens_again = self._opener and len(openers) == len(opened)
+        opener = _Merged(self._opener, tuple(openers)) if opens_again else None
         return Checkpoint(merged(self._contents, [each._contents for each in opened]), opener)
 
     def map(
@@ -438,7 +439,8 @@ class Checkpoint:
 
         Every state of a parameter is mapped as the parameter is: leaves are at `(state, *name
         between slashes)`. A LoRA adapter of peft is mapped by the mapping of its base: its factors
-        are the leaves that qwix has beside the weight's (`w_lora_a`, `w_lora_b`). What the mapping requires of the model's config must hold.
+        are the leaves that qwix has beside the weight's (`w_lora_a`, `w_lora_b`). What the
+        mapping requires of the model's config must hold.
 
         Args:
             mapping: a mapping, its file, or the name of one that comes with the package.

@@ -24,7 +24,6 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
 from jax_ucp.inspection import report
 
-
 _OPTIONS = ("dtype", "max_shard_bytes", "zero_stage", "adapter_config")
 # those that are for one format
 _FOR = {

@@ -56,18 +56,14 @@ def _of_factors(rule: Rule) -> Iterator[Rule]:
     """The rules of the factors of a weight; none of what is no matrix of torch's, or is stacked or
     taken apart: there qwix has other factors.
     """
-    if len(rule.params) != 1 or len(rule.leaves) != 1 or (rule.scale, rule.add) != (1, 0):
+    if not _is_matrix(rule):
         return
     ((param, axes),), ((leaf, leaf_axes),) = rule.params.items(), rule.leaves.items()
-    dims, leaf_dims = expression(axes).dims, expression(leaf_axes).dims
-    is_stacked = {*placeholders(param)} != {*placeholders(leaf)}
-    if not param.endswith(".weight") or len(dims) != 2 or is_stacked:
-        return
-    outputs, inputs = (Expression((dim,)) for dim in dims)
-    of_leaf = [Expression((dim,)) for dim in leaf_dims]
+    outputs, inputs = (Expression((dim,)) for dim in expression(axes).dims)
+    of_leaf = [Expression((dim,)) for dim in expression(leaf_axes).dims]
     first = [dim for dim in of_leaf if dim.names <= inputs.names]
     last = [dim for dim in of_leaf if dim.names <= outputs.names]
-    if len(first) + len(last) != len(of_leaf) or not first or not last:
+    if len(first) + len(last) != len(of_leaf):
         return
     module = PREFIX + param.removesuffix(".weight")
     a, b = (f"{leaf}{suffix}" for suffix in _SUFFIXES)
@@ -83,6 +79,16 @@ def _of_factors(rule: Rule) -> Iterator[Rule]:
         optional=True,
         when=rule.when,
     )
+
+
+def _is_matrix(rule: Rule) -> bool:
+    """Whether a rule makes one leaf of one matrix of a module, for each layer as it is."""
+    if len(rule.params) != 1 or len(rule.leaves) != 1 or (rule.scale, rule.add) != (1, 0):
+        return False
+    (param,), (leaf,) = rule.params, rule.leaves
+    is_stacked = {*placeholders(param)} != {*placeholders(leaf)}
+    dims = expression(rule.params[param]).dims
+    return param.endswith(".weight") and len(dims) == 2 and not is_stacked
 
 
 def _is_saved(rule: Rule, modules_to_save: Sequence[str]) -> bool:

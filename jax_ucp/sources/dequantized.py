@@ -77,8 +77,9 @@ class Dequantizer(Protocol):
 class DequantizedView(Watched):
     """An `ArraySource` of weights over an `ArraySource` of their parts.
 
-    Arrays that are in no weight stay what they are; `dtypes` are those of weights. A box is read part by part: what several boxes
-    need of one part is asked for together, and what is the same for them once.
+    Arrays that are in no weight stay what they are; `dtypes` are those of weights. A
+    box is read part by part: what several boxes need of one part is asked for together, and what is
+    the same for them once.
     """
 
     def __init__(

@@ -135,7 +135,7 @@ def test_a_changed_adapter_is_seen_like_a_changed_base(tmp_path: Path) -> None:
     checkpoint = ucp.open(folder / "base").merge(folder / "adapter")
     weights = folder / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes())
-    with pytest.raises(FormatError, match="adapter_model.safetensors.*opened"):
+    with pytest.raises(FormatError, match=r"adapter_model\.safetensors.*opened"):
         checkpoint.save(tmp_path / "out")
 
 
@@ -183,7 +183,8 @@ def write_adapter(folder: Path, arrays: Mapping[str, np.ndarray], **config: Any)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_sum_of_factors_opens_and_is_refused_by_its_name(case: str) -> None:
     adapter = ucp.open(DATA / case / "adapter")
-    assert adapter.params and "adapter_config.json" in adapter.extras
+    assert adapter.params
+    assert "adapter_config.json" in adapter.extras
     named = {"pissa": "'pissa'", "trainable_tokens": "trainable_token_indices", "other_ia3": "IA3"}
     with pytest.raises(FormatError, match=named[case]):
         base_of(case).merge(adapter)
@@ -316,7 +317,7 @@ def test_experts_of_which_nothing_tells_the_axes_are_refused(tmp_path: Path) -> 
 
 def test_what_is_no_base_or_no_adapter_is_refused() -> None:
     adapter = DATA / "lora" / "adapter"
-    with pytest.raises(FormatError, match="has no adapter_config.json"):
+    with pytest.raises(FormatError, match="has no adapter_config"):
         base_of("lora").merge(DATA / "lora" / "base")
     with pytest.raises(FormatError, match="does not fit the base"):
         base_of("conv1d").merge(adapter)
@@ -410,7 +411,7 @@ def test_moments_of_an_adapter_are_mapped_as_its_factors_are() -> None:
 def test_what_qwix_has_no_factors_of_is_not_mapped() -> None:
     with pytest.raises(LayoutError, match="lora_magnitude_vector"):
         ucp.open(DATA / "dora" / "adapter").map("hf-llama-to-tunix", **about("dora"))
-    with pytest.raises(UCPError, match="lora_A.weight"):
+    with pytest.raises(UCPError, match=r"lora_A\.weight"):
         ucp.open(DATA / "lora" / "adapter").map(
             "hf-llama2-to-maxtext", config=base_of("lora").config
         )

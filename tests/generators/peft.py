@@ -22,11 +22,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # beside this file, which is called as the library is, others are imported by their own names
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 
-import numpy as np
-import peft
-import torch
-import transformers
-from safetensors import safe_open
+import numpy as np  # noqa: E402
+import peft  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors import safe_open  # noqa: E402
 
 CASES: dict[str, Callable[[Path], None]] = {}
 COMMON = dict(vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, bos_token_id=1,

@@ -259,8 +259,8 @@ def _read(path: FilePath, save: Save, options: Options) -> Import:
 
 
 def _inventory(imported: Import, choice: Choice, read: Collection[str], options: Options) -> None:
-    """Account for everything in the folder that is not `read`; what belongs to the same run or may be meant is
-    noted.
+    """Account for everything in the folder that is not `read`; what belongs to the same run or may
+    be meant is noted.
     """
     used = choice.files_read | {*CONFIGS, SHARDED, *read}
     is_adapter = choice.save.model.stem == "adapter_model"

@@ -30,23 +30,26 @@ def model_configs(
     would round them to it.
     """
     is_adapter = all(name.startswith(PREFIX) for name in params.model)
-    names = CONFIGS if is_adapter else (CONFIG,)
-    configs = {name: extras.get(name, {}).get("config") for name in names}
-    kept = {name: config for name, config in configs.items() if isinstance(config, dict)}
+    kept: dict[str, Config] = {}
+    for name in CONFIGS if is_adapter else (CONFIG,):
+        config = extras.get(name, {}).get("config")
+        if isinstance(config, dict):
+            kept[name] = config
     if is_adapter and ADAPTER not in kept:
         return kept, [f"peft loads it with an {ADAPTER}: give it (adapter_config=)"]
-    if CONFIG not in kept:
+    dtype = _dtype_of(params)
+    stale = [key for key in _DTYPES if kept.get(CONFIG, {}).get(key) not in (None, dtype)]
+    if not dtype or not stale:
         return kept, []
-    config, dtypes = kept[CONFIG], _floating(params)
-    (dtype,) = dtypes if len(dtypes) == 1 else [""]
-    if not dtype or all(config.get(key) in (None, dtype) for key in _DTYPES):
-        return kept, []
-    kept[CONFIG] = {key: dtype if key in _DTYPES else value for key, value in config.items()}
+    kept[CONFIG] = {**kept[CONFIG], **dict.fromkeys(stale, dtype)}
     return kept, [f"{CONFIG} says {dtype}, the dtype of the weights, in place of another"]
 
 
-def _floating(params: Parameters) -> set[str]:
-    return {tensor.dtype.name for tensor in params.model.values() if is_floating(tensor.dtype)}
+def _dtype_of(params: Parameters) -> str:
+    """The dtype of all floating weights; empty where they have several."""
+    dtypes = {tensor.dtype for tensor in params.model.values()}
+    floating = [dtype.name for dtype in dtypes if is_floating(dtype)]
+    return floating[0] if len(floating) == 1 else ""
 
 
 def companion_files(companions: Mapping[str, FilePath]) -> Iterator[File]:

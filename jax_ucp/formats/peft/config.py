@@ -98,8 +98,8 @@ class LoraConfig:
         if as_before != alpha and not self.names_version:
             raise FormatError(
                 f"{self.where}: {module} matches {first!r} in rank_pattern and another pattern in"
-                " alpha_pattern: the peft of 2024 took another alpha for it than later ones. Write the"
-                " same patterns in both"
+                " alpha_pattern: the peft of 2024 took another alpha for it than later ones. Write"
+                " the same patterns in both"
             )
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 

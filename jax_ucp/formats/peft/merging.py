@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_BASE = "base "  # begins the names of the base's arrays
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
@@ -40,6 +43,9 @@ class _Adapter:
         return self.contents.path.rstrip("/").rpartition("/")[2]
 
 
+_Step = tuple[_Adapter, Change]
+
+
 def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     """The base with adapters merged; nothing is read but their metadata.
 
@@ -50,54 +56,65 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     params = _parameters(base)
     shapes = {name: leaf.shape for name, leaf in params.items()}
     read = [_adapter(f"adapter {i} ", contents, shapes) for i, contents in enumerate(adapters)]
-    changed: dict[str, list[tuple[_Adapter, Change]]] = defaultdict(list)
-    for adapter in read:
-        for change in adapter.changes:
-            changed[change.weight].append((adapter, change))
+    changed = _changed(read)
     _refuse_untied(base, changed)
     made = {name: _merged_weight(params.get(name), steps) for name, steps in changed.items()}
-    paths = [leaf.path for leaf in base.leaves]
-    new = [name for name in made if name not in params]
-    paths += [(Key("dict", "param"), Key("dict", name)) for name in new]
-    names = leaf_names(paths)
-    leaves = [replace(leaf, name=name) for leaf, name in zip(base.leaves, names)]
-    before = dict(zip(names, base.leaves))
-    leaves += [
-        Leaf(path, name, "array", made[new_name].shape, made[new_name].dtype.name)
-        for path, name, new_name in zip(
-            paths[len(leaves) :], names[len(leaves) :], new, strict=True
-        )
-    ]
-    label = {str(leaf.path[1]): leaf.name for leaf in leaves if str(leaf.path[0]) == "param"}
-    weights = {label[name]: weight for name, weight in made.items()}
+    leaves, names = _leaves(base, params, made)
+    arrays = {adapter.key: adapter.contents.arrays for adapter in read}
     others = {
-        name: f"base {leaf.name}"
-        for name, leaf in before.items()
-        if name not in weights and leaf.has_array
+        leaf.name: f"{_BASE}{before.name}"
+        for leaf, before in zip(leaves, base.leaves, strict=False)
+        if leaf.name not in names.values()
     }
-    sources = {"base ": base.arrays} | {adapter.key: adapter.contents.arrays for adapter in read}
-    view = DequantizedView(
-        _together(sources), weights, others, {name: w.dtype for name, w in weights.items()}
-    )
-    users = view.users()
-
-    def checks(extent: Extent) -> Iterator[Check]:
-        for key, contents in {"base ": base, **{a.key: a.contents for a in read}}.items():
-            mine = {
-                name.removeprefix(key): leaf for name, leaf in users.items() if name.startswith(key)
-            }
-            yield from passed_on(contents.checks(extent), mine)
-
+    weights = {names[name]: weight for name, weight in made.items()}
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    view = DequantizedView(_together({_BASE: base.arrays, **arrays}), weights, others, dtypes)
+    new = [name for name in made if name not in params]
     return replace(
         base,
         leaves=leaves,
         arrays=view,
-        inventory=[*base.inventory, *(item for adapter in read for item in _items(adapter))],
+        inventory=[*base.inventory, *itertools.chain.from_iterable(map(_items, read))],
         notes=[*base.notes, *_notes(read, new)],
         source=_source(base, read),
-        checks=checks,
+        checks=partial(_checks, base, read, view.users()),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
     )
+
+
+def _changed(adapters: Sequence[_Adapter]) -> Mapping[str, Sequence[_Step]]:
+    """What adapters do to each weight, in their order."""
+    changed: dict[str, list[_Step]] = defaultdict(list)
+    for adapter in adapters:
+        for change in adapter.changes:
+            changed[change.weight].append((adapter, change))
+    return changed
+
+
+def _leaves(
+    base: Contents, params: Mapping[str, Leaf], made: Mapping[str, MergedWeight]
+) -> tuple[list[Leaf], dict[str, str]]:
+    """The leaves of the base, then those of new parameters; and the name of the array of each
+    weight that is merged.
+    """
+    leaves = list(base.leaves)
+    for name, weight in made.items():
+        if name not in params:
+            path = Key("dict", "param"), Key("dict", name)
+            leaves.append(Leaf(path, "", "array", weight.shape, weight.dtype.name))
+    names = leaf_names([leaf.path for leaf in leaves])
+    named = [replace(leaf, name=name) for leaf, name in zip(leaves, names, strict=True)]
+    of_params = [leaf for leaf in named if leaf.path[0].name == "param"]
+    return named, {str(leaf.path[1]): leaf.name for leaf in of_params if str(leaf.path[1]) in made}
+
+
+def _checks(
+    base: Contents, adapters: Sequence[_Adapter], users: Mapping[str, set[str]], extent: Extent
+) -> Iterator[Check]:
+    """The proofs of the base and of adapters, as those of the leaves made of what they prove."""
+    for key, contents in ((_BASE, base), *((a.key, a.contents) for a in adapters)):
+        mine = {name.removeprefix(key): who for name, who in users.items() if name.startswith(key)}
+        yield from passed_on(contents.checks(extent), mine)
 
 
 def _parameters(base: Contents) -> dict[str, Leaf]:
@@ -152,7 +169,7 @@ def _refuse_untied(base: Contents, changed: Mapping[str, object]) -> None:
         )
 
 
-def _merged_weight(leaf: Leaf | None, steps: Sequence[tuple[_Adapter, Change]]) -> MergedWeight:
+def _merged_weight(leaf: Leaf | None, steps: Sequence[_Step]) -> MergedWeight:
     """A weight of the base, or a new one, with what adapters do to it one after the other.
 
     What replaces it comes first: the others add to that.
@@ -160,46 +177,47 @@ def _merged_weight(leaf: Leaf | None, steps: Sequence[tuple[_Adapter, Change]]) 
     whole = [step for step in steps if step[1].replaced]
     adding = [step for step in steps if not step[1].replaced]
     name = steps[0][1].weight
+    _require_together(name, whole, adding)
+    parts = {WEIGHT: _weight_part(leaf, whole)}
+    terms: list[Term] = []
+    for i, (adapter, change) in enumerate(adding):
+        a, b = f"A {i}" if change.a else "", f"B {i}"
+        roles = {change.a: a, change.b: b, change.magnitude: MAGNITUDE}
+        for tensor in filter(None, roles):
+            array = adapter.key + adapter.leaves[tensor].name
+            parts[roles[tensor]] = Part(array, change.shapes[tensor])
+        terms.append(Term(change.scale, b, a))
+    shape, dtype = _form(leaf, whole)
+    if dtype.name not in _DTYPES:
+        raise LayoutError(f"{name} has dtype {dtype}: only {', '.join(_DTYPES)} are merged")
+    out_axis, experts = (adding[0][1].out_axis, adding[0][1].experts) if adding else (0, False)
+    return MergedWeight(shape, dtype, parts, tuple(terms), out_axis, experts)
+
+
+def _require_together(name: str, whole: Sequence[_Step], adding: Sequence[_Step]) -> None:
+    """Raises FormatError where the changes of several adapters are not one sum."""
     if len(whole) > 1:
         raise FormatError(
             f"{name} is replaced by {' and by '.join(adapter.name for adapter, _ in whole)}"
         )
-    parts = {WEIGHT: _weight_part(leaf, whole)}
-    terms: list[Term] = []
-    for i, (adapter, change) in enumerate(adding):
-        roles = {change.a: f"A {i}" if change.a else "", change.b: f"B {i}"}
-        roles |= {change.magnitude: MAGNITUDE} if change.magnitude else {}
-        for tensor, role in roles.items():
-            if tensor:
-                array = adapter.key + adapter.leaves[tensor].name
-                parts[role] = Part(array, change.shapes[tensor])
-        terms.append(Term(change.scale, f"B {i}", f"A {i}" if change.a else ""))
-    if MAGNITUDE in parts and len(adding) > 1:
+    if len(adding) > 1 and any(change.magnitude for _, change in adding):
         raise FormatError(
             f"{name} has a DoRA among {len(adding)} adapters: merge them one after the other"
         )
-    forms = {(change.out_axis, change.experts) for _, change in adding} or {(0, False)}
-    if len(forms) > 1:
+    if len({(change.out_axis, change.experts) for _, change in adding}) > 1:
         raise FormatError(f"{name} has adapters that take its axes for different ones")
-    ((out_axis, experts),) = forms
-    shape, dtype = _form(leaf, whole)
-    if dtype.name not in _DTYPES:
-        raise LayoutError(f"{name} has dtype {dtype}: only {', '.join(_DTYPES)} are merged")
-    return MergedWeight(shape, dtype, parts, tuple(terms), out_axis, experts)
 
 
-def _weight_part(leaf: Leaf | None, whole: Sequence[tuple[_Adapter, Change]]) -> Part:
+def _weight_part(leaf: Leaf | None, whole: Sequence[_Step]) -> Part:
     if whole:
         adapter, change = whole[0]
         stored = adapter.leaves[change.replaced]
         return Part(adapter.key + stored.name, stored.shape)
     assert leaf is not None, "what is added to is in the base"
-    return Part(f"base {leaf.name}", leaf.shape)
+    return Part(f"{_BASE}{leaf.name}", leaf.shape)
 
 
-def _form(
-    leaf: Leaf | None, whole: Sequence[tuple[_Adapter, Change]]
-) -> tuple[tuple[int, ...], np.dtype]:
+def _form(leaf: Leaf | None, whole: Sequence[_Step]) -> tuple[tuple[int, ...], np.dtype]:
     """The shape and the dtype of a merged weight: those of the base, or of what is new."""
     if leaf is None:
         adapter, change = whole[0]

@@ -93,8 +93,9 @@ def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[Change]:
     faults += [f"{name} is changed twice" for name in _twice(found)]
     if faults:
         lines = fault_lines(faults)
+        count = len(faults)
         raise FormatError(
-            f"{config.where}: the adapter does not fit the base, in {len(faults)} places:\n  {lines}"
+            f"{config.where}: the adapter does not fit the base, in {count} places:\n  {lines}"
         )
     return found
 
@@ -157,7 +158,7 @@ class _Reader:
                 f"{module} has {'a' if magnitude else 'no'} {_MAGNITUDE}, and the config {said}"
             )
         if magnitude:
-            self._require_outputs(magnitude, outputs, embeds)
+            self._require_outputs(magnitude, outputs)
             shapes[magnitude] = (outputs,)
         found = [Change(weight, scale, a, b, magnitude, "", out_axis, False, shapes)]
         if _BIAS in roles:
@@ -178,11 +179,9 @@ class _Reader:
         if not names:
             first = next(iter(several[0].values()))
             self._shape(f"{module}.weight", {"": first})
-        fitting = [
-            [self._of_parameter(name, pair) for name, pair in zip(order, several, strict=True)]
-            for order in itertools.permutations(names[:4], len(several))
-        ]
-        whole = [found for found in fitting if all(found)]
+        orders = itertools.permutations(names[:4], len(several))
+        fitting = [list(map(self._of_parameter, order, several)) for order in orders]
+        whole = list(filter(all, fitting))
         if len(whole) != 1 or any(len(ways) > 1 for ways in whole[0]):
             raise FormatError(
                 f"{module}: its factors fit {len(whole)} ways to the parameters"
@@ -204,22 +203,20 @@ class _Reader:
         if {*roles} != {_A, _B}:
             raise FormatError(f"{name} has the factors {', '.join(sorted(roles))}, not A and B")
         a, b, shape = roles[_A], roles[_B], self.base[name]
-        experts = shape[0] if len(shape) == 3 else 1
-        (ranks, inputs), (outputs, same) = self.tensors[a][:2], self.tensors[b][:2]
-        if len(shape) not in (2, 3) or ranks != same or ranks % experts:
-            return []
-        rank = ranks // experts
-        scale = self.config.scale(name, rank)
-        first = len(shape) - 2
-        ways = [first] if shape[first:] == (outputs, inputs) else []
-        if len(shape) == 3 and shape[1:] == (inputs, outputs):
-            ways.append(2)
-        if len(shape) == 2:
-            shapes = {a: (rank, inputs), b: (outputs, rank)}
-        else:
-            shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
+        of_a, of_b = self.tensors[a], self.tensors[b]
         many = len(shape) == 3
-        return [Change(name, scale, a, b, "", "", axis, many, shapes) for axis in ways]
+        experts = max(1, shape[0]) if many else 1
+        are_factors = len(of_a) == len(of_b) == 2 and of_a[0] == of_b[1]
+        if not are_factors or len(shape) not in (2, 3) or of_a[0] % experts:
+            return []
+        (outputs, inputs), rank = (of_b[0], of_a[1]), of_a[0] // experts
+        scale = self.config.scale(name, rank)
+        shapes = {a: (rank, inputs), b: (outputs, rank)}
+        if many:
+            shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
+        axes = [many] if shape[-2:] == (outputs, inputs) else []
+        axes += [2] if shape[1:] == (inputs, outputs) else []
+        return [Change(name, scale, a, b, "", "", int(axis), many, shapes) for axis in axes]
 
     def replaced(self, name: str, tensor: str) -> Change:
         """A parameter that was trained whole, or is the base's own, kept beside the adapter."""
@@ -258,20 +255,18 @@ class _Reader:
         """The axis of the outputs of a weight, by the shapes of its factors."""
         of_a, of_b = self.tensors[a], self.tensors[b]
         outputs, inputs = of_b[0], of_a[1:]
-        agree = of_b[1] == of_a[0] and all(n == 1 for n in of_b[2:])
-        plain, turned = shape == (outputs, *inputs), shape == (*inputs, outputs)
-        if agree and len(shape) == 2 and turned and (embeds or not plain):
-            return 1
-        if agree and turned and plain and len(shape) == 2:
+        is_turned = shape == (*inputs, outputs) and len(shape) == 2
+        is_plain = shape == (outputs, *inputs) and not embeds
+        if of_b[1:] != (of_a[0], *(1,) * (len(of_b) - 2)) or not (is_turned or is_plain):
+            raise FormatError(
+                f"{weight} has shape {list(shape)}, and its factors {list(of_a)} and {list(of_b)}:"
+                " the adapter is not for this base"
+            )
+        if is_turned and is_plain:
             return int(self.config.fan_in_fan_out)
-        if agree and plain and not embeds:
-            return 0
-        raise FormatError(
-            f"{weight} has shape {list(shape)}, and its factors {list(of_a)} and {list(of_b)}: the"
-            " adapter is not for this base"
-        )
+        return int(is_turned)
 
-    def _require_outputs(self, magnitude: str, outputs: int, embeds: bool) -> None:
+    def _require_outputs(self, magnitude: str, outputs: int) -> None:
         shape = self.tensors[magnitude]
         if sorted(n for n in shape if n != 1) != [n for n in (outputs,) if n != 1]:
             raise FormatError(f"{magnitude} has shape {list(shape)}, not one for {outputs} outputs")

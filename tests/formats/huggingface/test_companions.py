@@ -73,7 +73,7 @@ def test_what_goes_with_a_model_is_kept_by_convert_and_written_by_export(
 def test_a_companion_that_changes_or_is_damaged_is_seen(model: Path, tmp_path: Path) -> None:
     opened = ucp.open(model)
     (model / "tokenizer.json").write_bytes(b"{}")
-    with pytest.raises(UCPError, match="tokenizer.json"):
+    with pytest.raises(UCPError, match=r"tokenizer\.json"):
         opened.save(tmp_path / "before")
     saved = ucp.open(model).save(tmp_path / "saved")
     kept = tmp_path / "saved" / "ucp.companions" / "LICENSE.txt"
@@ -81,7 +81,7 @@ def test_a_companion_that_changes_or_is_damaged_is_seen(model: Path, tmp_path: P
     faults = [fault for _, fault in saved.verify() if fault]
     assert any("LICENSE.txt is damaged" in fault for fault in faults)
     kept.unlink()
-    with pytest.raises(UCPError, match="LICENSE.txt is missing"):
+    with pytest.raises(UCPError, match=r"LICENSE\.txt is missing"):
         ucp.open(tmp_path / "saved")
 
 
@@ -116,11 +116,11 @@ def test_names_that_are_none_of_such_files_are_not_written(name: str, tmp_path: 
     hostile.resolve().write_bytes(b"hostile")
     files = {**metadata.files, f"ucp.companions/{name}": digest(b"hostile")}
     path.write_bytes(encode(replace(metadata, files=files)))
-    try:
-        ucp.open(tmp_path / "saved").export(tmp_path / "out", "safetensors")
-    except UCPError as error:
-        assert ".." in name, error
+    if ".." in name:
+        with pytest.raises(UCPError):
+            ucp.open(tmp_path / "saved")
         return
+    ucp.open(tmp_path / "saved").export(tmp_path / "out", "safetensors")
     assert contents(tmp_path / "out").keys() == contents(MODEL).keys()
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert weights != b"hostile"
