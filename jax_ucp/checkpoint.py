@@ -434,8 +434,9 @@ class Checkpoint:
         for checkpoint in (self, *opened):
             require_weights(checkpoint._contents)
         openers = [each._opener for each in opened if each._opener]
-        opens_again = self._opener and len(openers) == len(opened)
-        opener = _Merged(self._opener, tuple(openers)) if opens_again else None
+        opener = None
+        if self._opener and len(openers) == len(opened):
+            opener = _Merged(self._opener, tuple(openers))
         return Checkpoint(merged(self._contents, [each._contents for each in opened]), opener)
 
     def map(
