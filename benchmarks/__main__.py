@@ -23,6 +23,7 @@ BENCHMARKS = {
     "arrays": "benchmarks.arrays",
     "quantized": "benchmarks.quantized",
     "gguf": "benchmarks.gguf",
+    "remote": "benchmarks.remote",
 }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jax_ucp.checkpoint import open as open
     from jax_ucp.handler import CheckpointHandler as CheckpointHandler
     from jax_ucp.handler import handler_registry as handler_registry
+    from jax_ucp.handler import in_bucket as in_bucket
     from jax_ucp.handler import orbax_context as orbax_context
     from jax_ucp.layout import patterns as patterns
     from jax_ucp.mapping.rules import Mapping as Mapping
@@ -36,6 +37,7 @@ _HOMES = {
     "diff": "jax_ucp.checkpoint",
     "errors": "jax_ucp.errors",
     "handler_registry": "jax_ucp.handler",
+    "in_bucket": "jax_ucp.handler",
     "open": "jax_ucp.checkpoint",
     "orbax_context": "jax_ucp.handler",
     "patterns": "jax_ucp.layout.patterns",
@@ -50,6 +52,7 @@ __all__ = [
     "diff",
     "errors",
     "handler_registry",
+    "in_bucket",
     "open",
     "orbax_context",
     "patterns",

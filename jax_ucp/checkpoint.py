@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import local_path, switch
+from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
@@ -27,8 +28,13 @@ from jax_ucp.formats.peft.config import saved_modules, with_config
 from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.diff import Difference, Side, difference
+from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.lazy_array import LazyArray
+from jax_ucp.inspection.moments import together
+from jax_ucp.inspection.page import Findings, Page, page
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
+from jax_ucp.inspection.report import mesh_plan
+from jax_ucp.inspection.statistics import MAX_READ, statistics_of
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.adapters import mapping_of
@@ -39,7 +45,15 @@ from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
-from jax_ucp.sources.contents import About, Contents, Item, Piece, require_values, require_weights
+from jax_ucp.sources.contents import (
+    About,
+    Contents,
+    Item,
+    Piece,
+    parts_as_parameters,
+    require_values,
+    require_weights,
+)
 from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import ProvedReads
@@ -168,6 +182,12 @@ class _Mapped:
         return Checkpoint(self.opener()).map(self.mapping, **about)._contents
 
 
+def require_mesh(mesh: object, rules: Sequence[Rule], hosts: int) -> None:
+    """Raises ValueError for rules or hosts without a mesh."""
+    if mesh is None and (rules or hosts != 1):
+        raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
+
+
 def diff(
     first: str | os.PathLike[str] | Checkpoint,
     second: str | os.PathLike[str] | Checkpoint,
@@ -182,7 +202,8 @@ def diff(
     """What differs between two checkpoints of any formats, leaf by leaf, element by element.
 
     Args:
-        first, second: paths, or opened checkpoints.
+        first: a path, or an opened checkpoint.
+        second: another.
         mapping: through which the first is seen: a Hugging Face model, say, that the second was
             trained from.
         rename: what labels of the first begin with, by what those of the second begin with:
@@ -299,6 +320,16 @@ class Checkpoint:
     def about(self) -> About:
         """Who wrote it, at which step, and by which degrees it was cut, where its files say so."""
         return self._contents.about
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is read over a network."""
+        return self._contents.files.is_remote
+
+    @property
+    def asked(self) -> Asked:
+        """How many requests over a network opening it took, and how many bytes."""
+        return self._contents.files.asked
 
     @property
     def nbytes(self) -> int:
@@ -471,28 +502,27 @@ class Checkpoint:
             FormatError: where `config` is no config.
             QuantizedWeights: where weights are stored as codes.
         """
-        require_weights(self._contents)
         rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
+        contents = parts_as_parameters(self._contents) if rules.takes_parts else self._contents
+        require_weights(contents)
         if isinstance(assume, str):
             raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
-        given_rules, shapes = rules, self._shapes()
-        rules = mapping_of(rules, shapes, saved_modules(self._contents.extras))
+        shapes = {name: leaf.shape for name, leaf in states_of(contents)["param"].items()}
+        given_rules, saved = rules, saved_modules(contents.extras)
+        rules = mapping_of(rules, shapes, saved)
         before = said_before(rules, self.source.get("mapping", {}))
         given = before.config if config is None else given_config(config)
         assumed = sorted({*before.assumed, *assume})
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         record = mapping_record(rules, bound, assumed, given)
-        origin = {**self._contents.origin, "mapping": record}
-        leaves = map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, origin)
+        origin = {**contents.origin, "mapping": record}
+        leaves = map_contents(contents, bound.leaves, bound.skipped, bound.notes, origin)
         given_sizes = None if sizes is None else dict(sizes)
         opener = self._opener and _Mapped(
             self._opener, given_rules, given_sizes, None if config is None else given, tuple(assume)
         )
         return Checkpoint(leaves, opener)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
 
     def plan(
         self,
@@ -581,10 +611,9 @@ class Checkpoint:
         }
         plan = self.plan(target, share_reads=share_reads, **arguments)
         proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
-        restored = run_restore(
-            plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify)
-        )
-        self._contents.files.require_unchanged()
+        checks, files = dealt_out(plan, proofs, verify), self._contents.files
+        restored = run_restore(plan, self._contents.arrays, budget_bytes, checks, files.is_remote)
+        files.require_unchanged()
         return restored
 
     def plan_optimizer(
@@ -692,9 +721,8 @@ class Checkpoint:
         if path is not None:
             require_target(self._contents, file_path(path))
         require_values(self._contents, self.leaves)
+        require_mesh(mesh, rules, hosts)
         if mesh is None:
-            if rules or hosts != 1:
-                raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
             return plan_copy(self._contents, budget_bytes)
         from jax_ucp.sharding.reads import HostMesh, fit_notes, mesh_cells
 
@@ -844,6 +872,72 @@ class Checkpoint:
         for change in self._contents.files.changes():
             yield "the files of the checkpoint", change
 
+    def report(
+        self,
+        *,
+        against: str | os.PathLike[str] | Checkpoint | None = None,
+        rename: Mapping[str, str] | None = None,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
+        headers: bool = False,
+        max_read_bytes: int = MAX_READ,
+        budget_bytes: int = DEFAULT_BUDGET,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> Page:
+        """A page to look at: what it is, its arrays as a tree with search, where each is stored,
+        bytes by module, norms and extremes by depth, how large the optimizer's steps are, and what
+        is not finite.
+
+        Args:
+            against: another checkpoint, or its path, to be compared with as `jax_ucp.diff` does.
+            rename: as for `diff`, what labels here begin with, by what those of the other do.
+            mesh: as for `plan_reads`: what lies where on it, and what a spec gives up.
+            rules: as for `plan_reads`.
+            hosts: as for `plan_reads`.
+            headers: read no array.
+            max_read_bytes: of more, large arrays are sampled, and the page says so.
+            budget_bytes: bounds what is in flight.
+            progress: is called with the bytes that were read for the statistics.
+
+        Returns:
+            The page, which notebooks show, and `save(path)` writes as one file. What is wrong with
+            arrays that cannot be read is on it, and in its `faults`.
+
+        Raises:
+            ValueError: for a mesh, rules or hosts that cannot be meant.
+            UCPError: as `diff` does.
+
+        Example:
+            >>> ucp.open("run/100").report().save("report.html")  # doctest: +SKIP
+        """
+        require_mesh(mesh, rules, hosts)
+        arrays = self._contents.arrays.arrays()
+        settings = {name: group.settings for group in self.groups for name in group.params}
+        groups = together(self.leaves, self.params, {} if headers else settings)
+        findings = Findings(groups)
+        if mesh is not None:
+            from jax_ucp.sharding.reads import HostMesh
+
+            placed = mesh_plan(self, HostMesh.of(mesh, hosts), rules)
+            findings = replace(findings, mesh=placed)
+        if against is not None:
+            other = against if isinstance(against, Checkpoint) else open(against)
+            arguments = {"headers": headers, "budget_bytes": budget_bytes}
+            found = diff(self, other, rename=rename, **arguments)
+            findings = replace(findings, other=other, difference=found)
+        if not headers:
+            statistics = statistics_of(
+                groups,
+                arrays,
+                self._read,
+                max_read_bytes=whole_number("max_read_bytes", max_read_bytes),
+                budget_bytes=whole_number("budget_bytes", budget_bytes),
+                progress=progress,
+            )
+            findings = replace(findings, statistics=statistics)
+        return page(self, arrays, findings)
+
     def __repr__(self) -> str:
         arrays = sum(leaf.has_array for leaf in self.leaves)
         return (
@@ -852,7 +946,8 @@ class Checkpoint:
         )
 
     def _repr_html_(self) -> str:
-        rows = [
+        leaves = (
             (leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves
-        ]
-        return table(repr(self), ("leaf", "dtype", "shape"), rows)
+        )
+        rows = [(row.name, *row.cells, str(row.count)) for row in fold(leaves)]
+        return table(repr(self), ("leaf", "dtype", "shape", "how many"), rows)

@@ -359,6 +359,39 @@ def ggml(draw: Draw) -> Made:
     return Made("", {"codes": stored}, want, scheme=f"ggml {type}")
 
 
+@st.composite
+def modelopt(draw: Draw) -> Made:
+    rng, algo = rng_of(draw), draw(st.sampled_from(["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"]))
+    shape = draw(SIZES), 32 * draw(st.integers(1, 3))
+    codes = rng.normal(size=shape).astype(FP8)
+    small = {"FP8": (1, 1), "FP8_PER_CHANNEL_PER_TOKEN": (shape[0], 1)}.get(algo)
+    if small:
+        scale = small_scales(rng, small, np.float32)
+        stored = scale.reshape(shape[0] if small[0] > 1 else ())
+    else:
+        stored = rng.integers(90, 160, (shape[0], shape[1] // 32)).astype(np.uint8)
+        exponents = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+        scale = spread(exponents, (1, 32), shape)
+    parts = {"codes": codes, "scale": stored}
+    return Made("modelopt", parts, affine(codes, 0, scale), {"quant_algo": algo})
+
+
+@st.composite
+def modelopt_nvfp4(draw: Draw) -> Made:
+    rng, shape = rng_of(draw), (draw(SIZES), 16 * draw(st.integers(1, 4)))
+    codes = rng.integers(0, 16, shape)
+    table = np.array(E2M1 + [0.0] + [-x for x in E2M1[1:]], np.float32)
+    small = shape[0], shape[1] // 16
+    parts = {
+        "codes": packed(codes, 4, 1, np.uint8),
+        "scale": rng.uniform(0.1, 400, small).astype(FP8),
+        "scale_2": rng.uniform(0.001, 3, ()).astype(np.float32),
+    }
+    scale = parts["scale"].astype(np.float32) * parts["scale_2"]
+    want = table[codes] * spread(scale, (1, 16), shape)
+    return Made("modelopt", parts, want, {"quant_algo": "NVFP4", "group_size": 16})
+
+
 SCHEMES = {
     "block fp8": block_fp8(),
     "row fp8": row_fp8(),
@@ -371,6 +404,8 @@ SCHEMES = {
     "AWQ": awq(),
     "bitsandbytes, 4 bits": runs_of_four_bits(),
     "bitsandbytes, int8": rows_of_int8(),
+    "ModelOpt": modelopt(),
+    "ModelOpt, NVFP4": modelopt_nvfp4(),
     "torchao": torchao(),
     "torchao, in tiles": tiled_nvfp4(),
 }

@@ -20,7 +20,14 @@ CASES = sorted(path.name for path in DATA.iterdir())
 HEAD = "| case | scheme | weights | elements | dtype | reference | equal |\n|---|---|---|---|---|---|---|"
 
 # Whose dequantisation the truth is, of the packages that wrote a case.
-_REFERENCES = ("gptqmodel", "autoawq", "bitsandbytes", "torchao", "compressed-tensors")
+_REFERENCES = (
+    "gptqmodel",
+    "autoawq",
+    "bitsandbytes",
+    "nvidia-modelopt",
+    "torchao",
+    "compressed-tensors",
+)
 
 
 def row(case: str) -> str:

@@ -64,6 +64,13 @@ class CountedFiles(RemoteFiles):
         infos = self._ask("list", folder, lambda: self._disk.list(at))
         return [FileInfo(i.name[cut:], i.size, i.version, i.kind) for i in infos]
 
+    def walk(self, folder: str = "") -> Iterator[FileInfo]:
+        cut = len(f"{self.root}/") if self.root else 0
+        for number, info in enumerate(self._disk.walk(self._key(folder))):
+            if number % 1000 == 0:
+                self._ask("list", folder, lambda: None)
+            yield FileInfo(info.name[cut:], info.size, info.version, info.kind)
+
     def stat(self, name: str) -> FileInfo | None:
         info = self._ask("stat", name, lambda: self._disk.stat(self._key(name)))
         return info and FileInfo(name, info.size, info.version, info.kind)

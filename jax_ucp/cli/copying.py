@@ -24,7 +24,6 @@ from jax_ucp.cli.output import (
     print_inventory,
     print_json,
     progress,
-    size,
     to_stderr,
 )
 from jax_ucp.cli.text_table import TextTable
@@ -32,6 +31,7 @@ from jax_ucp.cli.workers import share_option, worker_options
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
+from jax_ucp.inspection.words import size
 
 if TYPE_CHECKING:
     import jax_ucp
@@ -77,6 +77,10 @@ def plan(
         f" {summary['blocks']} blocks of at most {size(summary['largest_block_bytes'])}; at most"
         f" {size(summary['peak_bytes_in_flight'])} in flight"
     )
+    if opening := summary["opening"]["requests"]:
+        console.print(
+            f"opened by {opening} requests, which brought {size(summary['opening']['nbytes'])}"
+        )
     if mesh:
         _print_mesh_plan(summary["restore"])
     else:
@@ -159,7 +163,9 @@ def _print_mesh_plan(summary: Report) -> None:
         console.print(f"note: {note}")
     hosts = summary["hosts"]
     rows = [_host_row(i, host) for i, host in enumerate(hosts[:HOSTS_SHOWN])]
-    console.print(TextTable(("host", "to read", "needed", "read / needed", "files"), rows))
+    heads = ("host", "to read", "needed", "read / needed", "files", "requests")
+    is_remote = any(host["requests"] for host in hosts)
+    console.print(TextTable(heads if is_remote else heads[:-1], rows))
     if len(hosts) > HOSTS_SHOWN:
         console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
     amplification, balance = summary["amplification"], summary["balance"]
@@ -170,7 +176,8 @@ def _print_mesh_plan(summary: Report) -> None:
 
 def _host_row(i: int, host: Report) -> tuple[str, ...]:
     read, needed = size(host["read_bytes"]), size(host["needed_bytes"])
-    return str(i), read, needed, f"{host['amplification']:.3f}", str(host["files"])
+    row = str(i), read, needed, f"{host['amplification']:.3f}", str(host["files"])
+    return (*row, f"about {host['requests']}") if host["requests"] else row
 
 
 def _placement_row(leaf: Report) -> tuple[str, ...]:

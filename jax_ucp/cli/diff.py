@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import click
 
 import jax_ucp
-from jax_ucp.cli.options import Regex, as_json, budget, open_checkpoint, source_options
+from jax_ucp.cli.options import (
+    Regex,
+    Renames,
+    as_json,
+    budget,
+    open_checkpoint,
+    source_options,
+)
 from jax_ucp.cli.output import console, folded_table, print_json, progress
 from jax_ucp.cli.text_table import TextTable
-from jax_ucp.inspection.diff import Change, Difference, Values
+from jax_ucp.inspection.diff import Difference, Values
 from jax_ucp.inspection.fold import fold
-
-
-class _Rename(click.ParamType):
-    """What labels begin with, in the first checkpoint and in the second: param=params."""
-
-    name = "first=second"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
-        first, equals, second = value.partition("=")
-        if not (first and equals and second):
-            self.fail(f"{value!r} renames nothing; write param=params", param, ctx)
-        return first, second
+from jax_ucp.inspection.words import changes
 
 
 @click.command()
@@ -36,7 +32,7 @@ class _Rename(click.ParamType):
 @click.option("--only", type=Regex(), help="Leaves whose labels match, as SECOND has them.")
 @click.option(
     "--rename",
-    type=_Rename(),
+    type=Renames(),
     multiple=True,
     help="What labels of FIRST begin with, and those of SECOND; may be repeated.",
 )
@@ -81,7 +77,7 @@ def diff(
 
 
 def _print_difference(found: Difference, all_: bool) -> None:
-    rows = list(_changes(found))
+    rows = list(changes(found))
     if rows:
         console.print(folded_table(("leaf", "what", "first", "second"), rows, all_))
     if found.values:
@@ -89,22 +85,6 @@ def _print_difference(found: Difference, all_: bool) -> None:
     differing = len(rows) - len(found.facts) + len(found.values)
     compared = "names, shapes and dtypes" if found.headers_only else "all elements"
     console.print(f"{found.equal} leaves equal in {compared}, {differing} differences")
-
-
-def _changes(found: Difference) -> Iterator[tuple[str, ...]]:
-    for what, changes in (
-        ("fact", found.facts),
-        ("reshaped", found.reshaped),
-        ("recast", found.recast),
-        ("replaced", found.replaced),
-    ):
-        yield from (_change_row(what, change) for change in changes)
-    yield from ((label, "missing", "here", "") for label in found.missing)
-    yield from ((label, "added", "", "here") for label in found.added)
-
-
-def _change_row(what: str, change: Change) -> tuple[str, ...]:
-    return change.label, what, change.first, change.second
 
 
 def _values_table(values: Sequence[Values], all_: bool) -> TextTable:

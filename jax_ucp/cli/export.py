@@ -20,11 +20,12 @@ from jax_ucp.cli.options import (
     require_mapping,
     source_options,
 )
-from jax_ucp.cli.output import console, print_json, progress, size, to_stderr
+from jax_ucp.cli.output import console, print_json, progress, to_stderr
 from jax_ucp.cli.workers import worker_options
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
 from jax_ucp.inspection import report
+from jax_ucp.inspection.words import size
 
 _OPTIONS = ("dtype", "max_shard_bytes", "zero_stage", "adapter_config")
 # those that are for one format

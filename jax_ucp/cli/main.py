@@ -1,7 +1,7 @@
 """`jax-ucp`: look into any checkpoint, map it to a model, plan, convert, verify, export, compare.
 
 Exit codes: 0, all is well; 1, the checkpoint is refused, has faults, or differs, with the reason;
-2, the command line is wrong.
+2, the command line is wrong; 130, it was stopped by Ctrl-C, with what can be run again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,34 @@ from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
 from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
+from jax_ucp.cli.output import to_stderr
+from jax_ucp.cli.report import report
 from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError
 from jax_ucp.text import visible_lines
 
+# The exit code that shells give to what Ctrl-C ends.
+STOPPED = 130
+
+_NOTHING_WRITTEN = "nothing was written; run it again"
+_AGAIN = {
+    "convert": "TARGET is no checkpoint yet; the same command takes up where this one was stopped",
+    "export": "nothing is at TARGET; the same command begins anew",
+}
+
 
 class _Refusals(click.Group):
-    """Commands whose refusals are one clear message and exit code 1, never a traceback."""
+    """Commands whose refusals are one clear message and exit code 1, never a traceback; nor is
+    Ctrl-C.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            command = ctx.invoked_subcommand or ""
+            to_stderr.print(f"stopped: {_AGAIN.get(command, _NOTHING_WRITTEN)}")
+            sys.exit(STOPPED)
         except BrokenPipeError:
             sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
             return None
@@ -54,7 +71,7 @@ def main() -> None:
     """Universal checkpoints for JAX: inspect, map, plan, convert, verify, export, compare any."""
 
 
-for command in (inspect, plan, map_, convert, export, verify, diff):
+for command in (inspect, plan, map_, convert, export, verify, diff, report):
     main.add_command(command)
 
 if __name__ == "__main__":

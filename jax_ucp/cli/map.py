@@ -15,8 +15,7 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import console, print_json, to_stderr
-from jax_ucp.cli.text_table import TextTable
+from jax_ucp.cli.output import console, folded_table, print_json, to_stderr
 from jax_ucp.inspection.mapping_report import mapping_report
 from jax_ucp.inspection.report import Report
 from jax_ucp.mapping.rules import shipped
@@ -48,18 +47,18 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **op
 
 
 def _print_mapping(report: Report, has_target: bool) -> None:
-    heads = ("parameters: axes", "leaves: axes", "leaf", "shape", "target")
+    heads = ("leaf", "parameters: axes", "leaves: axes", "shape", "target")
     columns = 5 if has_target else 4
     rows = [_row(leaf)[:columns] for leaf in report["leaves"]]
     if rows:
-        console.print(TextTable(heads[:columns], rows))
+        console.print(folded_table(heads[:columns], rows))
     for requirement in report["requires"]:
         values = f", {requirement['found']}" if requirement["state"] == "met" else ""
         console.print(
             f"requires {requirement['name']}: {requirement['state']}{values}", markup=False
         )
-    for name, reason in report["skipped"]:
-        console.print(f"skipped: {name}: {reason}")
+    if report["skipped"]:
+        console.print(folded_table(("skipped", "because"), report["skipped"]))
     for note in report["notes"]:
         console.print(f"note: {note}")
     for fault in report["faults"]:
@@ -73,4 +72,4 @@ def _print_mapping(report: Report, has_target: bool) -> None:
 
 def _row(leaf: Report) -> tuple[str, ...]:
     params, _, leaves = leaf["rule"].partition(" -> ")
-    return params, leaves, leaf["leaf"], str(leaf["shape"]), str(leaf["target"] or "-")
+    return leaf["leaf"], params, leaves, str(leaf["shape"]), str(leaf["target"] or "-")

@@ -7,12 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax_ucp
 from jax_ucp.arguments import local_path
 from jax_ucp.errors import NotACheckpoint, TreeMismatch
+from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.inspection.mapping_report import tree_shapes
 from jax_ucp.layout.fragments import Shape
 
@@ -26,18 +26,18 @@ def target_shapes(target: str) -> Mapping[str, Shape]:
 
     Raises TreeMismatch where it is none of these.
     """
-    path = local_path(target)
+    path = file_path(target)
     if path.suffix == ".json" and path.is_file():
         shapes = _inspected_shapes(path, target)
     elif path.exists():
-        shapes = {leaf.label: leaf.shape for leaf in jax_ucp.open(path).leaves if leaf.has_array}
+        shapes = {leaf.label: leaf.shape for leaf in jax_ucp.open(target).leaves if leaf.has_array}
     else:
         shapes = tree_shapes(imported(target, "tree"))
     params = [name for name in shapes if name.startswith("param/")]
     return {name.removeprefix("param/"): shapes[name] for name in params} or shapes
 
 
-def _inspected_shapes(path: Path, target: str) -> dict[str, Shape]:
+def _inspected_shapes(path: FilePath, target: str) -> dict[str, Shape]:
     """The shapes of arrays in what `inspect --json` printed."""
     try:
         leaves = json.loads(path.read_bytes())["leaves"]

@@ -94,6 +94,18 @@ class _RuleType(click.ParamType):
         return pattern, PartitionSpec(*[None if name in ("None", "") else name for name in names])
 
 
+class Renames(click.ParamType):
+    """What labels begin with, in the first checkpoint and in the second: param=params."""
+
+    name = "first=second"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        first, equals, second = value.partition("=")
+        if not (first and equals and second):
+            self.fail(f"{value!r} renames nothing; write param=params", param, ctx)
+        return first, second
+
+
 class _OptimizerGroups(click.ParamType):
     """`module-order`, `hf-decay`, or a JSON file of lists of names."""
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextvars
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from jax_ucp.files.protocol import Files
+from jax_ucp.files.protocol import FileInfo, Files
+
+if TYPE_CHECKING:
+    from jax_ucp.files.path import FilePath
 
 # One connection carries 20 to 90 MB/s, whatever the network does: what is fast is many of them.
 REQUESTS, FILES = 64, 32
+LOOKED_UP = 256  # more names than that are looked up in lists
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,6 +36,30 @@ def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> l
     if not files.is_remote:
         return [function(item) for item in items]
     return _all(_pool(os.getpid(), "file", FILES), function, list(items))
+
+
+def opened_files(
+    folder: FilePath, names: Iterable[str], open_file: Callable[[FilePath], R]
+) -> dict[str, R]:
+    """What is made of the header of each file of a folder, by name."""
+    paths = {name: folder / name for name in names}
+    opened = each_file(folder.files, open_file, paths.values())
+    return dict(zip(paths, opened, strict=True))
+
+
+def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
+    """What has each name now. Many over a network are looked up in lists of the folder around
+    them; what is not there may be newer than the list, and is asked for.
+    """
+    if not files.is_remote:
+        return [files.stat(name) for name in names]
+    listed: dict[str, FileInfo] = {}
+    if len(names) > LOOKED_UP:
+        around = os.path.commonpath([f"/{os.path.dirname(name)}" for name in names]).strip("/")
+        listed = {file.name: file for file in files.walk(around)}
+    missing = [name for name in names if name not in listed]
+    asked = dict(zip(missing, request_all(files.stat, missing), strict=True))
+    return [listed.get(name) or asked.get(name) for name in names]
 
 
 def _all(pool: ThreadPoolExecutor, function: Callable[[T], R], items: list[T]) -> list[R]:

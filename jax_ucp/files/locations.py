@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 
@@ -50,6 +51,23 @@ def _web(scheme: str, text: str, rest: str) -> tuple[Files, str]:
     return _opened(scheme, host, _settings()), _checked(text, urllib.parse.unquote(path))
 
 
+def _hub(text: str, rest: str) -> tuple[Files, str]:
+    """A commit stays what it is; what another revision names is asked each time."""
+    from jax_ucp.files import hub
+
+    repo, revision, key = hub.parse(rest)
+    is_commit = revision is not None and re.fullmatch("[0-9a-f]{40}", revision)
+    files = _at_commit(repo, revision, _settings()) if is_commit else hub.open_hub(repo, revision)
+    return files, _checked(text, key)
+
+
+@functools.lru_cache(maxsize=64)
+def _at_commit(repo: str, commit: str | None, settings: tuple[tuple[str, str], ...]) -> Files:
+    from jax_ucp.files.hub import open_hub
+
+    return open_hub(repo, commit)
+
+
 def _checked(text: str, key: str) -> str:
     key = key.rstrip("/")
     if key and (fault := name_fault(key)):
@@ -78,6 +96,7 @@ _SCHEMES: Mapping[str, Callable[[str, str], tuple[Files, str]]] = {
     "az": functools.partial(_bucket, "az"),
     "azure": functools.partial(_bucket, "az"),
     "abfs": functools.partial(_bucket, "abfs"),
+    "hf": _hub,
     "http": functools.partial(_web, "http"),
     "https": functools.partial(_web, "https"),
     "abfss": functools.partial(_bucket, "abfs"),

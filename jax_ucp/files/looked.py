@@ -6,12 +6,21 @@ request. One list of a folder answers for all that lies in it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jax_ucp.files.protocol import FileInfo, Files
+
+
+@dataclass
+class Asked:
+    """How many requests were made, and how many bytes of files came."""
+
+    requests: int = 0
+    nbytes: int = 0
 
 
 class Looked:
@@ -23,6 +32,7 @@ class Looked:
         self._folders: dict[str, Mapping[str, FileInfo]] = {}  # what lies in each, by its last name
         self._below: dict[str, Sequence[FileInfo]] = {}
         self._files: dict[str, FileInfo | None] = {}
+        self.asked = Asked()
 
     def children(self, files: Files, folder: str) -> Sequence[FileInfo]:
         prefix = f"{folder}/" if folder else ""
@@ -70,16 +80,27 @@ def _is_folder(info: FileInfo | None) -> bool:
 
 
 @contextmanager
-def looking_once() -> Iterator[None]:
-    """While a checkpoint is opened, whatever of it is remote is looked at once."""
-    if _looked.get() is not None:
-        yield
+def looking_once() -> Iterator[Asked]:
+    """While a checkpoint is opened, whatever of it is remote is looked at once. What is asked in
+    that time is counted.
+    """
+    if (outer := _looked.get()) is not None:
+        yield outer.asked
         return
-    token = _looked.set(Looked())
+    looked = Looked()
+    token = _looked.set(looked)
     try:
-        yield
+        yield looked.asked
     finally:
         _looked.reset(token)
+
+
+def count_request(nbytes: int = 0) -> None:
+    """Count a request, or the bytes that one brought, for the checkpoint that is opened."""
+    if (looked := _looked.get()) is not None:
+        with _counting:
+            looked.asked.requests += not nbytes
+            looked.asked.nbytes += nbytes
 
 
 def look(files: Files, name: str) -> FileInfo | None:
@@ -100,4 +121,5 @@ def walk(files: Files) -> Iterable[FileInfo]:
     return looked.walk(files) if looked and files.is_remote else files.walk()
 
 
+_counting = threading.Lock()
 _looked: ContextVar[Looked | None] = ContextVar("looked", default=None)

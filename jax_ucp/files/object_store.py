@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -212,7 +213,7 @@ class _Asking:
 def _may_pass(text: str) -> bool:
     """Whether asking again may help: what the server said is not that the request is wrong."""
     _, _, status = text.partition("status code: ")
-    return not status.startswith("4") or status[:3] in ("408", "425", "429")
+    return not status.startswith(("4", "501")) or status.startswith(("408", "425", "429"))
 
 
 def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
@@ -265,7 +266,10 @@ def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
     if not host:
         return bucket, {}
     url = host if "://" in host else f"http://{host}"
-    return bucket, {"base_url": url, "skip_signature": True}
+    # skip_signature is not asked when an object is written
+    nobody = {"client_email": "", "private_key": "", "private_key_id": ""}
+    key = {"gcs_base_url": url, "disable_oauth": True, **nobody}
+    return bucket, {"service_account_key": json.dumps(key)}
 
 
 def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
@@ -354,4 +358,5 @@ def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
 
 def version_of(meta: Mapping[str, Any]) -> str:
     """The object's etag; where a web server has none, when it was changed."""
-    return meta["e_tag"] or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+    # Azure's lists have etags without quotes
+    return (meta["e_tag"] or "").strip('"') or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"

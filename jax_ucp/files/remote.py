@@ -14,6 +14,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData, StoreError
 from jax_ucp.files.in_flight import request_all
 from jax_ucp.files.local import check_name
+from jax_ucp.files.looked import count_request
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 
@@ -131,6 +132,7 @@ class RemoteFiles(Files):
         wanted = request.stop - request.start
         if len(data) != wanted:
             raise Unanswered(f"{len(data)} bytes came of {wanted}")
+        count_request(wanted)
         return data
 
     def persist(self, name: str, ask: Callable[[], R]) -> R:
@@ -139,11 +141,13 @@ class RemoteFiles(Files):
         Raises StoreError when that was often enough.
         """
         for attempt in range(1, ATTEMPTS):
+            count_request()
             try:
                 return ask()
             except Unanswered:
                 longest = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
                 time.sleep(longest * random.uniform(0.5, 1))
+        count_request()
         try:
             return ask()
         except Unanswered as error:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from jax_ucp.errors import CorruptData, fault_lines
-from jax_ucp.files.in_flight import request_all
-from jax_ucp.files.looked import looking_once
+from jax_ucp.files.in_flight import stat_all
+from jax_ucp.files.looked import Asked, looking_once
 from jax_ucp.files.protocol import FileInfo, Files
 
 FAULTS_SHOWN = 8
@@ -24,6 +24,7 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Files, FileInfo]] = {}
+        self.asked = Asked()  # to open them, over a network
 
     @classmethod
     def together(cls, several: Iterable[SourceFiles]) -> SourceFiles:
@@ -36,6 +37,10 @@ class SourceFiles:
     def note(self, files: Files, file: FileInfo) -> None:
         """Remember a file as it is now, if this is the first time."""
         self._seen.setdefault(files.url(file.name), (files, file))
+
+    @property
+    def is_remote(self) -> bool:
+        return any(files.is_remote for files, _ in self._seen.values())
 
     def identities(self) -> list[tuple[str, int, str]]:
         """URL, size and version of each file, sorted."""
@@ -56,9 +61,11 @@ class SourceFiles:
 
     def _now(self) -> Sequence[FileInfo | None]:
         seen = list(self._seen.values())
-        if any(files.is_remote for files, _ in seen):
-            return request_all(lambda file: file[0].stat(file[1].name), seen)
-        return [files.stat(file.name) for files, file in seen]
+        now: dict[tuple[str, str], FileInfo | None] = {}
+        for url, files in {files.url(): files for files, _ in seen}.items():
+            names = [file.name for of, file in seen if of.url() == url]
+            now |= zip([(url, name) for name in names], stat_all(files, names), strict=True)
+        return [now[files.url(), file.name] for files, file in seen]
 
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html.parser import HTMLParser
 from typing import Any, NoReturn
 
 from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.in_flight import request_all
 from jax_ucp.files.object_store import Bucket, obstore, version_of
-from jax_ucp.files.protocol import FileInfo
+from jax_ucp.files.protocol import FileInfo, Files
 
 
 class Web(Bucket):
@@ -39,6 +39,9 @@ class Web(Bucket):
         links.feed(bytes(self._page(folder, head=False).bytes()).decode(errors="replace"))
         names = sorted("/".join(filter(None, (folder, name))) for name in links.names)
         return [info for info in request_all(self.stat, names) if info is not None]
+
+    def walk(self, folder: str = "") -> Iterator[FileInfo]:
+        return Files.walk(self, folder)
 
     def _page(self, name: str, head: bool) -> Any:
         key = self.key(name)

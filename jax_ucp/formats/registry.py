@@ -259,8 +259,10 @@ def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> 
     FormatError where what is there is not as its format has it, and SpecError for a spec that its
     format has no use for.
     """
-    with looking_once():
-        return _open_at(path, file_path(path), options)
+    with looking_once() as asked:
+        contents = _open_at(path, file_path(path), options)
+    contents.files.asked = asked
+    return contents
 
 
 def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Options) -> Contents:

@@ -4,6 +4,7 @@ Whole handlers of our own, so that nothing lies between the tree and the store; 
 that stock Orbax's PyTree handler wrote it, so stock reads it where jax_ucp is not installed.
 """
 
+from jax_ucp.handler.buckets import in_bucket as in_bucket
 from jax_ucp.handler.items import Restore as Restore
 from jax_ucp.handler.items import Save as Save
 from jax_ucp.handler.v0 import CheckpointHandler as CheckpointHandler

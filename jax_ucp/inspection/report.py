@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jax_ucp.files.remote import REQUEST_BYTES
 from jax_ucp.formats.exporting import ExportPlan
 from jax_ucp.sources.protocol import Piece
 from jax_ucp.tree import Axes, Leaf
@@ -28,14 +30,11 @@ def inspection(checkpoint: Checkpoint) -> Report:
     """What is in a checkpoint: leaves with their sharding and where their bytes are, and the
     inventory.
     """
-    pieces = _pieces(checkpoint)
+    pieces = pieces_of(checkpoint)
     return {
-        **_head(checkpoint, pieces),
+        **head(checkpoint, pieces),
         "leaves": [_leaf(leaf, pieces[leaf.label]) for leaf in checkpoint.leaves],
-        "inventory": [
-            {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
-            for item in checkpoint.inventory
-        ],
+        "inventory": inventory_of(checkpoint),
         "extras": dict(checkpoint.extras),
     }
 
@@ -43,15 +42,16 @@ def inspection(checkpoint: Checkpoint) -> Report:
 def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Report:
     """What a conversion by the plan would read, write and hold in memory."""
     largest = max((block.nbytes for block in plan.blocks), default=0)
-    pieces = _pieces(checkpoint)
+    pieces = pieces_of(checkpoint)
     return {
-        **_head(checkpoint, pieces),
+        **head(checkpoint, pieces),
         "target": target,
         "read_bytes": checkpoint.nbytes,
         "write_bytes": plan.write_bytes,
         "blocks": len(plan.blocks),
         "largest_block_bytes": largest,
         "budget_bytes": plan.budget_bytes,
+        "opening": asdict(checkpoint.asked),
         "peak_bytes_in_flight": plan.peak_bytes,
         "leaves": [
             {
@@ -65,11 +65,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
             for leaf in checkpoint.leaves
             if leaf.has_array
         ],
-        "not_mapped": [
-            {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
-            for item in checkpoint.inventory
-            if item.status != "mapped"
-        ],
+        "not_mapped": [item for item in inventory_of(checkpoint) if item["status"] != "mapped"],
     }
 
 
@@ -123,6 +119,7 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
                 "read_bytes": read,
                 "needed_bytes": needed,
                 "files": files,
+                "requests": files + read // REQUEST_BYTES if checkpoint.is_remote else 0,
                 "amplification": read / max(1, needed),
             }
             for read, needed, files in zip(
@@ -143,15 +140,23 @@ def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) ->
     return fit_notes(checkpoint.leaves, mesh, rules)
 
 
+def inventory_of(checkpoint: Checkpoint) -> list[Report]:
+    """Everything that is stored, and what became of it."""
+    return [
+        {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
+        for item in checkpoint.inventory
+    ]
+
+
 _Pieces = Mapping[str, Sequence[Piece]]
 
 
-def _pieces(checkpoint: Checkpoint) -> _Pieces:
+def pieces_of(checkpoint: Checkpoint) -> _Pieces:
     """By the label of a leaf, where its bytes are."""
     return {leaf.label: checkpoint.where(leaf) for leaf in checkpoint.leaves}
 
 
-def _head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
+def head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
     """What people ask first of a checkpoint."""
     statuses = Counter(item.status for item in checkpoint.inventory)
     arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]

@@ -63,10 +63,11 @@ class Sharded:
 
     On several axes the ranks form `grid`, in row-major order.
 
-    >>> Sharded(0).join([(51, 16), (50, 16)]).shape
-    (101, 16)
-    >>> Sharded(0, 1, grid=(2, 2)).join([(2, 3), (2, 3), (2, 3), (2, 3)]).shape
-    (4, 6)
+    Example:
+        >>> Sharded(0).join([(51, 16), (50, 16)]).shape
+        (101, 16)
+        >>> Sharded(0, 1, grid=(2, 2)).join([(2, 3), (2, 3), (2, 3), (2, 3)]).shape
+        (4, 6)
     """
 
     axes: tuple[int, ...]
@@ -142,8 +143,9 @@ class Fused:
 
         # groups=2: q q k v q q k v      three ranks: q q k | v q | q k v
 
-    >>> Fused(0, {"q": 4, "k": 2, "v": 2}).join([(4, 8), (4, 8)]).shape
-    (8, 8)
+    Example:
+        >>> Fused(0, {"q": 4, "k": 2, "v": 2}).join([(4, 8), (4, 8)]).shape
+        (8, 8)
     """
 
     axis: int
@@ -251,8 +253,9 @@ class Padded:
     The parameter is the leading `size` rows; the rest, up to `padded`, belongs to no element (the
     rows that Megatron adds to a vocabulary so that it divides). `padded` may be left out.
 
-    >>> Padded(Sharded(0), axis=0, size=101, padded=112).join([(56, 16), (56, 16)]).shape
-    (101, 16)
+    Example:
+        >>> Padded(Sharded(0), axis=0, size=101, padded=112).join([(56, 16), (56, 16)]).shape
+        (101, 16)
     """
 
     pattern: Pattern

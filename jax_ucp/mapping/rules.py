@@ -35,6 +35,7 @@ from jax_ucp.shard_spec.arithmetic import Expression as Size
 from jax_ucp.shard_spec.arithmetic import names_in
 from jax_ucp.shard_spec.document import document, dumped, fields
 from jax_ucp.shard_spec.rules import regex_of
+from jax_ucp.sources.contents import STORED
 
 _MAPPINGS = resources.files("jax_ucp.mapping") / "models"
 _SECTIONS = {"sizes", "requires", "leaves", "skip"}
@@ -215,6 +216,11 @@ class Mapping:
         return frozenset(self.sizes).union(*(rule.names for rule in self.rules), *of_sizes)
 
     @property
+    def takes_parts(self) -> bool:
+        """Whether it says of parts of quantised weights, `stored/NAME`, which leaves they are."""
+        return any(name.startswith(f"{STORED}/") for rule in self.rules for name in rule.params)
+
+    @property
     def config_keys(self) -> frozenset[str]:
         """The top-level config keys that conditions and sizes name."""
         conditions = {requirement.that for requirement in self.requires}
@@ -223,7 +229,15 @@ class Mapping:
         return frozenset(key.partition(".")[0] for key in keys)
 
     def inverse(self) -> Mapping:
-        """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
+        """From the leaves to the parameters: what exports. Names in `skip` cannot come back.
+
+        Raises SpecError for a mapping of parts of quantised weights.
+        """
+        if self.takes_parts:
+            raise SpecError(
+                f"{self.name} maps parts of quantised weights (`{STORED}/NAME`), which are no"
+                " parameters, and has no inverse"
+            )
         rules = tuple(rule.inverse() for rule in self.rules)
         name = f"the inverse of {self.name}"
         return Mapping(rules, self.leaf_skips, self.sizes, name, self.requires)

@@ -240,6 +240,7 @@ def run_restore(
     source: ArraySource,
     budget_bytes: int = DEFAULT_BUDGET,
     checks: Iterable[Check] = (),
+    remote: bool = False,
 ) -> Any:
     """Read every box that this process needs, once, after the `checks`, and return the tree.
 
@@ -247,13 +248,13 @@ def run_restore(
     arrays themselves, or one stored chunk where that is larger: an array that takes more goes in
     blocks. No stored chunk is read twice. The
     pieces of an array whose reading is shared go at once. An error of one process that shares reads
-    is raised in all.
+    is raised in all. `remote` says that the source is behind a network.
 
     Raises CorruptData where a check finds a fault.
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes)
     warn_given_up(plan.notes, stacklevel=3)  # where `restore` was called
-    reading = _Reading(plan, source, budget_bytes)
+    reading = _Reading(plan, source, budget_bytes, remote)
     reading.run(checks)
     values = list(map(_as_kind, plan.placements, reading.values()))
     if plan.target is not None:
@@ -270,15 +271,16 @@ Job = tuple[int, Callable[[], object]]  # bytes in flight while it runs, and wha
 class _Reading:
     """The arrays of a plan while they are read."""
 
-    def __init__(self, plan: RestorePlan, source: ArraySource, budget_bytes: int):
+    def __init__(self, plan: RestorePlan, source: ArraySource, budget_bytes: int, remote: bool):
         self._plan, self._source, self._budget_bytes = plan, source, budget_bytes
+        self._remote = remote
         self._arrays: dict[int, Any] = {}  # by the number of the placement
         self._buffers: dict[int, OutputBuffers] = {}  # of arrays that are read in blocks
         self._x64 = has_x64()
 
     def run(self, checks: Iterable[Check]) -> None:
         """Run the checks, and read everything."""
-        alone = partial(run_bounded, self._jobs(checks), self._budget_bytes)
+        alone = partial(run_bounded, self._jobs(checks), self._budget_bytes, self._remote)
         shared = {i: p.shared for i, p in enumerate(self._plan.placements) if p.shared}
         if not shared:
             alone()
@@ -289,7 +291,8 @@ class _Reading:
             # A piece is held as it was read, and padded.
             read = partial(request.read, list(request.boxes))
             reads.append((request.key, pieces, 2 * request.cost(), read))
-        self._arrays |= zip(shared, read_together(reads, alone, self._budget_bytes), strict=True)
+        arrays = read_together(reads, alone, self._budget_bytes, self._remote)
+        self._arrays |= zip(shared, arrays, strict=True)
 
     def values(self) -> list[Any]:
         """What was read, by placement; None for leaves that have no array."""

@@ -131,7 +131,7 @@ def write_snapshot(
     if directory.stat(METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
-    run_bounded(_write_jobs(snapshot, store), budget_bytes, directory)
+    run_bounded(_write_jobs(snapshot, store), budget_bytes, directory.is_remote)
     write_part(store, jax.process_index())
 
 

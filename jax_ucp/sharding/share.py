@@ -172,7 +172,7 @@ def best_cut(
 
 
 def read_together(
-    reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int
+    reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int, remote: bool = False
 ) -> list[jax.Array]:
     """The arrays of shared reads, in order; `alone` reads this process's other arrays.
 
@@ -196,7 +196,7 @@ def read_together(
     jobs = ((cost, partial(parts, shared, read)) for _, shared, cost, read in reads)
     # Closed here, whatever happens: its threads must not be waited for by the garbage collector, in
     # any thread.
-    with contextlib.closing(in_order(jobs, budget_bytes)) as results:
+    with contextlib.closing(in_order(jobs, budget_bytes, remote)) as results:
         # Without a name for what was read: that would keep it while the next is waited for.
         arrays = [shared.gathered(next(results)) for _, shared, _, _ in reads]
     if not faults:

@@ -11,9 +11,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
-from jax_ucp.files.in_flight import FILES
-from jax_ucp.files.protocol import Files
-
 T = TypeVar("T")
 
 DEFAULT_BUDGET = 1 << 30
@@ -27,34 +24,35 @@ HELD_BYTES = 4 << 20
 BATCH_BYTES = 4 << 20
 BATCH_JOBS = 64
 
+# Of jobs that read or write over a network.
+REMOTE_JOBS = 64
 
-def threads(target: Files | None = None) -> int:
-    """How many jobs are worth having in flight at once, if they write to `target`."""
-    if target is not None and target.is_remote:
-        return FILES
-    return min(8, (os.cpu_count() or 1) + 1)
+
+def threads(remote: bool = False) -> int:
+    """How many jobs are worth having in flight at once. Those that wait for a network take no
+    processor.
+    """
+    return REMOTE_JOBS if remote else min(8, (os.cpu_count() or 1) + 1)
 
 
 def run_bounded(
-    jobs: Iterable[tuple[int, Callable[[], object]]],
-    budget_bytes: int,
-    target: Files | None = None,
+    jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: int, remote: bool = False
 ) -> None:
-    """Run (cost in bytes, job) pairs in threads, as many at once as the budget and `threads()`
-    allow.
+    """Run (cost in bytes, job) pairs in threads, as many at once as the budget and
+    `threads(remote)` allow.
 
     Neighbours that cost little are run as one, unless each waits for a network. The first job that
     raises stops those not yet begun, and its error is raised here.
     """
-    at_once = threads(target)
-    max_bytes = min(BATCH_BYTES, budget_bytes // at_once)
-    max_count = 1 if target is not None and target.is_remote else BATCH_JOBS
-    with ThreadPoolExecutor(at_once) as pool:
+    max_bytes = min(BATCH_BYTES, budget_bytes // threads())
+    with ThreadPoolExecutor(threads(remote)) as pool:
         submissions = (
             Submission(sum(cost for cost, _ in batch), partial(_run_all, batch))
-            for batch in batches(jobs, operator.itemgetter(0), max_bytes, max_count)
+            for batch in batches(
+                jobs, operator.itemgetter(0), max_bytes, 1 if remote else BATCH_JOBS
+            )
         )
-        submit_bounded(pool, submissions, budget_bytes, at_once)
+        submit_bounded(pool, submissions, budget_bytes, threads(remote))
 
 
 class Submission(NamedTuple, Generic[T]):
@@ -99,7 +97,7 @@ def submit_bounded(
 
 
 def in_order(
-    jobs: Iterable[tuple[int, Callable[[], T]]], budget_bytes: int
+    jobs: Iterable[tuple[int, Callable[[], T]]], budget_bytes: int, remote: bool = False
 ) -> Generator[T, None, None]:
     """The results of (cost in bytes, job) pairs, in their order, while those that follow run in
     threads.
@@ -109,9 +107,9 @@ def in_order(
     """
     begun: deque[tuple[int, Future[T]]] = deque()
     in_flight = 0
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor(threads(remote)) as pool:
         for cost, job in jobs:
-            while begun and (in_flight + cost > budget_bytes or len(begun) >= threads()):
+            while begun and (in_flight + cost > budget_bytes or len(begun) >= threads(remote)):
                 yield begun[0][1].result()
                 in_flight -= begun.popleft()[0]
             begun.append((cost, pool.submit(job)))
@@ -120,14 +118,14 @@ def in_order(
             yield begun.popleft()[1].result()
 
 
-def in_threads(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """The results of the jobs, in their order, of which `threads()` run at once. Each should
+def in_threads(jobs: Sequence[Callable[[], T]], remote: bool = False) -> Iterator[T]:
+    """The results of the jobs, in their order, of which `threads(remote)` run at once. Each should
     hold little memory.
     """
     # Thousands of small ones are handed over some at a time, which costs less than each.
-    some = max(1, len(jobs) // (64 * threads()))
+    some = max(1, len(jobs) // (64 * threads(remote)))
     groups = [jobs[at : at + some] for at in range(0, len(jobs), some)]
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor(threads(remote)) as pool:
         for results in pool.map(lambda group: [job() for job in group], groups):
             yield from results
 

@@ -86,7 +86,7 @@ def require(check: Check) -> None:
         )
 
 
-def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:
+def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[str, str | None]]:
     """What each check looks at, and what is wrong with it or None; several run at once, and each
     sees what the others read.
     """
@@ -95,15 +95,15 @@ def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:
         for check in checks:
             if check.watcher is not None:
                 stack.enter_context(check.watcher.watch(_alarm, _note))
-        faults = faults_of(checks)
+        faults = faults_of(checks, remote)
     yield from zip((check.label for check in checks), faults, strict=True)
 
 
-def faults_of(checks: Sequence[Check]) -> Sequence[str | None]:
+def faults_of(checks: Sequence[Check], remote: bool = False) -> Sequence[str | None]:
     """What each check finds. Those that a file has of itself come first in a list of checks, and
     run last: then they have seen what the others read.
     """
-    return list(in_threads([check.run for check in reversed(checks)]))[::-1]
+    return list(in_threads([check.run for check in reversed(checks)], remote))[::-1]
 
 
 def _alarm() -> None:

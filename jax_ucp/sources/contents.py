@@ -5,7 +5,7 @@ inventory of the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent, verdicts
 from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArraySource, Piece
-from jax_ucp.tree import Leaf
+from jax_ucp.tree import Key, Leaf
 
 Status = Literal["mapped", "extra", "skipped"]
 
@@ -141,7 +141,7 @@ class Contents:
         """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong
         with it or None).
         """
-        return verdicts(self.checks("full"))
+        return verdicts(self.checks("full"), self.files.is_remote)
 
 
 def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:
@@ -168,14 +168,30 @@ def require_weights(contents: Contents) -> None:
     `stored`.
     """
     require_values(contents, contents.leaves)
-    kept = [leaf for leaf in contents.leaves if leaf.path and leaf.path[0].name == STORED]
+    kept = list(filter(_is_part, contents.leaves))
     if kept and contents.source.get("dequantize") is False:
         raise QuantizedWeights(
             f"{contents.path}: {len(kept)} tensors, the first {kept[0].label}, are parts of"
             " quantised weights, kept as they are stored. There are no weights that could be"
-            " mapped or exported; restore, read and save keep the parts. Open the original with"
-            " dequantize='bfloat16' or dequantize='float32' (--dequantize)"
+            " mapped or exported; restore, read and save keep the parts, and a mapping may say by"
+            f" `{STORED}/NAME` where each belongs. Open the original with dequantize='bfloat16' or"
+            " dequantize='float32' (--dequantize)"
         )
+
+
+def parts_as_parameters(contents: Contents) -> Contents:
+    """The checkpoint in which a part of a quantised weight is a parameter called `stored/NAME`: for
+    a mapping that says where codes and scales belong.
+    """
+    leaves = [
+        replace(leaf, path=(Key("dict", "param"), *leaf.path)) if _is_part(leaf) else leaf
+        for leaf in contents.leaves
+    ]
+    return replace(contents, leaves=leaves)
+
+
+def _is_part(leaf: Leaf) -> bool:
+    return bool(leaf.path) and leaf.path[0].name == STORED
 
 
 def _named(weights: Sequence[QuantizedWeight]) -> str:

@@ -130,7 +130,8 @@ class Proofs:
 
     def contradiction(self) -> CorruptData | None:
         """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""
-        if not (faults := list(filter(None, faults_of(self._checks)))):
+        found = faults_of(self._checks, self.contents.files.is_remote)
+        if not (faults := list(filter(None, found))):
             return None
         lines = [f"{self.contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]
         return CorruptData("\n  ".join(lines))

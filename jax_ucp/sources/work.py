@@ -238,10 +238,10 @@ class Coordinator:
         tasks: Iterable[AnyTask],
         finish: Callable[[AnyTask, Any], None],
         budget_bytes: int,
-        target: Files | None = None,
+        remote: bool = False,
     ) -> None:
-        """Run all tasks, which write to `target` if to anything; `finish` is called with each that
-        is done and its result, by several threads at once where they run here.
+        """Run all tasks; `finish` is called with each that is done and its result, by several
+        threads at once where they run here. `remote` ones write over a network.
 
         Pieces that run here cost at most `budget_bytes` together. The first error stops those not
         yet begun and is raised here.
@@ -250,7 +250,7 @@ class Coordinator:
             run_bounded(
                 ((task.cost, partial(self._run_here, task, finish)) for task in tasks),
                 budget_bytes,
-                target,
+                remote or self.opened.contents.files.is_remote,
             )
             return
         submissions = (

@@ -408,16 +408,16 @@ def copy_part(
         if group and coordinator.is_here:
             store.directory.sync()
         if group:
-            ledger.note((*b.place, store.written[b.key][str(b.box)]) for b in group)
+            ledger.note((*block.place, store.written[block.key][str(block.box)]) for block in group)
         for block in group:
             progress(block)
 
     creations = ((0, partial(store.create, key)) for key in part.creates)
-    run_bounded(creations, plan.budget_bytes, store.directory)
+    run_bounded(creations, plan.budget_bytes, store.directory.is_remote)
     for number, pack in part.packs:
         store.place_pack(number, [block.place for block in pack])
     tasks = _tasks(part, plan, store, ledger, coordinator)
-    coordinator.run(tasks, finish, plan.budget_bytes, store.directory)
+    coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
     settle(waiting.blocks)
 
 

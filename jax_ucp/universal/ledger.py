@@ -197,11 +197,13 @@ class _Objects(_Log):
 
     def __init__(self, files: Files, name: str):
         self._files, self._name = files, name
+        self._is_begun = False
         self._count = 0
 
     def read(self) -> bytes:
         parts = [read_file(self._files, self._name) or b""]
-        while parts[0]:
+        self._is_begun = bool(parts[0])
+        while self._is_begun:
             names = [self._part_name(self._count + i) for i in range(1, FILES + 1)]
             found = each_file(self._files, lambda name: read_file(self._files, name), names)
             some = list(itertools.takewhile(lambda part: part is not None, found))
@@ -212,7 +214,7 @@ class _Objects(_Log):
         return b"".join(parts)
 
     def append(self, lines: bytes) -> None:
-        if not self._count and self._files.stat(self._name) is None:
+        if not self._is_begun:
             self._begin(lines)
             return
         while True:
@@ -226,6 +228,7 @@ class _Objects(_Log):
     def _begin(self, lines: bytes) -> None:
         try:
             self._files.create(self._name, lines)
+            self._is_begun = True
         except FileExistsError:
             raise FormatError(
                 f"another conversion is writing to {self._files}; give another path"

@@ -22,6 +22,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
+from jax_ucp.files.read_ahead import ReadAhead
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -101,7 +102,7 @@ def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
 
 
 def read_shard(
-    files: Files,
+    files: Files | ReadAhead,
     file: FileInfo,
     box: Box,
     chunks: Chunks,
@@ -225,7 +226,7 @@ class _Reader:
     overwrite.
     """
 
-    def __init__(self, files: Files, file: FileInfo, url: str, offset: int, size: int):
+    def __init__(self, files: Files | ReadAhead, file: FileInfo, url: str, offset: int, size: int):
         self.url = url
         self.size = size
         self._files, self._file, self._offset = files, file, offset

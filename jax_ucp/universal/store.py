@@ -25,9 +25,10 @@ import numpy as np
 import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedLeaf
-from jax_ucp.files.in_flight import each_file
+from jax_ucp.files.in_flight import each_file, stat_all
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
+from jax_ucp.files.read_ahead import ReadAhead
 from jax_ucp.files.source_files import note
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
@@ -57,6 +58,7 @@ CONVERSION_FILE = "ucp.conversion.json"
 COMPANIONS = "ucp.companions"  # a folder of the files that go with a model
 VERIFY_BYTES = 16 << 20
 FAULTS_SHOWN = 8
+PACKS_READ = 8  # at once, over a network
 
 Place = tuple[int, int]  # number of a pack, offset in it
 
@@ -97,6 +99,7 @@ class ZarrStore(Watched):
         self.seen: dict[str, FileInfo] = {}
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
+        self._packs: dict[str, ReadAhead] = {}
         self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -194,9 +197,10 @@ class ZarrStore(Watched):
         file, offset = self.find(f"{key}/{chunk_name(grid_place(box, chunks.outer))}")
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
         try:
+            info = self._file(file)
             read_shard(
-                self.directory,
-                self._file(file),
+                self.directory if offset is None else self._of_pack(info),
+                info,
                 box,
                 chunks,
                 self._arrays[key].dtype,
@@ -209,6 +213,14 @@ class ZarrStore(Watched):
                 f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
                 " checkpoint."
             ) from None
+
+    def _of_pack(self, file: FileInfo) -> Files | ReadAhead:
+        """What reads a pack, of which most chunks are wanted, each a few bytes."""
+        if not self.directory.is_remote:
+            return self.directory
+        if file.name not in self._packs and len(self._packs) == PACKS_READ:
+            self._packs.clear()
+        return self._packs.setdefault(file.name, ReadAhead(self.directory, file))
 
     def _file(self, name: str) -> FileInfo:
         """A file as it is now; one behind a network as it was when the checkpoint was opened."""
@@ -467,8 +479,8 @@ def _commit(directory: Files, data: bytes) -> None:
 def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:
     """What all processes wrote, by array and box; the store then has the places of all of them."""
     written: dict[str, dict[str, Written]] = {key: {} for key in store.arrays()}
-    for process in range(processes):
-        part = _read_part(store.directory, process)
+    parts = each_file(store.directory, partial(_read_part, store.directory), range(processes))
+    for part in parts:
         store.places.update(part.places)
         for key, chunks in part.written.items():
             written[key] |= chunks
@@ -546,7 +558,7 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         if not stored.places:
             named = _chunk_files(store.arrays()[key], store.chunks[key])
             expected |= {f"{key}/{name}": nbytes for name, nbytes in named}
-    found = each_file(directory, directory.stat, expected)
+    found = stat_all(directory, list(expected))
     faults = [
         _file_fault(store, name, nbytes, file)
         for (name, nbytes), file in zip(expected.items(), found, strict=True)
@@ -583,8 +595,8 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     digests.
     """
     faults = missing_files(metadata, store)
-    for name, want in metadata.files.items():
-        data = read_file(store.directory, name)
+    found = each_file(store.directory, partial(read_file, store.directory), metadata.files)
+    for (name, want), data in zip(metadata.files.items(), found, strict=True):
         if data is not None and digest(data) != want:
             faults.append(
                 f"{store.directory}/{name} is damaged: its content does not have the digest"

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_a_mapping_that_fits_source_and_target_has_no_faults():
     assert (found["faults"], found["suggestions"]) == ([], [])
     assert all(leaf["shape"] == leaf["target"] for leaf in found["leaves"])
     text = run("map", LLAMA, *TO_TUNIX, "--target", TUNIX)
-    assert "layers/1/attn/o_proj/w" in text
+    assert "layers/{0,1}/attn/o_proj/w" in text
     assert "hf-llama-to-tunix.yaml: 21 leaves, 0 faults" in text
 
 
@@ -109,9 +110,8 @@ def test_what_is_skipped_is_shown_with_its_reason(folder):
     ((where, reason),) = run_json("map", LLAMA, "--mapping", "tied.yaml", *ASSUMED)["skipped"]
     assert where.endswith(":lm_head.weight")
     assert reason == "the head is tied"
-    assert "lm_head.weight: the head is tied" in run(
-        "map", LLAMA, "--mapping", "tied.yaml", *ASSUMED
-    )
+    text = run("map", LLAMA, "--mapping", "tied.yaml", *ASSUMED)
+    assert re.search(r":lm_head\.weight +the head is tied", text)
 
 
 def test_layers_that_no_rule_claims_are_one_suggestion(folder):

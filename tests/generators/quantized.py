@@ -6,7 +6,7 @@ those libraries dequantise it to.
 OUT/<case>/ckpt is the checkpoint, OUT/<case>/truth.npz has `param/<name>` for every tensor of the
 model (bfloat16 as its bits in uint16), OUT/<case>/case.json says who wrote it and with which options
 the truth is read. It needs torch, transformers, compressed-tensors, llmcompressor, torchao,
-bitsandbytes, gptqmodel and autoawq; what is not installed is left out, with a word on stderr.
+bitsandbytes, gptqmodel, autoawq and nvidia-modelopt; what is not installed is left out, with a word on stderr.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def write(out: Path, name: str) -> None:
         arrays[f"param/{key}"] = (tensor.view(torch.uint16) if is_bfloat16 else tensor).numpy()
     quantized = next(tensor for key, tensor in truth.items() if "_proj" in key)
     dequantize = str(quantized.dtype).removeprefix("torch.")
-    np.savez(folder / "truth.npz", **arrays)
+    np.savez_compressed(folder / "truth.npz", **arrays)
     said = {"writer": versions(packages), "options": {"dequantize": dequantize}}
     (folder / "case.json").write_text(json.dumps(said, indent=1) + "\n")
     print(f"{name}: {len(arrays)} tensors, {dequantize}")
@@ -185,15 +185,20 @@ def _integers(bits: int, **more: Any) -> dict[str, Any]:
     return {"weights": {"num_bits": bits, "type": "int", **more}}
 
 
+def _floats(strategy: str) -> dict[str, Any]:
+    return {"weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}}
+
+
+_SMALL = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64}
 _ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 100}
 _preset("ct_fp8_channel", "FP8_DYNAMIC")
 _preset("ct_fp8_channel_odd", "FP8_DYNAMIC", **_ODD)
 _preset("ct_fp8_block", "FP8_BLOCK", hidden_size=144, intermediate_size=160, head_dim=36)
-_preset(
-    "ct_fp8_tensor",
-    {"weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}},
-)
+_preset("ct_fp8_block_odd", "FP8_BLOCK", hidden_size=80, head_dim=20, intermediate_size=136)
+_preset("ct_fp8_tensor", _floats("tensor"))
+_preset("ct_fp8_tensor_small", _floats("tensor"), **_SMALL)
 _preset("ct_int8_channel", "W8A8")
+_preset("ct_int8_channel_small", "W8A8", **_SMALL)
 _preset("ct_int8_packed", _integers(8, symmetric=True, strategy="channel"), **_ODD)
 _preset("ct_int4_group", "W4A16", hidden_size=128, intermediate_size=128)
 _preset(
@@ -205,7 +210,9 @@ _preset("ct_int3_group", _integers(3, symmetric=False, strategy="group", group_s
 _preset("ct_nvfp4", "NVFP4A16")
 _preset("ct_nvfp4_wide", "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
 _preset("ct_mxfp4", "MXFP4A16")
+_preset("ct_mxfp4_wide", "MXFP4A16", hidden_size=96, head_dim=24, intermediate_size=160)
 _preset("ct_mxfp6", "MXFP6A16")
+_preset("ct_mxfp6_wide", "MXFP6A16", hidden_size=96, head_dim=24, intermediate_size=160)
 _preset("ct_mxfp8", "MXFP8A16")
 _preset("ct_mxfp8_wide", "MXFP8A16", hidden_size=96, head_dim=24, intermediate_size=160)
 
@@ -259,6 +266,64 @@ def mxfp4_gpt_oss(folder: Path) -> tuple[Truth, list[str]]:
 @case
 def mxfp4_gpt_oss_narrow(folder: Path) -> tuple[Truth, list[str]]:
     return _gpt_oss(folder, 3, 32, 32), ["transformers", "torchao"]
+
+
+# ModelOpt: its own quantiser and exporter; the truth is in float32, because its fp8 rounds scales to
+# the dtype of the result.
+
+
+def _modelopt(folder: Path, config: str, **sizes: int) -> Truth:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_llama(folder, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+
+    def calibrate(model: Any) -> None:
+        model(torch.randint(0, 16, (2, 8)))
+
+    export_hf_checkpoint(mtq.quantize(model, getattr(mtq, config), calibrate), export_dir=folder)
+    shutil.rmtree(source)
+    (folder / "generation_config.json").unlink()
+    stored = load_file(folder / "model.safetensors")
+    truth = {}
+    for name, codes in stored.items():
+        scale = stored.get(f"{name}_scale")
+        if name.endswith("_scale") or name.endswith("_scale_2"):
+            continue
+        if scale is None:
+            truth[name] = codes
+        elif codes.dtype == torch.uint8:
+            shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
+            made = NVFP4QTensor(shape, torch.float32, codes)
+            truth[name] = made.dequantize(
+                scale=scale, double_scale=stored[f"{name}_scale_2"], block_sizes={-1: 16}
+            )
+        elif scale.dtype == torch.uint8:
+            made = MXFP8QTensor(codes.shape, torch.float32, codes)
+            truth[name] = made.dequantize(scale=scale)
+        else:
+            made = FP8QTensor(codes.shape, torch.float32, codes)
+            truth[name] = made.dequantize(scale=scale[:, None] if scale.dim() else scale)
+    return truth
+
+
+def _modelopt_case(name: str, config: str, **sizes: int) -> None:
+    CASES[name] = lambda folder: (
+        _modelopt(folder, config, **sizes),
+        ["transformers", "nvidia-modelopt"],
+    )
+
+
+_modelopt_case("modelopt_fp8", "FP8_DEFAULT_CFG")
+_modelopt_case("modelopt_fp8_channel_odd", "FP8_PER_CHANNEL_PER_TOKEN_CFG", **_ODD)
+_modelopt_case("modelopt_mxfp8", "MXFP8_DEFAULT_CFG")
+_modelopt_case("modelopt_mxfp8_small", "MXFP8_DEFAULT_CFG", **_SMALL)
+_modelopt_case("modelopt_nvfp4", "NVFP4_DEFAULT_CFG")
+_WIDE = {"hidden_size": 80, "head_dim": 20, "intermediate_size": 112}
+_modelopt_case("modelopt_nvfp4_wide", "W4A16_NVFP4_CFG", **_WIDE)
 
 
 # GPTQ: GPTQModel packs codes that were rounded to the nearest, and dequantises what it packed.
@@ -324,7 +389,9 @@ def _gptq_case(name: str, *arguments: Any) -> None:
 _gptq_case("gptq_4", 4, 32, False, False)
 _gptq_case("gptq_4_v2_act_order", 4, 32, True, True)
 _gptq_case("gptq_3_act_order", 3, 32, True, False)
+_gptq_case("gptq_3", 3, -1, False, True)
 _gptq_case("gptq_8", 8, -1, False, True)
+_gptq_case("gptq_8_act_order", 8, 16, True, False)
 _gptq_case("gptq_2", 2, 16, False, False)
 
 
@@ -438,6 +505,7 @@ def _bnb_case(name: str, dtype: torch.dtype, config: dict[str, Any], **sizes: in
 
 _four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
 _nf4 = {**_four, "bnb_4bit_quant_type": "nf4"}
+_double = {"bnb_4bit_use_double_quant": True}
 _bnb_case("bnb_int8", torch.bfloat16, {"load_in_8bit": True})
 _bnb_case("bnb_int8_float32", torch.float32, {"load_in_8bit": True}, **_ODD)
 _bnb_case("bnb_nf4", torch.bfloat16, _nf4)
@@ -446,6 +514,7 @@ _bnb_case(
 )
 _bnb_case("bnb_nf4_double_odd", torch.float32, {**_nf4, "bnb_4bit_use_double_quant": True}, **_ODD)
 _bnb_case("bnb_fp4", torch.bfloat16, {**_four, "bnb_4bit_quant_type": "fp4"}, **_ODD)
+_bnb_case("bnb_fp4_double", torch.float32, {**_four, "bnb_4bit_quant_type": "fp4", **_double})
 _bnb_case(
     "bnb_nf4_in_bfloat16",
     torch.bfloat16,
@@ -517,10 +586,13 @@ _ao_case("torchao_float8_float32", _ao("Float8WeightOnlyConfig"), torch.float32,
 _ao_case("torchao_int8", _ao("Int8WeightOnlyConfig", version=2))
 _ao_case("torchao_int8_float32", _ao("Int8WeightOnlyConfig", version=2), torch.float32, **_ODD)
 _ao_case("torchao_intx", _ao("IntxWeightOnlyConfig", weight_dtype=torch.int4))
+_ao_case("torchao_intx_odd", _ao("IntxWeightOnlyConfig", weight_dtype=torch.int3), **_ODD)
 _ao_case("torchao_nvfp4", _ao_prototype("NVFP4WeightOnlyConfig"))
 _ao_case("torchao_nvfp4_wide", _ao_prototype("NVFP4WeightOnlyConfig"), hidden_size=128)
 _ao_case("torchao_mxfp8", lambda: torch.float8_e4m3fn)
+_ao_case("torchao_mxfp8_wide", lambda: torch.float8_e5m2, hidden_size=96, head_dim=24)
 _ao_case("torchao_mxfp4", lambda: torch.float4_e2m1fn_x2)
+_ao_case("torchao_mxfp4_wide", lambda: torch.float4_e2m1fn_x2, hidden_size=96, head_dim=24)
 
 
 if __name__ == "__main__":

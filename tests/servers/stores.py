@@ -77,7 +77,14 @@ def _s3(endpoint: str) -> Mapping[str, str]:
 
 
 def _gcs(endpoint: str) -> Mapping[str, str]:
-    return {"STORAGE_EMULATOR_HOST": endpoint, "TENSORSTORE_GCS_HTTP_URL": endpoint}
+    return {
+        "STORAGE_EMULATOR_HOST": endpoint,
+        "TENSORSTORE_GCS_HTTP_URL": endpoint,
+        # nobody is asked who one is
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+        "FSSPEC_GS_TOKEN": "anon",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
 
 
 def _azure(endpoint: str) -> Mapping[str, str]:

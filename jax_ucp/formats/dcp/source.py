@@ -140,21 +140,26 @@ class DcpSource(ArraySource):
     def _open(self, span: Span, max_bytes: int, key: str) -> TorchFile:
         with self._lock:
             file = self._files.get(span)
-            if file is None:
-                try:
-                    file = self._opened(span, max_bytes)
-                except FormatError as error:
-                    raise type(error)(f"{error} (while reading {key})") from error
-                self._keep(span, file)
+        if file is not None:
             return file
+        try:
+            file = self._opened(span, max_bytes)
+        except FormatError as error:
+            raise type(error)(f"{error} (while reading {key})") from error
+        with self._lock:
+            return self._keep(span, file)
 
-    def _keep(self, span: Span, file: TorchFile) -> None:
+    def _keep(self, span: Span, file: TorchFile) -> TorchFile:
+        """Keep an opened item, or take the one that another thread has opened meanwhile."""
+        if span in self._files:
+            return self._files[span]
         self._inflated += file.in_memory
         self._files[span] = file
         while len(self._files) > KEPT_FILES or (
             self._inflated > KEPT_BYTES and len(self._files) > 1
         ):
             self._inflated -= self._files.popitem(last=False)[1].in_memory
+        return file
 
     def _opened(self, span: Span, max_bytes: int) -> TorchFile:
         path = self._paths[span.file]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict
@@ -256,7 +257,8 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
 
 
 def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers, Stored]:
-    return {numbers: open_stored(folder / name) for numbers, name in names.items()}
+    opened = opened_files(folder, names.values(), open_stored)
+    return {numbers: opened[name] for numbers, name in names.items()}
 
 
 def _first_model(names: _Names) -> tuple[int | None, int]:
@@ -415,10 +417,13 @@ def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]
         )
     _check_optimizer_names(names, run, weights_only)
 
-    def open_rank(dp: int, mp: int) -> Rank:
-        return _open_rank(dp, names.folder / names.optimizers[dp, mp], run)
+    places = [(dp, mp) for mp in range(run.mp_world) for dp in range(run.world)]
+    opened = opened_files(names.folder, [names.optimizers[place] for place in places], open_stored)
 
-    ranks = [[open_rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
+    def rank(dp: int, mp: int) -> Rank:
+        return _as_rank(dp, opened[names.optimizers[dp, mp]], run)
+
+    ranks = [[rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
     _refuse_copies(((rank, rank.masters) for rank in itertools.chain(*ranks)), "masters")
     for rank in itertools.chain(*ranks) if run.zero3 else ():  # nothing else in them says whose
         _check_saved_as(rank)
@@ -488,8 +493,8 @@ def open_stored(path: FilePath) -> Stored:
     return Stored(file, expect_dict(file.tree, path, "the file"))
 
 
-def _open_rank(dp: int, path: FilePath, run: _Run) -> Rank:
-    stored = open_stored(path)
+def _as_rank(dp: int, stored: Stored, run: _Run) -> Rank:
+    path = stored.file.path
     state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
     if not any(state.keys() >= wrapper for wrapper in _WRAPPERS):
         raise FormatError(

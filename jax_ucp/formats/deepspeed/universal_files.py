@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.facts import check_facts
@@ -115,8 +116,9 @@ def _atom_paths(zero: FilePath) -> list[FilePath]:
 
 def _open_atoms(paths: Sequence[FilePath]) -> dict[str, dict[str, TorchFile]]:
     atoms: dict[str, dict[str, TorchFile]] = {}
-    for path in paths:
-        atoms.setdefault(path.parent.name, {})[path.stem] = TorchFile(path)
+    opened = each_file(paths[0].files, TorchFile, paths) if paths else []
+    for path, file in zip(paths, opened, strict=True):
+        atoms.setdefault(path.parent.name, {})[path.stem] = file
     return atoms
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dtensor_ranks import flat_states
@@ -85,7 +87,7 @@ def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
 def _opened(ranks: RankFiles, options: Options) -> dict[str, TorchFile]:
     kinds = [kind for kind in ranks.names if kind != "optim" or not options.weights_only]
     names = [name for kind in kinds for name in ranks.names[kind]]
-    return {name: TorchFile(ranks.folder / name, lenient=True) for name in names}
+    return opened_files(ranks.folder, names, partial(TorchFile, lenient=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,8 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
 
     Raises QuantizedWeights and FormatError for what cannot be dequantised.
     """
+    if contents.source.get("dequantize") is False and "mapping" in contents.source:
+        return contents  # a mapping has put the parts where a model has them
     method, settings = declaration(contents.extras)
     weights = [*quantized_weights(contents, method)]
     if not weights:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list
@@ -228,14 +229,16 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
         )
     model = TorchFile(folder / first / MODEL_FILE)
     args = Args(args_of(_tree(model), model.path))
-    ranks: list[Rank] = []
-    for place in writing_ranks(args):
+
+    def open_rank(place: tuple[int, int, int, int]) -> Rank:
         name = _folder_name(args, place)
         own = model if name == first else _open_model(folder / name, first, args)
         optim_path = folder / name / OPTIM_FILE
         has_optim = not weights_only and optim_path.is_file()
         optim = TorchFile(optim_path) if has_optim else None
-        ranks.append(Rank(*place, folder / name, own, optim, _tree(own)))
+        return Rank(*place, folder / name, own, optim, _tree(own))
+
+    ranks = each_file(folder.files, open_rank, writing_ranks(args))
     if strays := sorted(set(names) - {rank.folder.name for rank in ranks}):
         raise FormatError(
             f"{folder / strays[0]} belongs to another run, or to an earlier save with other"

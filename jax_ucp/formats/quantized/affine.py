@@ -260,6 +260,40 @@ class Affine:
 
 
 @dataclass(frozen=True)
+class TurnedParts:
+    """A weight whose parts are stored with their last two axes exchanged, which are exchanged back
+    before `turned` makes numbers of them: words, and not the elements that they hold, which are
+    several times as many.
+    """
+
+    turned: Dequantizer
+
+    @property
+    def scheme(self) -> str:
+        return self.turned.scheme
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.turned.shape
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        return self.turned.parts
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        boxes = self.turned.boxes(box).items()
+        return {role: Box(_exchanged(b.start), _exchanged(b.stop)) for role, b in boxes}
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        turned = {role: _turned(elements) for role, elements in parts.items()}
+        return self.turned.values(box, turned)
+
+
+def _turned(elements: np.ndarray) -> np.ndarray:
+    return elements if elements.ndim < 2 else elements.swapaxes(-1, -2)
+
+
+@dataclass(frozen=True)
 class Transposed:
     """A weight whose parts hold it with its last two axes exchanged."""
 
@@ -286,4 +320,4 @@ class Transposed:
 
 
 def _exchanged(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return (*lengths[:-2], lengths[-1], lengths[-2])
+    return lengths if len(lengths) < 2 else (*lengths[:-2], lengths[-1], lengths[-2])

@@ -7,14 +7,14 @@ before inputs. Source: `dequantize_gemm` in AutoAWQ 0.2.9 `utils/packing_utils.p
 
 from __future__ import annotations
 
-from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Transposed
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, TurnedParts
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import FLOATS, StoredWeight
 from jax_ucp.sources.dequantized import Dequantizer
 
 # Where in a word the code of each of eight outputs is.
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-_PACKING = Packing(4, 32, 1, order=_ORDER)
+_PACKING = Packing(4, 32, 0, order=_ORDER)
 
 
 def interleaved(stored: StoredWeight) -> Dequantizer:
@@ -23,20 +23,20 @@ def interleaved(stored: StoredWeight) -> Dequantizer:
     words = stored.info("codes").shape
     if len(words) != 2 or not all(words):
         stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, and is no matrix")
-    shape = words[0], words[1] * 8
+    shape = words[1] * 8, words[0]
     size = stored.settings.get("group_size", stored.settings.get("q_group_size"))
-    size = shape[0] if size == -1 else size
-    if type(size) is not int or size < 1 or shape[0] % size:
-        stored.fault(f"group_size={size!r:.20} in the config does not divide {shape[0]} inputs")
-    grid = Grid((size, 1))
-    small = grid.shape(shape)
+    size = words[0] if size == -1 else size
+    if type(size) is not int or size < 1 or words[0] % size:
+        stored.fault(f"group_size={size!r:.20} in the config does not divide {words[0]} inputs")
+    groups = words[0] // size
     parts = {
         "codes": stored.part("codes", words, ("int32",)),
-        "scale": stored.scale("scales", small, FLOATS),
-        "zero": stored.part("qzeros", _PACKING.shape(small), ("int32",)),
+        "scale": stored.scale("scales", (groups, shape[0]), FLOATS),
+        "zero": stored.part("qzeros", (groups, words[1]), ("int32",)),
     }
     codes = Codes(_PACKING)
-    return Transposed(Affine("AWQ", shape, parts, codes, grid, zero_codes=codes))
+    affine = Affine("AWQ", shape, parts, codes, Grid((1, size)), zero_codes=codes)
+    return TurnedParts(affine)
 
 
 def _check(stored: StoredWeight) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid, Transposed
+from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid, TurnedParts
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import FLOATS, StoredWeight, as_groups
 from jax_ucp.sources.dequantized import Dequantizer
@@ -28,7 +28,6 @@ def grouped(stored: StoredWeight) -> Dequantizer:
     rows, outputs = _matrix(stored, "codes")
     groups = _matrix(stored, "scales")[0]
     bits, inputs = _bits(stored, rows)
-    zeros = Codes(Packing(bits, 32, 1), table=None if is_v2 else _one_more(bits))
     packing = Packing(bits, 32, 0)
     grid = _grid(stored, inputs, groups)
     small = (groups, outputs)
@@ -39,8 +38,10 @@ def grouped(stored: StoredWeight) -> Dequantizer:
     }
     if isinstance(grid, Gathered):
         parts["group"] = as_groups(stored, "g_idx", inputs, groups)
-    scheme, shape = f"GPTQ, {bits} bits", (inputs, outputs)
-    return Transposed(Affine(scheme, shape, parts, Codes(packing), grid, zero_codes=zeros))
+    scheme, shape = f"GPTQ, {bits} bits", (outputs, inputs)
+    codes = Codes(Packing(bits, 32, 1))
+    zeros = Codes(packing, table=None if is_v2 else _one_more(bits))
+    return TurnedParts(Affine(scheme, shape, parts, codes, grid, zero_codes=zeros))
 
 
 def _format(stored: StoredWeight) -> str:
@@ -76,12 +77,12 @@ def _bits(stored: StoredWeight, rows: int) -> tuple[int, int]:
 
 def _grid(stored: StoredWeight, inputs: int, groups: int) -> Grid | Gathered:
     if stored.has("g_idx"):
-        return Gathered(0, groups)
+        return Gathered(1, groups)
     size = stored.settings.get("group_size")
     size = inputs if size == -1 else size
     if type(size) is not int or size < 1 or -(-inputs // size) != groups:
         stored.fault(f"group_size={size!r:.20} in the config does not give {groups} groups")
-    return Grid((size, 1))
+    return Grid((1, size))
 
 
 def _matrix(stored: StoredWeight, role: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from jax_ucp.formats.quantized import (
     fp8,
     ggml,
     gptq,
+    modelopt,
     mxfp4,
     narrow,
     torchao,
@@ -26,9 +27,12 @@ SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "fbgemm_fp8": fp8.row_fp8,
     "fp8": fp8.block_fp8,
     "gptq": gptq.grouped,
+    "modelopt": modelopt.scaled,
     "mxfp4": mxfp4.blocks,
     "torchao": torchao.tensor,
 }
+# Where `hf_quant_config.json` alone declares a method, it is called by its algorithm.
+_BY_ALGORITHM = dict.fromkeys(modelopt.ALGOS, modelopt.scaled)
 
 # What is told by the dtype alone.
 _FP4 = "F4, several to a byte"
@@ -40,21 +44,22 @@ def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
     Raises QuantizedWeights where that is not known, and FormatError where the parts are not those
     of the method.
     """
-    if stored.weight.fault:
-        raise QuantizedWeights(f"{stored.weight}")
-    if stored.weight.scheme.startswith(ggml.SCHEME):
-        return ggml.blocks(stored)
-    if not method and stored.weight.scheme == _FP4:
-        return narrow.fp4(stored)
-    if not method:
-        raise QuantizedWeights(
-            f"{stored.weight}: names alone do not say how its numbers are meant. Put the"
-            " config.json of the model, with its quantization_config, beside the weights"
-        )
-    if method not in SCHEMES:
+    make = SCHEMES.get(method) or _BY_ALGORITHM.get(method)
+    if method and make is None:
         known = ", ".join(sorted(SCHEMES))
         raise QuantizedWeights(
             f"{stored.weight}: the config declares {method}, which is not dequantised here; known"
             f" are {known}"
         )
-    return SCHEMES[method](stored)
+    if stored.weight.fault:
+        raise QuantizedWeights(f"{stored.weight}")
+    if make is not None:
+        return make(stored)
+    if stored.weight.scheme.startswith(ggml.SCHEME):
+        return ggml.blocks(stored)
+    if stored.weight.scheme == _FP4:
+        return narrow.fp4(stored)
+    raise QuantizedWeights(
+        f"{stored.weight}: names alone do not say how its numbers are meant. Put the config.json of"
+        " the model, with its quantization_config, beside the weights"
+    )

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.ranges import ByteRange, FileRange
 from jax_ucp.files.strided import read_strided, row_major_strides
@@ -92,15 +93,18 @@ def open_safetensors(path: FilePath, options: Options) -> Contents:
     return finish(imported)
 
 
+def _opened(path: FilePath) -> SafetensorsFile:
+    refuse_stand_in(path)
+    return SafetensorsFile(path)
+
+
 def read_weights(path: FilePath, folder: FilePath, names: Sequence[str]) -> Import:
     """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their
     headers say, as extras.
 
     Raises as `open_safetensors`.
     """
-    for name in names:
-        refuse_stand_in(folder / name)
-    files = {name: SafetensorsFile(folder / name) for name in names}
+    files = opened_files(folder, names, _opened)
     imported = Import("safetensors", path, Combined.of_files(files))
     facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)

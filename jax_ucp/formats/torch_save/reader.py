@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.weight_files import (
@@ -69,6 +70,11 @@ def open_torch(path: FilePath, options: Options) -> Contents:
     return finish(imported)
 
 
+def _opened(path: FilePath) -> TorchFile:
+    refuse_stand_in(path)
+    return TorchFile(path, lenient=True)
+
+
 def read_weights(
     path: FilePath, folder: FilePath, names: Sequence[str], options: Options
 ) -> Import:
@@ -77,9 +83,7 @@ def read_weights(
 
     Raises as `open_torch`.
     """
-    for name in names:
-        refuse_stand_in(folder / name)
-    files = {name: TorchFile(folder / name, lenient=True) for name in names}
+    files = opened_files(folder, names, _opened)
     for name, file in files.items():
         _refuse_rank_file(name, file)
     imported = Import("torch", path, Combined.of_files(files))

@@ -49,7 +49,7 @@ def _module(name: str) -> str:
 
 EACH = [(case, name) for case in CASES[::2] for name in parts_of(case)]
 # What may be missing: the library says nothing of it either.
-OPTIONAL = ("input_global_scale", "weight_format", "g_idx")
+OPTIONAL = ("input_global_scale", "input_scale", "weight_format", "g_idx")
 
 
 @pytest.mark.parametrize(("case", "name"), EACH)
@@ -68,7 +68,8 @@ def test_a_part_of_another_shape_or_dtype_is_named(case, name, tmp_path):
         array = arrays[name]
         arrays[name] = np.concatenate([np.atleast_1d(array)] * 3)
 
-    if name.endswith(OPTIONAL) or (case, name) == ("ct_fp8_tensor", parts_of(case)[0]):
+    has_one_scale = case in ("ct_fp8_tensor", "ct_fp8_tensor_small", "modelopt_fp8")
+    if name.endswith(OPTIONAL) or (has_one_scale and name == parts_of(case)[0]):
         return  # with one scale, codes of any shape are a weight
     (tmp_path / "a").mkdir()
     with pytest.raises((FormatError, QuantizedWeights), match=_module(name)):
@@ -89,6 +90,53 @@ def test_a_scale_without_codes_is_named(case, tmp_path):
 
     with pytest.raises(FormatError, match=r"param/more\.weight_scale is a part of a quantised"):
         ucp.open(changed(case, tmp_path, extra), dequantize="bfloat16")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_of_another_scheme_beside_codes_is_named(case, tmp_path):
+    name = f"{_module(parts_of(case)[0])}_proj.weight_scale_2"
+    if "_proj" not in parts_of(case)[0] or name in parts_of(case):
+        name = "model.layers.0.self_attn.q_proj.weight_global_scale"
+
+    def extra(arrays: dict[str, np.ndarray]) -> None:
+        assert name not in arrays
+        arrays[name] = np.ones((1,), np.float32)
+
+    with pytest.raises((FormatError, QuantizedWeights), match=name.rpartition(".")[2]):
+        ucp.open(changed(case, tmp_path, extra), dequantize="bfloat16")
+
+
+METHODS = ("quark", "hqq", "eetq", "aqlm", "vptq", "higgs", "bitnet", "quanto", "auto-round")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_that_is_not_known_is_refused_by_its_name(method, tmp_path):
+    weight = {"w.weight": np.ones((8, 8), np.int8), "w.weight_scale": np.ones(8, np.float32)}
+    odd = {"v.codes": np.ones((8, 8, 1), np.int16), "v.codebooks": np.ones((4, 8), np.float16)}
+    write_safetensors(tmp_path / "model.safetensors", weight | odd)
+    said = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(QuantizedWeights) as error:
+        ucp.open(tmp_path, dequantize="bfloat16")
+    of_weights = str(error.value).splitlines()[1:]
+    assert len(of_weights) == 2
+    for line in of_weights:
+        assert f"the config declares {method}, which is not dequantised here; known are a" in line
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("modelopt")])
+def test_the_config_of_modelopt_may_stand_alone_and_says_the_same(case, tmp_path):
+    path = shutil.copytree(DATA / case / "ckpt", tmp_path / "c")
+    alone = json.loads((path / "config.json").read_text())
+    del alone["quantization_config"]
+    (path / "config.json").write_text(json.dumps(alone))
+    made, same = (ucp.open(one, dequantize="float32") for one in (path, DATA / case / "ckpt"))
+    assert {leaf.label for leaf in made.leaves} == {leaf.label for leaf in same.leaves}
+    for leaf in same.leaves:
+        assert np.array_equal(made.read(leaf.label), same.read(leaf.label))
+    (path / "hf_quant_config.json").unlink()
+    with pytest.raises(QuantizedWeights, match="names alone do not say"):
+        ucp.open(path, dequantize="float32")
 
 
 def test_a_scale_that_is_no_number_is_named_when_it_is_read_and_only_then(tmp_path):
@@ -144,6 +192,8 @@ SETTINGS = {
     "ct_fp8_block": {"sparsity_config": {"format": "sparse-24-bitmask"}},
     "bnb_nf4": {"quant_method": "aqlm"},
     "mxfp4_gpt_oss": {"quant_method": "gptq"},
+    "modelopt_fp8": {"quant_algo": "W4A8_AWQ"},
+    "modelopt_nvfp4": {"group_size": 7},
 }
 
 

@@ -103,14 +103,23 @@ def test_narrow_floats_are_those_of_the_ocp():
     ]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("lower", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-def test_rounding_to_bfloat16_is_that_of_ml_dtypes_for_every_upper_half(lower):
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lower", [0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_rounding_is_that_of_numpy_for_every_upper_half_in_any_order(lower, dtype):
     values = (np.arange(1 << 16, dtype=np.uint32) << 16 | lower).view(np.float32)
-    out = np.empty(values.shape, ml_dtypes.bfloat16)
+    small = values[np.abs(values) < 65520]
+    for found in (values, small, small[:-1]):
+        assert same_bits(_into(np.empty(found.shape, dtype), found), found.astype(dtype))
+    square = values.reshape(4, 128, 128)
+    want = square.astype(dtype).swapaxes(-1, -2).copy()
+    assert same_bits(_into(np.empty(want.shape, dtype), square.swapaxes(-1, -2)), want)
+    turned = _into(np.empty((4, 128, 128), dtype).swapaxes(-1, -2), square)
+    assert same_bits(turned.swapaxes(-1, -2), want)
+    odd = _into(np.empty((4, 127, 128), dtype).swapaxes(-1, -2), square[..., :127])
+    assert same_bits(odd.swapaxes(-1, -2), want[..., :127, :].copy())
+
+
+def _into(out: np.ndarray, values: np.ndarray) -> np.ndarray:
     round_into(out, values)
-    assert same_bits(out, values.astype(ml_dtypes.bfloat16))
-    square = values.reshape(256, 256)
-    turned = np.empty((256, 256), ml_dtypes.bfloat16)
-    round_into(turned, square.T)
-    assert same_bits(turned, np.ascontiguousarray(out.reshape(256, 256).T))
+    return out

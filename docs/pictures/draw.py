@@ -1,0 +1,166 @@
+"""Draws the pictures of the documentation from what the package computes.
+
+python docs/pictures/draw.py
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax_ucp as ucp
+from jax_ucp.layout.blocks import chunk_shapes
+from jax_ucp.layout.patterns import Fused
+
+HERE = Path(__file__).resolve().parent
+CASE = HERE.parents[1] / "tests" / "data" / "deepspeed" / "z1_bf16_dp4_tinygroup"
+COLORS = ("#7aa6e8", "#f0b860", "#8fd0a5", "#e39aa6", "#b9a3e3", "#a8b3bd")
+# Read in light and in dark: on a page of its own the picture follows the system's colours.
+STYLE = """text{font:14px system-ui,sans-serif;fill:#1b1f24}
+.q{fill:#59636e}.l{stroke:#59636e;fill:none}
+rect,.l{stroke:#1b1f24;stroke-width:.6}
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}.q{fill:#a2abb5}.i{fill:#1b1f24}}"""
+
+
+def rect(x: float, y: float, width: float, height: float, color: str = "none") -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{color}"/>'
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    words = html.escape(words)
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{words}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, color: str = "", width: float = 1) -> str:
+    look = f'stroke="{color}"' if color else 'class="l"'
+    return f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" {look} style="stroke-width:{width:g}"/>'
+
+
+def picture(width: int, height: int, says: str, parts: Iterable[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
+        f"<title>{html.escape(says)}</title>\n<style>{STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def waist() -> str:
+    """Formats on the left, what is done with arrays on the right, one box between."""
+    left = ["DeepSpeed", "Megatron", "PyTorch DCP", "safetensors", "Orbax, Flax", "universal"]
+    right = ["restore onto a mesh", "map to a model", "convert", "export", "diff, report", "verify"]
+    parts = [rect(280, 100, 200, 60, COLORS[0])]
+    parts += [
+        text(380, 126, "ArraySource:", "i", "middle"),
+        text(380, 146, "any box of any array", "i", "middle"),
+    ]
+    for i, (source, target) in enumerate(zip(left, right, strict=True)):
+        y = 30 + 40 * i
+        parts += [text(20, y + 5, source), line(140, y, 280, 130)]
+        parts += [line(480, 130, 600, y), text(610, y + 5, target)]
+    return picture(
+        760, 260, "Every format is read as arrays by box; everything is done with those.", parts
+    )
+
+
+def zero() -> str:
+    """Which parameter lies where in the flat partitions of four ranks, of a real checkpoint."""
+    checkpoint = ucp.open(CASE)
+    of_rank: dict[str, list[tuple[int, int, int, str]]] = {}
+    for i, (name, parameter) in enumerate(checkpoint.params.items()):
+        for piece in parameter.where("exp_avg"):
+            key = f"{piece.file}:{piece.item}"
+            of_rank.setdefault(key, []).append(
+                (piece.source.start[0], piece.source.stop[0], i, name)
+            )
+    flat = [pieces for pieces in of_rank.values() if max(stop for _, stop, *_ in pieces) > 1000]
+    scale = 640 / max(stop for pieces in flat for _, stop, *_ in pieces)
+    parts = []
+    for rank, pieces in enumerate(flat):
+        y = 20 + 60 * rank
+        parts.append(text(10, y + 25, f"rank {rank}"))
+        for start, stop, i, name in pieces:
+            width = (stop - start) * scale
+            parts.append(rect(70 + start * scale, y, width, 36, COLORS[i % len(COLORS)]))
+            short = name.removesuffix(".weight").rsplit(".", 1)[-1]
+            if width > 8 * len(short):
+                parts.append(text(74 + start * scale, y + 23, short, "i"))
+    y = 30 + 60 * len(flat)
+    parts.append(
+        text(
+            70, y, "A colour that goes on in the next row is a parameter that two ranks hold.", "q"
+        )
+    )
+    return picture(730, y + 15, "Parameters in the flat partitions of ZeRO-1, rank by rank.", parts)
+
+
+def qkv() -> str:
+    """The rows of a fused query_key_value on two tensor-parallel ranks, and in the whole."""
+    rows = {"q": 8, "k": 4, "v": 4}
+    layout = Fused(0, rows, groups=4).join([(8, 1), (8, 1)])
+    colors = dict(zip(rows, COLORS, strict=False))
+    ends = {"q": 8, "k": 12, "v": 16}
+    parts = [text(60, 24, "rank 0"), text(60, 224, "rank 1"), text(500, 24, "the parameter")]
+    for fragment in sorted(layout.fragments, key=lambda each: (each.shard, each.source.start[0])):
+        low, high = fragment.target.start[0], fragment.target.stop[0]
+        part = next(name for name, end in ends.items() if low < end)
+        y = 35 + 200 * fragment.shard + 20 * fragment.source.start[0]
+        to = 35 + 22 * low
+        height = 20 * (high - low)
+        parts += [rect(60, y, 110, height, colors[part]), text(70, y + height / 2 + 5, part, "i")]
+        parts += [
+            rect(500, to, 110, 22 * (high - low), colors[part]),
+            text(510, to + 16, part, "i"),
+        ]
+        parts.append(line(170, y + height / 2, 500, to + 11 * (high - low)))
+    return picture(
+        680,
+        410,
+        "Each rank holds q q k v of its groups; the parameter has all q, all k, all v.",
+        parts,
+    )
+
+
+def chunks() -> str:
+    """The chunks of one array, and the boxes of the devices of two meshes over them."""
+    shape = (1024, 512)
+    inner = chunk_shapes(shape, 4).inner
+    parts = []
+    for x, (down, across) in ((40, (4, 2)), (420, (2, 4))):
+        scale = 280 / shape[0]
+        high, wide = shape[0] * scale, shape[1] * scale
+        parts.append(text(x, 28, f"a mesh of {down} x {across}"))
+        parts.append(rect(x, 40, wide, high, COLORS[0]))
+        parts += [
+            line(x, 40 + y * scale, x + wide, 40 + y * scale) for y in range(0, shape[0], inner[0])
+        ]
+        parts += [
+            line(x + i * scale, 40, x + i * scale, 40 + high) for i in range(0, shape[1], inner[1])
+        ]
+        for i in range(down + 1):
+            parts.append(
+                line(x, 40 + high * i / down, x + wide, 40 + high * i / down, "#b3141d", 3)
+            )
+        for i in range(across + 1):
+            parts.append(
+                line(x + wide * i / across, 40, x + wide * i / across, 40 + high, "#b3141d", 3)
+            )
+    parts.append(
+        text(
+            40,
+            350,
+            f"thin: chunks of {inner[0]} x {inner[1]} elements; red: what each device holds",
+            "q",
+        )
+    )
+    parts.append(
+        text(40, 370, "No device of either mesh reads a chunk that it needs only a part of.", "q")
+    )
+    return picture(680, 385, "Chunks of an array of 1024 x 512 under two meshes.", parts)
+
+
+PICTURES = {"waist.svg": waist, "zero.svg": zero, "qkv.svg": qkv, "chunks.svg": chunks}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (HERE / name).write_text(draw())

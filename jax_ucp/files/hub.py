@@ -1,0 +1,195 @@
+"""Models of the Hugging Face hub, through `huggingface_hub`: ranges of their files, none on disk.
+
+A revision is a name that may move; what is opened is the commit that it names then, whose files
+never change. One request says which they are, of what size and content.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jax_ucp.arguments import require_extra
+from jax_ucp.errors import StoreError, UnsupportedPath
+from jax_ucp.files.local import check_name
+from jax_ucp.files.protocol import FileInfo
+from jax_ucp.files.remote import RemoteFiles, Unanswered
+
+_TIMEOUT_S = 30
+_MESSAGE_CHARS = 300
+# What a link that has expired is answered with, by one network of servers or another.
+_EXPIRED = frozenset({400, 401, 403, 404, 410})
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+def open_hub(repo: str, revision: str | None) -> Hub:
+    """The files of a model, as of the commit that a revision names now.
+
+    Raises StoreError where there is no such model or revision, or the token may not read it.
+    """
+    hub = require_extra("huggingface_hub", "hub", f"hf://{repo}")
+    url = f"hf://{repo}" + (f"@{revision}" if revision else "")
+    api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    unpinned = Hub(repo, revision or "main", {})
+
+    def ask() -> Any:
+        with _Asking(url):
+            return api.model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+
+    model = unpinned.persist("", ask)
+    files = {
+        file.rfilename: FileInfo(file.rfilename, file.size or 0, _version(file))
+        for file in model.siblings or ()
+    }
+    return Hub(repo, model.sha, files)
+
+
+def _version(file: Any) -> str:
+    """The hash of the content, by which the hub stores it."""
+    return file.lfs.sha256 if file.lfs else file.blob_id
+
+
+class Hub(RemoteFiles):
+    """The files of a model at a commit, below the folder `prefix`. It is read only."""
+
+    def __init__(
+        self,
+        repo: str,
+        commit: str,
+        files: Mapping[str, FileInfo],
+        prefix: str = "",
+        links: dict[str, str] | None = None,
+    ):
+        self._repo, self._commit, self._files, self._prefix = repo, commit, files, prefix
+        # where the hub sends those who ask for a file: good for some minutes or hours
+        self._links: dict[str, str] = {} if links is None else links
+
+    def key(self, name: str) -> str:
+        """The name in the repository. Raises FormatError for no name of a file."""
+        if name:
+            check_name(name)
+        return "/".join(filter(None, (self._prefix, name)))
+
+    def url(self, name: str = "") -> str:
+        key = "/".join(filter(None, (self._prefix, name)))
+        return f"hf://{self._repo}@{self._commit}/{key}".removesuffix("/")
+
+    def join(self, folder: str) -> Hub:
+        return Hub(self._repo, self._commit, self._files, self.key(folder), self._links)
+
+    def walk(self, folder: str = "") -> Iterator[FileInfo]:
+        prefix = f"{self.key(folder)}/".lstrip("/")
+        inside = len(f"{self._prefix}/") if self._prefix else 0
+        for key, file in sorted(self._files.items()):
+            if key.startswith(prefix):
+                yield FileInfo(key[inside:], file.size, file.version)
+
+    def list(self, folder: str = "") -> Sequence[FileInfo]:
+        start = len(f"{folder}/") if folder else 0
+        entries: dict[str, FileInfo] = {}
+        for file in self.walk(folder):
+            first, slash, _ = file.name[start:].partition("/")
+            name = file.name[:start] + first
+            entries[name] = FileInfo(name, 0, "", "folder") if slash else file
+        return [entries[name] for name in sorted(entries)]
+
+    def stat(self, name: str) -> FileInfo | None:
+        file = self._files.get(self.key(name))
+        if file is not None:
+            return FileInfo(name, file.size, file.version)
+        return FileInfo(name, 0, "", "folder") if any(self.walk(name)) else None
+
+    def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
+        key = self.key(file.name)
+        link = self._links.get(key)
+        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        with _Asking(self.url(file.name)):
+            hub = require_extra("huggingface_hub", "hub", self.url())
+            if link is None:
+                headers |= hub.utils.build_hf_headers()
+            session = hub.utils.get_session()
+            answer = session.get(link or self._resolve(key), headers=headers, timeout=_TIMEOUT_S)
+            if link is not None and answer.status_code in _EXPIRED:
+                self._links.pop(key, None)
+                raise Unanswered(f"a link has expired, {answer.status_code}")
+            hub.utils.hf_raise_for_status(answer)
+        if answer.history:
+            self._links[key] = str(answer.url)
+        self._require_range(answer, file, start, stop)
+        return memoryview(answer.content)
+
+    def _resolve(self, key: str) -> str:
+        """The hub's address of a file."""
+        hub = require_extra("huggingface_hub", "hub", self.url())
+        endpoint = os.environ.get("HF_ENDPOINT")
+        return hub.hf_hub_url(self._repo, key, revision=self._commit, endpoint=endpoint)
+
+    def _require_range(self, answer: Any, file: FileInfo, start: int, stop: int) -> None:
+        if answer.status_code == 200 and (start, stop) == (0, file.size):
+            return
+        if answer.status_code != 206:
+            raise StoreError(f"{self.url(file.name)}: the hub's server does not answer with ranges")
+        said = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if said is None or tuple(map(int, said.groups())) != (start, stop - 1, file.size):
+            raise Unanswered(f"{answer.headers.get('Content-Range')} came, of {start} to {stop}")
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> NoReturn:
+        self._refuse(name)
+
+    def create(self, name: str, data: bytes) -> NoReturn:
+        self._refuse(name)
+
+    def delete(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise UnsupportedPath(
+            f"{self.url(name)}: the hub is read from. Export to a local folder, and upload it:"
+            " hf upload"
+        )
+
+    def spec(self, name: str = "") -> NoReturn:
+        raise UnsupportedPath(
+            f"{self.url(name)}: arrays that stock Orbax wrote are read through TensorStore, which"
+            " has no driver for the hub. Download the checkpoint: hf download"
+        )
+
+
+class _Asking:
+    """What the library raises, as what `Files` raises."""
+
+    def __init__(self, url: str):
+        self._url = url
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        errors = require_extra("huggingface_hub.errors", "hub", self._url)
+        if isinstance(error, errors.HFValidationError | errors.OfflineModeIsEnabled):
+            raise StoreError(f"{self._url}: {error}") from error
+        if not isinstance(error, errors.HTTPError):
+            return
+        text = " ".join(str(error).split())[:_MESSAGE_CHARS]
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is None or status in _PASSING:
+            raise Unanswered(text or type(error).__name__) from error
+        raise StoreError(f"{self._url}: the hub refused: {text}") from error
+
+
+def parse(rest: str) -> tuple[str, str | None, str]:
+    """Model, revision and folder or file, of what stands behind `hf://`.
+
+    >>> parse("org/name@refs%2Fpr%2F1/onnx"), parse("org/name")
+    (('org/name', 'refs/pr/1', 'onnx'), ('org/name', None, ''))
+    """
+    org, _, rest = rest.partition("/")
+    name, _, key = rest.partition("/")
+    name, _, revision = name.partition("@")
+    if not org or not name or org in ("datasets", "spaces", "buckets"):
+        raise UnsupportedPath(f"hf://{org}/{rest} names no model: hf://ORG/NAME[@REVISION][/PATH]")
+    return f"{org}/{name}", urllib.parse.unquote(revision) or None, key

@@ -1,0 +1,50 @@
+"""Many small ranges of one file, mostly one after the other, over a network: in few requests."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_ucp.files.protocol import FileInfo, Files, RangeRead
+
+# What is read around the first range. What follows it is read in runs twice as long each.
+FIRST_BYTES, MOST_BYTES = 256 << 10, 8 << 20
+RUNS_KEPT = 2
+
+
+class ReadAhead:
+    """A file of which the last runs that were read are kept. It is asked as its `Files` would be."""
+
+    is_remote = True
+
+    def __init__(self, files: Files, file: FileInfo):
+        self._files, self._file = files, file
+        self._runs: deque[tuple[int, np.ndarray]] = deque(maxlen=RUNS_KEPT)
+        self._stop, self._length = 0, FIRST_BYTES
+        self._lock = threading.Lock()
+
+    def url(self, name: str) -> str:
+        return self._files.url(name)
+
+    def read_into(self, reads: Sequence[RangeRead]) -> None:
+        for read in reads:
+            out = read.out.reshape(-1).view(np.uint8)
+            with self._lock:  # who waits finds what it wants, as a rule
+                out[...] = self._bytes(read.start, read.start + out.size)
+
+    def _bytes(self, start: int, stop: int) -> np.ndarray:
+        for first, run in self._runs:
+            if first <= start and stop <= first + run.size:
+                return run[start - first : stop - first]
+        follows = self._stop <= start < self._stop + self._length
+        self._length = min(2 * self._length, MOST_BYTES) if follows else FIRST_BYTES
+        first = self._stop if follows and stop <= self._stop + self._length else start
+        last = min(max(stop, first + self._length), max(stop, self._file.size))
+        run = np.empty(last - first, np.uint8)
+        self._files.read_into([RangeRead(self._file, first, run)])
+        self._runs.append((first, run))
+        self._stop = last
+        return run[start - first : stop - first]

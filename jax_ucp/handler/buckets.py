@@ -1,0 +1,34 @@
+"""What Orbax's step logic must be told of buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
+
+Options = TypeVar("Options", ocp.CheckpointManagerOptions, v1.Context)
+
+
+def in_bucket(options: Options) -> Options:
+    """The options of a `CheckpointManager`, or the context of a v1 `Checkpointer`, for a bucket.
+
+    Orbax saves a step under another name and renames it, and no bucket renames. With these options
+    it writes each step where it belongs and a file `commit_success.txt` at its end, without which
+    the step is unfinished. It does so by itself on Google Cloud Storage; S3 and Azure need
+    it. Everything else stays as it is in `options`.
+
+    Example:
+        >>> import jax_ucp as ucp, orbax.checkpoint as ocp
+        >>> options = ucp.in_bucket(ocp.CheckpointManagerOptions(max_to_keep=3))
+        >>> manager = ocp.CheckpointManager("s3://bucket/run", options=options,
+        ...     item_handlers=ucp.CheckpointHandler())  # doctest: +SKIP
+    """
+    if isinstance(options, v1.Context):
+        context: Any = v1.Context(options)
+        context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+        return context
+    return dataclasses.replace(
+        options, temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath
+    )

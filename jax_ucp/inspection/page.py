@@ -1,0 +1,358 @@
+"""A checkpoint as one page that asks the network for nothing, to be opened in any browser.
+
+Names, paths and messages of others are on it as text: what is written here is escaped, what the
+page's script shows it sets as text, and the page's policy runs no script but those that it was
+made with.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jax_ucp.arguments import local_path
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.inspection.diff import Difference
+from jax_ucp.inspection.fold import fold
+from jax_ucp.inspection.page_data import Findings, flags_of, page_data
+from jax_ucp.inspection.report import Report, head, inventory_of, pieces_of
+from jax_ucp.inspection.statistics import Statistics
+from jax_ucp.inspection.words import SKIPPED, changes, head_lines, size, skipped_reasons
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.text import visible
+from jax_ucp.tree import Leaf
+
+if TYPE_CHECKING:
+    from jax_ucp.checkpoint import Checkpoint
+
+# Rows of a table on the page; the commands print all.
+_ROWS = 200
+
+_BEGIN = "<!doctype html>"
+_FOOTER = "Made by jax_ucp. Charts: d3 and Observable Plot (ISC)."
+_PARTS = "jax_ucp.inspection.page_parts"
+_SCRIPTS = "d3.min.js", "plot.umd.min.js", "page.js"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page about a checkpoint. `faults` are what was found wrong with the checkpoint."""
+
+    html: str
+    faults: tuple[str, ...] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page to a file, in the place of an older page.
+
+        Raises FileExistsError where something else than a page is.
+        """
+        target = local_path(path)
+        if target.exists() and not _is_page(target):
+            raise FileExistsError(
+                f"{target} is there, and no page of a report: it is left as it is"
+            )
+        LocalFiles(target.parent).write(target.name, [self.html.encode()], durable=True)
+
+    def _repr_html_(self) -> str:
+        frame = html.escape(self.html, quote=True)
+        return (
+            f'<iframe sandbox="allow-scripts" title="checkpoint" srcdoc="{frame}"'
+            ' style="width:100%;height:80vh;border:1px solid"></iframe>'
+        )
+
+
+def _is_page(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_BEGIN)) == _BEGIN.encode()
+
+
+def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Findings) -> Page:
+    """The page of a checkpoint; `arrays` are those of its leaves, by name."""
+    pieces = pieces_of(checkpoint)
+    about = head(checkpoint, pieces)
+    leaves = [leaf for leaf in checkpoint.leaves if leaf.has_array]
+    flags = {leaf.name: flags_of(leaf, (found.statistics or {}).get(leaf.name)) for leaf in leaves}
+    faults = tuple(_faults(leaves, found.statistics or {}))
+    data = page_data(leaves, arrays, pieces, found, flags)
+    sections = [
+        _verdict(about, leaves, flags, faults, found),
+        _TREE,
+        _MAP,
+        _DEPTH if found.statistics is not None else "",
+        *_mesh_sections(found.mesh),
+        *_difference_sections(about, found),
+        _provenance(checkpoint, about),
+    ]
+    return Page(_document(f"{about['path']}", "\n".join(sections), data), faults)
+
+
+# The document.
+
+
+def _document(title: str, body: str, data: Report) -> str:
+    """The whole page. Its policy lets the scripts run that are in it, known by their digests."""
+    scripts = [_part(name) for name in _SCRIPTS]
+    digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline';"
+        " base-uri 'none'; form-action 'none'"
+    )
+    blocks = "\n".join(f"<script>{script}</script>" for script in scripts)
+    return f"""{_BEGIN}
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{_text(title)}</title>
+<style>{_part("page.css")}</style>
+</head>
+<body>
+<a class="skip" href="#arrays">To the arrays</a>
+<header><h1>{_text(title)}</h1></header>
+<main>
+{body}
+</main>
+<footer class="quiet">{_FOOTER}</footer>
+<script type="application/json" id="data">{_json(data)}</script>
+{blocks}
+</body>
+</html>
+"""
+
+
+@cache
+def _part(name: str) -> str:
+    return files(_PARTS).joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _text(text: object) -> str:
+    """Text of others as HTML."""
+    return html.escape(visible(str(text)), quote=True)
+
+
+def _json(data: Report) -> str:
+    """JSON that ends no element: what HTML looks for in a script is written as escapes."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>'
+
+
+def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table that may be wider than a phone; of many rows the first."""
+    if not rows:
+        return ""
+    if len(rows) > _ROWS:
+        caption += f", the first {_ROWS} of {len(rows)}"
+    head = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in heads)
+    body = "\n".join(
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows[:_ROWS]
+    )
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{_text(caption)}"><table>'
+        f"<caption>{_text(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _folded(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of rows, those folded whose names differ in numbers alone."""
+    cells = [(row.name, *row.cells, f"x{row.count}" * (row.count > 1)) for row in fold(rows)]
+    return _table(caption, (*heads, ""), cells)
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    pairs = "".join(f"<dt>{_text(name)}</dt><dd>{_text(text)}</dd>" for name, text in facts if text)
+    return f"<dl>{pairs}</dl>"
+
+
+# Sections that the script fills.
+
+_TREE = _section(
+    "arrays",
+    "Arrays",
+    '<p class="controls"><label for="search">Search names</label>'
+    '<input id="search" type="search" autocomplete="off" spellcheck="false"></p>'
+    '<p id="found" class="quiet" role="status"></p><div id="tree">'
+    "<noscript>The tree, the map and the charts need scripts.</noscript></div>",
+)
+_MAP = _section(
+    "bytes",
+    "Bytes",
+    '<p class="controls"><label for="grouping">by</label> <select id="grouping"></select>'
+    ' <span id="trail"></span></p><div id="map" class="map" role="group"'
+    ' aria-label="Bytes, by size"></div>',
+)
+_DEPTH = _section("statistics", "By depth", '<div id="depth"></div>')
+
+
+# What was found.
+
+
+def _faults(leaves: Sequence[Leaf], statistics: Mapping[str, Statistics]) -> Iterator[str]:
+    """What is wrong with what was read; each message once."""
+    messages = (
+        statistics[leaf.name].unread
+        for leaf in leaves
+        if leaf.name in statistics and statistics[leaf.name].is_fault
+    )
+    yield from dict.fromkeys(messages)
+
+
+def _verdict(
+    about: Report,
+    leaves: Sequence[Leaf],
+    flags: Mapping[str, str],
+    faults: Sequence[str],
+    found: Findings,
+) -> str:
+    flagged = [(leaf.label, flags[leaf.name]) for leaf in leaves if flags[leaf.name]]
+    lines = [_reading(found), *_remarks(about, len(flagged), len(leaves), found.difference)]
+    lines += [f"Fault: {fault}" for fault in faults]
+    bad = " bad" * bool(flagged or faults)
+    said = "".join(f"<p>{_text(line)}</p>" for line in lines)
+    return _section(
+        "verdict",
+        "What it is",
+        f'<div class="verdict{bad}">{said}</div>{_facts(head_lines(about))}'
+        + "".join(f"<p>note: {_text(note)}</p>" for note in about["notes"])
+        + _folded("To be looked at", ("array", "what"), flagged),
+    )
+
+
+def _remarks(
+    about: Report, flagged: int, arrays: int, difference: Difference | None
+) -> Iterator[str]:
+    """What people should know first, beside faults."""
+    if flagged:
+        yield f"{flagged} of {arrays} arrays are to be looked at."
+    if about["items"]["skipped"]:
+        yield f"{about['items']['skipped']} stored items are in no array, see Provenance."
+    if difference is not None:
+        same = "equal to" if difference.same else "not equal to"
+        yield f"It is {same} the other checkpoint."
+
+
+def _reading(found: Findings) -> str:
+    """What of the elements this page rests on."""
+    if found.statistics is None:
+        return "No element was read: this is what its metadata say."
+    read = [each for each in found.statistics.values() if not each.unread]
+    sampled = [each for each in read if each.seen < each.elements]
+    unread = len(found.statistics) - len(read)
+    text = f"{len(read) - len(sampled)} arrays were read whole"
+    if sampled:
+        share = sum(each.seen for each in sampled) / sum(each.elements for each in sampled)
+        text += f", of {len(sampled)} large ones a sample of {share:.2%}, evenly spread"
+    if unread:
+        text += f"; {unread} could not be read"
+    return f"{text}. What is stored twice of them was compared, by a sample."
+
+
+# Meshes, differences, provenance.
+
+
+def _mesh_sections(mesh: Report | None) -> Iterator[str]:
+    if mesh is None:
+        return
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh["mesh"].items())
+    hosts = [
+        (
+            i,
+            size(host["read_bytes"]),
+            size(host["needed_bytes"]),
+            f"{host['amplification']:.3f}",
+            host["files"],
+        )
+        for i, host in enumerate(mesh["hosts"])
+    ]
+    given_up = [
+        (leaf["leaf"], str(leaf["shape"]), str(tuple(leaf["spec"])), "; ".join(leaf["notes"]))
+        for leaf in mesh["leaves"]
+        if leaf["notes"]
+    ]
+    placed = [
+        (
+            leaf["leaf"],
+            str(leaf["shape"]),
+            str(tuple(leaf["spec"])),
+            str(leaf["device_shape"]),
+            size(leaf["device_bytes"]),
+        )
+        for leaf in mesh["leaves"]
+    ]
+    facts = [
+        ("mesh", f"{axes}: {mesh['devices']} devices"),
+        ("on each device", size(mesh["device_bytes"])),
+        ("read / needed", f"{mesh['amplification']:.3f}, of all hosts"),
+        ("most / mean", f"{mesh['balance']:.3f}, of what hosts read"),
+    ]
+    yield _section(
+        "mesh",
+        "On the mesh",
+        _facts(facts)
+        + "".join(f"<p>note: {_text(note)}</p>" for note in mesh["notes"])
+        + _table("What hosts read", ("host", "to read", "needed", "read / needed", "files"), hosts)
+        + _folded("What is given up", ("array", "shape", "spec", "why"), given_up)
+        + "<details><summary>What a device holds of each array</summary>"
+        + _folded("By array", ("array", "shape", "spec", "on each device", "bytes"), placed)
+        + "</details>",
+    )
+
+
+def _difference_sections(about: Report, found: Findings) -> Iterator[str]:
+    if found.difference is None or found.other is None:
+        return
+    other = head(found.other, pieces_of(found.other))
+    both = dict(head_lines(about)), dict(head_lines(other))
+    names = dict.fromkeys(name for side in both for name in side)
+    rows = [(name, *(side.get(name, "") for side in both)) for name in names]
+    difference = found.difference
+    compared = "names, shapes and dtypes" if difference.headers_only else "all elements"
+    yield _section(
+        "difference",
+        "Beside the other",
+        f"<p>{difference.equal} arrays and values are equal in {compared}.</p>"
+        + _table("Two checkpoints", ("", about["path"], other["path"]), rows)
+        + _folded("What differs", ("leaf", "what", "this", "other"), changes(difference))
+        + ('<div id="changes"></div>' if difference.values else ""),
+    )
+
+
+def _provenance(checkpoint: Checkpoint, about: Report) -> str:
+    source = [(name, json.dumps(value)) for name, value in about["source"].items()]
+    extras = [(name, _short(json.dumps(value))) for name, value in checkpoint.extras.items()]
+    return _section(
+        "provenance",
+        "Provenance",
+        _facts([("format", about["format"]), ("written by", about["writer"]), *source])
+        + _table(
+            "Stored, and in no array",
+            SKIPPED,
+            skipped_reasons(inventory_of(checkpoint)),
+        )
+        + _table("Kept beside the arrays", ("what", "value"), extras),
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

@@ -1,0 +1,244 @@
+"""What the script of a page draws, as JSON: arrays in columns, ten thousand in two megabytes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax_ucp.inspection.diff import Difference
+from jax_ucp.inspection.fold import Folded, fold
+from jax_ucp.inspection.report import Report
+from jax_ucp.inspection.statistics import AdamStep, Statistics, Together
+from jax_ucp.sources.protocol import ArrayInfo, Piece
+from jax_ucp.text import visible
+from jax_ucp.tree import Leaf
+
+if TYPE_CHECKING:
+    from jax_ucp.checkpoint import Checkpoint
+
+# What a page has of where arrays are stored, for it to stay small: pieces of an array, and of all.
+_PIECES_OF_ONE = 256
+_PIECES = 8000
+# What is known of an array by its statistics: the key, and what people call it.
+_MEASURES = (
+    ("norm", "norm"),
+    ("rms", "root mean square"),
+    ("mean", "mean"),
+    ("deviation", "standard deviation"),
+    ("least", "least"),
+    ("greatest", "greatest"),
+    ("update", "update / weight"),
+    ("direction", "update / weight, of a rate of 1"),
+    ("nans", "NaN"),
+    ("infinities", "infinite"),
+    ("dead_rows", "dead rows"),
+    ("sampled", "share that was read"),
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a page is made of beside the checkpoint's own metadata; None of what was not asked."""
+
+    together: Sequence[Together]
+    statistics: Mapping[str, Statistics] | None = None
+    mesh: Report | None = None
+    difference: Difference | None = None
+    other: Checkpoint | None = None
+
+
+def flags_of(leaf: Leaf, found: Statistics | None) -> str:
+    """What people should look at of an array, in words."""
+    if found is None:
+        return ""
+    words = [f"{found.nans} NaN"] * (found.nans > 0)
+    words += [f"{found.infinities} infinite"] * (found.infinities > 0)
+    if found.dead_rows and _is_parameter(leaf):
+        words.append(f"{found.dead_rows} of {found.rows} rows are zeros")
+    words += ["not read"] * bool(found.unread)
+    return ", ".join(words)
+
+
+# Rows of zeros are usual in moments: of tokens that were not seen, of experts that were not asked.
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "mu", "nu", "opt_state"})
+
+
+def _is_parameter(leaf: Leaf) -> bool:
+    return _MOMENTS.isdisjoint(str(key) for key in leaf.path[:-1])
+
+
+def page_data(
+    leaves: Sequence[Leaf],
+    arrays: Mapping[str, ArrayInfo],
+    pieces: Mapping[str, Sequence[Piece]],
+    found: Findings,
+    flags: Mapping[str, str],
+) -> Report:
+    """What the page's script draws; `flags` are what to look at, by the name of a leaf."""
+    shapes, dtypes = _Table(), _Table()
+    columns = _metadata_columns(leaves, arrays, shapes, dtypes)
+    if any(flags.values()):
+        columns["flags"] = [visible(flags[leaf.name]) for leaf in leaves]
+    if found.mesh is not None:
+        columns |= _mesh_columns(leaves, found.mesh, shapes)
+    if found.statistics is not None:
+        columns |= _columns(leaves, found.statistics, found.together)
+    rows = fold([(leaf.label, str(leaf.shape), leaf.dtype) for leaf in leaves])
+    return {
+        "arrays": columns,
+        "shapes": shapes.values,
+        "dtypes": dtypes.values,
+        "measures": _MEASURES,
+        "has_states": any(leaf.path and leaf.path[0].name == "param" for leaf in leaves),
+        "folded": [_folded_data(row) for row in rows],
+        **_piece_data(leaves, pieces, [row.rows[0] for row in rows]),
+        "changes": _changes_data(found.difference),
+    }
+
+
+def _metadata_columns(
+    leaves: Sequence[Leaf], arrays: Mapping[str, ArrayInfo], shapes: _Table, dtypes: _Table
+) -> Report:
+    """What is known of arrays without reading them."""
+    infos = [arrays[leaf.name] for leaf in leaves]
+    return {
+        "label": _front_coded([visible(leaf.label) for leaf in leaves]),
+        "shape": [shapes.place(info.shape) for info in infos],
+        "dtype": [dtypes.place(leaf.dtype) for leaf in leaves],
+        "chunk": [shapes.place(info.chunk) for info in infos],
+        "bytes": [info.nbytes for info in infos],
+    }
+
+
+def _mesh_columns(leaves: Sequence[Leaf], mesh: Report, shapes: _Table) -> Report:
+    """What a device of the mesh holds of each array, and by which spec."""
+    of_label = {leaf["leaf"]: leaf for leaf in mesh["leaves"]}
+    placed = [of_label[leaf.label] for leaf in leaves]
+    return {
+        "device": [shapes.place(leaf["device_shape"]) for leaf in placed],
+        "spec": [visible(str(tuple(leaf["spec"]))) for leaf in placed],
+    }
+
+
+def _folded_data(row: Folded) -> Report:
+    """A row of the tree; one array has its own name."""
+    name = {"name": visible(row.name)} if row.count > 1 else {}
+    return {**name, "members": row.rows}
+
+
+def _front_coded(texts: Sequence[str]) -> list[tuple[int, str]]:
+    """Each text as how much it begins with of the one before, in UTF-16 as scripts count, and the
+    rest: a third of the bytes, of ten thousand names.
+
+    >>> _front_coded(["layers.0.w", "layers.1.w"])
+    [(0, 'layers.0.w'), (7, '1.w')]
+    """
+    coded: list[tuple[int, str]] = []
+    last = ""
+    for text in texts:
+        begin = len(os.path.commonprefix([last, text]))  # noqa: RUF071
+        coded.append((len(text[:begin].encode("utf-16-le")) // 2, text[begin:]))
+        last = text
+    return coded
+
+
+class _Table:
+    """Values that many have, each once."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, int] = {}
+
+    def place(self, value: Any) -> int | None:
+        if value is None:
+            return None
+        key = tuple(value) if isinstance(value, list | tuple) else value
+        return self._places.setdefault(key, len(self._places))
+
+    @property
+    def values(self) -> list[Any]:
+        return list(self._places)
+
+
+def _piece_data(
+    leaves: Sequence[Leaf], pieces: Mapping[str, Sequence[Piece]], first: Sequence[int]
+) -> Report:
+    """Where arrays are stored: of one of each kind first, and of the others while there is room."""
+    names, left = _Table(), _PIECES
+    shown: dict[int, list[Any]] = {}
+    more: dict[int, int] = {}
+    for i in dict.fromkeys([*first, *range(len(leaves))]):
+        each = pieces[leaves[i].label]
+        few = each[: min(_PIECES_OF_ONE, left)]
+        if not few:
+            continue
+        left -= len(few)
+        shown[i] = [
+            (
+                names.place(visible(piece.file)),
+                visible(piece.item),
+                str(piece.source),
+                piece.target.start,
+                piece.target.stop,
+            )
+            for piece in few
+        ]
+        if len(each) > len(few):
+            more[i] = len(each) - len(few)
+    return {"files": _front_coded(names.values), "pieces": shown, "pieces_left_out": more}
+
+
+def _columns(
+    leaves: Sequence[Leaf], statistics: Mapping[str, Statistics], together: Sequence[Together]
+) -> Report:
+    """Of each array what the page says of its elements; None where there is nothing to say."""
+    steps = {each.leaves[0].name: each.step for each in together if each.step is not None}
+    rows = [_numbers(statistics[leaf.name], steps.get(leaf.name)) for leaf in leaves]
+    columns = {key: [row.get(key) for row in rows] for key, _ in _MEASURES}
+    return {
+        key: values for key, values in columns.items() if any(value is not None for value in values)
+    }
+
+
+def _numbers(found: Statistics, step: AdamStep | None) -> Mapping[str, float | None]:
+    """The numbers by their keys, rounded; counts of nothing are left out."""
+    counts = {
+        "nans": found.nans or None,
+        "infinities": found.infinities or None,
+        "dead_rows": found.dead_rows or None,
+    }
+    if not found.finite:
+        return counts
+    values = {
+        "norm": found.norm,
+        "rms": found.norm / math.sqrt(found.elements),
+        "mean": found.mean,
+        "deviation": found.deviation,
+        "least": found.least,
+        "greatest": found.greatest,
+    }
+    if step is not None and found.norm:
+        values["direction" if step == AdamStep() else "update"] = found.update / found.norm
+    if found.seen < found.elements:
+        values["sampled"] = found.seen / found.elements
+    return counts | {key: _rounded(value) for key, value in values.items()}
+
+
+def _rounded(value: float) -> float | None:
+    """Four digits; None of what JSON has no number for."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _changes_data(difference: Difference | None) -> list[Report]:
+    return [
+        {
+            "label": visible(each.label),
+            "share": _rounded(each.share),
+            "largest": _rounded(each.largest),
+            "relative": _rounded(each.relative),
+            "turned": _rounded(1 - each.cosine),
+        }
+        for each in (difference.values if difference else ())
+    ]

@@ -1,0 +1,309 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const { arrays, folded, measures } = data;
+  /** Texts, of which each was written as how much it begins with of the one before, and the rest. */
+  const texts = (pairs) => {
+    let last = "";
+    return pairs.map(([begin, rest]) => (last = last.slice(0, begin) + rest));
+  };
+  arrays.label = texts(arrays.label);
+  data.files = texts(data.files);
+  for (const row of folded) row.name ??= arrays.label[row.members[0]];
+  const MANY = 100;
+
+  /** An element; children are elements or texts, and texts stay texts. */
+  const el = (tag, attributes = {}, ...children) => {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+      else if (value !== false && value !== undefined) made.setAttribute(name, value);
+    }
+    made.append(...children);
+    return made;
+  };
+  const bytes = (n) => {
+    const units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
+    const power = n < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(n) / 10));
+    return power ? `${(n / 2 ** (10 * power)).toFixed(1)} ${units[power]}` : `${n} bytes`;
+  };
+  const number = (x) => (x === null || x === undefined ? "" : Math.abs(x) >= 1e5 || (x && Math.abs(x) < 1e-3) ? x.toExponential(3) : String(x));
+  const several = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+  const shapeOf = (i) => data.shapes[arrays.shape[i]];
+  const dtypeOf = (i) => data.dtypes[arrays.dtype[i]];
+  const tokens = (name) => name.match(/(?:\{[^}]*\}|[^./])+/g) ?? [name];
+  const lazily = (details, fill) =>
+    details.addEventListener("toggle", () => details.open && fill(details), { once: true });
+
+  const table = (caption, heads, rows) =>
+    el("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": caption },
+      el("table", {},
+        el("caption", {}, caption),
+        el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))),
+        el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, cell ?? "")))))));
+
+  // What is known of one array, and where it is stored.
+  const statisticsOf = (i) => measures.filter(([key]) => arrays[key] && arrays[key][i] !== null)
+    .map(([key, title]) => [title, number(arrays[key][i])]);
+  const flagsOf = (i) => (arrays.flags?.[i] ? el("span", { class: "flag" }, ` ${arrays.flags[i]}`) : "");
+
+  const picture = (i) => {
+    const pieces = data.pieces[i] ?? [];
+    const shape = shapeOf(i);
+    if (!shape.length || shape.some((n) => n === 0)) return "";
+    const grid = [arrays.chunk && data.shapes[arrays.chunk[i]], arrays.device && data.shapes[arrays.device[i]]];
+    const cut = d3.range(shape.length).filter((axis) =>
+      pieces.some((piece) => piece[3][axis] > 0 || piece[4][axis] < shape[axis]) || grid.some((step) => step && step[axis] < shape[axis]));
+    const axes = [...new Set([...cut, ...d3.range(shape.length)])].slice(0, 2).sort((a, b) => a - b);
+    const [down, across] = axes.length > 1 ? axes : [null, axes[0]];
+    const span = (piece, axis) => (axis === null ? [0, 1] : [piece[3][axis], piece[4][axis]]);
+    const boxes = pieces.map((piece) => {
+      const [y1, y2] = span(piece, down);
+      const [x1, x2] = span(piece, across);
+      return { x1, x2, y1, y2, file: data.files[piece[0]], item: piece[1], from: piece[2] };
+    });
+    const high = down === null ? 1 : shape[down];
+    const lines = (step, axis, mark, options) => !step || axis === null || step[axis] >= shape[axis] || shape[axis] / step[axis] > 256 ? []
+      : [mark(d3.range(step[axis], shape[axis], step[axis]), options)];
+    const files = [...new Set(boxes.map((box) => box.file))];
+    const chart = Plot.plot({
+      width: wide(640), height: down === null ? 120 : 360, marginLeft: 60, ariaLabel: `Where the parts of ${arrays.label[i]} are stored`,
+      ariaDescription: "The table below has the same.",
+      x: { domain: [0, shape[across]], label: `axis ${across}`, nice: false },
+      y: { domain: [high, 0], label: down === null ? null : `axis ${down}`, ticks: down === null ? [] : undefined, nice: false },
+      color: { legend: files.length > 1 && files.length <= 24, domain: files, scheme: files.length > 10 ? "turbo" : "observable10" },
+      marks: [
+        Plot.rect(boxes, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: "file", z: null, fillOpacity: 0.5, stroke: "currentColor", strokeWidth: 0.4,
+          channels: { file: "file", item: "item", from: "from" }, tip: true }),
+        ...lines(grid[0], across, Plot.ruleX, { stroke: "currentColor", strokeOpacity: 0.45, strokeDasharray: "2,3" }),
+        ...lines(grid[0], down, Plot.ruleY, { stroke: "currentColor", strokeOpacity: 0.45, strokeDasharray: "2,3" }),
+        ...lines(grid[1], across, Plot.ruleX, { stroke: "var(--bad)", strokeWidth: 1.5 }),
+        ...lines(grid[1], down, Plot.ruleY, { stroke: "var(--bad)", strokeWidth: 1.5 }),
+        Plot.frame(),
+      ],
+    });
+    const said = [`${several(pieces.length, "piece")} in ${several(files.length, "file")}`];
+    if (shape.length > 2) said.push(`axes ${axes.join(" and ")} of ${shape.length}`);
+    if (grid[0]) said.push(`dotted: chunks of ${JSON.stringify(grid[0])}`);
+    if (grid[1]) said.push(`red: what devices of the mesh hold, ${JSON.stringify(grid[1])} each`);
+    return el("figure", {}, el("figcaption", { class: "quiet" }, said.join("; ")), chart);
+  };
+
+  const pieceTable = (i) => {
+    const pieces = data.pieces[i];
+    const more = data.pieces_left_out[i];
+    if (!pieces) return el("p", { class: "quiet" }, "Where it is stored is left out of this page; jax-ucp inspect --leaf says it.");
+    const rows = pieces.map((piece) => [boxText(piece), data.files[piece[0]], piece[1], piece[2]]);
+    return el("div", {}, table(`Pieces${more ? `, the first ${pieces.length} of ${pieces.length + more}` : ""}`,
+      ["block", "file", "item", "block there"], rows));
+  };
+  const boxText = (piece) => `[${piece[3].map((start, axis) => `${start}:${piece[4][axis]}`).join(", ")}]`;
+
+  const arrayPanel = (i) => {
+    const facts = [["shape", JSON.stringify(shapeOf(i))], ["dtype", dtypeOf(i)], ["bytes", bytes(arrays.bytes[i])], ...statisticsOf(i)];
+    if (arrays.spec?.[i]) facts.push(["spec on the mesh", arrays.spec[i]]);
+    return el("div", { class: "array" },
+      el("p", { class: "name" }, arrays.label[i], flagsOf(i)),
+      el("dl", {}, ...facts.flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)])),
+      picture(i), pieceTable(i));
+  };
+
+  const memberTable = (members) => {
+    const shown = members.slice(0, MANY);
+    const kinds = measures.filter(([key]) => arrays[key] && shown.some((i) => arrays[key][i] !== null));
+    const rows = shown.map((i) => [el("span", { class: "name" }, arrays.label[i], flagsOf(i)), ...kinds.map(([key]) => number(arrays[key][i]))]);
+    return table(members.length > MANY ? `the first ${MANY} of ${members.length}` : `${members.length} arrays`, ["array", ...kinds.map(([, title]) => title)], rows);
+  };
+
+  /** A row of the tree: one array, or several that differ in numbers of their names alone. */
+  const rowDetails = (name, members) => {
+    const flagged = members.filter((i) => arrays.flags?.[i]).length;
+    const [first] = members;
+    const details = el("details", { class: "row" }, el("summary", {},
+      el("span", { class: "name" }, name), ` ${JSON.stringify(shapeOf(first))} ${dtypeOf(first)}`,
+      members.length > 1 ? ` ×${members.length}` : "", el("span", { class: "quiet" }, ` ${bytes(d3.sum(members, (i) => arrays.bytes[i]))}`),
+      flagged ? el("span", { class: "flag" }, ` ${members.length > 1 ? `${flagged} flagged` : arrays.flags[first]}`) : ""));
+    lazily(details, () => {
+      if (members.length === 1) return details.append(arrayPanel(first));
+      const holder = el("div", {}, arrayPanel(first));
+      const choice = el("select", { "aria-label": `Which array of ${name}`, onchange: () => holder.replaceChildren(arrayPanel(Number(choice.value))) },
+        ...members.map((i) => el("option", { value: i }, arrays.label[i])));
+      details.append(memberTable(members), el("p", { class: "controls" }, choice), holder);
+    });
+    return details;
+  };
+
+  // The tree of folded names.
+  const grow = (rows, parts) => {
+    const root = { name: "", children: new Map(), rows: [] };
+    for (const row of rows) {
+      let node = root;
+      const path = parts(row);
+      for (const part of path.slice(0, -1)) {
+        if (!node.children.has(part)) node.children.set(part, { name: part, children: new Map(), rows: [] });
+        node = node.children.get(part);
+      }
+      node.rows.push({ ...row, name: path.at(-1) });
+    }
+    return root;
+  };
+  const below = (node) => [...node.rows, ...[...node.children.values()].flatMap(below)];
+  const branch = (node, open) => {
+    let title = node.name;
+    while (node.children.size === 1 && !node.rows.length) {
+      [node] = node.children.values();
+      title += `.${node.name}`;
+    }
+    if (!node.children.size && node.rows.length === 1) return rowDetails(`${title}.${node.rows[0].name}`, node.rows[0].members);
+    const members = below(node).flatMap((row) => row.members);
+    const flagged = members.filter((i) => arrays.flags?.[i]).length;
+    const details = el("details", {}, el("summary", {}, el("span", { class: "name" }, title),
+      el("span", { class: "quiet" }, ` ${several(members.length, "array")}, ${bytes(d3.sum(members, (i) => arrays.bytes[i]))}`),
+      flagged ? el("span", { class: "flag" }, ` ${flagged} flagged`) : ""));
+    lazily(details, () => details.append(...inside(node)));
+    if (open) details.open = true;
+    return details;
+  };
+  const inside = (node, open = false) => {
+    const rows = node.rows.map((row) => rowDetails(row.name, row.members));
+    const branches = [...node.children.values()].map((child) => branch(child, open));
+    return atFirst([...rows, ...branches]);
+  };
+  /** Some of many elements, and a button for more of them. */
+  const atFirst = (made) => {
+    if (made.length <= MANY * 2) return made;
+    const more = el("button", { type: "button", onclick: () => more.replaceWith(...atFirst(made.slice(MANY))) }, `${made.length - MANY} more`);
+    return [...made.slice(0, MANY), more];
+  };
+
+  const showTree = () => {
+    const place = document.getElementById("tree");
+    const root = grow(folded, (row) => tokens(row.name));
+    const whole = inside(root, root.children.size <= 4);
+    place.replaceChildren(...whole);
+    const status = document.getElementById("found");
+    document.getElementById("search").addEventListener("input", (event) => {
+      const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+      if (!words.length) {
+        status.textContent = "";
+        return place.replaceChildren(...whole);
+      }
+      const hits = d3.range(arrays.label.length).filter((i) => words.every((word) => arrays.label[i].toLowerCase().includes(word)));
+      status.textContent = `${hits.length} of ${arrays.label.length} arrays${hits.length > MANY ? `; the first ${MANY} are shown` : ""}`;
+      place.replaceChildren(...hits.slice(0, MANY).map((i) => rowDetails(arrays.label[i], [i])));
+    });
+  };
+
+  // Bytes by module, dtype or state.
+  const groupings = {
+    module: (i) => tokens(arrays.label[i]),
+    dtype: (i) => [dtypeOf(i), ...tokens(arrays.label[i])],
+    state: (i) => tokens(arrays.label[i]).slice(0, 1),
+    "module without the state": (i) => tokens(arrays.label[i]).slice(1),
+  };
+  const showMap = () => {
+    const place = document.getElementById("map");
+    const trail = document.getElementById("trail");
+    const choice = document.getElementById("grouping");
+    choice.append(...Object.keys(groupings).filter((name) => data.has_states || !name.includes("state")).map((name) => el("option", {}, name)));
+    let all;
+    const draw = (path) => {
+      let level = all.filter((each) => path.every((part, at) => each.path[at] === part));
+      const sums = d3.rollups(level, (v) => ({ bytes: d3.sum(v, (each) => each.bytes), deeper: v.some((each) => each.path.length > path.length + 1), count: v.length }),
+        (each) => each.path[path.length] ?? each.path.at(-1)).sort((a, b) => b[1].bytes - a[1].bytes);
+      const shown = sums.slice(0, MANY * 2);
+      const rest = d3.sum(sums.slice(MANY * 2), ([, sum]) => sum.bytes);
+      if (rest) shown.push([`${sums.length - shown.length} others`, { bytes: rest, deeper: false, count: sums.length - shown.length }]);
+      const { width, height } = place.getBoundingClientRect();
+      const root = d3.treemap().size([width || 640, height || 350]).paddingInner(1)(
+        d3.hierarchy({ children: shown.map(([name, sum]) => ({ name, ...sum })) }).sum((node) => node.bytes ?? 0));
+      const total = d3.sum(level, (each) => each.bytes);
+      place.replaceChildren(...(root.children ?? []).map((leaf, at) => tile(leaf, at, total, path)));
+      trail.replaceChildren(...["all", ...path].map((name, at) =>
+        el("button", { type: "button", "aria-current": at === path.length ? "true" : false, onclick: () => { draw(path.slice(0, at)); trail.lastChild.focus(); } }, name)),
+        ` ${bytes(total)}`);
+    };
+    const tile = (leaf, at, total, path) => {
+      const { name, bytes: size, deeper, count } = leaf.data;
+      const share = total ? (100 * size / total).toFixed(1) : "0";
+      const text = `${name} ${bytes(size)} ${share}%`;
+      const made = el("button", { type: "button", class: "tile", title: `${text}, ${several(count, "array")}`, disabled: deeper ? false : "",
+        onclick: () => { draw([...path, name]); place.querySelector("button:not(:disabled)")?.focus(); } }, text);
+      Object.assign(made.style, { left: `${leaf.x0}px`, top: `${leaf.y0}px`, width: `${leaf.x1 - leaf.x0}px`, height: `${leaf.y1 - leaf.y0}px`,
+        background: `color-mix(in srgb, ${d3.schemeObservable10[at % 10]} 38%, var(--back))` });
+      return made;
+    };
+    const start = () => {
+      all = d3.range(arrays.label.length).map((i) => ({ path: groupings[choice.value](i), bytes: arrays.bytes[i] }));
+      draw([]);
+    };
+    choice.addEventListener("change", start);
+    start();
+  };
+
+  const wide = (most) => Math.min(most, document.querySelector("main").clientWidth - 40);
+  const whole = (values) => d3.ticks(d3.min(values), d3.max(values), 10).filter(Number.isInteger);
+
+  // Numbers by depth: the first number in a name is the depth, the others do not tell arrays apart.
+  const depthOf = (label) => {
+    const found = /(?<![A-Za-z0-9])(0|[1-9][0-9]{0,8})(?![A-Za-z0-9])/.exec(label);
+    if (!found) return null;
+    const rest = label.slice(found.index + found[0].length).replace(/(?<![A-Za-z0-9])[0-9]+(?![A-Za-z0-9])/g, "*");
+    return { depth: Number(found[0]), series: `${label.slice(0, found.index)}#${rest}` };
+  };
+  const byDepth = (place, points, kinds, named) => {
+    const choices = kinds.map(([key, title]) => el("option", { value: key }, title));
+    const measure = el("select", { "aria-label": `${named}: what is drawn` }, ...choices);
+    const states = [...new Set(points.map((point) => point.label.split("/")[0]))];
+    const state = el("select", { "aria-label": `${named}: of which arrays` }, ...(data.has_states ? states : ["all"]).map((name) => el("option", {}, name)));
+    const holder = el("div", {});
+    const draw = () => {
+      const key = measure.value;
+      const some = points.filter((point) => (!data.has_states || point.label.split("/")[0] === state.value) && point[key] !== null && point[key] !== undefined);
+      const placed = some.map((point) => ({ ...depthOf(point.label), value: point[key], label: point.label, weight: point.weight ?? 1 })).filter((point) => point.series);
+      const series = d3.flatRollup(placed, (v) => d3.mean(v, (point) => point.value), (point) => point.series, (point) => point.depth)
+        .map(([name, depth, value]) => ({ name, depth, value }));
+      const sizes = d3.rollups(placed, (v) => d3.sum(v, (point) => point.weight), (point) => point.series).sort((a, b) => b[1] - a[1]);
+      const names = sizes.slice(0, 10).map(([name]) => name);
+      const drawn = series.filter((point) => names.includes(point.name));
+      const alone = some.filter((point) => !depthOf(point.label)).map((point) => ({ label: point.label, value: point[key] }));
+      const log = drawn.length > 0 && drawn.every((point) => point.value > 0);
+      holder.replaceChildren(
+        drawn.length ? el("figure", {}, el("figcaption", { class: "quiet" },
+          `${measure.selectedOptions[0].text} by depth, the mean where several arrays have one${sizes.length > names.length ? `; the ${names.length} largest of ${sizes.length} kinds` : ""}${log ? "; logarithmic" : ""}`),
+          Plot.plot({
+            width: wide(860), height: 340, marginLeft: 70, marginRight: 20, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same.",
+            x: { label: "depth", tickFormat: "d", ticks: whole(drawn.map((point) => point.depth)) }, y: { type: log ? "log" : "linear", grid: true, ticks: 6, tickFormat: number, label: measure.selectedOptions[0].text },
+            color: { legend: true, domain: names, scheme: "observable10" },
+            marks: [Plot.lineY(drawn, { x: "depth", y: "value", stroke: "name", z: "name", sort: "depth" }),
+              Plot.dot(drawn, { x: "depth", y: "value", fill: "name", z: null, r: 2.5, tip: true })],
+          })) : el("p", { class: "quiet" }, "No name has a number that could be a depth."),
+        el("details", {}, el("summary", {}, "As a table"),
+          table(`${measure.selectedOptions[0].text}${series.length + alone.length > 500 ? ", the first 500" : ""}`, ["arrays", "depth", measure.selectedOptions[0].text],
+            [...series.map((point) => [el("span", { class: "name" }, point.name), String(point.depth), number(Number(point.value.toPrecision(4)))]),
+              ...alone.map((point) => [el("span", { class: "name" }, point.label), "", number(point.value)])].slice(0, 500))));
+    };
+    measure.addEventListener("change", draw);
+    state.addEventListener("change", draw);
+    place.replaceChildren(el("p", { class: "controls" }, measure, state), holder);
+    if (choices.length) draw();
+  };
+
+  const showDepth = () => {
+    const place = document.getElementById("depth");
+    if (!place) return;
+    const kinds = measures.filter(([key]) => arrays[key]?.some((value) => value !== null));
+    const points = arrays.label.map((label, i) => ({ label, weight: arrays.bytes[i], ...Object.fromEntries(kinds.map(([key]) => [key, arrays[key][i]])) }));
+    byDepth(place, points, kinds, "Statistics");
+  };
+  const showDifference = () => {
+    const place = document.getElementById("changes");
+    if (place) byDepth(place, data.changes, [["share", "share of elements changed"], ["largest", "largest difference"], ["relative", "largest relative difference"], ["turned", "1 - cosine"]], "Differences");
+  };
+
+  showTree();
+  showMap();
+  showDepth();
+  showDifference();
+  document.documentElement.dataset.ready = "yes";
+})();

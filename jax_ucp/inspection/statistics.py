@@ -1,0 +1,294 @@
+"""Norms, means, extremes and what is not finite of a checkpoint's arrays, in one bounded pass.
+
+Everything is summed in doubles, block by block, so that what is in memory does not depend on how
+large an array is. Arrays of a parameter that say how its optimizer steps (Adam's two moments) are
+read beside the parameter, block by block, for the size of the step.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from jax_ucp.errors import QuantizedWeights, UCPError
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.budget import run_bounded, threads
+from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo
+from jax_ucp.tree import Leaf
+
+# Of more bytes large arrays are sampled, unless somebody says otherwise.
+MAX_READ = 64 << 30
+
+# So many doubles stay in a core's cache while several sums are made of them.
+_CACHED = 1 << 15
+# Of an array that is sampled so many blocks are read, evenly spread.
+_SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What an array's elements are like; complex ones are taken by their magnitude.
+
+    `seen` of its `elements` were read: all of them, or blocks evenly spread. `mean`, `deviation`,
+    `norm`, `least` and `greatest` are of those that are finite. A row is what lies at one index of
+    the first axis, and a dead one is all zeros; `rows` is 0 where rows were not looked at. `update`
+    is the norm of the step that Adam's moments stand for. `unread` says why nothing is known, and
+    `is_fault` whether that is a fault of the checkpoint.
+    """
+
+    elements: int
+    seen: int = 0
+    nans: int = 0
+    infinities: int = 0
+    mean: float = 0.0
+    deviations: float = 0.0
+    least: float = math.inf
+    greatest: float = -math.inf
+    rows: int = 0
+    dead_rows: int = 0
+    steps: float = 0.0
+    unread: str = ""
+    is_fault: bool = False
+
+    @property
+    def finite(self) -> int:
+        """How many of the elements that were read are finite."""
+        return self.seen - self.nans - self.infinities
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation, of all elements and not of a larger population."""
+        return math.sqrt(self.deviations / self.finite) if self.finite else 0.0
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm; where a sample was read, what it lets expect of the whole."""
+        return math.sqrt(self.deviations + self.finite * self.mean**2) * self._scale
+
+    @property
+    def update(self) -> float:
+        """The norm of the step, as `norm` is that of the array."""
+        return math.sqrt(self.steps) * self._scale
+
+    @property
+    def _scale(self) -> float:
+        return math.sqrt(self.elements / self.seen) if self.seen else 1.0
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """What two parts of one array are like together (Chan, Golub and LeVeque 1979)."""
+        finite = self.finite + other.finite
+        apart = other.mean - self.mean
+        share = other.finite / finite if finite else 0.0
+        return Statistics(
+            self.elements,
+            self.seen + other.seen,
+            self.nans + other.nans,
+            self.infinities + other.infinities,
+            self.mean + apart * share,
+            self.deviations + other.deviations + apart * apart * self.finite * share,
+            min(self.least, other.least),
+            max(self.greatest, other.greatest),
+            self.rows + other.rows,
+            self.dead_rows + other.dead_rows,
+            self.steps + other.steps,
+            self.unread or other.unread,
+            self.is_fault or other.is_fault,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """How Adam makes a step of its moments: `rate * (m / first) / (sqrt(v / second) + eps)`.
+
+    `first` and `second` undo that the moments began as zeros: `1 - beta ** step`.
+    """
+
+    rate: float = 1.0
+    first: float = 1.0
+    second: float = 1.0
+    eps: float = 0.0
+
+    def squares(self, m: np.ndarray, v: np.ndarray) -> float:
+        """The sum of the squares of the step, taken in the dtype of both; 0 where nothing moved.
+
+        Both are written over.
+        """
+        # m / (sqrt(v / second) + eps) = sqrt(second) * m / (sqrt(v) + eps * sqrt(second))
+        root = math.sqrt(self.second)
+        np.sqrt(v, out=v)
+        v += v.dtype.type(self.eps * root)
+        v[v == 0] = np.inf
+        np.divide(m, v, out=m)
+        factor = self.rate * root / self.first
+        return float(np.dot(m, m)) * factor * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Arrays of one shape that are read together: a parameter, and Adam's two moments of it."""
+
+    leaves: tuple[Leaf, ...]
+    step: AdamStep | None = None
+
+
+def statistics_of(
+    groups: Sequence[Together],
+    arrays: Mapping[str, ArrayInfo],
+    read: Callable[[Leaf, Box], np.ndarray],
+    *,
+    max_read_bytes: int,
+    budget_bytes: int,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> dict[str, Statistics]:
+    """By the name of a leaf what its array is like.
+
+    `arrays` are those of the leaves, by name. If they have more than `max_read_bytes` together, all
+    larger than some size are sampled, so that about as much is read. A leaf that cannot be read has
+    the reason in its `unread`.
+    """
+    sums = {leaf.name: Statistics(math.prod(leaf.shape)) for each in groups for leaf in each.leaves}
+    most = largest_read([arrays[name].nbytes for name in sums], max_read_bytes)
+    lock = threading.Lock()
+
+    def look(together: Together, box: Box) -> None:
+        parts = _parts(together, box, read)
+        with lock:
+            for leaf, part in zip(together.leaves, parts, strict=True):
+                sums[leaf.name] += part
+                progress(part.seen * np.dtype(leaf.dtype).itemsize)
+
+    run_bounded(
+        (
+            (_cost(together, box), partial(look, together, box))
+            for together in groups
+            for box in _boxes(together, arrays, most, budget_bytes)
+        ),
+        budget_bytes,
+    )
+    return sums
+
+
+def largest_read(sizes: Sequence[int], total: int) -> int:
+    """How much at most is read of any array, for all together to be about `total`.
+
+    >>> largest_read([10, 20, 300, 400], 230), largest_read([10, 20], 230)
+    (100, 20)
+    """
+    left = total
+    for arrays_left, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
+        if size > left // arrays_left:
+            return max(1, left // arrays_left)
+        left -= size
+    return max(sizes, default=1)
+
+
+def _boxes(
+    together: Together, arrays: Mapping[str, ArrayInfo], most: int, budget_bytes: int
+) -> Iterator[Box]:
+    """Blocks of whole chunks that hold the arrays once; of large ones, some that are spread."""
+    info = arrays[together.leaves[0].name]
+    whole = Box.whole(info.shape)
+    if not whole.size:
+        return
+    block_bytes = min(BLOCK_BYTES, budget_bytes // threads() // (4 * len(together.leaves)))
+    if info.nbytes > most:
+        block_bytes = min(block_bytes, most // _SAMPLES)
+    boxes = list(info.blocks([whole], max(1, block_bytes)))
+    if info.nbytes > most:
+        count = max(1, len(boxes) * most // info.nbytes)
+        boxes = [boxes[i] for i in np.linspace(0, len(boxes) - 1, count).astype(int)]
+    for box in boxes:
+        inside = box.intersect(whole)
+        if inside is not None:
+            yield inside
+
+
+def _cost(together: Together, box: Box) -> int:
+    """Bytes in memory while a block is looked at: what was read, and doubles of it for a step."""
+    each = sum(np.dtype(leaf.dtype).itemsize for leaf in together.leaves)
+    return box.size * each + 8 * _CACHED * (1 + len(together.leaves))
+
+
+def _parts(
+    together: Together, box: Box, read: Callable[[Leaf, Box], np.ndarray]
+) -> list[Statistics]:
+    """What a block of each array is like; the step is counted to the first, the parameter."""
+    blocks: list[np.ndarray] = []
+    parts: list[Statistics] = []
+    for leaf in together.leaves:
+        try:
+            block = read(leaf, box)
+        except UCPError as error:
+            is_fault = not isinstance(error, QuantizedWeights)
+            parts.append(Statistics(0, unread=str(error), is_fault=is_fault))
+        else:
+            blocks.append(block)
+            parts.append(block_statistics(block, _has_whole_rows(leaf, box)))
+    if together.step is not None and len(blocks) == len(together.leaves):
+        parts[0] += Statistics(0, steps=_step_squares(together.step, *blocks[1:]))
+    return parts
+
+
+def _has_whole_rows(leaf: Leaf, box: Box) -> bool:
+    return len(leaf.shape) > 1 and box.shape[1:] == leaf.shape[1:]
+
+
+# So many elements of a step are squared and summed in its own dtype, before doubles take over.
+_IN_SINGLE = 1 << 14
+
+
+def _step_squares(step: AdamStep, m: np.ndarray, v: np.ndarray) -> float:
+    """The sum of the squares of a step; single precision will do for its elements."""
+    m, v = m.reshape(-1), v.reshape(-1)
+    # written over and over: new memory would cost more than the arithmetic
+    scratch = np.empty((2, _IN_SINGLE), np.result_type(m.dtype, v.dtype, np.float32))
+    total = 0.0
+    with np.errstate(all="ignore"):
+        for i in range(0, m.size, _IN_SINGLE):
+            pair = scratch[:, : min(_IN_SINGLE, m.size - i)]
+            pair[0], pair[1] = m[i : i + _IN_SINGLE], v[i : i + _IN_SINGLE]
+            total += step.squares(*pair)
+    return total
+
+
+def block_statistics(block: np.ndarray, has_whole_rows: bool = False) -> Statistics:
+    """What a block of an array is like; rows are counted if it `has_whole_rows`."""
+    rows = block.reshape(len(block) if has_whole_rows else 1, -1)
+    flat = rows.reshape(-1)
+    doubles = np.empty(min(_CACHED, flat.size))
+    total = Statistics(0)
+    for i in range(0, flat.size, _CACHED):
+        total += _finite_statistics(flat[i : i + _CACHED], doubles)
+    if has_whole_rows and flat.size:
+        total += Statistics(0, rows=len(rows), dead_rows=_dead_rows(rows))
+    return total
+
+
+def _dead_rows(rows: np.ndarray) -> int:
+    """How many rows are all zeros. Few begin and end with one, and only those are looked at."""
+    ends = np.flatnonzero((rows[:, 0] == 0) & (rows[:, -1] == 0))
+    return sum(1 for row in ends if not rows[row].any())
+
+
+@np.errstate(all="ignore")
+def _finite_statistics(block: np.ndarray, doubles: np.ndarray) -> Statistics:
+    """What elements in one line are like; `doubles` is memory for at least as many."""
+    wide = doubles[: block.size]
+    np.copyto(wide, np.abs(block) if block.dtype.kind == "c" else block, casting="unsafe")
+    same = block if block.dtype == np.float32 else wide  # the narrower is the faster
+    least, greatest = float(same.min()), float(same.max())
+    nans = infinities = 0
+    if not (math.isfinite(least) and math.isfinite(greatest)):
+        nans = int(np.count_nonzero(np.isnan(wide)))
+        infinities = int(np.count_nonzero(np.isinf(wide)))
+        wide = wide[np.isfinite(wide)]
+        least, greatest = float(wide.min(initial=np.inf)), float(wide.max(initial=-np.inf))
+    mean = float(wide.mean()) if wide.size else 0.0
+    wide -= mean
+    deviations = float(np.dot(wide, wide))
+    return Statistics(0, block.size, nans, infinities, mean, deviations, least, greatest)

@@ -1,0 +1,114 @@
+"""Reports in words, as a terminal and a page show them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from jax_ucp.inspection.diff import Change, Difference
+from jax_ucp.inspection.report import Report
+
+SKIPPED = "skipped", "because", "such as"
+
+
+def format_words(report: Report) -> str:
+    """What wrote it; of a copy in the universal format, what it was imported from."""
+    source = report["source"]
+    if report["format"] != "universal" or "name" not in source:
+        return report["writer"] or report["format"]
+    return f"universal, imported from {source['name']} ({report['writer'] or source.get('format')})"
+
+
+def head_lines(report: Report) -> Iterator[tuple[str, str]]:
+    """What people ask first, by headings; empty where the files do not say it."""
+    yield "step", "" if report["step"] is None else str(report["step"])
+    yield "cut by", ", ".join(f"{axis} {n}" for axis, n in report["parallelism"].items())
+    states = report["states"]
+    if states:
+        weights = states["param"]
+        dtypes = ", ".join(weights["dtypes"])
+        yield "parameters", f"{weights['parameters']}, {weights['elements']:,} elements, {dtypes}"
+        yield (
+            "optimizer",
+            ", ".join(
+                f"{state} {'/'.join(kind['dtypes'])} of {kind['parameters']}"
+                for state, kind in states.items()
+                if state != "param"
+            ),
+        )
+    yield from _group_lines(report["groups"])
+    dtypes = ", ".join(f"{n} {dtype}" for dtype, n in report["dtypes"].items())
+    yield "arrays", f"{report['arrays']} in all ({dtypes}), {report['elements']:,} elements"
+    items = ", ".join(f"{n} {status}" for status, n in report["items"].items())
+    yield "stored", f"{size(report['bytes'])} in {report['files']} files; items: {items}"
+
+
+def _group_lines(groups: list[Report]) -> Iterator[tuple[str, str]]:
+    """What the optimizer does with all parameters, then what it does with those of each group
+    alone; what is off is left out.
+    """
+    if not groups:
+        return
+    common = _common_settings([group["settings"] for group in groups])
+    yield "settings", _settings(common)
+    if len(groups) == 1:
+        return
+    for group in groups:
+        own = {name: value for name, value in group["settings"].items() if name not in common}
+        yield "  group", f"of {group['parameters']}: {_settings(own)}"
+
+
+def _common_settings(each: Sequence[Report]) -> Report:
+    """Settings that all groups have, with the same value."""
+    first, *others = each
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in other and other[name] == value for other in others)
+    }
+
+
+def _settings(values: Report) -> str:
+    return ", ".join(
+        f"{name} {value}"
+        for name, value in values.items()
+        if value is not None and value is not False
+    )
+
+
+def skipped_reasons(items: Iterable[Report]) -> list[tuple[str, str, str]]:
+    """How many items of an inventory are skipped, why, and one of them; each reason once."""
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for item in items:
+        if item["status"] == "skipped":
+            name = re.split(r"[:/]", item["where"])[-1]
+            reason = item["reason"].replace(name, "...") if name else item["reason"]
+            first.setdefault(reason, item["where"])
+            counts[reason] += 1
+    return [(str(n), reason, first[reason]) for reason, n in counts.most_common()]
+
+
+def changes(found: Difference) -> Iterator[tuple[str, str, str, str]]:
+    """Whatever differs but elements: the label, what, and what it is in the first and second."""
+    for what, several in (
+        ("fact", found.facts),
+        ("reshaped", found.reshaped),
+        ("recast", found.recast),
+        ("replaced", found.replaced),
+    ):
+        yield from (_change_row(what, change) for change in several)
+    yield from ((label, "missing", "here", "") for label in found.missing)
+    yield from ((label, "added", "", "here") for label in found.added)
+
+
+def _change_row(what: str, change: Change) -> tuple[str, str, str, str]:
+    return change.label, what, change.first, change.second
+
+
+def size(nbytes: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"

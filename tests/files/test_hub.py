@@ -1,0 +1,96 @@
+"""Models of the hub: ranges of their files, of one commit, and nothing on disk."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from cases import DATA
+from jax_ucp.errors import StoreError, UnsupportedPath
+from jax_ucp.files import remote
+from jax_ucp.files.path import file_path
+from servers import web
+
+MODEL = DATA / "torch" / "hf_llama"
+
+
+@pytest.fixture
+def model(tmp_path):
+    root = tmp_path / "model"
+    root.mkdir()
+    for path in (MODEL / "ckpt").rglob("*") if (MODEL / "ckpt").exists() else MODEL.iterdir():
+        if path.is_file() and path.name not in ("truth.npz", "case.json"):
+            (root / path.name).write_bytes(path.read_bytes())
+    return root
+
+
+@pytest.fixture
+def at_hub(monkeypatch):
+    def enter(address: str, token: str = "hf_t") -> None:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setenv("HF_TOKEN", token)
+        monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
+
+    return enter
+
+
+def arrays(checkpoint: ucp.Checkpoint) -> dict[str, bytes]:
+    return {label: checkpoint.read(label).tobytes() for label in checkpoint}
+
+
+@pytest.mark.parametrize("how", [{}, {"uses": 2}, {"busy": 2}])
+def test_a_model_of_the_hub_is_what_its_files_are(model, at_hub, how, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    with web.hub(model, **how) as address:
+        at_hub(address)
+        got = arrays(ucp.open("hf://org/name"))
+    assert got == arrays(ucp.open(model))
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_revision_is_the_commit_that_it_named_when_it_was_opened(model, at_hub):
+    with web.hub(model) as address:
+        at_hub(address)
+        opened = ucp.open("hf://org/name@main")
+        assert opened.path == f"hf://org/name@{web.commit(model)}"
+        assert arrays(ucp.open(opened.path)) == arrays(opened)
+        (model / "config.json").write_text(json.dumps({"model_type": "other"}))
+        with pytest.raises(StoreError, match=r"config\.json"):
+            (file_path(opened.path) / "config.json").read_bytes()
+
+
+def test_what_the_hub_does_not_have_is_named(model, at_hub):
+    with web.hub(model) as address:
+        at_hub(address)
+        for url in ("hf://org/other", "hf://org/name@v9"):
+            with pytest.raises(StoreError, match=url):
+                ucp.open(url)
+        at_hub(address, token="wrong")
+        with pytest.raises(StoreError, match="hf://org/name"):
+            ucp.open("hf://org/name")
+
+
+def test_a_hub_that_does_not_answer_is_one_error(at_hub, monkeypatch):
+    at_hub("http://127.0.0.1:9")
+    with pytest.raises(StoreError, match=r"hf://org/name@main was asked for"):
+        ucp.open("hf://org/name")
+
+
+@pytest.mark.parametrize("url", ["hf://", "hf://name", "hf://datasets/org/name"])
+def test_what_names_no_model_is_refused(url):
+    with pytest.raises(UnsupportedPath):
+        ucp.open(url)
+
+
+def test_the_hubs_cache_opens_like_a_folder(model, tmp_path):
+    blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "0"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(model.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
+    opened = ucp.open(snapshot)
+    assert opened.format == "safetensors"
+    assert all(np.size(opened.read(label)) for label in opened)

@@ -1,0 +1,159 @@
+"""Every format over a network: the same bits as from the disk, few requests, no byte too many."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import jax_ucp as ucp
+from cases import DATA, every
+from jax_ucp.cli.main import main
+from jax_ucp.errors import CorruptData, StoreError, UCPError
+from jax_ucp.files import remote
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import RangeRead, read_bytes
+from jax_ucp.files.remote import plan_requests
+from remote_files import counted
+from servers import web
+
+CASES = every()
+# One of each format, whose stored arrays are those of TensorStore's drivers too.
+OVER_HTTP = [
+    "deepspeed/z2_bf16_dp3",
+    "torch/hf_llama",
+    "torch/dcp_objects",
+    "megatron/legacy_tp2_fp16_scaler",
+]
+OVER_HTTP += [
+    "jax/orbax05-manager_items",
+    "jax/orbax06-processes_ocdbt",
+    "jax/orbax0128-flax_msgpack_file",
+]
+
+
+def bits(checkpoint):
+    return {label: checkpoint.read(label).tobytes() for label in checkpoint}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}/{case.name}")
+def test_a_checkpoint_over_a_network_has_the_same_bits(case):
+    try:
+        expected = bits(case.open())
+    except UCPError as error:
+        with counted(), pytest.raises(type(error)):
+            bits(case.open(f"counted://{case.path}"))
+        return
+    with counted() as files:
+        assert bits(case.open(f"counted://{case.path}")) == expected
+    assert files.asked["fetch"]
+
+
+@pytest.mark.parametrize("name", OVER_HTTP)
+def test_a_checkpoint_on_a_web_server_has_the_same_bits(name):
+    (case,) = [case for case in CASES if f"{case.family}/{case.name}" == name]
+    with web.web(DATA) as (address, _):
+        opened = case.open(f"{address}/{case.path.relative_to(DATA)}")
+        assert bits(opened) == bits(case.open())
+        assert opened.path.startswith(address)
+
+
+@pytest.fixture
+def large(tmp_path):
+    """Our own format, and safetensors, with arrays far larger than what describes them."""
+    random = np.random.default_rng(0)
+    arrays = {f"w{i}": random.standard_normal((256, 1024), np.float32) for i in range(24)}
+    checkpoint = ucp.Checkpoint.of({"param": arrays})
+    checkpoint.save(tmp_path / "universal")
+    checkpoint.export(tmp_path / "safetensors", "safetensors", max_shard_bytes=4 << 20)
+    return tmp_path, arrays
+
+
+@pytest.mark.parametrize("kind", ["universal", "safetensors"])
+def test_no_more_is_read_than_is_needed(large, kind):
+    folder, arrays = large
+    needed = sum(array.nbytes for array in arrays.values())
+    with counted() as files:
+        restored = ucp.open(f"counted://{folder}/{kind}").restore()["param"]
+        assert files.nbytes <= 1.05 * needed
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(np.asarray(restored[name]), array)
+
+
+def test_opening_asks_as_often_whatever_the_arrays_hold(tmp_path):
+    asked = []
+    for rows in (8, 8192):
+        tree = {"param": {f"w{i}": np.ones((rows, 64), np.float32) for i in range(4)}}
+        ucp.Checkpoint.of(tree).export(tmp_path / str(rows), "safetensors")
+        with counted() as files:
+            ucp.open(f"counted://{tmp_path}/{rows}")
+        asked.append((files.asked, files.nbytes < 20_000))
+    assert asked[0] == asked[1]
+
+
+def test_headers_of_many_files_are_read_at_once(tmp_path):
+    tree = {"param": {f"w{i}": np.ones((64, 64), np.float32) for i in range(24)}}
+    ucp.Checkpoint.of(tree).export(tmp_path / "m", "safetensors", max_shard_bytes=16 << 10)
+    with counted(latency=0.01) as files:
+        ucp.open(f"counted://{tmp_path}/m")
+    assert files.most >= 8
+
+
+def test_faults_that_pass_are_not_seen(large, monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
+    folder, arrays = large
+    with counted(fault_every=5):
+        restored = ucp.open(f"counted://{folder}/universal").restore()["param"]
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(np.asarray(restored[name]), array)
+
+
+def test_what_is_never_answered_is_one_error_that_names_the_file(large, monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
+    folder, _ = large
+    with counted() as files:
+        opened = ucp.open(f"counted://{folder}/universal")
+        files.fault_every = 1
+        with pytest.raises(StoreError, match=r"counted:///.*/c\.0\.0 was asked for 6 times"):
+            opened.read("param/w0")
+
+
+def test_a_file_that_is_another_since_it_was_opened_is_refused(large):
+    folder, _ = large
+    with counted():
+        opened = ucp.open(f"counted://{folder}/safetensors")
+        for path in (folder / "safetensors").glob("*.safetensors"):
+            path.write_bytes(path.read_bytes())
+        with pytest.raises(CorruptData, match="changed since"):
+            opened.read("param/w0")
+
+
+def test_near_ranges_are_one_request_and_long_ones_several(tmp_path):
+    data = np.random.default_rng(0).integers(0, 256, 10 << 20, np.uint8)
+    (tmp_path / "f").write_bytes(data.tobytes())
+    with counted() as files:
+        file = file_path(f"counted://{tmp_path}/f").file()
+        starts = [5, 40, 9000, 3 << 20]
+        outs = [np.empty(7, np.uint8) for _ in starts]
+        files.read_into([RangeRead(file, at, out) for at, out in zip(starts, outs, strict=True)])
+        assert files.asked["fetch"] == 2
+        for at, out in zip(starts, outs, strict=True):
+            np.testing.assert_array_equal(out, data[at : at + 7])
+        whole = np.empty((10 << 10, 2048), np.uint8)[:, ::2]
+        files.read_into([RangeRead(file, 0, whole)])
+        np.testing.assert_array_equal(whole.reshape(-1), data)
+        with pytest.raises(CorruptData, match="ends at byte"):
+            read_bytes(files, file, 0, (10 << 20) + 1)
+    assert len(plan_requests([RangeRead(file, 0, whole)])) > 1
+
+
+def test_a_plan_says_what_is_asked_of_a_network(large):
+    folder, _ = large
+    with counted() as files:
+        result = CliRunner().invoke(main, ["plan", f"counted://{folder}/universal", "--json"])
+        opening = json.loads(result.output)["opening"]
+        assert opening == {"requests": sum(files.asked.values()), "nbytes": files.nbytes}
+        on_mesh = ["plan", f"counted://{folder}/universal", "--mesh", "x=4", "--hosts", "2"]
+        text = CliRunner().invoke(main, on_mesh).output
+        assert f"opened by {opening['requests']} requests" in text
+        assert "about 30" in text  # 24 files of 1 MiB, of 4 MiB a request

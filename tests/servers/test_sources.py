@@ -1,0 +1,84 @@
+"""Checkpoints of every format in buckets of real servers: the same bits as from the disk."""
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from cases import every
+from jax_ucp.errors import StoreError, UnsupportedPath
+from jax_ucp.files.path import file_path
+
+# One of each format, and what has arrays that TensorStore reads.
+NAMES = ["deepspeed/z2_bf16_dp3", "deepspeed_universal/autoep2_dp4_z3_fp32", "torch/hf_llama"]
+NAMES += ["torch/dcp_objects", "megatron/legacy_tp2_fp16_scaler", "dtensors/tp_2x2_small"]
+NAMES += ["megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16", "jax/orbax0128-flax_msgpack_file"]
+OF_TENSORSTORE = ["jax/orbax05-manager_items", "jax/orbax06-processes_ocdbt"]
+CASES = [case for case in every() if f"{case.family}/{case.name}" in (*NAMES, *OF_TENSORSTORE)]
+
+
+def upload(case, url):
+    """The files of a case below a URL, and the URL of the case."""
+    root = file_path(url)
+    folder = case.path if case.path.is_dir() else case.path.parent
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            at = root / path.relative_to(folder).as_posix()
+            root.files.write(at.key, [path.read_bytes()], durable=True)
+    return url if case.path.is_dir() else f"{url}/{case.path.name}"
+
+
+def bits(checkpoint):
+    return {label: checkpoint.read(label).tobytes() for label in checkpoint}
+
+
+def require_same(case, store):
+    if store.kind == "azure" and f"{case.family}/{case.name}" in OF_TENSORSTORE:
+        with pytest.raises(UnsupportedPath, match="TensorStore"):
+            case.open(upload(case, f"{store.url}/run"))
+        return
+    opened = case.open(upload(case, f"{store.url}/run"))
+    assert opened.path.startswith(store.url)
+    assert bits(opened) == bits(case.open())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_checkpoint_in_a_bucket_has_the_same_bits(case, store):
+    require_same(case, store)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_checkpoint_on_azure_has_the_same_bits(case, azure):
+    require_same(case, azure)
+
+
+def test_files_of_a_bucket_are_found_by_folder(store):
+    root = file_path(f"{store.url}/a")
+    for name in ("x", "b/y", "b/z/w", "bc"):
+        root.files.write((root / name).key, [name.encode()], durable=True)
+    assert [child.name for child in root.children()] == ["b", "bc", "x"]
+    assert [(root / "b").is_dir(), (root / "bc").is_file(), (root / "c").exists()] == [1, 1, 0]
+    assert [file.name for file in root.folder().walk()] == ["b/y", "b/z/w", "bc", "x"]
+    assert (root / "b/z/w").read_text() == "b/z/w"
+
+
+def test_a_file_is_created_once(store):
+    root = file_path(store.url)
+    root.files.create((root / "one").key, b"first")
+    with pytest.raises(FileExistsError):
+        root.files.create((root / "one").key, b"other")
+    assert (root / "one").read_bytes() == b"first"
+
+
+def test_a_large_file_is_whole(store):
+    data = np.random.default_rng(0).integers(0, 256, 40 << 20, np.uint8)
+    path = file_path(f"{store.url}/large")
+    path.files.write(path.key, [data[: 7 << 20].data, data[7 << 20 :].data], durable=True)
+    assert path.read_bytes() == data.tobytes()
+
+
+def test_what_is_not_there_or_not_allowed_is_named(s3, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"s3://.*/nothing"):
+        ucp.open(f"{s3.url}/nothing")
+    with pytest.raises(StoreError, match="s3://no-such-bucket/x"):
+        ucp.open("s3://no-such-bucket/x")
