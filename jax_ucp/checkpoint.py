@@ -24,6 +24,8 @@ from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
+from jax_ucp.formats.peft.config import saved_modules, with_config
+from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.diff import Difference, Side, difference
 from jax_ucp.inspection.fold import fold
@@ -35,6 +37,7 @@ from jax_ucp.inspection.report import mesh_plan
 from jax_ucp.inspection.statistics import MAX_READ, statistics_of
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
+from jax_ucp.mapping.adapters import mapping_of
 from jax_ucp.mapping.binding import bind, mapping_record, said_before
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import config_of, given_config, joined
@@ -153,6 +156,17 @@ class _Opened:
 
     def __call__(self) -> Contents:
         return open_contents(self.path, self.options)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """How a checkpoint and adapters were opened and then merged."""
+
+    base: Opener
+    adapters: tuple[Opener, ...]
+
+    def __call__(self) -> Contents:
+        return merged(self.base(), [adapter() for adapter in self.adapters])
 
 
 @dataclass(frozen=True)
@@ -439,6 +453,42 @@ class Checkpoint:
         """
         return config_of(self.extras)
 
+    def merge(self, *adapters: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+        """The checkpoint of a model with LoRA adapters of peft merged into its weights. Reads
+        nothing.
+
+        Each weight is `weight + scale * (B @ A)`, of all adapters together, computed in float64 as
+        it is read, and rounded once to the dtype that it has here; the scale is as the adapter's
+        config says (rsLoRA, `rank_pattern`, `alpha_pattern`). DoRA scales each output's row by its
+        norm, for which the row is read whole. What an adapter has of `modules_to_save` and biases
+        takes the place of the base's.
+
+        Args:
+            adapters: paths of folders with `adapter_config.json`, or opened checkpoints of them.
+
+        Returns:
+            A checkpoint of the same names, to be mapped, restored, saved, exported, compared.
+
+        Raises:
+            FormatError: for an adapter of another method, or one that does not fit, with every
+                place where it does not.
+            LayoutError: where the checkpoint is mapped, or has an optimizer's states.
+            QuantizedWeights: where weights are stored as codes; open it with `dequantize`.
+
+        Example:
+            >>> ucp.open("base").merge("adapter").save("merged")  # doctest: +SKIP
+        """
+        if not adapters:
+            raise ValueError("merge() wants one adapter, or several")
+        opened = [each if isinstance(each, Checkpoint) else open(each) for each in adapters]
+        for checkpoint in (self, *opened):
+            require_weights(checkpoint._contents)
+        openers = [each._opener for each in opened if each._opener]
+        opener = None
+        if self._opener and len(openers) == len(opened):
+            opener = _Merged(self._opener, tuple(openers))
+        return Checkpoint(merged(self._contents, [each._contents for each in opened]), opener)
+
     def map(
         self,
         mapping: mappings.Mapping | str | os.PathLike[str],
@@ -451,7 +501,9 @@ class Checkpoint:
         """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
 
         Every state of a parameter is mapped as the parameter is: leaves are at `(state, *name
-        between slashes)`. What the mapping requires of the model's config must hold.
+        between slashes)`. A LoRA adapter of peft is mapped by the mapping of its base: its factors
+        are the leaves that qwix has beside the weight's (`w_lora_a`, `w_lora_b`). What the
+        mapping requires of the model's config must hold.
 
         Args:
             mapping: a mapping, its file, or the name of one that comes with the package.
@@ -478,11 +530,13 @@ class Checkpoint:
         require_weights(contents)
         if isinstance(assume, str):
             raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
+        states = states_of(contents, params)
+        shapes = {name: leaf.shape for name, leaf in states.weights.items()}
+        given_rules, saved = rules, saved_modules(contents.extras)
+        rules = mapping_of(rules, shapes, saved)
         before = said_before(rules, self.source.get("mapping", {}))
         given = before.config if config is None else given_config(config)
         assumed = sorted({*before.assumed, *assume})
-        states = states_of(contents, params)
-        shapes = {name: leaf.shape for name, leaf in states.weights.items()}
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         record = mapping_record(rules, bound, assumed, given)
@@ -492,7 +546,7 @@ class Checkpoint:
         given_sizes = None if sizes is None else dict(sizes)
         opener = self._opener and _Mapped(
             self._opener,
-            rules,
+            given_rules,
             given_sizes,
             None if config is None else given,
             tuple(assume),
@@ -822,14 +876,20 @@ class Checkpoint:
         dtype: str | None = None,
         max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
+        adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
         """What `export` with the same arguments would write, and in its `notes` what would be
         left out.
         """
         require_weights(self._contents)
+        contents = self._contents
+        if adapter_config is not None:
+            if format != "safetensors":
+                raise ValueError(f"adapter_config is for safetensors: {format} has no adapters")
+            contents = with_config(contents, given_config(adapter_config))
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
-        return plan_export(self._contents, format, **arguments, budget_bytes=budget_bytes)
+        return plan_export(contents, format, **arguments, budget_bytes=budget_bytes)
 
     def export(
         self,
@@ -840,6 +900,7 @@ class Checkpoint:
         max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[int], None] = lambda nbytes: None,
         executor: Executor | None = None,
@@ -852,9 +913,11 @@ class Checkpoint:
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
         unsaid that of the source. `config` is the config.json of the model, of a source that has
-        none: a dict, the file, or its folder; it is written beside safetensors. What is stored
-        twice is compared on the way. `progress` hears of bytes written. Stopped at any moment,
-        nothing is at `path`. `executor` is that of `save`.
+        none: a dict, the file, or its folder. `adapter_config` is peft's config for the factors of
+        an adapter that was trained in JAX, a dict or its file: with it safetensors are a folder
+        that peft loads. Safetensors are beside the files that go with the model, and its config,
+        where the checkpoint has them. What is stored twice is compared on the way. `progress` hears
+        of bytes written. Stopped at any moment, nothing is at `path`. `executor` is that of `save`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
@@ -864,6 +927,7 @@ class Checkpoint:
         """
         target = local_path(path)
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        arguments["adapter_config"] = adapter_config
         if config is not None:
             opener = self._opener and partial(_with_config, self._opener, given_config(config))
             described = Checkpoint(

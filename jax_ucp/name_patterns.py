@@ -27,18 +27,20 @@ PATTERN_BYTES = 1 << 18
 # with a pattern for each, as AutoTP writes them, takes 4 million.
 MAX_TRIES = 1 << 24
 
+_REMEDY = "Say in a spec how slices form parameters (spec=, --spec)"
+
 # Where RE2 sees plain text or a POSIX class, Python sees a repetition or a set of characters.
 _OTHERWISE = re.compile(r"\{,|\{0\d|\{\d*,0\d|\[:")
 
 
 class NamePatterns:
-    """The patterns that the file `where` has. Raises FormatError for one that cannot be matched
-    as Python would.
+    """The patterns that the file `where` has. Raises FormatError, with a remedy, for one that
+    cannot be matched as Python would.
     """
 
-    def __init__(self, patterns: Iterable[str], where: str):
-        self._where = where
-        self._compiled = {pattern: _compiled(pattern, where) for pattern in patterns}
+    def __init__(self, patterns: Iterable[str], where: str, remedy: str = _REMEDY):
+        self._where, self._remedy = where, remedy
+        self._compiled = {pattern: _compiled(pattern, where, remedy) for pattern in patterns}
         self._matching: dict[str, frozenset[str]] = {}
 
     def matching(self, name: str) -> frozenset[str]:
@@ -54,13 +56,12 @@ class NamePatterns:
         if not (name.isascii() and name.isprintable()):
             raise FormatError(
                 f"{self._where} has patterns, which are only matched with names of printable ASCII,"
-                f" not with {name!r:.200}. Say in a spec how slices form parameters (spec=, --spec)"
+                f" not with {name!r:.200}. {self._remedy}"
             )
         if len(self._compiled) * (len(self._matching) + 1) > MAX_TRIES:
             raise FormatError(
                 f"{self._where} has {len(self._compiled)} patterns, each to be tried on more than"
-                f" {len(self._matching)} names: more than {MAX_TRIES} in all. Say in a spec how"
-                " slices form parameters (spec=, --spec)"
+                f" {len(self._matching)} names: more than {MAX_TRIES} in all. {self._remedy}"
             )
         return (pattern for pattern, compiled in self._compiled.items() if compiled.match(name))
 
@@ -77,7 +78,7 @@ def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]
     return patterns
 
 
-def _compiled(pattern: str, where: str) -> Any:
+def _compiled(pattern: str, where: str, remedy: str) -> Any:
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise FormatError(
             f"{where} has a pattern of {len(pattern)} characters; {MAX_PATTERN_LENGTH} are the most"
@@ -94,6 +95,6 @@ def _compiled(pattern: str, where: str) -> Any:
     if fault:
         raise FormatError(
             f"{where} has the pattern {pattern!r:.200}, which cannot be matched in bounded time:"
-            f" {fault}. Say in a spec how slices form parameters (spec=, --spec)"
+            f" {fault}. {remedy}"
         )
     return compiled

@@ -201,6 +201,14 @@ def read_folder(path: Path, **options: Any) -> None:
         pass
 
 
+def read_merged(base: Path, adapter: Path) -> None:
+    """Everything in a checkpoint with an adapter merged."""
+    checkpoint = ucp.open(base).merge(adapter)
+    for leaf in checkpoint.leaves:
+        checkpoint.where(leaf)
+        checkpoint.read(leaf.label)
+
+
 def read_ours(path: Path, target: Path) -> None:
     """All that is done with a checkpoint that has a tree: it is read, planned, restored,
     exported, and copied.
@@ -267,6 +275,7 @@ class Targets:
             path.read_bytes() for path in sorted(DATA.glob("torch/torchsave_legacy/*.pt"))
         ]
         self.quantized_cases = sorted(DATA.glob("quantized/*/ckpt"))
+        self.adapter_cases = sorted(DATA.glob("adapters/*/adapter/adapter_model.safetensors"))
         self.folders = [self._copied(DATA / case) for case in CASES]
         self.dcp = work / "dcp"
         self.dcp_items = self._dcp()
@@ -529,6 +538,21 @@ class Targets:
         yield lambda: read_folder(folder, dequantize=rng.choice(["bfloat16", "float32"]))
 
     @contextmanager
+    def adapters(self, rng: Random) -> Iterator[Read]:
+        """Adapters as peft writes them, of which the header, the config or the bytes lie, merged
+        into their base or another.
+        """
+        case = rng.choice(self.adapter_cases)
+        base = (case if rng.random() < 0.8 else rng.choice(self.adapter_cases)).parents[1] / "base"
+        folder = self.work / "adapter"
+        folder.mkdir(exist_ok=True)
+        config = (case.parent / "adapter_config.json").read_bytes()
+        file, config = inputs.adapter_files(rng, case.read_bytes(), config)
+        (folder / case.name).write_bytes(file)
+        (folder / "adapter_config.json").write_bytes(config)
+        yield lambda: read_merged(base, folder)
+
+    @contextmanager
     def gguf(self, rng: Random) -> Iterator[Read]:
         path = self.work / "x.gguf"
         path.write_bytes(inputs.gguf_file(rng))
@@ -600,6 +624,7 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
 # How many of a hundred inputs each target gets.
 SHARES = {"pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10}
 SHARES |= {"universal": 14, "orbax": 14, "msgpack_files": 10, "quantized": 10, "yaml_texts": 6}
+SHARES |= {"adapters": 8}
 SHARES |= {"gguf": 8}
 
 

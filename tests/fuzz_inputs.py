@@ -585,13 +585,33 @@ def quantized_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, byt
     what it says of single weights, the settings of the quantisation, or bytes of parts.
     """
     way = rng.random()
-    length = int.from_bytes(file[:8], "little")
     if way < 0.4:
         said = json.loads(config)
         said["quantization_config"] = spoilt(rng, spoilt(rng, said["quantization_config"]))
-        text = json.dumps(said).encode("utf-8", "surrogatepass")
-        return file, text if len(text) < _MOST_JSON else config
-    if way < 0.8:
+        return file, _text(said, config)
+    return _spoilt_file(rng, file, way < 0.8), config
+
+
+def adapter_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, bytes]:
+    """An adapter's file and its config, one of which is spoilt."""
+    way = rng.random()
+    if way < 0.5:
+        said = json.loads(config)
+        for _ in range(rng.choice([1, 1, 2])):
+            said = spoilt(rng, said)
+        return file, _text(said, config)
+    return _spoilt_file(rng, file, way < 0.9), config
+
+
+def _text(said: Any, otherwise: bytes) -> bytes:
+    text = json.dumps(said).encode("utf-8", "surrogatepass")
+    return text if len(text) < _MOST_JSON else otherwise
+
+
+def _spoilt_file(rng: Random, file: bytes, in_header: bool) -> bytes:
+    """A file of safetensors, whose header lies, or whose data has other bytes."""
+    length = int.from_bytes(file[:8], "little")
+    if in_header:
         header = json.loads(file[8 : 8 + length])
         name = rng.choice(sorted(header))
         header[name] = spoilt(rng, _unpacked(header[name]))
@@ -600,13 +620,12 @@ def quantized_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, byt
             header[name] = {
                 k: v if isinstance(v, str) else json.dumps(v) for k, v in header[name].items()
             }
-        text = json.dumps(header).encode("utf-8", "surrogatepass")
-        text = text if len(text) < _MOST_JSON else b"{}"
-        return len(text).to_bytes(8, "little") + text + file[8 + length :], config
+        text = _text(header, b"{}")
+        return len(text).to_bytes(8, "little") + text + file[8 + length :]
     data = bytearray(file)
     for _ in range(rng.choice([1, 3, 30])):
         data[rng.randrange(8 + length, len(data))] = rng.choice([0, 127, 128, 255])
-    return bytes(data), config
+    return bytes(data)
 
 
 # GGUF.

@@ -120,7 +120,7 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
         "orbax-v1": _orbax_v1,
         "flax": _flax,
         "torch.save": _torch_saved,
-        "safetensors": _quantized,
+        "safetensors": lambda: _quantized() + _adapters(),
     }
     for format, make in makers.items():
         found += make() if format in formats else []
@@ -384,6 +384,21 @@ def _dequantized(case: Path) -> Subject:
     name = f"quantized/{case.name}"
     folder = read_folder(case / "ckpt")
     return Subject(name, "safetensors", folder, "", options, truth, _same_bits)
+
+
+_ADAPTERS = ("lora", "dora", "experts")
+
+
+def _adapters() -> list[Subject]:
+    """Adapters as peft wrote them, with the config beside."""
+    return [_adapter(DATA / "adapters" / case / "adapter") for case in _ADAPTERS]
+
+
+def _adapter(path: Path) -> Subject:
+    file = SafetensorsFile(path / "adapter_model.safetensors")
+    truth = {f"param/{key}": file.read(key, Box.whole(i.shape)) for key, i in file.arrays().items()}
+    name = f"adapters/{path.parent.name}"
+    return Subject(name, "safetensors", read_folder(path), "", {}, truth, _same_bits)
 
 
 def _same_bits(made: np.ndarray, want: np.ndarray, label: str) -> bool:

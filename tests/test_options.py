@@ -648,6 +648,7 @@ TABLE: dict[str, dict[str, str]] = {
         "budget_bytes": "used",
         "progress": "used",
     },
+    "Checkpoint.merge": {"adapters": "refused"},
     "Checkpoint.map": {
         "mapping": "used",
         "sizes": "refused",
@@ -716,6 +717,7 @@ TABLE: dict[str, dict[str, str]] = {
         "dtype": "noted",
         "max_shard_bytes": "refused",
         "zero_stage": "refused",
+        "adapter_config": "refused",
         "budget_bytes": "used",
     },
     "Checkpoint.export": {
@@ -724,6 +726,7 @@ TABLE: dict[str, dict[str, str]] = {
         "dtype": "noted",
         "max_shard_bytes": "refused",
         "zero_stage": "refused",
+        "adapter_config": "refused",
         "budget_bytes": "used",
         "progress": "used",
         "executor": "used",
@@ -755,6 +758,7 @@ SOURCE = {
     "on_conflict": "noted",
 }
 SOURCE |= {
+    "merge": "refused",
     "dequantize": "harmless",
     "no_dequantize": "harmless",
     "optimizer_groups": "refused",
@@ -803,6 +807,7 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("max_shard_bytes", "zero_stage", "params", "opt_state", "step_dtype"), "refused"
         ),
+        "adapter_config": "refused",
         **{"optimizer": "used", **SOURCE},
     },
 }

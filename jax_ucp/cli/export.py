@@ -29,6 +29,14 @@ from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
 from jax_ucp.inspection import report
 from jax_ucp.inspection.words import size
 
+_OPTIONS = ("dtype", "max_shard_bytes", "zero_stage", "adapter_config")
+# those that are for one format
+_FOR = {
+    "max_shard_bytes": "safetensors",
+    "zero_stage": "deepspeed",
+    "adapter_config": "safetensors",
+}
+
 
 @click.command()
 @click.argument("source")
@@ -54,6 +62,10 @@ from jax_ucp.inspection.words import size
     "--zero-stage",
     type=click.IntRange(1, 3),
     help="ZeRO stage of the DeepSpeed run that will resume; unsaid, that of SOURCE.",
+)
+@click.option(
+    "--adapter-config",
+    help="peft's adapter_config.json for the factors of an adapter that was trained in JAX.",
 )
 @click.option(
     "--optimizer",
@@ -92,7 +104,7 @@ def export(
     abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
     compared on the way. Stopped at any moment, nothing is at TARGET.
     """
-    options = {name: others.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
+    options = {name: others.pop(name) for name in _OPTIONS}
     labels = {name: others.pop(name) for name in ("opt_state", "step_dtype")}
     labels = {name: label for name, label in labels.items() if label}
     optimizer = others.pop("optimizer")
@@ -163,7 +175,7 @@ def _check_options(
         raise click.UsageError(
             f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too"
         )
-    for name, only in (("max_shard_bytes", "safetensors"), ("zero_stage", "deepspeed")):
+    for name, only in _FOR.items():
         if options[name] is not None and format != only:
             raise click.UsageError(
                 f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}"

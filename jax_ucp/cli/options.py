@@ -163,6 +163,11 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 " hf-decay, or lists of names."
             ),
         ),
+        click.option(
+            "--merge",
+            multiple=True,
+            help="A folder of a LoRA adapter (peft) to merge into it; may be repeated.",
+        ),
         click.option("--model", help="The model that is meant, where there are several."),
         click.option("--step", type=int, help="The step to open of a run's folder."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
@@ -213,6 +218,7 @@ def open_checkpoint(
     assume: tuple[str, ...] = (),
     params: str | None = None,
     inverse: bool = False,
+    merge: tuple[str, ...] = (),
     **others: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it.
@@ -227,6 +233,8 @@ def open_checkpoint(
     options = Options.of(_once(sizes), **others, dequantize=kept)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     checkpoint = open_with(path, options, frozenset().union(*for_rules))
+    if merge:
+        checkpoint = checkpoint.merge(*merge)
     if rules is None:
         return checkpoint
     return checkpoint.map(rules, **map_arguments(rules, sizes, config, assume), params=params)

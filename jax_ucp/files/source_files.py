@@ -7,7 +7,7 @@ before it is first read, and again at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,6 +25,14 @@ class SourceFiles:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Files, FileInfo]] = {}
         self.asked = Asked()  # to open them, over a network
+
+    @classmethod
+    def together(cls, several: Iterable[SourceFiles]) -> SourceFiles:
+        """The files of several checkpoints that are read as one."""
+        files = cls()
+        for other in several:
+            files._seen = {**other._seen, **files._seen}
+        return files
 
     def note(self, files: Files, file: FileInfo) -> None:
         """Remember a file as it is now, if this is the first time."""

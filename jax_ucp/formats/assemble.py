@@ -68,6 +68,7 @@ class Import:
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.quantized: list[QuantizedWeight] = []
+        self.companions: dict[str, FilePath] = {}
         self.about = About()
         # what the user said that is part of the result, for its `source`
         self.said: dict[str, Any] = {}
@@ -252,6 +253,11 @@ class Import:
                 Item(f"{file}:{name}", type(value).__name__, "extra", "kept as JSON")
             )
 
+    def companion(self, file: FilePath, reason: str) -> None:
+        """A file that goes with the model, whose bytes are kept under its name in the folder."""
+        self.companions[file.key] = file
+        self._items.append(Item(file.key, "file", "extra", reason))
+
     def _leave_out(self, file: str, name: str, value: Any, reason: str) -> None:
         self.skip(f"{file}:{name}", type(value).__name__, reason)
         for key in [
@@ -345,6 +351,7 @@ class Import:
             checks=partial(self._checks, _Views(view, slices, shards, names)),
             quantized=self.quantized,
             about=self.about,
+            companions=self.companions,
         )
 
     def _settle_copies(self) -> None:

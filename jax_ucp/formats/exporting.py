@@ -23,6 +23,7 @@ from jax_ucp.export.files import File, peak_bytes, require_written, write_files
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
+from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
 from jax_ucp.formats.safetensors import writer as safetensors
 from jax_ucp.formats.torch_save.from_json import values
 from jax_ucp.layout.box import Box
@@ -86,6 +87,11 @@ def plan_export(
         notes.append(
             f"{len(params.other)} tensors beside the model are left out, the first {first}"
         )
+    if contents.companions and not writer.stores_companions:
+        notes.append(
+            f"{len(contents.companions)} files that go with the model are left out, the first"
+            f" {min(contents.companions)}: only safetensors has a place for them"
+        )
     notes += unwritable
     if content.left:
         file, name = content.left[0]
@@ -122,8 +128,9 @@ class _Request:
 def _as_safetensors(request: _Request) -> _Content:
     params = request.params
     max_shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
-    files = safetensors.safetensors_files(params, request.contents.extras, max_shard_bytes)
-    notes: list[str] = []
+    configs, notes = model_configs(request.contents.extras, params)
+    files = safetensors.safetensors_files(params, configs, max_shard_bytes)
+    files += companion_files(request.contents.companions)
     if params.moments:
         states = ", ".join(params.moments)
         notes.append(
@@ -161,12 +168,13 @@ class _Writer:
 
     content: Callable[[_Request], _Content]
     stores_other: bool = False
+    stores_companions: bool = False
     takes_max_shard_bytes: bool = False
     takes_zero_stage: bool = False
 
 
 _WRITERS: Mapping[ExportFormat, _Writer] = {
-    "safetensors": _Writer(_as_safetensors, takes_max_shard_bytes=True),
+    "safetensors": _Writer(_as_safetensors, stores_companions=True, takes_max_shard_bytes=True),
     "dcp": _Writer(_as_dcp, stores_other=True),
     "deepspeed": _Writer(_as_deepspeed, takes_zero_stage=True),
 }

@@ -13,6 +13,7 @@ from jax_ucp.shard_spec.arithmetic import MAX_SIZE
 
 _MAX_BYTES = 16 << 20
 _NAMES = ("config", "args")
+_OF_OTHERS = ("adapter_config.json",)  # a config that is not of the model
 
 
 def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,7 +23,8 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
     arguments), so `query_groups` says how many there are: as many as heads then.
     """
-    config = next(filter(None, map(_config_in, extras.values())), {})
+    of_models = [items for name, items in extras.items() if name not in _OF_OTHERS]
+    config = next(filter(None, map(_config_in, of_models)), {})
     if "num_query_groups" in config and "num_attention_heads" in config:
         grouped = config.get("group_query_attention", False)
         config.setdefault(

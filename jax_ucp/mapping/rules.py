@@ -190,7 +190,9 @@ class Skip:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Rules that turn the parameters of a checkpoint into a model's leaves, and back."""
+    """Rules that turn the parameters of a checkpoint into a model's leaves, and back. `leaf_skips`
+    are leaves that make no parameters: the inverse skips them.
+    """
 
     rules: Sequence[Rule]
     skips: Sequence[Skip] = ()
@@ -199,6 +201,7 @@ class Mapping:
     requires: Sequence[Requirement] = ()
     variants: Dict[str, Dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     about: Dict[str, str] = field(default_factory=dict[str, str], compare=False)
+    leaf_skips: Sequence[Skip] = field(default=(), compare=False)
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
@@ -319,7 +322,8 @@ class Mapping:
                 " parameters, and has no inverse"
             )
         rules = tuple(rule.inverse() for rule in self.rules)
-        return Mapping(rules, (), self.sizes, f"the inverse of {self.name}", self.requires)
+        name = f"the inverse of {self.name}"
+        return Mapping(rules, self.leaf_skips, self.sizes, name, self.requires)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""

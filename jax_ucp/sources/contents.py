@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jax_ucp.errors import QuantizedWeights
+from jax_ucp.files.path import FilePath
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent, verdicts
@@ -82,7 +83,8 @@ class Contents:
     `files` are those it is read from; who
     relies on what was read asks them at the end whether they are as they were. `quantized` are the
     weights that are not stored as what they are; `require_values` refuses to hand them out.
-    `about` is for people, and decides nothing.
+    `about` is for people, and decides nothing. `companions` are the files that go with the model,
+    such as its tokenizer, by the name that each has in the model's folder.
     """
 
     format: str
@@ -98,6 +100,7 @@ class Contents:
     files: SourceFiles = field(default_factory=SourceFiles)
     quantized: Sequence[QuantizedWeight] = ()
     about: About = About()
+    companions: Mapping[str, FilePath] = field(default_factory=dict)
 
     @property
     def origin(self) -> dict[str, Any]:

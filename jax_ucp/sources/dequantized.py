@@ -68,8 +68,8 @@ class Dequantizer(Protocol):
 
     @abstractmethod
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The numbers in a box of the weight as float32, of just those boxes of the parts; the
-        caller rounds them once.
+        """The numbers in a box of the weight as float32 or float64, of just those boxes of the
+        parts; the caller rounds them once.
         """
         ...
 
@@ -77,8 +77,9 @@ class Dequantizer(Protocol):
 class DequantizedView(Watched):
     """An `ArraySource` of weights over an `ArraySource` of their parts.
 
-    Arrays that are in no weight stay what they are. A box is read part by part: what several boxes
-    need of one part is asked for together, and what is the same for them once.
+    Arrays that are in no weight stay what they are; `dtypes` are those of weights. A
+    box is read part by part: what several boxes need of one part is asked for together, and what is
+    the same for them once.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class DequantizedView(Watched):
         source: ArraySource,
         weights: Mapping[str, Dequantizer],
         others: Mapping[str, str],
-        dtype: np.dtype,
+        dtypes: np.dtype | Mapping[str, np.dtype],
     ):
         super().__init__()
         self._source, self._weights, self._others = source, weights, others
@@ -99,7 +100,9 @@ class DequantizedView(Watched):
         }
         self._dtypes = {key: info.dtype for key, info in stored.items()}
         self._arrays = {name: stored[array] for name, array in others.items()}
-        self._arrays |= {name: ArrayInfo(weight.shape, dtype) for name, weight in weights.items()}
+        for name, weight in weights.items():
+            dtype = dtypes[name] if isinstance(dtypes, Mapping) else dtypes
+            self._arrays[name] = ArrayInfo(weight.shape, dtype)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays

@@ -13,6 +13,8 @@ _WORD = np.dtype(np.uint64)
 
 def round_into(out: np.ndarray, values: np.ndarray) -> None:
     """Write numbers into an array of another floating dtype, each rounded once."""
+    if values.dtype == np.float64 and out.dtype.itemsize < 4:
+        values = _to_odd(values)
     if _is_turned(values):
         values, out = values.swapaxes(-1, -2), out.swapaxes(-1, -2)
     if _is_turned(out):
@@ -72,3 +74,17 @@ def _write_turned(out: np.ndarray, elements: np.ndarray) -> None:
     words = np.ascontiguousarray(elements.view(_WORD).swapaxes(-1, -2))
     split = words.view(elements.dtype).reshape(*leading, columns // count, rows, count)
     out.reshape(*leading, columns // count, count, rows, copy=False)[...] = split.swapaxes(-1, -2)
+
+
+def _to_odd(values: np.ndarray) -> np.ndarray:
+    """float64 as float32, those that do not fit to the odd one of the two around them: rounded
+    again, to fewer digits, they are as if they had been rounded once.
+    """
+    near = values.astype(np.float32)
+    wide = near.astype(np.float64)
+    bits = near.view(np.uint32)
+    bits -= (np.abs(wide) > np.abs(values)).view(np.uint8)  # towards zero
+    bits |= (wide != values).view(np.uint8)
+    unordered = np.isnan(values)
+    near[unordered] = np.nan
+    return near

@@ -55,6 +55,7 @@ from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import PACK_BLOCKS, PACK_BYTES, is_indexed, packed_arrays
 from jax_ucp.universal.store import (
+    COMPANIONS,
     METADATA_FILE,
     Commit,
     Written,
@@ -270,6 +271,8 @@ def commit_copy(
     """Make the directory a checkpoint: one process, after all have written their parts."""
     outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
     files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
+    for name, file in contents.companions.items():
+        files[f"{COMPANIONS}/{name}"] = file.read_bytes()
     commit = Commit(
         contents.leaves,
         processes,

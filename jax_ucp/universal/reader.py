@@ -15,6 +15,7 @@ from jax_ucp.tree import Leaf
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.packs import pack_name
 from jax_ucp.universal.store import (
+    COMPANIONS,
     CONVERSION_FILE,
     METADATA_FILE,
     ZarrStore,
@@ -55,7 +56,15 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         source=metadata.source,
         checks=partial(_checks, metadata, store),
         about=_about(metadata.source),
+        companions=_companions(path, metadata),
     )
+
+
+def _companions(path: FilePath, metadata: Metadata) -> dict[str, FilePath]:
+    """The files that go with the model, by the names that they had in its folder."""
+    folder, mark = path.folder(), f"{COMPANIONS}/"
+    names = [name for name in metadata.files if name.startswith(mark)]
+    return {name.removeprefix(mark): FilePath(folder, name) for name in names}
 
 
 def _about(source: Mapping[str, Any]) -> About:
@@ -91,6 +100,11 @@ def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Ite
     inventory += [
         Item(METADATA_FILE, name, "extra", "carried over from the source")
         for name in metadata.extras
+    ]
+    inventory += [
+        Item(name, "file", "extra", "goes with the model")
+        for name in metadata.files
+        if name.startswith(f"{COMPANIONS}/")
     ]
     return inventory + items_beside(path, _names(metadata, store))
 

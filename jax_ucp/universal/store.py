@@ -55,6 +55,7 @@ from jax_ucp.universal.shard_codec import (
 METADATA_FILE, WRITER_FILE = "ucp.json", "ucp.writer.json"
 # Beside a checkpoint that was made in shares: of which copy it is the result.
 CONVERSION_FILE = "ucp.conversion.json"
+COMPANIONS = "ucp.companions"  # a folder of the files that go with a model
 VERIFY_BYTES = 16 << 20
 FAULTS_SHOWN = 8
 PACKS_READ = 8  # at once, over a network

@@ -108,6 +108,7 @@ def test_the_config_of_a_model_comes_back_with_its_weights(converted, tmp_path):
     converted(case).export(tmp_path / "out", "safetensors")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
+        "generation_config.json",
         "model.safetensors",
     ]
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -420,10 +420,10 @@ def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]
     places = [(dp, mp) for mp in range(run.mp_world) for dp in range(run.world)]
     opened = opened_files(names.folder, [names.optimizers[place] for place in places], open_stored)
 
-    def rank(dp: int, mp: int) -> Rank:
+    def rank_at(dp: int, mp: int) -> Rank:
         return _as_rank(dp, opened[names.optimizers[dp, mp]], run)
 
-    ranks = [[rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
+    ranks = [[rank_at(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
     _refuse_copies(((rank, rank.masters) for rank in itertools.chain(*ranks)), "masters")
     for rank in itertools.chain(*ranks) if run.zero3 else ():  # nothing else in them says whose
         _check_saved_as(rank)

@@ -20,6 +20,7 @@ import numpy as np
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.huggingface.companions import keep_companions
 from jax_ucp.formats.huggingface.stand_ins import finished_name, why_missing
 from jax_ucp.formats.huggingface.training_folder import (
     MODEL,
@@ -53,6 +54,7 @@ from jax_ucp.formats.huggingface.weight_names import (
 )
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.peft.config import LORA, method_of
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.formats.torch_save.state_pairing import Stored
@@ -111,10 +113,12 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
     training = _training(path, models, options)
     imported = _read(path, choice.save, _of_weights(options, training, models))
     keep_configs(imported, path)
+    read = keep_companions(imported, path)
     if training is not None:
         others = _others(path, models, training.model, options)
         add_training(imported, training, others, options)
-    _inventory(imported, choice, training.files if training else set(), options)
+    read |= training.files if training else set()
+    _inventory(imported, choice, read, options)
     if options.model is not None and len(models) > 1:
         imported.said["model"] = options.model
     contents = finish(imported)
@@ -254,13 +258,11 @@ def _read(path: FilePath, save: Save, options: Options) -> Import:
 # What lies beside.
 
 
-def _inventory(
-    imported: Import, choice: Choice, training: Collection[str], options: Options
-) -> None:
-    """Account for everything else in the folder; what belongs to the same run or may be meant is
-    noted.
+def _inventory(imported: Import, choice: Choice, read: Collection[str], options: Options) -> None:
+    """Account for everything in the folder that is not `read`; what belongs to the same run or may
+    be meant is noted.
     """
-    used = choice.files_read | {*CONFIGS, SHARDED, *training}
+    used = choice.files_read | {*CONFIGS, SHARDED, *read}
     is_adapter = choice.save.model.stem == "adapter_model"
     noted: dict[str, list[str]] = defaultdict(list)
     for entry in sorted(imported.path.children()):
@@ -308,9 +310,13 @@ def _about_adapter(extras: Mapping[str, Any]) -> str:
     config = extras.get("adapter_config.json", {}).get("config")
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     model = str(base) if base else "which its config does not name"
+    method = method_of(config)
+    applied = f"only {LORA} is merged, not {method or 'what its config does not name'}"
+    if method == LORA:
+        applied = "base.merge(adapter) (--merge) applies it"
     return (
         "these are the weights of an adapter, which mean something only with the model that it"
-        f" changes, {model}"
+        f" changes, {model}; {applied}"
     )
 
 

@@ -26,7 +26,7 @@ _FP4 = FP4 + np.float32(0)
 def scaled(stored: StoredWeight) -> Dequantizer:
     """The weight, by the algorithm that the config names."""
     algo = stored.settings.get("quant_algo")
-    if algo not in ALGOS:
+    if not isinstance(algo, str) or algo not in ALGOS:
         stored.unknown(f"quant_algo={algo!r:.60} is not known here: {', '.join(ALGOS)} are")
     return ALGOS[algo](stored)
 

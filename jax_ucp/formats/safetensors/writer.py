@@ -17,6 +17,7 @@ from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, named
 
 INDEX = "model.safetensors.index.json"
+CONFIG, ADAPTER = CONFIGS = ("config.json", "adapter_config.json")
 MAX_HEADER_BYTES = 100_000_000  # what readers of the format accept
 
 _DTYPES = {
@@ -35,10 +36,10 @@ _DTYPES = {
 
 
 def safetensors_files(
-    parameters: Parameters, extras: Mapping[str, Mapping[str, object]], max_shard_bytes: int
+    parameters: Parameters, configs: Mapping[str, Mapping[str, object]], max_shard_bytes: int
 ) -> list[File]:
     """The files of a model: shards of at most `max_shard_bytes` of tensors, the index if there are
-    several, the config.
+    several, `configs` by their names. With that of an adapter, they are named as peft names them.
 
     A tensor larger than that is a shard of its own. Tensors beside the model (`other`) and states
     of the optimizer are no part of it.
@@ -59,10 +60,12 @@ def safetensors_files(
         raise UnsupportedLeaf(
             named(problems, "safetensors cannot hold", "Export with a dtype, or to another format.")
         )
-    files: list[File] = []
-    config = extras.get("config.json", {}).get("config")
-    if isinstance(config, dict):
-        files.append(File.literal("config.json", json.dumps(config, indent=2).encode() + b"\n"))
+    files = [
+        File.literal(name, json.dumps(config, indent=2).encode() + b"\n")
+        for name, config in configs.items()
+    ]
+    if ADAPTER in configs:  # which peft never cuts
+        return [*files, _file("adapter_model.safetensors", tensors)]
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         return [*files, _file("model.safetensors", shards[0])]
@@ -78,7 +81,7 @@ def safetensors_files(
 
 def carries(file: str, name: str) -> bool:
     """Whether an extra is written, or made anew."""
-    return file == "config.json" or name in ("format", "total_size", "total_parameters")
+    return file in CONFIGS or name in ("format", "total_size", "total_parameters")
 
 
 def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:

@@ -1,0 +1,97 @@
+"""Files that go with a model: its tokenizer, chat template, generation settings, licence. Their
+bytes are kept as they are.
+
+Facts: the names are those that `save_pretrained` of transformers 4 and 5 writes and
+`from_pretrained` looks for (`utils/hub.py`, `tokenization_utils_base.py`, `processing_utils.py`),
+sentencepiece's and tiktoken's, and those that people use for licences. Python files are the code
+that a config names in `auto_map`; nothing here runs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.source_files import note
+from jax_ucp.formats.assemble import Import
+
+# What is kept of one file, and of all together. The largest tokenizers have 40 MB.
+MAX_FILE_BYTES = 64 << 20
+MAX_BYTES = 256 << 20
+
+_TEMPLATES = "additional_chat_templates"
+_KINDS: Mapping[str, str] = {
+    "the tokenizer": (
+        r"tokenizer(_config)?\.json|tokenizer\.model(\.v\d+)?|special_tokens_map\.json"
+        r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|tekken\.json"
+        r"|sentencepiece(\.bpe)?\.model|(source|target)\.spm|normalizer\.json|[\w.-]+\.tiktoken"
+    ),
+    "the chat template": rf"chat_template\.(jinja|json)|{_TEMPLATES}/[\w.-]+\.jinja",
+    "settings of generation": r"generation_config\.json",
+    "settings of a processor": r"((video_|image_)?pre)?processor_config\.json",
+    "code that its config may name": (
+        r"(configuration|modeling|modular|tokenization|processing|image_processing"
+        r"|video_processing|feature_extraction|generation)_\w+\.py"
+    ),
+    "about the model": r"(LICEN[SC]E|NOTICE|README|USE_POLICY|COPYING)([\w.-]*)?",
+}
+
+
+def kind_of(name: str) -> str:
+    """What a file that goes with a model is, by its name; empty for any other.
+
+    >>> kind_of("tokenizer.json"), kind_of("../tokenizer.json"), kind_of("model.safetensors")
+    ('the tokenizer', '', '')
+    """
+    fitting = (kind for kind, pattern in _KINDS.items() if re.fullmatch(pattern, name))
+    return next(fitting, "") if name.isascii() and len(name) < 200 else ""
+
+
+def keep_companions(imported: Import, folder: FilePath) -> set[str]:
+    """Account for the files in a folder that go with the model; those that are too large, or lead
+    out of it, are left out with a note. Returns the names in the folder that are accounted for.
+    """
+    room, met = MAX_BYTES, set[str]()
+    for file in _files(folder):
+        what = f"{kind_of(file.key)}, {file.name}"
+        met.add(file.key.partition("/")[0])
+        fault = _fault(file, room)
+        if fault:
+            imported.skip(file.key, "file", fault)
+            imported.notes.append(f"{file.key} is left out: {fault}")
+            continue
+        info = file.file()
+        note(file.files, info)
+        room -= info.size
+        imported.companion(file, f"goes with the model ({what}): its bytes are kept")
+    return met
+
+
+def _files(folder: FilePath) -> Iterator[FilePath]:
+    # through these no link leads out of the folder
+    files = folder.folder()
+    for inside in ("", _TEMPLATES):
+        try:
+            listed = files.list(inside)
+        except FormatError:
+            continue
+        for info in listed:
+            if info.kind != "folder" and kind_of(info.name):
+                yield FilePath(files, info.name)
+
+
+def _fault(file: FilePath, room: int) -> str:
+    """Why a file is not kept; empty if it is."""
+    try:
+        info = file.info()
+    except FormatError:
+        return "it is a link that leads out of the folder"
+    if info is None or info.kind != "file":
+        return "it is no file"
+    if info.size > MAX_FILE_BYTES:
+        return f"it has {info.size} bytes, more than the {MAX_FILE_BYTES} that are kept of one"
+    if info.size > room:
+        return f"with it more than {MAX_BYTES} bytes would be kept of such files"
+    return ""

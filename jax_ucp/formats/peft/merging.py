@@ -1,0 +1,266 @@
+"""A base checkpoint with adapters merged: a view of its weights, with what they add."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.files.source_files import SourceFiles
+from jax_ucp.formats.peft.config import CONFIG, LoraConfig
+from jax_ucp.formats.peft.tensors import Change, changes
+from jax_ucp.sources.checks import Check, Extent, passed_on
+from jax_ucp.sources.combined import Combined
+from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.sources.dequantized import DequantizedView, Part
+from jax_ucp.sources.merged import MAGNITUDE, WEIGHT, MergedWeight, Term
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.tree import Key, Leaf, leaf_names
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_BASE = "base "  # begins the names of the base's arrays
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """An opened adapter: `key` begins the names of its arrays here, `leaves` are by name."""
+
+    key: str
+    contents: Contents
+    leaves: Mapping[str, Leaf]
+    changes: Sequence[Change]
+
+    @property
+    def name(self) -> str:
+        return self.contents.path.rstrip("/").rpartition("/")[2]
+
+
+_Step = tuple[_Adapter, Change]
+
+
+def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
+    """The base with adapters merged; nothing is read but their metadata.
+
+    Raises FormatError where one is no LoRA adapter, or does not fit the base, with everything that
+    does not; LayoutError where the base has states of an optimizer, or weights of another dtype
+    than float32, bfloat16 and float16.
+    """
+    params = _parameters(base)
+    shapes = {name: leaf.shape for name, leaf in params.items()}
+    read = [_adapter(f"adapter {i} ", contents, shapes) for i, contents in enumerate(adapters)]
+    changed = _changed(read)
+    _refuse_untied(base, changed)
+    made = {name: _merged_weight(params.get(name), steps) for name, steps in changed.items()}
+    leaves, names = _leaves(base, params, made)
+    arrays = {adapter.key: adapter.contents.arrays for adapter in read}
+    others = {
+        leaf.name: f"{_BASE}{before.name}"
+        for leaf, before in zip(leaves, base.leaves, strict=False)
+        if leaf.name not in names.values()
+    }
+    weights = {names[name]: weight for name, weight in made.items()}
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    view = DequantizedView(_together({_BASE: base.arrays, **arrays}), weights, others, dtypes)
+    new = [name for name in made if name not in params]
+    return replace(
+        base,
+        leaves=leaves,
+        arrays=view,
+        inventory=[*base.inventory, *itertools.chain.from_iterable(map(_items, read))],
+        notes=[*base.notes, *_notes(read, new)],
+        source=_source(base, read),
+        checks=partial(_checks, base, read, view.users()),
+        files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
+    )
+
+
+def _changed(adapters: Sequence[_Adapter]) -> Mapping[str, Sequence[_Step]]:
+    """What adapters do to each weight, in their order."""
+    changed: dict[str, list[_Step]] = defaultdict(list)
+    for adapter in adapters:
+        for change in adapter.changes:
+            changed[change.weight].append((adapter, change))
+    return changed
+
+
+def _leaves(
+    base: Contents, params: Mapping[str, Leaf], made: Mapping[str, MergedWeight]
+) -> tuple[list[Leaf], dict[str, str]]:
+    """The leaves of the base, then those of new parameters; and the name of the array of each
+    weight that is merged.
+    """
+    leaves = list(base.leaves)
+    for name, weight in made.items():
+        if name not in params:
+            path = Key("dict", "param"), Key("dict", name)
+            leaves.append(Leaf(path, "", "array", weight.shape, weight.dtype.name))
+    names = leaf_names([leaf.path for leaf in leaves])
+    named = [replace(leaf, name=name) for leaf, name in zip(leaves, names, strict=True)]
+    of_params = [leaf for leaf in named if leaf.path[0].name == "param"]
+    return named, {str(leaf.path[1]): leaf.name for leaf in of_params if str(leaf.path[1]) in made}
+
+
+def _checks(
+    base: Contents, adapters: Sequence[_Adapter], users: Mapping[str, set[str]], extent: Extent
+) -> Iterator[Check]:
+    """The proofs of the base and of adapters, as those of the leaves made of what they prove."""
+    for key, contents in ((_BASE, base), *((a.key, a.contents) for a in adapters)):
+        mine = {name.removeprefix(key): who for name, who in users.items() if name.startswith(key)}
+        yield from passed_on(contents.checks(extent), mine)
+
+
+def _parameters(base: Contents) -> dict[str, Leaf]:
+    """The parameters by name. Raises LayoutError where the tree is not that of an import, or has
+    more than these.
+    """
+    params: dict[str, Leaf] = {}
+    for leaf in base.leaves:
+        if len(leaf.path) != 2 or not leaf.has_array:
+            raise LayoutError(
+                f"{base.path}: {leaf.label} is no parameter by its name in a model of torch: merge"
+                " adapters into the checkpoint before it is mapped"
+            )
+        state, name = (str(key.name) for key in leaf.path)
+        if state == "param":
+            params[name] = leaf
+        elif state not in ("buffer", "other"):
+            raise LayoutError(
+                f"{base.path}: {leaf.label} is of weights that are not merged: open the base with"
+                " weights_only (--weights-only)"
+            )
+    return params
+
+
+def _adapter(key: str, contents: Contents, base: Mapping[str, tuple[int, ...]]) -> _Adapter:
+    said = contents.extras.get(CONFIG, {}).get("config")
+    if said is None:
+        raise FormatError(
+            f"{contents.path} has no {CONFIG}: it is no adapter of peft, or not whole"
+        )
+    config = LoraConfig.of(said, f"{contents.path}/{CONFIG}")
+    leaves = {
+        str(leaf.path[1].name): leaf
+        for leaf in contents.leaves
+        if len(leaf.path) == 2 and leaf.path[0].name == "param"
+    }
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    return _Adapter(key, contents, leaves, changes(shapes, base, config))
+
+
+def _refuse_untied(base: Contents, changed: Mapping[str, object]) -> None:
+    """Raises FormatError where only the head of a model is changed whose config says that it is the
+    embedding: a loader would take the embedding for it.
+    """
+    config = base.extras.get("config.json", {}).get("config")
+    if not isinstance(config, Mapping) or not config.get("tie_word_embeddings"):
+        return
+    if _HEAD in changed and not any(name.endswith(_EMBEDDINGS) for name in changed):
+        raise FormatError(
+            f"{base.path}: an adapter changes {_HEAD}, which is the embedding by the base's config"
+            " (tie_word_embeddings): a merged model would be loaded without the change"
+        )
+
+
+def _merged_weight(leaf: Leaf | None, steps: Sequence[_Step]) -> MergedWeight:
+    """A weight of the base, or a new one, with what adapters do to it one after the other.
+
+    What replaces it comes first: the others add to that.
+    """
+    whole = [step for step in steps if step[1].replaced]
+    adding = [step for step in steps if not step[1].replaced]
+    name = steps[0][1].weight
+    _require_together(name, whole, adding)
+    parts = {WEIGHT: _weight_part(leaf, whole)}
+    terms: list[Term] = []
+    for i, (adapter, change) in enumerate(adding):
+        a, b = f"A {i}" if change.a else "", f"B {i}"
+        roles = {change.a: a, change.b: b, change.magnitude: MAGNITUDE}
+        for tensor in filter(None, roles):
+            array = adapter.key + adapter.leaves[tensor].name
+            parts[roles[tensor]] = Part(array, change.shapes[tensor])
+        terms.append(Term(change.scale, b, a))
+    shape, dtype = _form(leaf, whole)
+    if dtype.name not in _DTYPES:
+        raise LayoutError(f"{name} has dtype {dtype}: only {', '.join(_DTYPES)} are merged")
+    out_axis, experts = (adding[0][1].out_axis, adding[0][1].experts) if adding else (0, False)
+    return MergedWeight(shape, dtype, parts, tuple(terms), out_axis, experts)
+
+
+def _require_together(name: str, whole: Sequence[_Step], adding: Sequence[_Step]) -> None:
+    """Raises FormatError where the changes of several adapters are not one sum."""
+    if len(whole) > 1:
+        raise FormatError(
+            f"{name} is replaced by {' and by '.join(adapter.name for adapter, _ in whole)}"
+        )
+    if len(adding) > 1 and any(change.magnitude for _, change in adding):
+        raise FormatError(
+            f"{name} has a DoRA among {len(adding)} adapters: merge them one after the other"
+        )
+    if len({(change.out_axis, change.experts) for _, change in adding}) > 1:
+        raise FormatError(f"{name} has adapters that take its axes for different ones")
+
+
+def _weight_part(leaf: Leaf | None, whole: Sequence[_Step]) -> Part:
+    if whole:
+        adapter, change = whole[0]
+        stored = adapter.leaves[change.replaced]
+        return Part(adapter.key + stored.name, stored.shape)
+    assert leaf is not None, "what is added to is in the base"
+    return Part(f"{_BASE}{leaf.name}", leaf.shape)
+
+
+def _form(leaf: Leaf | None, whole: Sequence[_Step]) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the dtype of a merged weight: those of the base, or of what is new."""
+    if leaf is None:
+        adapter, change = whole[0]
+        leaf = adapter.leaves[change.replaced]
+    return leaf.shape, np.dtype(leaf.dtype)
+
+
+def _together(sources: Mapping[str, ArraySource]) -> Combined:
+    """All arrays of sources that say themselves where these are stored."""
+    arrays: dict[str, ArrayInfo] = {}
+    places: dict[str, tuple[ArraySource, str]] = {}
+    for prefix, source in sources.items():
+        for key, info in source.arrays().items():
+            arrays[prefix + key] = info
+            places[prefix + key] = source, key
+    return Combined(arrays, places, sources.values(), stored=False)
+
+
+def _items(adapter: _Adapter) -> Iterator[Item]:
+    """The inventory of an adapter, in which its tensors are what they do."""
+    reasons: dict[str, str] = {}
+    for change in adapter.changes:
+        for tensor, role in change.tensors:
+            for piece in adapter.contents.locate(adapter.leaves[tensor]):
+                reasons[piece.name] = f"{role} of {change.weight}"
+    for item in adapter.contents.inventory:
+        reason = reasons.get(item.where, item.reason)
+        yield replace(item, where=f"{adapter.name}/{item.where}", reason=reason)
+
+
+def _notes(adapters: Sequence[_Adapter], new: Sequence[str]) -> Iterator[str]:
+    for adapter in adapters:
+        yield (
+            f"{adapter.name} is merged into {len(adapter.changes)} weights, in float64, rounded"
+            " once to the base's dtypes, as they are read"
+        )
+    if new:
+        yield (
+            f"{len(new)} parameters are new, the first {new[0]}: a config of the base says nothing"
+            " of them"
+        )
+
+
+def _source(base: Contents, adapters: Sequence[_Adapter]) -> Mapping[str, Any]:
+    before = list(base.source.get("merged", ()))
+    return {**base.origin, "merged": [*before, *(adapter.name for adapter in adapters)]}

@@ -1,0 +1,279 @@
+"""What the tensors of a LoRA adapter are, by their names and shapes, and which weights of the base
+they are for.
+
+Facts: names are those of the modules of a `PeftModel`, which has the model at `base_model.model`;
+`get_peft_model_state_dict` (peft 0.13 to 0.21) leaves the adapter's name out of them. A module that
+is wrapped is at `base_layer` in its wrapper, one wrapper for each parameter of `target_parameters`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax_ucp.errors import FormatError, UCPError, fault_lines
+from jax_ucp.formats.peft.config import PREFIX, LoraConfig
+
+_ROLE = re.compile(
+    r"(?P<module>.+)\.(?P<role>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
+    r"|lora_magnitude_vector)(\.weight)?"
+)
+_A, _B, _BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
+_EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+_MAGNITUDE = "lora_magnitude_vector"
+_WRAPPED = ".base_layer"
+# What peft calls tensors that are no weights of the model, and are none of these.
+_UNKNOWN = re.compile(
+    r"\.(lora_\w+|token_adapter|trainable_tokens\w*|modules_to_save|original_module)(\.|$)"
+)
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter does to one weight of the base.
+
+    `a` and `b` name its factors, and `shapes` are what they are read as: where they are for
+    `experts`, with an axis of these. `magnitude` is DoRA's. With `b` alone, a vector is added.
+    Without factors, `replaced` is the tensor that takes the weight's place.
+    """
+
+    weight: str
+    scale: float = 1.0
+    a: str = ""
+    b: str = ""
+    magnitude: str = ""
+    replaced: str = ""
+    out_axis: int = 0
+    experts: bool = False
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, str]]:
+        """Each tensor, and what it is."""
+        roles = {"A": self.a, "B": self.b, "the magnitude": self.magnitude}
+        roles["the new value"] = self.replaced
+        return ((name, role) for role, name in roles.items() if name)
+
+
+def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[Change]:
+    """What an adapter of these tensors does to the weights of a base with these parameters.
+
+    Raises FormatError with everything that is not right: a tensor that is none of a LoRA adapter's,
+    a factor without the other, a weight that the base lacks, shapes and ranks that do not agree.
+    """
+    modules, others, faults = _sorted(tensors)
+    found: list[Change] = []
+
+    def attempt(make: Callable[[], Sequence[Change]]) -> None:
+        try:
+            found.extend(make())
+        except UCPError as fault:
+            faults.append(str(fault))
+
+    reader = _Reader(tensors, base, config)
+    for module, roles in modules.items():
+        if _is_wrapper(module, base):
+            continue
+        attempt(lambda module=module, roles=roles: reader.of_module(module, roles))
+    wrappers: dict[str, list[Mapping[str, str]]] = defaultdict(list)
+    for module, roles in modules.items():
+        if _is_wrapper(module, base):
+            wrappers[module.replace(_WRAPPED, "")].append(roles)
+    for module, several in wrappers.items():
+        attempt(lambda module=module, several=several: reader.of_parameters(module, several))
+    for name, tensor in others.items():
+        attempt(lambda name=name, tensor=tensor: [reader.replaced(name, tensor)])
+    faults += [f"{name} is changed twice" for name in _twice(found)]
+    if faults:
+        lines = fault_lines(faults)
+        count = len(faults)
+        raise FormatError(
+            f"{config.where}: the adapter does not fit the base, in {count} places:\n  {lines}"
+        )
+    return found
+
+
+def _sorted(
+    tensors: Shapes,
+) -> tuple[dict[str, dict[str, str]], dict[str, str], list[str]]:
+    """The tensors of each module by role, those that replace a parameter by its name, and what is
+    neither.
+    """
+    modules: dict[str, dict[str, str]] = defaultdict(dict)
+    others: dict[str, str] = {}
+    faults: list[str] = []
+    for tensor in tensors:
+        name = tensor.removeprefix(PREFIX)
+        match = _ROLE.fullmatch(name)
+        if name == tensor or (not match and _UNKNOWN.search(f".{name}")):
+            faults.append(f"{tensor} is no tensor of a LoRA adapter that is known here")
+        elif match:
+            modules[match["module"]][match["role"]] = tensor
+        else:
+            others[name.replace(f"{_WRAPPED}.", ".")] = tensor
+    return modules, others, faults
+
+
+def _is_wrapper(module: str, base: Shapes) -> bool:
+    """Whether factors are for a parameter of a module that is no `weight`."""
+    return f"{module}.weight" not in base and (
+        module.endswith(_WRAPPED) or any(name.startswith(f"{module}.") for name in base)
+    )
+
+
+def _twice(found: Sequence[Change]) -> list[str]:
+    """The weights that are replaced twice, or added to twice."""
+    counts = Counter((change.weight, bool(change.replaced)) for change in found)
+    return sorted({name for (name, _), count in counts.items() if count > 1})
+
+
+@dataclass(frozen=True)
+class _Reader:
+    tensors: Shapes
+    base: Shapes
+    config: LoraConfig
+
+    def of_module(self, module: str, roles: Mapping[str, str]) -> Sequence[Change]:
+        """What the factors of a module do to its weight, and a bias of them to its bias."""
+        weight = f"{module}.weight"
+        shape = self._shape(weight, roles)
+        embeds = _EMBEDDING_A in roles or _EMBEDDING_B in roles
+        a, b = self._pair(module, roles, embeds)
+        rank = self.tensors[a][0]
+        scale = self.config.scale(module, rank)
+        out_axis = self._out_axis(weight, shape, a, b, embeds)
+        outputs = shape[out_axis]
+        shapes = {a: self.tensors[a], b: (outputs, rank)}
+        magnitude = roles.get(_MAGNITUDE, "")
+        if bool(magnitude) != self.config.dora:
+            said = "asks for DoRA" if self.config.dora else "asks for no DoRA"
+            raise FormatError(
+                f"{module} has {'a' if magnitude else 'no'} {_MAGNITUDE}, and the config {said}"
+            )
+        if magnitude:
+            self._require_outputs(magnitude, outputs)
+            shapes[magnitude] = (outputs,)
+        found = [Change(weight, scale, a, b, magnitude, "", out_axis, False, shapes)]
+        if _BIAS in roles:
+            found.append(self._of_bias(module, roles, scale))
+        return found
+
+    def _of_bias(self, module: str, roles: Mapping[str, str], scale: float) -> Change:
+        bias = f"{module}.bias"
+        shape = self._shape(bias, roles)
+        tensor = roles[_BIAS]
+        self._require(tensor, shape, bias)
+        return Change(bias, scale, b=tensor, shapes={tensor: shape})
+
+    def of_parameters(self, module: str, several: Sequence[Mapping[str, str]]) -> Sequence[Change]:
+        """What wrappers of parameters of one module do; shapes say which wrapper is for which."""
+        named = [f"{module}.{name.rpartition('.')[2]}" for name in self._targets(module)]
+        names = [name for name in dict.fromkeys(named) if name in self.base]
+        if not names:
+            first = next(iter(several[0].values()))
+            self._shape(f"{module}.weight", {"": first})
+        orders = itertools.permutations(names[:4], len(several))
+        fitting = [list(map(self._of_parameter, order, several)) for order in orders]
+        whole = list(filter(all, fitting))
+        if len(whole) != 1 or any(len(ways) > 1 for ways in whole[0]):
+            raise FormatError(
+                f"{module}: its factors fit {len(whole)} ways to the parameters"
+                f" {', '.join(names) or 'that target_parameters names'}, by their shapes: they are"
+                " not for this base, or nothing tells which is for which"
+            )
+        return [ways[0] for ways in whole[0]]
+
+    def _targets(self, module: str) -> list[str]:
+        """Those of `target_parameters` that may be in a module."""
+        return [
+            name
+            for name in self.config.target_parameters
+            if f".{module}".endswith(f".{name.rpartition('.')[0]}") or "." not in name
+        ]
+
+    def _of_parameter(self, name: str, roles: Mapping[str, str]) -> list[Change]:
+        """The ways in which factors can be for a parameter, by their shapes."""
+        if {*roles} != {_A, _B}:
+            raise FormatError(f"{name} has the factors {', '.join(sorted(roles))}, not A and B")
+        a, b, shape = roles[_A], roles[_B], self.base[name]
+        of_a, of_b = self.tensors[a], self.tensors[b]
+        many = len(shape) == 3
+        experts = max(1, shape[0]) if many else 1
+        are_factors = len(of_a) == len(of_b) == 2 and of_a[0] == of_b[1]
+        if not are_factors or len(shape) not in (2, 3) or of_a[0] % experts:
+            return []
+        (outputs, inputs), rank = (of_b[0], of_a[1]), of_a[0] // experts
+        scale = self.config.scale(name, rank)
+        shapes = {a: (rank, inputs), b: (outputs, rank)}
+        if many:
+            shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
+        axes = [many] if shape[-2:] == (outputs, inputs) else []
+        axes += [2] if shape[1:] == (inputs, outputs) else []
+        return [Change(name, scale, a, b, "", "", int(axis), many, shapes) for axis in axes]
+
+    def replaced(self, name: str, tensor: str) -> Change:
+        """A parameter that was trained whole, or is the base's own, kept beside the adapter."""
+        if name in self.base:
+            self._require(tensor, self.base[name], name)
+        elif not self._is_saved(name):
+            self._shape(name, {"": tensor})
+        return Change(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})
+
+    def _is_saved(self, name: str) -> bool:
+        """Whether a parameter is of one of `modules_to_save`: then it may be new, as a head is."""
+        return name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save))
+
+    def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
+        if weight in self.base:
+            return self.base[weight]
+        near = difflib.get_close_matches(weight, self.base, 1)
+        hint = f"; it has {near[0]}" if near else ""
+        raise FormatError(f"{next(iter(roles.values()))}: the base has no {weight}{hint}")
+
+    def _pair(self, module: str, roles: Mapping[str, str], embeds: bool) -> tuple[str, str]:
+        names = (_EMBEDDING_A, _EMBEDDING_B) if embeds else (_A, _B)
+        if strays := {*roles} - {*names, _MAGNITUDE, _BIAS}:
+            raise FormatError(f"{module} has {min(strays)} beside {', '.join(names)}")
+        if lacking := [name for name in names if name not in roles]:
+            raise FormatError(f"{module} has no {lacking[0]}: the adapter is not whole")
+        for name in names:
+            if len(self.tensors[roles[name]]) < 2 or 0 in self.tensors[roles[name]]:
+                raise FormatError(
+                    f"{roles[name]} has shape {list(self.tensors[roles[name]])}, which no factor"
+                    " has: the tensors were not gathered before they were saved"
+                )
+        return roles[names[0]], roles[names[1]]
+
+    def _out_axis(self, weight: str, shape: Shape, a: str, b: str, embeds: bool) -> int:
+        """The axis of the outputs of a weight, by the shapes of its factors."""
+        of_a, of_b = self.tensors[a], self.tensors[b]
+        outputs, inputs = of_b[0], of_a[1:]
+        is_turned = shape == (*inputs, outputs) and len(shape) == 2
+        is_plain = shape == (outputs, *inputs) and not embeds
+        if of_b[1:] != (of_a[0], *(1,) * (len(of_b) - 2)) or not (is_turned or is_plain):
+            raise FormatError(
+                f"{weight} has shape {list(shape)}, and its factors {list(of_a)} and {list(of_b)}:"
+                " the adapter is not for this base"
+            )
+        if is_turned and is_plain:
+            return int(self.config.fan_in_fan_out)
+        return int(is_turned)
+
+    def _require_outputs(self, magnitude: str, outputs: int) -> None:
+        shape = self.tensors[magnitude]
+        if sorted(n for n in shape if n != 1) != [n for n in (outputs,) if n != 1]:
+            raise FormatError(f"{magnitude} has shape {list(shape)}, not one for {outputs} outputs")
+
+    def _require(self, tensor: str, shape: Shape, weight: str) -> None:
+        if self.tensors[tensor] != shape:
+            raise FormatError(
+                f"{tensor} has shape {list(self.tensors[tensor])}, {weight} of the base"
+                f" {list(shape)}; if tokens were added, resize the base's embeddings first"
+            )

@@ -1,0 +1,417 @@
+"""Adapters of peft: merged as peft merges them, mapped by the mapping of their base, written again,
+and refused where they are not for a base. The cases are of `tests/generators/peft.py`.
+"""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from jax_ucp.errors import FormatError, LayoutError, QuantizedWeights, TreeMismatch, UCPError
+from jax_ucp.formats.safetensors.reader import SafetensorsFile
+from jax_ucp.layout.box import Box
+from safetensors_writer import write_safetensors
+
+DATA = Path(__file__).parents[1] / "data" / "adapters"
+CASES = sorted(path.parent.name for path in DATA.glob("*/merged.npz"))
+REFUSED = sorted({path.name for path in DATA.iterdir()} - {*CASES})
+ROUNDING = 2.0**-24  # of float32
+
+
+def base_of(case: str) -> ucp.Checkpoint:
+    return ucp.open(DATA / case / "base")
+
+
+def adapters_of(case: str) -> list[Path]:
+    folder = DATA / case / "adapter"
+    return [folder, folder / "second"] if (folder / "second").exists() else [folder]
+
+
+def merged(case: str) -> ucp.Checkpoint:
+    return base_of(case).merge(*adapters_of(case))
+
+
+def params(checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
+    return {str(leaf.path[1]): checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
+
+
+def is_same(first: ucp.Checkpoint, second: ucp.Checkpoint) -> bool:
+    """Whether two checkpoints have the same leaves, bit for bit."""
+    found = ucp.diff(first, second)
+    assert found.equal or found.values
+    others = found.missing, found.added, found.reshaped, found.recast, found.values
+    return not any(others)
+
+
+def pefts(case: str, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What peft merged; bfloat16 is kept as its bits."""
+    with np.load(DATA / case / "merged.npz") as file:
+        return {name: file[name].view(like[name].dtype) for name in file.files}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merged_checkpoint_is_what_peft_merges(case: str) -> None:
+    got = params(merged(case))
+    want, before = pefts(case, got), params(base_of(case))
+    assert got.keys() == want.keys()
+    changed = 0
+    for name, array in got.items():
+        assert array.shape == want[name].shape
+        if array.dtype == ml_dtypes.bfloat16:
+            np.testing.assert_array_equal(array, want[name])
+        else:  # peft sums in float32, in an order of its own
+            most = 16 * ROUNDING * np.abs(want[name]).max()
+            np.testing.assert_allclose(array, want[name], rtol=0, atol=most)
+        changed += name not in before or not np.array_equal(array, before[name])
+    assert changed
+
+
+def test_every_element_is_the_sum_in_float64_rounded_once() -> None:
+    base, adapter = params(base_of("lora")), params(ucp.open(DATA / "lora" / "adapter"))
+    got = params(merged("lora"))
+    for name, weight in base.items():
+        module = "base_model.model." + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in adapter:
+            b, a = (adapter[f"{module}.lora_{which}.weight"].astype(float) for which in "BA")
+            exact = weight.astype(float) + 6 / 4 * (b @ a)
+            np.testing.assert_array_equal(got[name], exact.astype(np.float32))
+        else:
+            np.testing.assert_array_equal(got[name], weight)
+
+
+@pytest.mark.parametrize("case", ["dora", "experts", "several", "bfloat16"])
+def test_what_is_merged_is_saved_exported_compared_and_verified(case: str, tmp_path: Path) -> None:
+    checkpoint = merged(case)
+    saved = checkpoint.save(tmp_path / "saved")
+    exported = checkpoint.export(tmp_path / "exported", "safetensors")
+    for other in (saved, exported):
+        assert is_same(checkpoint, other)
+    assert not [fault for _, fault in saved.verify() if fault]
+    assert saved.source["merged"] == [path.name for path in adapters_of(case)]
+    assert not is_same(base_of(case), saved)
+
+
+def test_what_is_merged_is_mapped_and_restored_on_a_mesh() -> None:
+    import jax
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    mapped = merged("dora").map("hf-llama-to-tunix", assume=["rope_theta"])
+    tree = mapped.restore(mesh=mesh, rules=[("q_proj/w$", P("data", None, "model"))])
+    got = tree["param"]["layers"]["1"]["attn"]["q_proj"]["w"]
+    assert len({str(shard.index) for shard in got.addressable_shards}) == 8
+    want = params(merged("dora"))["model.layers.1.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(got, want.reshape(4, 4, 16).transpose(2, 0, 1))
+
+
+def test_other_processes_open_what_is_merged_by_themselves() -> None:
+    opener = pickle.loads(pickle.dumps(merged("several")._opener))
+    again = ucp.Checkpoint(opener())
+    assert is_same(merged("several"), again)
+
+
+def test_a_merge_of_several_is_rounded_once_and_one_after_the_other_twice() -> None:
+    first, second = adapters_of("several")
+    base = base_of("several")
+    together, after = base.merge(first, second), base.merge(first).merge(second)
+    name = "param/model.layers.0.self_attn.q_proj.weight"
+    one, two = together.read(name), after.read(name)
+    np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    assert (one != two).any()
+    assert after.source["merged"] == together.source["merged"] == ["adapter", "second"]
+
+
+def test_a_changed_adapter_is_seen_like_a_changed_base(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "lora", tmp_path / "lora")
+    folder = tmp_path / "lora"
+    checkpoint = ucp.open(folder / "base").merge(folder / "adapter")
+    weights = folder / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    with pytest.raises(FormatError, match=r"adapter_model\.safetensors.*opened"):
+        checkpoint.save(tmp_path / "out")
+
+
+def test_every_tensor_of_an_adapter_is_in_the_inventory_with_its_weight() -> None:
+    reasons = {item.where: item.reason for item in merged("dora").inventory}
+    for leaf in ucp.open(DATA / "dora" / "adapter").leaves:
+        where = f"adapter/adapter_model.safetensors:{leaf.path[1]}"
+        weight = str(leaf.path[1]).removeprefix("base_model.model.").partition(".lora")[0]
+        assert reasons[where].endswith(f"of {weight}.weight")
+    pieces = merged("dora").where("param/model.layers.0.self_attn.q_proj.weight")
+    assert {piece.file for piece in pieces} == {"model.safetensors", "adapter_model.safetensors"}
+
+
+def test_a_dequantised_base_is_merged(tmp_path: Path) -> None:
+    base = Path(__file__).parents[1] / "data" / "quantized" / "gptq_4" / "ckpt"
+    wide = ucp.open(base, dequantize="float32")
+    name = next(n for n in params(wide) if n.endswith("q_proj.weight"))
+    weight = wide.read(f"param/{name}")
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((2, weight.shape[1])).astype(np.float32)
+    b = rng.standard_normal((weight.shape[0], 2)).astype(np.float32)
+    module = "base_model.model." + name.removesuffix(".weight")
+    adapter = write_adapter(
+        tmp_path, {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, r=2, lora_alpha=1
+    )
+    got = wide.merge(adapter).read(f"param/{name}")
+    exact = weight.astype(float) + 0.5 * (b.astype(float) @ a.astype(float))
+    np.testing.assert_array_equal(got, exact.astype(np.float32))
+    with pytest.raises(QuantizedWeights):
+        ucp.open(base).merge(adapter)
+
+
+def write_adapter(folder: Path, arrays: Mapping[str, np.ndarray], **config: Any) -> Path:
+    adapter = folder / "made"
+    adapter.mkdir()
+    write_safetensors(adapter / "adapter_model.safetensors", arrays)
+    said = {"peft_type": "LORA", "base_model_name_or_path": "base", **config}
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    return adapter
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_sum_of_factors_opens_and_is_refused_by_its_name(case: str) -> None:
+    adapter = ucp.open(DATA / case / "adapter")
+    assert adapter.params
+    assert "adapter_config.json" in adapter.extras
+    named = {"pissa": "'pissa'", "trainable_tokens": "trainable_token_indices", "other_ia3": "IA3"}
+    with pytest.raises(FormatError, match=named[case]):
+        base_of(case).merge(adapter)
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"r": 5}, "has rank 5, and its factors have 4"),
+    ({"r": 0}, "r is 0"),
+    ({"r": True}, "r is True"),
+    ({"r": "4"}, "r is '4'"),
+    ({"r": 1e300}, "r is 1e"),
+    ({"lora_alpha": float("nan")}, "lora_alpha is .*nan"),
+    ({"lora_alpha": float("inf")}, "lora_alpha is .*inf"),
+    ({"lora_alpha": [1]}, r"lora_alpha is \[1\]"),
+    ({"rank_pattern": ["q_proj"]}, "rank_pattern should map names"),
+    ({"rank_pattern": {"q_proj": -1}}, "rank_pattern of 'q_proj' is -1"),
+    ({"alpha_pattern": {"(a|.)+!" * 300: 1}}, "pattern of"),
+    ({"alpha_pattern": {"(?=x)": 1}}, "cannot be matched"),
+    ({"rank_pattern": {"q_proj": 4}, "alpha_pattern": {".*q_proj": 3}}, "peft of 2024"),
+    ({"use_rslora": "yes"}, "use_rslora should be true or false"),
+    ({"use_dora": True}, "the config asks for DoRA"),
+    ({"target_parameters": "experts"}, "target_parameters should be a list"),
+    ({"peft_type": "\x1b[31mLORA"}, r"kind \\x1b"),
+    ({"peft_type": None}, "does not name"),
+    ({"init_lora_weights": "olora"}, "olora"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ({"use_some_new_thing": True}, "use_some_new_thing=True"),
+]
+
+
+@pytest.mark.parametrize(("said", "why"), HOSTILE, ids=str)
+def test_a_config_that_cannot_be_meant_is_refused(
+    said: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    folder = changed("lora", tmp_path, lambda arrays: None, **said)
+    with pytest.raises(FormatError, match=why):
+        base_of("lora").merge(folder)
+
+
+def changed(
+    case: str, tmp_path: Path, change: Callable[[dict[str, np.ndarray]], Any], **said: Any
+) -> Path:
+    """The adapter of a case, with other tensors and another config; none of the version."""
+    shutil.copytree(DATA / case / "adapter", tmp_path / "changed")
+    path = tmp_path / "changed" / "adapter_model.safetensors"
+    file = SafetensorsFile(path)
+    arrays = {name: file.read(name, Box.whole(i.shape)) for name, i in file.arrays().items()}
+    change(arrays)
+    path.unlink()
+    write_safetensors(path, arrays)
+    config_file = tmp_path / "changed" / "adapter_config.json"
+    config = json.loads(config_file.read_text())
+    config.pop("peft_version")
+    config_file.write_text(json.dumps(config | said))
+    return tmp_path / "changed"
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
+    "no B": (lambda a: a.pop(f"{Q}.lora_B.weight"), "q_proj has no lora_B.weight"),
+    "other rank": (
+        lambda a: a.update({f"{Q}.lora_A.weight": np.zeros((3, 16), np.float32)}),
+        "has rank 4, and its factors have 3",
+    ),
+    "other inputs": (
+        lambda a: a.update({f"{Q}.lora_A.weight": np.zeros((4, 15), np.float32)}),
+        "not for this base",
+    ),
+    "not gathered": (
+        lambda a: a.update({f"{Q}.lora_A.weight": np.zeros((0,), np.float32)}),
+        "not gathered",
+    ),
+    "no such weight": (
+        lambda a: a.update({k.replace("layers.0", "layers.7"): v for k, v in a.items()}),
+        "the base has no model.layers.7.*it has model.layers.1",
+    ),
+    "no prefix": (lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}), "no tensor of"),
+    "other method": (
+        lambda a: a.update({f"{Q}.lora_E": a[f"{Q}.lora_A.weight"]}),
+        "lora_E is no tensor of a LoRA adapter",
+    ),
+    "magnitude": (
+        lambda a: a.update({f"{Q}.lora_magnitude_vector": np.ones(16, np.float32)}),
+        "asks for no DoRA",
+    ),
+    "new bias": (
+        lambda a: a.update({f"{Q}.bias": np.ones(16, np.float32)}),
+        "the base has no model.layers.0.self_attn.q_proj.bias",
+    ),
+    "resized": (
+        lambda a: a.update(
+            {"base_model.model.model.embed_tokens.weight": np.ones((41, 16), np.float32)}
+        ),
+        "resize the base",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tensor_that_does_not_fit_the_base_is_named(fault: str, tmp_path: Path) -> None:
+    change, why = FAULTS[fault]
+    folder = changed("lora", tmp_path, change)
+    with pytest.raises(FormatError, match=rf"(?s)does not fit the base.*{why}"):
+        base_of("lora").merge(folder)
+
+
+def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path) -> None:
+    head = {"base_model.model.lm_head.weight": np.ones((40, 16), np.float32)}
+    adapter = write_adapter(tmp_path, head, modules_to_save=["lm_head"])
+    with pytest.raises(FormatError, match="tie_word_embeddings"):
+        base_of("embedding_tied").merge(adapter)
+    assert base_of("lora").merge(adapter).read("param/lm_head.weight").all()
+
+
+def test_experts_of_which_nothing_tells_the_axes_are_refused(tmp_path: Path) -> None:
+    shapes = {"base_model.model.mlp.experts.lora_A.weight": (4, 6)}
+    shapes["base_model.model.mlp.experts.lora_B.weight"] = (6, 4)
+    adapter = write_adapter(
+        tmp_path,
+        {name: np.ones(shape, np.float32) for name, shape in shapes.items()},
+        r=2,
+        target_parameters=["experts.up"],
+    )
+    (tmp_path / "base").mkdir()
+    square = {"mlp.experts.up": np.ones((2, 6, 6), np.float32)}
+    write_safetensors(tmp_path / "base" / "model.safetensors", square)
+    with pytest.raises(FormatError, match="nothing tells which is for which"):
+        ucp.open(tmp_path / "base").merge(adapter)
+
+
+def test_what_is_no_base_or_no_adapter_is_refused() -> None:
+    adapter = DATA / "lora" / "adapter"
+    with pytest.raises(FormatError, match="has no adapter_config"):
+        base_of("lora").merge(DATA / "lora" / "base")
+    with pytest.raises(FormatError, match="does not fit the base"):
+        base_of("conv1d").merge(adapter)
+    mapped = base_of("lora").map("hf-llama-to-tunix", assume=["rope_theta"])
+    with pytest.raises(LayoutError, match="before it is mapped"):
+        mapped.merge(adapter)
+    with pytest.raises(ValueError, match="wants one adapter"):
+        base_of("lora").merge()
+
+
+def test_dora_and_another_adapter_of_one_weight_are_merged_one_after_the_other() -> None:
+    base, adapters = base_of("dora"), [DATA / case / "adapter" for case in ("dora", "lora")]
+    with pytest.raises(FormatError, match="one after the other"):
+        base.merge(*adapters)
+    assert base.merge(adapters[0]).merge(adapters[1]).params
+
+
+# Mapped, and back.
+
+
+def about(case: str) -> dict[str, Any]:
+    return {"config": base_of(case).config, "assume": ["rope_theta"]}
+
+
+@pytest.mark.parametrize("case", ["lora", "saved_modules", "rslora_patterns", "old_torch_save"])
+def test_an_adapter_goes_by_the_mapping_of_its_base_and_back_to_a_folder_of_peft(
+    case: str, tmp_path: Path
+) -> None:
+    adapter = ucp.open(DATA / case / "adapter")
+    mapped = adapter.map("hf-llama-to-tunix", **about(case))
+    a = mapped.read("param/layers/0/attn/q_proj/w_lora_a")
+    want = adapter.read(f"param/{Q}.lora_A.weight")
+    np.testing.assert_array_equal(a, want.T)
+    inverse = ucp.Mapping.load("hf-llama-to-tunix").inverse()
+    saved = mapped.save(tmp_path / "saved")
+    back = saved.map(inverse).export(tmp_path / "back", "safetensors")
+    assert is_same(adapter, back)
+    files = {path.name for path in (tmp_path / "back").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    before = json.loads((DATA / case / "adapter" / "adapter_config.json").read_text())
+    assert json.loads((tmp_path / "back" / "adapter_config.json").read_text()) == before
+    assert is_same(base_of(case).merge(adapter), base_of(case).merge(back))
+
+
+def test_factors_trained_in_jax_become_a_folder_of_peft_with_a_config(tmp_path: Path) -> None:
+    adapter = ucp.open(DATA / "lora" / "adapter")
+    mapped = adapter.map("hf-llama-to-tunix", **about("lora"))
+    base = base_of("lora").map("hf-llama-to-tunix", assume=["rope_theta"])
+    tree = mapped.restore()["param"]
+    whole = base.restore()["param"]
+    for layer, parts in tree["layers"].items():
+        for group, modules in parts.items():
+            for module, factors in modules.items():
+                whole["layers"][layer][group][module] |= factors
+    trained = ucp.Checkpoint.of({"param": whole})
+    back = trained.map(ucp.Mapping.load("hf-llama-to-tunix").inverse(), **about("lora"))
+    skipped = [item for item in back.inventory if "not of the adapter" in item.reason]
+    assert len(skipped) == len(base.leaves)
+    config = DATA / "lora" / "adapter" / "adapter_config.json"
+    exported = back.export(tmp_path / "out", "safetensors", adapter_config=config)
+    assert is_same(adapter, exported)
+    said = json.loads(config.read_text())
+    with pytest.raises(FormatError, match="has rank 8, and its factors have 4"):
+        back.plan_export("safetensors", adapter_config=said | {"r": 8})
+    with pytest.raises(TreeMismatch, match="no parameter of an adapter"):
+        base_of("lora").plan_export("safetensors", adapter_config=said)
+    with pytest.raises(ValueError, match="adapter_config is for safetensors"):
+        back.plan_export("dcp", adapter_config=said)
+    (note,) = back.plan_export("safetensors").notes
+    assert "give it (adapter_config=)" in note
+
+
+def test_moments_of_an_adapter_are_mapped_as_its_factors_are() -> None:
+    run = ucp.open(DATA.parent / "trainers" / "small_peft" / "ckpt", optimizer_groups="hf-decay")
+    states = {str(leaf.path[0]) for leaf in run.leaves}
+    assert {"param", "exp_avg", "exp_avg_sq"} <= states
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    rules = ["family", "rope", "rope_theta", "activation", "bias"]
+    mapped = run.map("hf-llama-to-tunix", config=config, assume=rules)
+    labels = {leaf.label.partition("/")[2] for leaf in mapped.leaves}
+    for label in labels:
+        assert label.endswith(("_lora_a", "_lora_b"))
+        moment = mapped.read(f"exp_avg/{label}")
+        assert moment.shape == mapped.read(f"param/{label}").shape
+    module = next(iter(run.params)).rpartition(".lora_")[0]
+    a = run.read(f"exp_avg/{module}.lora_A.weight")
+    layer = module.partition("layers.")[2].replace("self_attn", "attn").replace(".", "/")
+    np.testing.assert_array_equal(mapped.read(f"exp_avg/layers/{layer}/w_lora_a"), a.T)
+
+
+def test_what_qwix_has_no_factors_of_is_not_mapped() -> None:
+    with pytest.raises(LayoutError, match="lora_magnitude_vector"):
+        ucp.open(DATA / "dora" / "adapter").map("hf-llama-to-tunix", **about("dora"))
+    with pytest.raises(UCPError, match=r"lora_A\.weight"):
+        ucp.open(DATA / "lora" / "adapter").map(
+            "hf-llama2-to-maxtext", config=base_of("lora").config
+        )
