@@ -7,14 +7,13 @@ import os
 from collections.abc import Awaitable
 from typing import Any
 
-import jax
 from etils import epath
 from orbax.checkpoint import v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
 from jax_ucp.handler.items import Begun, Restore, Save, begin, restore
 from jax_ucp.handler.stock_args import target_of
-from jax_ucp.sharding.restore import has_x64
+from jax_ucp.sharding.x64 import enable_x64, has_x64
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 # The name under which v1 keeps the tree of `v1.save`. Source: `_src/layout/checkpoint_layout.py`.
@@ -47,7 +46,7 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
         args = abstract_checkpointable or Restore()
 
         def load() -> Any:
-            with jax.enable_x64(x64):
+            with enable_x64(x64):
                 return restore(directory, args, DEFAULT_BUDGET)
 
         return asyncio.to_thread(load)

@@ -32,6 +32,7 @@ from jax_ucp.sharding.fit import (
 from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Matched, Node, fill, key_dtype, kind_of, match, narrowed
+from jax_ucp.sharding.x64 import enable_x64, has_x64
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
@@ -325,11 +326,11 @@ class _Reading:
             yield request.cost(block), partial(self._read_block, i, block)
 
     def _read_whole(self, i: int, request: ReadRequest) -> None:
-        with jax.enable_x64(self._x64):
+        with enable_x64(self._x64):
             self._arrays[i] = request.array()
 
     def _read_block(self, i: int, block: Box) -> None:
-        with jax.enable_x64(self._x64):
+        with enable_x64(self._x64):
             self._buffers[i].fill(block)
 
 
@@ -355,11 +356,6 @@ def _request(p: Placement, source: ArraySource) -> ReadRequest:
     ):
         boxes = {process_hull(p.sharding, p.leaf.shape): []}
     return ReadRequest(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
-
-
-def has_x64() -> bool:
-    """Whether this thread has 64-bit types; `jax.enable_x64` holds for one thread only."""
-    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:

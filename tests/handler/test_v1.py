@@ -18,6 +18,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from handler_cases import MESH, OTHER, abstract, check, stock_warns, tree
+from jax_ucp.sharding.x64 import enable_x64
 from jax_ucp.universal.store import ZarrStore
 
 ARGS = ucp.args
@@ -81,7 +82,7 @@ def test_the_metadata_of_an_item_is_that_of_stock_orbax(tmp_path):
 
 
 def test_64_bits_asked_for_in_the_callers_thread_alone_are_loaded(tmp_path):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         want = {"n": jax.device_put(np.arange(8) + (1 << 40), NamedSharding(MESH, P("data")))}
         v1.save_checkpointables(tmp_path / "step", {"model": ARGS.Save(want)})
         found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(want)})

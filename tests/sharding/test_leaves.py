@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from jax_ucp.errors import ShardingWarning, TreeMismatch, UnsupportedLeaf
 from jax_ucp.sharding.fit import fit_spec
+from jax_ucp.sharding.x64 import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.tree import Key, leaf_names
 
@@ -529,7 +530,7 @@ def test_what_jax_would_truncate_is_refused_unless_it_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("budget_bytes", [1, 100_000, 1 << 30])
 def test_64_bits_asked_for_in_the_callers_thread_alone_are_restored(tmp_path, budget_bytes):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         n = jnp.arange(1 << 15) + (1 << 40)
         tree = {"n": n, "f": jnp.linspace(0, 1, 1 << 14), "few": n[:8]}
         tree = jax.device_put(tree, NamedSharding(MESH, P("data")))

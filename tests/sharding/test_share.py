@@ -26,6 +26,7 @@ from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.restore import Placement, RestorePlan, dealt_out
 from jax_ucp.sharding.share import Cut, SharedRead, best_cut, shared_read
+from jax_ucp.sharding.x64 import enable_x64
 from jax_ucp.sources.budget import in_order
 from jax_ucp.sources.checks import Check
 from jax_ucp.sources.consolidated import same_bits
@@ -129,7 +130,7 @@ def test_the_pieces_of_a_box_are_disjoint_and_join_to_the_box(shared):
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from(DTYPES))
 def test_what_is_gathered_is_the_original_bits_on_its_sharding(data, dtype):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         shared = data.draw(reads(dtype))
         want = bits(shared.shape, dtype)
         got = shared.gathered(parts_of(shared, want))
