@@ -234,7 +234,7 @@ def test_restore_args_of_v0_say_where_and_as_what(tmp_path):
 
 REFUSED = {
     "strict": ocp.args.StandardRestore(strict=False),
-    "transforms": ocp.args.PyTreeRestore(item={"w": 1}, transforms={}),
+    "transforms": ocp.args.PyTreeRestore(item={"w": 1}, transforms={"w": ocp.Transform("v")}),
     "global_shape": ocp.args.PyTreeRestore(
         restore_args={"w": ocp.ArrayRestoreArgs(global_shape=(8,))}
     ),

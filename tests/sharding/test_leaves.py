@@ -470,10 +470,29 @@ def test_what_has_no_value_is_not_kept(tmp_path):
         checkpoint.restore(target, mesh=MESH, missing="keep")
     assert "head: not in the checkpoint, and the target has no value to keep" in str(error.value)
     assert "v: in the checkpoint, but not in the target" in str(error.value)
-    with pytest.raises(ValueError, match='neither "refuse" nor "keep"'):
+    with pytest.raises(ValueError, match="'yes' is none of refuse, keep, leave"):
         checkpoint.restore(target, mesh=MESH, missing="yes")
     with pytest.raises(ValueError, match="there is no target"):
         checkpoint.restore(missing="keep")
+
+
+def test_what_has_no_value_may_be_left_without_one(tmp_path):
+    checkpoint = save(tmp_path / "c", {"w": jnp.ones(2), "v": jnp.ones(2)})
+    target = {"w": jnp.zeros(2), "head": jax.ShapeDtypeStruct((2,), np.float32), "n": 7}
+    found = checkpoint.restore(target, mesh=MESH, missing="leave", partial=True)
+    assert found["head"] is target["head"]
+    assert found["n"] == 7
+    assert same(np.asarray(found["w"]), np.ones(2, np.float32))
+
+
+def test_a_leaf_that_is_dots_is_left_out(tmp_path):
+    checkpoint = save(tmp_path / "c", {"w": jnp.ones(2), "v": jnp.ones(2)})
+    found = checkpoint.restore({"w": ..., "v": jnp.zeros(2)}, mesh=MESH)
+    assert found["w"] is ...
+    assert same(np.asarray(found["v"]), np.ones(2, np.float32))
+    assert [p.leaf.label for p in checkpoint.plan({"w": ..., "v": jnp.zeros(2)}).placements] == [
+        "v"
+    ]
 
 
 def test_the_value_of_an_nnx_variable_is_the_variable(tmp_path):
