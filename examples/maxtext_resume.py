@@ -7,11 +7,11 @@
     python examples/maxtext_resume.py --negative-control
 
 A small model trains for eight steps of MaxText's own `train.main`, which knows nothing of jax_ucp:
-`ucp.orbax_everywhere()` around it is the only change. It saves on a mesh of (fsdp 4, tensor 2). From
-its step 3 it goes on once on the same mesh, where its losses must be those of a run that was never
-interrupted, bit for bit; and once on (fsdp 2, tensor 2), where numbers are added in another order:
-it must not be further from the uninterrupted run on that mesh than uninterrupted runs on the two
-meshes are from each other. `--negative-control` sets AdamW's moments to zero in the checkpoint
+`ucp.orbax_everywhere()` around it is the only change. It saves on a mesh of (fsdp 4, tensor 2).
+From its step 3 it goes on once on the same mesh, where its losses must be those of a run that was
+never interrupted, bit for bit; and once on (fsdp 2, tensor 2), where numbers are added in another
+order: it must not be further from the uninterrupted run on that mesh than uninterrupted runs on the
+two meshes are from each other. `--negative-control` sets AdamW's moments to zero in the checkpoint
 before the run goes on; the comparison must then fail.
 
 The devices are virtual ones of the CPU, and every stretch of training is a process of its own.

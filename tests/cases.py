@@ -24,7 +24,7 @@ from helpers import restored_on
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.sharding.x64 import enable_x64
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.sharding.x64 import enable_x64
+from jax_ucp.sharding.jax_versions import enable_x64
 from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder, some_folders
 from temptation_subjects import Subject, mesh
 

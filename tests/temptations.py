@@ -44,7 +44,7 @@ import jax_ucp as ucp
 from cases import RULES
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
-from jax_ucp.sharding.x64 import enable_x64
+from jax_ucp.sharding.jax_versions import enable_x64
 from temptation_folders import Folder, write_folder
 from temptation_invisible import INVISIBLE, Case, another_whole
 from temptation_mistakes import MISTAKES, Attempt, Beside

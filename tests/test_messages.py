@@ -22,7 +22,7 @@ import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.errors import UCPError
 from jax_ucp.layout.box import Box
-from jax_ucp.sharding.x64 import enable_x64
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 from torch_writer import Instance, edit, rewrite, save
 

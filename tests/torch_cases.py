@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from helpers import restored_on
-from jax_ucp.sharding.x64 import enable_x64
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "torch"

@@ -13,7 +13,7 @@ from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
 from jax_ucp.handler.items import Begun, Restore, Save, begin, restore
 from jax_ucp.handler.stock_args import partial_restore, target_of
-from jax_ucp.sharding.x64 import enable_x64, has_x64
+from jax_ucp.sharding.jax_versions import enable_x64, has_x64
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 # The name under which v1 keeps the tree of `v1.save`. Source: `_src/layout/checkpoint_layout.py`.

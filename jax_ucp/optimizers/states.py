@@ -32,8 +32,8 @@ from jax_ucp.optimizers.slots import (
     param_leaves,
     slots_of,
 )
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.trees import Node, walk
-from jax_ucp.sharding.x64 import enable_x64
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents, Item, Status

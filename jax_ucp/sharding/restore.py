@@ -29,10 +29,10 @@ from jax_ucp.sharding.fit import (
     unused_rules,
     warn_given_up,
 )
+from jax_ucp.sharding.jax_versions import enable_x64, has_x64
 from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Matched, Missing, Node, fill, key_dtype, kind_of, match, narrowed
-from jax_ucp.sharding.x64 import enable_x64, has_x64
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource

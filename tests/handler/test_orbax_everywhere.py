@@ -13,11 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from handler_cases import MESH, OTHER, abstract, check, stock_warns, tree
+from handler_cases import MESH, OTHER, abstract, check, needs_v1, stock_warns, tree
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.handler.versions import HAS_V1
 
-needs_v1 = pytest.mark.skipif(not HAS_V1, reason="needs Orbax v1")
 NUMBERS = ("params", "opt")
 
 

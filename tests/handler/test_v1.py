@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
-from handler_cases import MESH, OTHER, abstract, check, stock_warns, tree
-from jax_ucp.sharding.x64 import enable_x64
+from handler_cases import MESH, OTHER, abstract, check, needs_v1, stock_warns, tree
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.universal.store import ZarrStore
 
 ARGS = ucp.args
+pytestmark = needs_v1
 
 
 def save(path, asynchronous: bool) -> None:

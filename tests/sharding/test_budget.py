@@ -20,8 +20,8 @@ from helpers import MemoryStore, contents_of, grids
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.boxes import device_boxes
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.output_buffers import ReadRequest, output_buffers
-from jax_ucp.sharding.x64 import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
 from workers.reads import bytes_read

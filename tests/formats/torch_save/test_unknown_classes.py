@@ -30,7 +30,7 @@ from jax_ucp.formats.torch_save.from_json import values
 from jax_ucp.formats.torch_save.pickle_names import NAMES
 from jax_ucp.formats.torch_save.unpickle import MAX_DEPTH, Opaque, Unknown, walk
 from jax_ucp.layout.box import Box
-from jax_ucp.sharding.x64 import enable_x64
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH
 from torch_writer import Global, Instance, edit, rewrite, save
