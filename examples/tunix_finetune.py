@@ -126,7 +126,7 @@ def train(folder: Path, directory: Path, shape: Shape, steps: int) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # many devices share few cores
     mesh = jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     jax.set_mesh(mesh)
-    with mesh, ucp.orbax_everywhere():
+    with ucp.orbax_everywhere():
         trainer = peft_trainer.PeftTrainer(
             model_on(mesh, folder),
             optax.adamw(1e-2),
