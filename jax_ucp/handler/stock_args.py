@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jax_ucp.checkpoint import open
 from jax_ucp.handler.items import Restore, Save
-from jax_ucp.sharding.trees import StandIn
+from jax_ucp.sharding.trees import AsStored, StandIn
 
 SAVE_ARGS = (Save, ocp.args.StandardSave, ocp.args.PyTreeSave)
 RESTORE_ARGS = (Restore, ocp.args.StandardRestore, ocp.args.PyTreeRestore)
@@ -118,7 +118,7 @@ def _target_leaf(leaf: Any) -> Any:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # takes no memory
     sharding = getattr(leaf, "sharding", None)
     own = sharding if isinstance(sharding, Sharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+    return AsStored(leaf.shape, leaf.dtype, sharding=own)
 
 
 def _placed(leaf: Any, sharding: Sharding) -> Any:

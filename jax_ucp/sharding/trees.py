@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -45,6 +45,10 @@ class StandIn:
 
     value: Any
     original: Any
+
+
+class AsStored(jax.ShapeDtypeStruct):
+    """A leaf of a target made of what a checkpoint says is stored: of a PRNG key, its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,7 @@ def match(
         elif leaf is None:
             unfilled.append(node)
         else:
-            pairs.append((node, leaf))
+            pairs.append((_key_of_data(node, leaf), leaf))
     kept = [node for node in unfilled if _stays(node, missing)]
     extra = [] if partial else list(left.values())
     lacking = [node for node in unfilled if not _stays(node, missing)]
@@ -194,6 +198,15 @@ def match(
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
     _require_none(faults, bool(extra))
     return Matched(pairs, [*kept, *omitted])
+
+
+def _key_of_data(node: Node, leaf: Leaf) -> Node:
+    """The node as a PRNG key, if it stands for the data of one."""
+    if leaf.kind != "prng_key" or not isinstance(node.value, AsStored):
+        return node
+    sharding = node.value.sharding
+    shape = leaf.shape[:-1]
+    return replace(node, value=Abstract(shape, key_dtype(leaf), sharding=sharding))
 
 
 def _stays(node: Node, missing: Missing) -> bool:
