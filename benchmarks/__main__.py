@@ -19,8 +19,10 @@ BENCHMARKS = {
     "memory": "benchmarks.memory",
     "processes": "benchmarks.processes",
     "plan": "benchmarks.plan",
+    "scale": "benchmarks.scale",
     "arrays": "benchmarks.arrays",
     "quantized": "benchmarks.quantized",
+    "gguf": "benchmarks.gguf",
 }
 
 

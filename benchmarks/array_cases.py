@@ -18,12 +18,12 @@ LAYER = 10
 
 
 def converted(folder: Path, arrays: int) -> None:
-    """A universal checkpoint as a conversion writes it: a folder for each of its arrays."""
+    """A universal checkpoint as a conversion writes it: small arrays lie in packs."""
     jax_ucp.Checkpoint.of(_tree(arrays)).save(folder)
 
 
 def saved(folder: Path, arrays: int) -> None:
-    """A universal checkpoint as a manager saves it: small arrays lie one after another in packs."""
+    """A universal checkpoint as a manager saves it: small arrays lie in one pack."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(jax_ucp.CheckpointHandler()) as checkpointer:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 import os
 import re
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 from jax_ucp.errors import UnsupportedPath
 
 # One slash is enough: pathlib makes `s3:/bucket/x` of `s3://bucket/x`, and `s3:` of `s3://`. A
 # scheme has at least two characters.
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(/|$)")
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+|$)")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path, which is of this machine's file system.
+    """The path, which is of this machine's file system: `~` and `file://` are that, too.
 
     A folder whose name looks like a URL, or begins with `~`, is given by its absolute path.
 
-    Raises UnsupportedPath for a URL, for a home directory that nobody expanded, and for a path that
-    is empty or has a NUL in it: made a Path, they would name something else.
+    Raises UnsupportedPath for another URL, and for a path that is empty or has a NUL in it: made a
+    Path, they would name something else.
 
-    >>> local_path("runs/7")
-    PosixPath('runs/7')
+    >>> local_path("runs/7"), local_path("file:///runs/7%20b")
+    (PosixPath('runs/7'), PosixPath('/runs/7 b'))
     """
     text = os.fspath(path)
     if not isinstance(text, str):
@@ -35,14 +37,31 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise UnsupportedPath(
             f"{text!r:.200} names no file: a path is not empty and has no NUL in it"
         )
-    if url := _URL.match(text):
+    if url := URL.match(text):
+        return _path_of_url(text, url)
+    return Path(text).expanduser() if os.path.expanduser(text) != text else Path(text)
+
+
+def _path_of_url(text: str, url: re.Match[str]) -> Path:
+    plain = re.sub(r"^//(localhost)?(?=/)", "", text[len(url["scheme"]) + 1 :])
+    if url["scheme"].lower() == "file" and re.match(r"/[^/]", plain):
+        return Path(urllib.parse.unquote(plain))
+    raise UnsupportedPath(f"{text} is a URL, and here a local file or folder is needed")
+
+
+def require_extra(module: str, extra: str, what: str) -> Any:
+    """A module of a library that is installed with `jax_ucp[extra]`.
+
+    Raises UnsupportedPath, for `what` cannot be read without.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
         raise UnsupportedPath(
-            f"{text} is a URL; this version reads and writes local files only. {_remedy(text, url)}"
-        )
-    home = os.path.expanduser(text)
-    if text.startswith("~") and home != text:
-        raise UnsupportedPath(f"{text} begins with ~, which only a shell expands; write {home}")
-    return Path(text)
+            f"{what} is read through {library}, which is not installed:"
+            f' pip install "jax_ucp[{extra}]"'
+        ) from error
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
@@ -68,11 +87,3 @@ def switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r:.80} should be True or False")
     return value
-
-
-def _remedy(text: str, url: re.Match[str]) -> str:
-    """What to give in place of a URL."""
-    plain = re.sub(r"^//(localhost)?(?=/)", "", text[len(url["scheme"]) + 1 :])
-    if url["scheme"].lower() == "file" and re.match(r"/[^/]", plain):
-        return f"Write {urllib.parse.unquote(plain)}"
-    return "Copy it to a local folder, or give the path where it is mounted"

@@ -9,7 +9,7 @@ import difflib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
@@ -43,6 +44,7 @@ from jax_ucp.sources.work import Opener, Workers, verify
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
+from jax_ucp.universal.shares import Share, copy_share
 
 if TYPE_CHECKING:
     import optax
@@ -111,11 +113,20 @@ def open(
     options = Options.of(
         sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, model, step
     )
+    return open_with(path, options)
+
+
+def open_with(
+    path: str | os.PathLike[str], options: Options, also_used: Collection[str] = ()
+) -> Checkpoint:
+    """`open`, with all that is said in one value; of its sizes those in `also_used` are for
+    somebody else.
+    """
     contents = open_contents(path, options)
-    require_used(options.sizes, contents.path)
+    require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, _Opened(os.path.abspath(path), options))
+    return Checkpoint(contents, _Opened(str(file_path(path)), options))
 
 
 @dataclass(frozen=True)
@@ -625,7 +636,7 @@ class Checkpoint:
         where weights are stored as codes, and for `path` what `save` raises.
         """
         if path is not None:
-            require_target(self._contents, local_path(path))
+            require_target(self._contents, file_path(path))
         require_values(self._contents, self.leaves)
         if mesh is None:
             if rules or hosts != 1:
@@ -669,7 +680,7 @@ class Checkpoint:
         stored as codes, and WorkerError where the executor's processes cannot open the checkpoint,
         or one of them has ended.
         """
-        target = local_path(path)
+        target = file_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
             from jax_ucp.sharding.fit import warn_given_up
@@ -677,6 +688,34 @@ class Checkpoint:
             warn_given_up(plan.notes, stacklevel=2)
         copy(self._contents, plan, target, progress, Workers(executor, self._opener))
         return open(path)
+
+    def save_share(
+        self,
+        path: str | os.PathLike[str],
+        share: tuple[int, int],
+        *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
+        budget_bytes: int = DEFAULT_BUDGET,
+        progress: Callable[[Block], None] = lambda block: None,
+    ) -> Checkpoint | None:
+        """`save`, by processes that know nothing of one another: this one does share (i, n), i from
+        0 to n - 1, of about an n-th of the bytes. The last to finish commits.
+
+        All give the same arguments, and see source and `path` alike. Any may be run again, then or
+        later: what is there is looked at, and left. The checkpoint is that of `save`, byte for
+        byte, and has `ucp.conversion.json` beside it, which says of which copy it is the result.
+        Where the source contradicts itself there is never a checkpoint.
+
+        Returns the checkpoint if it is committed, None while other shares are not done. Raises what
+        `save` raises, ValueError for a share that is none, and FormatError where `path` has an
+        unfinished copy of another source or in another number of shares.
+        """
+        target = file_path(path)
+        plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
+        is_whole = copy_share(self._contents, plan, target, Share(*share), progress)
+        return open(path) if is_whole else None
 
     def plan_export(
         self,

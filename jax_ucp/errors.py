@@ -11,7 +11,8 @@
     ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
     ├── QuantizedWeights     weights are stored as codes and scales, and were asked for as weights
     ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
-    ├── UnsupportedPath      a path is a URL, or would be taken for another path
+    ├── UnsupportedPath      a path is a URL where none can be, or would be taken for another path
+    ├── StoreError           a bucket or a server did not answer, or refused
     ├── SaveFailed           another process could not do its part of a save
     ├── WorkerError          an executor's processes cannot do the work, or one of them has ended
     └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
@@ -19,9 +20,9 @@
 One warning, which is no error: `ShardingWarning`, where leaves are placed otherwise than asked for.
 
 `LayoutError`, `SpecError`, `FormatError`, `QuantizedWeights`, `TreeMismatch` and `UnsupportedPath`
-are also `ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `SaveFailed` and `WorkerError`
-also `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which knows nothing of us
-catches them where it would expect to.
+are also `ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `StoreError` also `OSError`,
+`SaveFailed` and `WorkerError` also `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that
+code which knows nothing of us catches them where it would expect to.
 """
 
 from __future__ import annotations
@@ -70,7 +71,13 @@ class TreeMismatch(UCPError, ValueError):
 
 
 class UnsupportedPath(UCPError, ValueError):
-    """A path is a URL, or would be taken for another path than the one that is meant."""
+    """A path is a URL of a kind that is not known, or where a local path is needed, or would be
+    taken for another path than the one that is meant.
+    """
+
+
+class StoreError(UCPError, OSError):
+    """A bucket, a hub or a web server did not answer, however often it was asked, or refused."""
 
 
 class SaveFailed(UCPError, RuntimeError):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import deepspeed_cases
 import generated_cases
+import gguf_cases
 import jax_cases
 import jax_ucp as ucp
 import megatron_cases
@@ -31,7 +32,15 @@ DATA = Path(__file__).parent / "data"
 RULES = [(r"(weight|w[123])$", P("data", "model"))]
 
 
-_FAMILIES = ("deepspeed", "deepspeed_universal", "deepspeed_writers", "dtensors", "jax", "megatron")
+_FAMILIES = (
+    "deepspeed",
+    "deepspeed_universal",
+    "deepspeed_writers",
+    "dtensors",
+    "gguf",
+    "jax",
+    "megatron",
+)
 _FAMILIES += ("torch", "trainers")
 
 
@@ -44,6 +53,8 @@ class Case:
 
     @property
     def path(self) -> Path:
+        if self.family == "gguf":
+            return gguf_cases.file_of(self.name)
         folder = DATA / self.family / self.name
         return folder / "ckpt" if (folder / "ckpt").exists() else folder
 
@@ -59,6 +70,8 @@ class Case:
     def truth(self) -> dict[str, np.ndarray]:
         if self.is_generated:
             return generated_cases.truth(DATA / self.family / self.name)
+        if self.family == "gguf":
+            return gguf_cases.truth(self.name)
         if self.family == "torch":
             return torch_cases.truth(self.name)
         if self.family == "jax":
@@ -85,18 +98,21 @@ class Case:
             got.astype(np.float32) if self.family.startswith("deepspeed") else got, want
         )
 
-    def open(self, **options) -> ucp.Checkpoint:
+    def open(self, at: str | Path | None = None, **options) -> ucp.Checkpoint:
+        path = self.path if at is None else at
         if not options.get("weights_only"):
             options = deepspeed_cases.word(self.path) | options
         if self.is_generated:
             options = {**self.about["options"], **options}
         elif self.family == "megatron":
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
+        if self.family == "gguf":
+            options["dequantize"] = "float32"
         if self.family == "jax":
             options |= self.about["options"]
         if self.family in ("trainers", "dtensors") and not options.get("weights_only"):
             options = self.about["options"] | options
-        return ucp.open(self.path, **options)
+        return ucp.open(path, **options)
 
 
 def every() -> list[Case]:

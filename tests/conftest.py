@@ -15,6 +15,8 @@ collect_ignore = ["generators", "workers", "write_pairing_cases.py"]
 settings.register_profile("default", deadline=None, max_examples=100)
 settings.load_profile("default")
 
+pytest_plugins = ["servers.fixtures"]
+
 TESTS = Path(__file__).parent
 
 # Integers, texts and small files in memory: under a minute in all.

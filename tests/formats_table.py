@@ -136,6 +136,32 @@ whole; `step=` chooses. Files of the step are extras.
 | accelerate's `save_fsdp_model`, `save_fsdp_optimizer`, FSDP1 and FSDP2; Lightning's `ModelParallelStrategy` | run: 1.15.0; 2.6.6 |
 | folders of torchtitan, OLMo-core, Automodel | from source, with torch 2.13's DCP |
 
+## GGUF
+
+llama.cpp's format, versions 2 and 3, little-endian: a file, whatever its name, or the first part of a split one, which
+opens all. Parameters have their names in the file (`blk.0.attn_q.weight`) and the order of axes of other formats, the other
+way round than GGUF counts them. F32, F16, BF16, F64 and I8 to I64 are arrays; ggml's blocks are quantised weights, of which
+[quantization.md](quantization.md) says what is read. Every key with its value, the tokenizer's too, is an extra. Writers
+that were run: `convert_hf_to_gguf.py` of llama.cpp at 0c1e570 and gguf-py 0.19, on models of transformers 5.23, and
+`ggml_quantize_chunk` of ggml 0.25.
+
+`checkpoint.map("gguf-llama-to-hf")` gives Hugging Face's names; there are `gguf-mixtral-to-hf`, `gguf-qwen2-to-hf`,
+`gguf-qwen3-to-hf`, `gguf-qwen3-moe-to-hf`, `gguf-gemma-to-hf`, `gguf-gemma2-to-hf` and `gguf-gemma3-to-hf` too. `.map()` again
+goes on to a model of JAX, and `export` writes a folder that transformers loads. What these mappings ask of a config comes from
+the keys of the architecture; where one is not known here, no config is made, and a note says which.
+
+| | |
+|---|---|
+| query and key of the architecture `llama` | llama.cpp turns neighbours where transformers turns halves: the mapping puts rows back. Models of Mistral are of this architecture; a sliding window of theirs is in no key, and a note says so |
+| Gemma's norms | stored with one added, in float32. The mapping subtracts one in float32: bit for bit what was there where the sum was exact, as of every 16-bit weight from 2 ** -16 on. Of others the model computes the same as of what is stored, since one is added again |
+| tied embeddings | `output.weight` is not there; then the config says so |
+| `rope_freqs.weight` | left out by the mapping; the config has Llama 3.1's settings if these give just the factors that are stored, and else the mapping is refused |
+| experts | `ffn_gate_exps.weight` is cut into a tensor for each expert |
+| float32 settings, such as `1e-5` for norms | in the config the shortest decimal number that is the same float32 |
+
+Refused by name: version 1, big-endian files, types that ggml has removed, arrays in arrays, `fuse_qkv` and
+`fuse_gate_up_exps` where they are mapped, a part that is missing, of another split or renamed.
+
 ## Quantised weights
 
 A weight that is stored as codes and scales is refused as a weight, in any format, wherever weights are asked for:

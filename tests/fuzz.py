@@ -529,6 +529,12 @@ class Targets:
         yield lambda: read_folder(folder, dequantize=rng.choice(["bfloat16", "float32"]))
 
     @contextmanager
+    def gguf(self, rng: Random) -> Iterator[Read]:
+        path = self.work / "x.gguf"
+        path.write_bytes(inputs.gguf_file(rng))
+        yield lambda: read_folder(path, dequantize=rng.choice(["bfloat16", "float32", False]))
+
+    @contextmanager
     def dcp_tables(self, rng: Random) -> Iterator[Read]:
         tree: Any = inputs.dcp_metadata(self.dcp_items, (5, 3), (2, 3))
         for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
@@ -594,6 +600,7 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
 # How many of a hundred inputs each target gets.
 SHARES = {"pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10}
 SHARES |= {"universal": 14, "orbax": 14, "msgpack_files": 10, "quantized": 10, "yaml_texts": 6}
+SHARES |= {"gguf": 8}
 
 
 def run(numbers: range, work: Path, family: str | None = None) -> int:

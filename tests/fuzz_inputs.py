@@ -9,6 +9,7 @@ text.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import pickletools
 import re
@@ -24,6 +25,7 @@ import msgpack
 import xxhash
 import yaml
 
+from gguf_writer import Tensor, Written
 from jax_ucp.formats.torch_save.tensor_names import NAMES
 
 # A name that must never be called; `fuzz.py` puts a module there that takes note if it is.
@@ -605,6 +607,60 @@ def quantized_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, byt
     for _ in range(rng.choice([1, 3, 30])):
         data[rng.randrange(8 + length, len(data))] = rng.choice([0, 127, 128, 255])
     return bytes(data), config
+
+
+# GGUF.
+
+
+def gguf_file(rng: Random) -> bytes:
+    """A file with a few keys and tensors, of which one or two things are not as they should be:
+    a value or a type of a key, a tensor's name, lengths, type or offset, counts, or bytes.
+    """
+    values: dict[str, tuple[Any, Any]] = {
+        "general.architecture": ("str", "llama"),
+        "general.file_type": ("u32", 2),
+        "llama.block_count": ("u32", 1),
+        "llama.embedding_length": ("u32", 32),
+        "llama.attention.head_count": ("u32", 2),
+        "llama.attention.layer_norm_rms_epsilon": ("f32", 1e-5),
+        "llama.rope.freq_base": ("f32", 1e4),
+        "tokenizer.ggml.tokens": (["str"], ["a", "b"]),
+        "tokenizer.ggml.scores": (["f32"], [0.5, 1.5]),
+    }
+    tensors = [
+        Tensor("token_embd.weight", [32, 2], 0, rng.randbytes(256)),
+        Tensor("blk.0.attn_q.weight", [32, 4], 2, rng.randbytes(72)),
+        Tensor("blk.0.ffn_up.weight", [256], 12, rng.randbytes(144)),
+        Tensor("rope_freqs.weight", [8], 0, struct.pack("<8f", *[1.0] * 6, 3.0, 8.0)),
+    ]
+    written = Written(values, tensors, rng.choice([2, 3, 3, 3]))
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        _spoil_gguf(rng, values, tensors, written)
+    data = written.data()
+    return noise(rng, data) if rng.random() < 0.4 else data
+
+
+def _spoil_gguf(
+    rng: Random, values: dict[str, tuple[Any, Any]], tensors: list[Tensor], written: Written
+) -> None:
+    tensor, way = rng.choice(tensors), rng.randrange(6)
+    small = [n for n in NUMBERS if -(1 << 63) <= n < 1 << 63]
+    if way == 0:
+        key = rng.choice([*values, "general.alignment", "split.count", "llama.expert_count"])
+        integer, text = rng.choice([n for n in small if n >= 0]), rng.choice(TEXTS)
+        number = rng.choice([math.nan, math.inf, -5.0, 1e300])
+        spoilt = ("u64", integer), ("str", text), (["i64"], [integer]), ("f64", number)
+        values[key] = rng.choice(spoilt)
+    elif way == 1:
+        tensor.name = rng.choice([*TEXTS, tensors[0].name])
+    elif way == 2:
+        tensor.lengths = [*rng.sample([*tensor.lengths, *small], rng.randrange(1, 6))]
+    elif way == 3:
+        tensor.type = rng.choice([*range(42), 1 << 31])
+    elif way == 4:
+        tensor.offset = rng.choice([n for n in small if n >= 0] + [32, 64, 288])
+    else:
+        written.counts = rng.choice(small), rng.choice([*small, len(values)])
 
 
 def _unpacked(value: Any) -> Any:

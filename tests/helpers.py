@@ -1,9 +1,11 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
 import contextlib
+import hashlib
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,3 +167,12 @@ def grids(draw: st.DrawFn, shape: Sequence[int]) -> list[Box]:
     return [
         Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*spans)
     ]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Every file of a folder, by its name there."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

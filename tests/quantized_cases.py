@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+import gguf_writer
 from jax_ucp.formats.quantized.schemes import dequantizer
 from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.sources.combined import MemorySource
@@ -31,11 +32,12 @@ class Made:
     want: np.ndarray
     settings: dict[str, Any] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
+    scheme: str = "a scheme"
 
     def view(self, dtype: Any = np.float32, names: Sequence[str] | None = None) -> DequantizedView:
         """The weight `w`, of the parts."""
         source = MemorySource(self.parts)
-        weight = QuantizedWeight("a scheme", "w", {role: role for role in self.parts})
+        weight = QuantizedWeight(self.scheme, "w", {role: role for role in self.parts})
         stored = StoredWeight(
             weight, source, {role: role for role in self.parts}, self.settings, self.said
         )
@@ -347,6 +349,16 @@ def tiled_nvfp4(draw: Draw) -> Made:
     return Made("torchao", parts, want, said=said)
 
 
+@st.composite
+def ggml(draw: Draw) -> Made:
+    """Rows of ggml's blocks, of any of its types; also of experts in one array."""
+    rng, type = rng_of(draw), draw(st.sampled_from(sorted(gguf_writer.BLOCKS)))
+    rows = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=2)))
+    stored = gguf_writer.random_blocks(rng, type, rows, draw(st.integers(1, 3)))
+    want = gguf_writer.values_of(type, stored)
+    return Made("", {"codes": stored}, want, scheme=f"ggml {type}")
+
+
 SCHEMES = {
     "block fp8": block_fp8(),
     "row fp8": row_fp8(),
@@ -355,6 +367,7 @@ SCHEMES = {
     "plain codes": plain_codes(),
     "gpt-oss": gpt_oss(),
     "GPTQ": gptq(),
+    "ggml": ggml(),
     "AWQ": awq(),
     "bitsandbytes, 4 bits": runs_of_four_bits(),
     "bitsandbytes, int8": rows_of_int8(),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickletools
 import re
 import struct
@@ -26,7 +27,10 @@ import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
+from jax_ucp.files.ranges import MemoryRange
 from jax_ucp.formats.dcp.metadata import read_metadata
+from jax_ucp.formats.gguf.header import read_head
+from jax_ucp.formats.gguf.types import PLAIN
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import walk
 
@@ -142,6 +146,8 @@ def stored_tensors(folder: Mapping[str, bytes]) -> list[Stored]:
     for name, data in folder.items():
         if name.endswith(".safetensors"):
             found += _in_safetensors(name, data)
+        if name.endswith(".gguf"):
+            found += _in_gguf(name, data)
         if PurePosixPath(name).name == ".zarray":
             found += _in_zarr(folder, name)
     return found
@@ -192,6 +198,16 @@ def _in_safetensors(name: str, data: bytes) -> Iterator[Stored]:
         if key != "__metadata__" and about["dtype"] in _SAFETENSORS:
             start, stop = (8 + length + n for n in about["data_offsets"])
             yield Stored(name, key, dtype_of(_SAFETENSORS[about["dtype"]]), start, stop)
+
+
+def _in_gguf(name: str, data: bytes) -> Iterator[Stored]:
+    """The tensors that are in no blocks."""
+    head = read_head(MemoryRange(data))
+    for entry in head.tensors:
+        if entry.type in PLAIN:
+            dtype, start = np.dtype(PLAIN[entry.type]), head.data + entry.offset
+            stop = start + math.prod(entry.lengths) * dtype.itemsize
+            yield Stored(name, entry.name, dtype, start, stop)
 
 
 def _in_zarr(folder: Mapping[str, bytes], table: str) -> Iterator[Stored]:

@@ -403,7 +403,7 @@ def a_setting(case: Case) -> bool:
     """
     if case.different or set(case.found) != set(case.want) or not case.changed:
         return False
-    texts = (".json", ".safetensors", ".txt", "")
+    texts = (".json", ".safetensors", ".gguf", ".txt", "")
     return all(
         PurePosixPath(n).suffix in texts and not _summed(n, case.before) for n in case.changed
     )
@@ -509,8 +509,8 @@ INVISIBLE: dict[str, Undecidable] = {
         values_stored_once,
     ),
     "a format without checksums": Undecidable(
-        "Bytes of a safetensors file, of torch.save's format before 1.6, or of swap files, in values"
-        " that no other file has.",
+        "Bytes of a safetensors file, of GGUF, of torch.save's format before 1.6, or of swap files, in"
+        " values that no other file has.",
         no_checksum,
     ),
     "stock Orbax's chunks": Undecidable(

@@ -419,7 +419,7 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
                 )
 
 
-_LARGE = (".safetensors", ".pt", ".bin", ".distcp")  # what a hub keeps in git-lfs
+_LARGE = (".safetensors", ".gguf", ".pt", ".bin", ".distcp")  # what a hub keeps in git-lfs
 _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n"
 
 

@@ -43,7 +43,7 @@ FORMATS = (
     "megatron-legacy",
 )
 FORMATS += ("flax", "megatron-dist", "megatron-fsdp", "dcp", "dcp-hf", "safetensors", "torch.save")
-FORMATS += ("trainers", "dtensors")
+FORMATS += ("trainers", "dtensors", "gguf")
 
 # Of each folder the files that the test data keep beside the checkpoint.
 _OURS = {"truth.npz", "case.json", "plain.pt"}
@@ -147,9 +147,10 @@ _UNNAMED_GROUPS = ("z0_fp32_dp2", "moe_ep2_dp2_z0_fp32")
 
 
 def _recorded(case: Case) -> Subject:
-    folder = {
-        name: data for name, data in read_folder(case.path).items() if Path(name).name not in _OURS
-    }
+    folder = {}
+    if case.path.is_dir():
+        found = read_folder(case.path)
+        folder = {name: data for name, data in found.items() if Path(name).name not in _OURS}
     options: dict[str, Any] = dict(case.about["options"]) if case.is_generated else {}
     if case.family == "megatron":
         options["sizes"] = {"vocab": case.about["model"]["vocab_size"]}
@@ -163,7 +164,10 @@ def _recorded(case: Case) -> Subject:
     if case.family in ("trainers", "dtensors"):
         options |= case.about["options"]
     entry = ""
-    if case.path.is_file():
+    if case.family == "gguf":
+        entry, folder = case.path.name, read_folder(case.path.parent)
+        options["dequantize"] = "float32"
+    elif case.path.is_file():
         entry, folder = case.path.name, {case.path.name: case.path.read_bytes()}
     name = f"{case.family}/{case.name}"
     return Subject(name, _format(case), folder, entry, options, case.truth(), case.equal)

@@ -1,12 +1,11 @@
 """Conversions, exports and verifications by any executor: the same bytes, the same refusals."""
 
-import hashlib
 import multiprocessing
 import pickle
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import optax
 import pytest
 
 import jax_ucp as ucp
-from helpers import memory
+from helpers import digests, memory
 from jax_ucp import errors
 from jax_ucp.errors import CorruptData, NotACheckpoint, WorkerError
 from jax_ucp.sources.work import _portable
@@ -40,15 +39,6 @@ def source(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     SOURCES[request.param](folder)
     return folder / "it" if (folder / "it").exists() else folder
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Every file of a folder, by its name there."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 SMALL = 24 << 20  # many blocks
@@ -203,6 +193,34 @@ def test_a_process_that_dies_is_one_error_and_the_next_call_takes_up_what_is_don
         checkpoint.save(tmp_path / "out", executor=processes, budget_bytes=4 << 20)
     checkpoint.save(tmp_path / "here", budget_bytes=4 << 20)
     assert digests(tmp_path / "out") == digests(tmp_path / "here") != {}
+
+
+class Lossy(ThreadPoolExecutor):
+    """Loses what it was given, as a cluster does whose workers are gone."""
+
+    def __init__(self, keeps: int):
+        super().__init__(1)
+        self._keeps = keeps
+
+    def submit(self, work, *args):
+        self._keeps -= 1
+        if self._keeps >= 0:
+            return super().submit(work, *args)
+        lost = Future()
+        lost.set_exception(ConnectionResetError("the scheduler is gone"))
+        return lost
+
+
+@pytest.mark.parametrize("keeps", [0, 1, 3])
+def test_what_an_executor_raises_of_itself_is_a_worker_error(keeps, tmp_path):
+    memory(STATES).export(tmp_path / "source", "dcp")
+    checkpoint = ucp.open(tmp_path / "source")
+    with (
+        Lossy(keeps) as executor,
+        pytest.raises(WorkerError, match="ConnectionResetError: the scheduler is gone"),
+    ):
+        checkpoint.save(tmp_path / "out", executor=executor, budget_bytes=4 << 20)
+    assert not (tmp_path / "out" / "ucp.json").exists()
 
 
 def test_a_spec_is_that_of_the_opening_whatever_its_file_has_become(executor, tmp_path):

@@ -56,7 +56,9 @@ def folders(request, tmp_path_factory) -> list[Path]:
     root = tmp_path_factory.mktemp(request.param.__name__)
     for size in SIZES:
         request.param(root / str(size), size)
-    ucp.open(root / str(SIZES[0]))  # what is imported and made once
+    smallest = ucp.open(root / str(SIZES[0]))  # what is imported and made once
+    for name in [*smallest.params][:2]:
+        smallest.read(f"param/{name}")
     return [root / str(size) for size in SIZES]
 
 

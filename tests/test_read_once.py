@@ -19,6 +19,7 @@ from helpers import memory
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.ranges import EDGE_BYTES
 from jax_ucp.layout.box import Box
+from jax_ucp.sources import budget
 
 DATA = Path(__file__).parent / "data"
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -135,6 +136,17 @@ def test_every_byte_is_read_once(source, job, tmp_path):
         TARGETS[job](checkpoint, tmp_path / "out")
     read = sum(int(count.sum()) for count in counts.values())
     assert 0.98 < read / stored <= 1.02
+
+
+def test_verify_reads_every_byte_once_where_its_checks_run_one_by_one(source, monkeypatch):
+    """A checksum that runs beside a comparison may read again what that is about to read."""
+    monkeypatch.setattr(budget, "threads", lambda *files: 1)
+    checkpoint = ucp.open(source)
+    stored = sum(path.stat().st_size for path in files_of(source))
+    with reads_of(source) as counts:
+        checks = dict(checkpoint.verify())
+    assert set(checks.values()) <= {None}
+    assert sum(int(count.sum()) for count in counts.values()) / stored <= 1.02
 
 
 MEGATRON = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,11 +28,13 @@ from jax_ucp.cli.output import (
     to_stderr,
 )
 from jax_ucp.cli.text_table import TextTable
+from jax_ucp.cli.workers import share_option, worker_options
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
 
 if TYPE_CHECKING:
+    import jax_ucp
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostMesh
 
@@ -88,6 +92,8 @@ def plan(
 @mesh_options
 @source_options
 @budget
+@worker_options
+@share_option
 @as_json
 def convert(
     source: str,
@@ -96,6 +102,8 @@ def convert(
     rules: tuple[Rule, ...],
     budget: int,
     json_: bool,
+    executor: Executor | None,
+    share: tuple[int, int] | None,
     **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
@@ -106,21 +114,38 @@ def convert(
     What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks
     like a checkpoint; the same command takes up where it was stopped.
     """
+    if share and executor:
+        raise click.UsageError("--worker is one process among others: give it alone")
     checkpoint = open_checkpoint(source, **options)
     for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
         to_stderr.print(f"note: {note}")
-    with progress("converting", checkpoint.nbytes) as advance, warnings.catch_warnings():
+    total = checkpoint.nbytes // (share[1] if share else 1)
+    with progress("converting", total) as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardingWarning)  # what it says are the notes above
-        result = checkpoint.save(
-            target,
+        how = {
             **mesh_arguments(mesh, rules),
-            budget_bytes=budget,
-            progress=lambda block: advance(block.nbytes),
-        )
+            "budget_bytes": budget,
+            "progress": lambda block: advance(block.nbytes),
+        }
+        if share:
+            result = checkpoint.save_share(target, share, **how)
+        else:
+            result = checkpoint.save(target, **how, executor=executor)
+    if result is not None:
+        _print_result(target, result, checkpoint.notes, json_)
+    elif json_:
+        print_json({"path": target, "share": share, "committed": False})
+    else:
+        console.print(f"{target}: this share is done; it is a checkpoint when all are")
+
+
+def _print_result(
+    target: str, result: jax_ucp.Checkpoint, notes: Sequence[str], json_: bool
+) -> None:
     summary = report.inspection(result)
     if json_:
         keys = ("path", "format", "bytes", "arrays", "items", "source")
-        print_json({**{key: summary[key] for key in keys}, "notes": list(checkpoint.notes)})
+        print_json({**{key: summary[key] for key in keys}, "notes": list(notes)})
     else:
         nbytes, extras = size(summary["bytes"]), len(summary["extras"])
         console.print(f"{target}: {summary['arrays']} arrays, {nbytes}, {extras} extras")

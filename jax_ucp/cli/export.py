@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 import click
@@ -20,6 +21,7 @@ from jax_ucp.cli.options import (
     source_options,
 )
 from jax_ucp.cli.output import console, print_json, progress, size, to_stderr
+from jax_ucp.cli.workers import worker_options
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
 from jax_ucp.inspection import report
@@ -61,6 +63,7 @@ from jax_ucp.inspection import report
 )
 @source_options
 @budget
+@worker_options
 @as_json
 def export(
     source: str,
@@ -69,6 +72,7 @@ def export(
     mapping: str | None,
     budget: int,
     json_: bool,
+    executor: Executor | None,
     **others: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
@@ -98,7 +102,14 @@ def export(
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
     with progress("exporting", planned.write_bytes) as advance:
-        checkpoint.export(target, format, **options, budget_bytes=budget, progress=advance)
+        checkpoint.export(
+            target,
+            format,
+            **options,
+            budget_bytes=budget,
+            progress=advance,
+            executor=executor,
+        )
     summary = report.export_plan(planned, target)
     if json_:
         print_json(summary)

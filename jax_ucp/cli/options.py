@@ -12,8 +12,8 @@ import click
 import msgspec
 
 import jax_ucp
-from jax_ucp.formats.options import Options, require_used, rule_of
-from jax_ucp.formats.registry import open_contents
+from jax_ucp.checkpoint import open_with
+from jax_ucp.formats.options import Options, rule_of
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
@@ -201,10 +201,8 @@ def open_checkpoint(
         raise click.UsageError("--dequantize and --no-dequantize exclude one another")
     kept = False if no_dequantize else dequantize
     options = Options.of(_once(sizes), **others, dequantize=kept)
-    contents = open_contents(path, options)
     for_rules = [used.names for used in (rules, of_mapping) if used]
-    require_used(options.sizes, contents.path, frozenset().union(*for_rules))
-    checkpoint = jax_ucp.Checkpoint(contents)
+    checkpoint = open_with(path, options, frozenset().union(*for_rules))
     if rules is None:
         return checkpoint
     return checkpoint.map(rules, **map_arguments(rules, sizes, config, assume))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import Executor
 from typing import Any
 
 import click
@@ -10,17 +11,19 @@ from rich.text import Text
 
 from jax_ucp.cli.options import as_json, open_checkpoint, source_options
 from jax_ucp.cli.output import console, print_json, to_stderr
+from jax_ucp.cli.workers import worker_options
 from jax_ucp.text import visible_lines
 
 
 @click.command()
 @click.argument("path")
 @source_options
+@worker_options
 @as_json
-def verify(path: str, json_: bool, **options: Any) -> None:
+def verify(path: str, json_: bool, executor: Executor | None, **options: Any) -> None:
     """Read every byte of the checkpoint at PATH that has a checksum or a duplicate, and compare."""
     checkpoint = open_checkpoint(path, **options)
-    outcomes = [fault for _, fault in checkpoint.verify()]
+    outcomes = [fault for _, fault in checkpoint.verify(executor=executor)]
     checks, faults = len(outcomes), list(filter(None, outcomes))
     if json_:
         print_json({"path": path, "format": checkpoint.format, "checks": checks, "faults": faults})

@@ -84,7 +84,7 @@ class LocalFiles(Files):
     links are those found when a name is first used: who can change the directory meanwhile is not
     kept out. Nothing is created before the first write.
 
-    Raises UnsupportedPath for a URL: object stores are not read or written yet.
+    Raises UnsupportedPath for a URL of another kind than `file://`.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
@@ -206,6 +206,21 @@ class LocalFiles(Files):
         if durable:
             os.replace(first, path)
             _sync_folder(os.path.dirname(path))
+
+    def create(self, name: str, data: bytes) -> None:
+        path = self.path(name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        # another writer of this file may be at work: whose link is first has created it
+        first = f"{path}.{os.getpid()}-{threading.get_ident()}{UNFINISHED}"
+        try:
+            with os.fdopen(_create(first), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(first, path)
+        finally:
+            os.unlink(first)
+        _sync_folder(os.path.dirname(path))
 
     def sync(self) -> None:
         """Make everything durable that was written here: once for many files, not a wait for the

@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jax_ucp.arguments import local_path
-from jax_ucp.files.local import WholeDisk, check_name
+from jax_ucp.files.local import check_name
+from jax_ucp.files.locations import locate
+from jax_ucp.files.looked import look, look_inside
 from jax_ucp.files.protocol import FileInfo, Files, read_bytes
 from jax_ucp.files.source_files import note
 
@@ -58,8 +59,8 @@ class FilePath:
         return self.key[len(folder.key) :].lstrip("/")
 
     def info(self) -> FileInfo | None:
-        """What is there now; None if nothing is."""
-        return self.files.stat(self.key)
+        """What is there; None if nothing is."""
+        return look(self.files, self.key)
 
     def exists(self) -> bool:
         info = self.info()
@@ -83,7 +84,7 @@ class FilePath:
         return info.size if info else 0
 
     def file(self) -> FileInfo:
-        """The file that is there now. Raises FileNotFoundError or IsADirectoryError."""
+        """The file that is there. Raises FileNotFoundError or IsADirectoryError."""
         info = self.info()
         if info is None or info.kind == "other":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
@@ -97,7 +98,7 @@ class FilePath:
 
     def children(self) -> Sequence[FilePath]:
         """What lies directly in the folder, sorted by name; nothing if it is none."""
-        return [FilePath(self.files, info.name) for info in self.files.list(self.key)]
+        return [FilePath(self.files, info.name) for info in look_inside(self.files, self.key)]
 
     def matching(self, suffix: str) -> Sequence[FilePath]:
         """The children whose names end so."""
@@ -121,10 +122,5 @@ class FilePath:
 
 
 def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:
-    """The path that somebody gives: of this machine's disk. Raises UnsupportedPath for a URL."""
-    if isinstance(path, FilePath):
-        return path
-    return FilePath(_DISK, os.path.abspath(local_path(path))[1:])
-
-
-_DISK = WholeDisk()
+    """The path or the URL that somebody gives. Raises UnsupportedPath for what is neither."""
+    return path if isinstance(path, FilePath) else FilePath(*locate(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -42,7 +42,12 @@ class RangeRead:
 class Files(Protocol):
     """Files by name under one root. Names are checked here, and nowhere else: one that is absolute,
     has `..` or leads out of the root through a link is refused with a FormatError.
+
+    What cannot be reached, or does not answer, is a StoreError.
     """
+
+    # whether each question is a request over a network, so that few are asked, many at once
+    is_remote: ClassVar[bool] = False
 
     @abstractmethod
     def url(self, name: str = "") -> str:
@@ -56,6 +61,14 @@ class Files(Protocol):
     def list(self, folder: str = "") -> Sequence[FileInfo]:
         """What lies directly in a folder, sorted by name; nothing where there is no folder."""
         ...
+
+    def walk(self, folder: str = "") -> Iterator[FileInfo]:
+        """Every file below a folder, those in folders to which links lead excepted."""
+        for entry in self.list(folder):
+            if entry.kind != "folder":
+                yield entry
+            elif self.link(entry.name) is None:
+                yield from self.walk(entry.name)
 
     @abstractmethod
     def stat(self, name: str) -> FileInfo | None:
@@ -85,6 +98,14 @@ class Files(Protocol):
         ...
 
     @abstractmethod
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file that is whole or not there, and durable, where there is none yet.
+
+        Raises FileExistsError where there is one: of several writers one creates it.
+        """
+        ...
+
+    @abstractmethod
     def sync(self) -> None:
         """Make everything durable that was written here."""
         ...
@@ -96,22 +117,16 @@ class Files(Protocol):
 
     @abstractmethod
     def spec(self, name: str = "") -> dict[str, Any]:
-        """TensorStore's description of a folder. It follows every link that it meets."""
+        """TensorStore's description of a folder. It follows every link that it meets.
+
+        Raises UnsupportedPath where TensorStore has no driver for what the files are in.
+        """
         ...
 
     @abstractmethod
     def join(self, folder: str) -> Files:
         """The files below a folder, whose names cannot lead out of it."""
         ...
-
-
-def walk(files: Files, folder: str = "") -> Iterator[FileInfo]:
-    """Every file below a folder, those in folders to which links lead excepted."""
-    for entry in files.list(folder):
-        if entry.kind != "folder":
-            yield entry
-        elif files.link(entry.name) is None:
-            yield from walk(files, entry.name)
 
 
 def file_size(files: Files, name: str) -> int | None:

@@ -7,11 +7,13 @@ before it is first read, and again at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from jax_ucp.errors import CorruptData, fault_lines
+from jax_ucp.files.in_flight import request_all
+from jax_ucp.files.looked import looking_once
 from jax_ucp.files.protocol import FileInfo, Files
 
 FAULTS_SHOWN = 8
@@ -33,8 +35,7 @@ class SourceFiles:
 
     def changes(self) -> Iterator[str]:
         """What has become of each file that is not as it was."""
-        for url, (files, before) in self._seen.items():
-            now = files.stat(before.name)
+        for (url, (_, before)), now in zip(self._seen.items(), self._now(), strict=True):
             if now is None:
                 yield f"{url} is gone"
             elif now.size != before.size:
@@ -44,6 +45,12 @@ class SourceFiles:
                 )
             elif now != before:
                 yield f"{url} is not the file that was opened: it was replaced, or written to"
+
+    def _now(self) -> Sequence[FileInfo | None]:
+        seen = list(self._seen.values())
+        if any(files.is_remote for files, _ in seen):
+            return request_all(lambda file: file[0].stat(file[1].name), seen)
+        return [files.stat(file.name) for files, file in seen]
 
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""
@@ -69,7 +76,8 @@ def opening() -> Iterator[SourceFiles]:
     files = SourceFiles()
     token = _opening.set(files)
     try:
-        yield files
+        with looking_once():
+            yield files
     finally:
         _opening.reset(token)
 

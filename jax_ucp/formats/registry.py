@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
+from jax_ucp.files.looked import looking_once
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.source_files import opening
 from jax_ucp.formats import run_folders
@@ -18,6 +19,7 @@ from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
 from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
+from jax_ucp.formats.gguf import reader as gguf
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
@@ -222,6 +224,12 @@ FORMATS: tuple[Format, ...] = (
         notes_siblings=True,
     ),
     Format(
+        gguf.recognise,
+        "GGUF (a file, or the first part of a split one)",
+        gguf.open_gguf,
+        stores_once=True,
+    ),
+    Format(
         flax_msgpack.recognise,
         "Flax's msgpack (a file, or T5X's folder with `checkpoint`)",
         flax_msgpack.open_flax,
@@ -251,7 +259,11 @@ def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> 
     FormatError where what is there is not as its format has it, and SpecError for a spec that its
     format has no use for.
     """
-    at = file_path(path)
+    with looking_once():
+        return _open_at(path, file_path(path), options)
+
+
+def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Options) -> Contents:
     _require_finished(path, at)
     format = RUN if options.step is not None and RUN.recognise(at) else _format_of(at)
     if format is None:
@@ -293,10 +305,12 @@ def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
 
 def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> None:
     """Raise NotACheckpoint where nothing is at the path, or a conversion that has not finished."""
+    if universal.recognise(at):
+        return
     if not at.exists():
         link = f": it is a link to {at.link()}, which is not there" if at.link() else ""
         raise NotACheckpoint(f"{path} does not exist{link}")
-    if (at / LEDGER_FILE).is_file() and not universal.recognise(at):
+    if (at / LEDGER_FILE).is_file():
         raise NotACheckpoint(
             f"{path} is an unfinished conversion: run the same convert again to complete it"
         )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.checkpoint import open
-from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import Files
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.save import (
     Description,
@@ -27,6 +30,7 @@ from jax_ucp.sharding.save import (
 from jax_ucp.sharding.shared_save import SharedSave, attempt
 from jax_ucp.sharding.trees import Missing
 from jax_ucp.sources.checks import Extent
+from jax_ucp.universal.store import claimed
 
 
 @dataclass
@@ -77,21 +81,25 @@ class Begun:
 
     shared: SharedSave
     snapshot: Callable[[], Snapshot]
-    directory: LocalFiles
+    directory: Files
     budget_bytes: int
 
     def finish(self) -> None:
-        self.shared.run(
-            lambda: content(self.snapshot()),
-            lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
-            lambda: commit_snapshot(self.snapshot(), self.directory),
-        )
+        with ExitStack() as kept:
+            if jax.process_index() == 0:
+                with self.shared.telling():
+                    kept.enter_context(claimed(self.directory))
+            self.shared.run(
+                lambda: content(self.snapshot()),
+                lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
+                lambda: commit_snapshot(self.snapshot(), self.directory),
+            )
 
 
 def begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> Begun:
     """Copy this process's part of the tree to host memory; the rest is `finish`."""
-    directory = LocalFiles(path)
-    shared = SharedSave(directory.root)
+    directory = file_path(path).folder()
+    shared = SharedSave(directory.url())
     snapshot = attempt(lambda: take_snapshot(args.described()))
     return Begun(shared, snapshot, directory, _budget(args, budget_bytes))
 

@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.files.local import LocalFiles
-from jax_ucp.files.protocol import read_file
+from jax_ucp.files.protocol import Files
 from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
     SMALL_BYTES,
@@ -126,13 +125,13 @@ def take_snapshot(described: Description) -> Snapshot:
 
 
 def write_snapshot(
-    snapshot: Snapshot, directory: LocalFiles, budget_bytes: int = DEFAULT_BUDGET
+    snapshot: Snapshot, directory: Files, budget_bytes: int = DEFAULT_BUDGET
 ) -> None:
     """Write this process's chunks and digests. The directory is not yet a checkpoint."""
-    if read_file(directory, METADATA_FILE) is not None:
+    if directory.stat(METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
-    run_bounded(_write_jobs(snapshot, store), budget_bytes)
+    run_bounded(_write_jobs(snapshot, store), budget_bytes, directory)
     write_part(store, jax.process_index())
 
 
@@ -145,11 +144,8 @@ def _write_jobs(snapshot: Snapshot, store: ZarrStore) -> Iterator[tuple[int, Cal
     def write(name: str, box: Box) -> None:
         store.write(name, box, snapshot.read(name, box), durable=False)
 
-    def write_pack() -> None:
-        blocks = ((name, box, snapshot.read(name, box)) for name, box in in_pack)
-        store.write_pack(jax.process_index(), blocks)
-
     if in_pack:
+        write_pack = partial(store.write_pack, jax.process_index(), in_pack, snapshot.read)
         yield 2 * SMALL_BYTES, write_pack
     if jax.process_index() == 0:
         for name in itertools.filterfalse(packed.__contains__, snapshot.infos):
@@ -158,7 +154,7 @@ def _write_jobs(snapshot: Snapshot, store: ZarrStore) -> Iterator[tuple[int, Cal
         yield 2 * box.size * snapshot.infos[name].dtype.itemsize, partial(write, name, box)
 
 
-def commit_snapshot(snapshot: Snapshot, directory: LocalFiles) -> Metadata:
+def commit_snapshot(snapshot: Snapshot, directory: Files) -> Metadata:
     """Make the directory a checkpoint: one process, after all have written their snapshots."""
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
     packed = packed_arrays(snapshot.infos, snapshot.chunks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from jax_ucp.files.looked import look_inside
 from jax_ucp.files.path import FilePath
 from jax_ucp.sources.contents import Item
 
@@ -28,7 +29,7 @@ def items_beside(path: FilePath, known: Collection[str], prefix: str = "") -> li
 
     The folder is listed once; `prefix` is what is in front of the names in an inventory.
     """
-    others = [info for info in path.folder().list() if info.name not in known]
+    others = [info for info in look_inside(path.folder(), "") if info.name not in known]
     reason = "lies beside the checkpoint; not read"
     return [
         Item(prefix + info.name, "folder" if info.kind == "folder" else "file", "skipped", reason)

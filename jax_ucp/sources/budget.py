@@ -5,11 +5,14 @@ from __future__ import annotations
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
+
+from jax_ucp.files.in_flight import FILES
+from jax_ucp.files.protocol import Files
 
 T = TypeVar("T")
 
@@ -25,25 +28,33 @@ BATCH_BYTES = 4 << 20
 BATCH_JOBS = 64
 
 
-def threads() -> int:
-    """How many jobs are worth having in flight at once."""
+def threads(target: Files | None = None) -> int:
+    """How many jobs are worth having in flight at once, if they write to `target`."""
+    if target is not None and target.is_remote:
+        return FILES
     return min(8, (os.cpu_count() or 1) + 1)
 
 
-def run_bounded(jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: int) -> None:
+def run_bounded(
+    jobs: Iterable[tuple[int, Callable[[], object]]],
+    budget_bytes: int,
+    target: Files | None = None,
+) -> None:
     """Run (cost in bytes, job) pairs in threads, as many at once as the budget and `threads()`
     allow.
 
-    Neighbours that cost little are run as one. The first job that raises stops those not yet begun,
-    and its error is raised here.
+    Neighbours that cost little are run as one, unless each waits for a network. The first job that
+    raises stops those not yet begun, and its error is raised here.
     """
-    max_bytes = min(BATCH_BYTES, budget_bytes // threads())
-    with ThreadPoolExecutor(threads()) as pool:
+    at_once = threads(target)
+    max_bytes = min(BATCH_BYTES, budget_bytes // at_once)
+    max_count = 1 if target is not None and target.is_remote else BATCH_JOBS
+    with ThreadPoolExecutor(at_once) as pool:
         submissions = (
             Submission(sum(cost for cost, _ in batch), partial(_run_all, batch))
-            for batch in batches(jobs, operator.itemgetter(0), max_bytes, BATCH_JOBS)
+            for batch in batches(jobs, operator.itemgetter(0), max_bytes, max_count)
         )
-        submit_bounded(pool, submissions, budget_bytes, threads())
+        submit_bounded(pool, submissions, budget_bytes, at_once)
 
 
 class Submission(NamedTuple, Generic[T]):
@@ -109,12 +120,16 @@ def in_order(
             yield begun.popleft()[1].result()
 
 
-def in_threads(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+def in_threads(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
     """The results of the jobs, in their order, of which `threads()` run at once. Each should
     hold little memory.
     """
+    # Thousands of small ones are handed over some at a time, which costs less than each.
+    some = max(1, len(jobs) // (64 * threads()))
+    groups = [jobs[at : at + some] for at in range(0, len(jobs), some)]
     with ThreadPoolExecutor(threads()) as pool:
-        yield from pool.map(lambda job: job(), jobs)
+        for results in pool.map(lambda group: [job() for job in group], groups):
+            yield from results
 
 
 def batches(

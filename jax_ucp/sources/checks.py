@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -87,8 +87,28 @@ def require(check: Check) -> None:
 
 
 def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:
-    """What each check looks at, and what is wrong with it or None; several run at once."""
+    """What each check looks at, and what is wrong with it or None; several run at once, and each
+    sees what the others read.
+    """
     checks = list(checks)
-    yield from zip(
-        (check.label for check in checks), in_threads(check.run for check in checks), strict=True
-    )
+    with ExitStack() as stack:
+        for check in checks:
+            if check.watcher is not None:
+                stack.enter_context(check.watcher.watch(_alarm, _note))
+        faults = faults_of(checks)
+    yield from zip((check.label for check in checks), faults, strict=True)
+
+
+def faults_of(checks: Sequence[Check]) -> Sequence[str | None]:
+    """What each check finds. Those that a file has of itself come first in a list of checks, and
+    run last: then they have seen what the others read.
+    """
+    return list(in_threads([check.run for check in reversed(checks)]))[::-1]
+
+
+def _alarm() -> None:
+    """Every check is run to its end, whatever another finds."""
+
+
+def _note(seen: object) -> None:
+    """What was seen is for this process alone."""

@@ -15,8 +15,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.budget import in_threads
-from jax_ucp.sources.checks import Check, Watcher, require
+from jax_ucp.sources.checks import Check, Watcher, faults_of, require
 from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Leaf
 
@@ -71,16 +70,22 @@ def _forget(seen: object) -> None:
 
 
 class Proofs:
-    """All that can be proved of a checkpoint, while somebody reads it.
+    """All that can be proved of a checkpoint, while somebody reads it; or those of its checks that
+    are `ours`, where other processes run the rest.
 
     With `taking_notes`, what is seen is kept for another process that asks for it.
     """
 
-    def __init__(self, contents: Contents, taking_notes: bool = False):
+    def __init__(
+        self,
+        contents: Contents,
+        taking_notes: bool = False,
+        ours: Callable[[Check], bool] = lambda check: True,
+    ):
         self.contents = contents
         self._taking_notes = taking_notes
         self._seen: dict[str, list[Any]] = defaultdict(list)
-        self._checks = list(contents.checks("full"))
+        self._checks = list(filter(ours, contents.checks("full")))
         self._failed = threading.Event()
 
     def require_sound_so_far(self) -> None:
@@ -125,10 +130,7 @@ class Proofs:
 
     def contradiction(self) -> CorruptData | None:
         """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""
-        # The checks that a file has of itself come first. They run last, and then have seen what
-        # others read.
-        faults = list(in_threads(check.run for check in reversed(self._checks)))
-        if not (faults := [fault for fault in reversed(faults) if fault]):
+        if not (faults := list(filter(None, faults_of(self._checks)))):
             return None
         lines = [f"{self.contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]
         return CorruptData("\n  ".join(lines))

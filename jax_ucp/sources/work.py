@@ -21,8 +21,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import xxhash
 
-from jax_ucp.errors import CorruptData, WorkerError
-from jax_ucp.files.local import LocalFiles
+from jax_ucp.errors import CorruptData, UCPError, WorkerError
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import Files
 from jax_ucp.sources.budget import (
     DEFAULT_BUDGET,
     Submission,
@@ -99,13 +100,19 @@ class OpenedJob:
     handed over, and what they wrote must be durable when they end.
     """
 
-    def __init__(self, contents: Contents, is_elsewhere: bool = False):
+    def __init__(
+        self,
+        contents: Contents,
+        is_elsewhere: bool = False,
+        ours: Callable[[Check], bool] = lambda check: True,
+    ):
         self.contents = contents
         self.is_elsewhere = is_elsewhere
+        self._ours = ours
         self.process = os.getpid()
         # What a task saw is told from what others saw: elsewhere they go one at a time.
         self.turn = threading.Lock()
-        self._files: dict[str, LocalFiles] = {}
+        self._files: dict[str, Files] = {}
         self._watching = ExitStack()
         self._proofs: Proofs | None = None
 
@@ -113,7 +120,7 @@ class OpenedJob:
     def proofs(self) -> Proofs:
         """All that can be proved of the checkpoint while it is read; elsewhere, from now on."""
         if self._proofs is None:
-            self._proofs = Proofs(self.contents, taking_notes=self.is_elsewhere)
+            self._proofs = Proofs(self.contents, self.is_elsewhere, self._ours)
             if self.is_elsewhere:
                 self._watching.enter_context(self._proofs.watching())
         return self._proofs
@@ -133,9 +140,9 @@ class OpenedJob:
     def every_check(self) -> Sequence[Check]:
         return list(self.contents.checks("full"))
 
-    def files(self, root: str) -> LocalFiles:
+    def files(self, root: str) -> Files:
         """A directory that tasks write to, opened once."""
-        return self._files.setdefault(root, LocalFiles(root))
+        return self._files.setdefault(root, file_path(root).folder())
 
 
 class Task(Protocol[T_co]):
@@ -157,11 +164,14 @@ class Task(Protocol[T_co]):
 @dataclass(frozen=True)
 class Done(Generic[T]):
     """The result of a task, and what its reads proved, if that is not known yet where the job
-    is shared out.
+    is shared out; or the error that stopped it.
+
+    What an executor raises of itself is told from that: it is no error of a task.
     """
 
-    result: T
+    result: T | None = None
     seen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 # By the id of a job: those that are shared out here, and the last one of which tasks came.
@@ -171,10 +181,10 @@ _reopening = threading.Lock()
 
 
 def perform(task: Task[T]) -> Done[T]:
-    """Run a task in whichever process this is. Errors are such as can be sent back."""
-    if opened := _shared_out.get(task.job.id):
-        return Done(task.run(opened))
+    """Run a task in whichever process this is. Its error is such as can be sent back."""
     try:
+        if opened := _shared_out.get(task.job.id):
+            return Done(task.run(opened))
         opened = _opened(task.job)
         with opened.turn:
             try:
@@ -183,7 +193,7 @@ def perform(task: Task[T]) -> Done[T]:
                 seen = opened.take()
             return Done(result, seen)
     except Exception as error:
-        raise _portable(error) from None
+        return Done(error=_portable(error))
 
 
 def _opened(job: Job) -> OpenedJob:
@@ -228,9 +238,10 @@ class Coordinator:
         tasks: Iterable[AnyTask],
         finish: Callable[[AnyTask, Any], None],
         budget_bytes: int,
+        target: Files | None = None,
     ) -> None:
-        """Run all tasks; `finish` is called with each that is done and its result, by several
-        threads at once where they run here.
+        """Run all tasks, which write to `target` if to anything; `finish` is called with each that
+        is done and its result, by several threads at once where they run here.
 
         Pieces that run here cost at most `budget_bytes` together. The first error stops those not
         yet begun and is raised here.
@@ -239,6 +250,7 @@ class Coordinator:
             run_bounded(
                 ((task.cost, partial(self._run_here, task, finish)) for task in tasks),
                 budget_bytes,
+                target,
             )
             return
         submissions = (
@@ -249,7 +261,7 @@ class Coordinator:
             )
             for task in tasks
         )
-        with _naming_death(self._again):
+        with _naming_failure(self._again):
             submit_bounded(
                 self._executor,
                 submissions,
@@ -263,21 +275,31 @@ class Coordinator:
     def _finish(
         self, task: AnyTask, finish: Callable[[AnyTask, Any], None], done: Done[Any]
     ) -> None:
+        if done.error is not None:
+            raise _NotOfExecutor(done.error)
         if done.seen:
             self.opened.proofs.add(done.seen)
-        finish(task, done.result)
+        try:
+            finish(task, done.result)
+        except Exception as error:
+            raise _NotOfExecutor(error) from error
 
 
 @contextmanager
-def shared_out(contents: Contents, workers: Workers, again: str) -> Iterator[Coordinator]:
+def shared_out(
+    contents: Contents,
+    workers: Workers,
+    again: str,
+    ours: Callable[[Check], bool] = lambda check: True,
+) -> Iterator[Coordinator]:
     """A job on a checkpoint whose tasks the workers run. Nothing is written before it begins.
 
-    `again` says what to do when a worker's process has ended.
+    `again` says what to do when a worker's process has ended. `ours` are the checks to be proved.
 
     Raises WorkerError where the executor's processes cannot open the checkpoint, were forked from
     this one, or do not start.
     """
-    opened = OpenedJob(contents)
+    opened = OpenedJob(contents, ours=ours)
     job = Job(uuid.uuid4().hex)
     _shared_out[job.id] = opened
     try:
@@ -291,7 +313,7 @@ def shared_out(contents: Contents, workers: Workers, again: str) -> Iterator[Coo
 
 
 def _runs_here(executor: Executor, job_id: str) -> bool:
-    with _naming_death(_NOT_STARTED):
+    with _naming_failure(_NOT_STARTED):
         place = executor.submit(_place, job_id).result()
     if place == "forked":
         raise WorkerError(
@@ -328,15 +350,33 @@ _NOT_STARTED = (
 )
 
 
+class _NotOfExecutor(Exception):
+    """Has the error of a task, or of what is done with its result."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+
 @contextmanager
-def _naming_death(again: str) -> Iterator[None]:
-    """Raises WorkerError, saying what to run again, where a process of the executor has ended."""
+def _naming_failure(again: str) -> Iterator[None]:
+    """Raises WorkerError, saying what to run again, where the executor itself failed: a process of
+    it has ended, or is not reached.
+    """
     try:
         yield
+    except _NotOfExecutor as other:
+        raise other.error from other.error.__cause__
+    except UCPError:
+        raise
     except BrokenExecutor as error:
         raise WorkerError(
             f"a process of the executor has ended before its work was done, killed (perhaps for its"
             f" memory) or crashed: {type(error).__name__}: {error} {again}"
+        ) from error
+    except Exception as error:
+        raise WorkerError(
+            "the executor could not have the work done. Each of its processes needs jax_ucp, of the"
+            f" same version as here: {type(error).__name__}: {error} {again}"
         ) from error
 
 

@@ -4,17 +4,18 @@ where it stopped.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 
 import numpy as np
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.files.path import FilePath
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -52,7 +53,7 @@ from jax_ucp.sources.work import (
 from jax_ucp.universal.ledger import Ledger
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
-from jax_ucp.universal.packs import is_indexed
+from jax_ucp.universal.packs import PACK_BLOCKS, PACK_BYTES, is_indexed, packed_arrays
 from jax_ucp.universal.store import (
     METADATA_FILE,
     Commit,
@@ -85,11 +86,15 @@ class Block:
     nbytes: int
     cost: int
 
+    @property
+    def place(self) -> tuple[str, Box]:
+        return self.key, self.box
+
 
 @dataclass(frozen=True)
 class CopyPlan:
     """What a copy will do, decided before any byte moves: one block for each outer chunk of each
-    array.
+    array, some of them together in packs.
 
     `notes` say what the mesh that the chunks are cut for does not have of what was asked for.
     """
@@ -99,6 +104,22 @@ class CopyPlan:
     blocks: Sequence[Block]
     budget_bytes: int
     notes: Sequence[str] = ()
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """The arrays that are packed."""
+        return packed_arrays(self.arrays, self.chunks)
+
+    @cached_property
+    def packs(self) -> Sequence[Sequence[Block]]:
+        """What each pack has, in the order of the blocks."""
+        small = (block for block in self.blocks if block.key in self.packed)
+        return list(batches(small, lambda block: block.nbytes, PACK_BYTES, PACK_BLOCKS))
+
+    @property
+    def alone(self) -> Iterator[Block]:
+        """The blocks that are files of their own."""
+        return (block for block in self.blocks if block.key not in self.packed)
 
     @property
     def write_bytes(self) -> int:
@@ -111,6 +132,22 @@ class CopyPlan:
         """
         costs = sorted((block.cost for block in self.blocks), reverse=True)
         return min(sum(costs[: threads()]), max(self.budget_bytes, *costs[:1], 0))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does of a copy: packs by number, blocks that are files of their own, and
+    the arrays whose `zarr.json` it writes.
+    """
+
+    packs: list[tuple[int, Sequence[Block]]]
+    alone: list[Block]
+    creates: list[str]
+
+    @staticmethod
+    def whole(plan: CopyPlan) -> Part:
+        creates = [key for key in plan.arrays if key not in plan.packed]
+        return Part(list(enumerate(plan.packs)), list(plan.alone), creates)
 
 
 def plan_copy(
@@ -190,7 +227,7 @@ def _rough_part(length: int) -> int:
 def copy(
     contents: Contents,
     plan: CopyPlan,
-    target: Path,
+    target: FilePath,
     progress: Callable[[Block], None] = lambda block: None,
     workers: Workers = HERE,
 ) -> Metadata:
@@ -210,30 +247,33 @@ def copy(
         f"{target} is no checkpoint yet: the same call with a new executor takes up what is done."
     )
     with shared_out(contents, workers, again) as coordinator:
-        store = ZarrStore(
-            coordinator.opened.files(os.path.abspath(target)), plan.arrays, plan.chunks
-        )
-        ledger = Ledger(target, _identity(contents, plan))
+        store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
+        ledger = Ledger(target, identity_of(contents, plan))
         try:
             if (target / METADATA_FILE).exists() and not ledger.resumed:
                 ledger.remove()  # another copy was completed here a moment ago
                 raise FileExistsError(f"{target} is a checkpoint already; give another path")
             with proved(coordinator.opened.proofs, partial(_discard, target, ledger)):
-                _copy_blocks(plan, store, ledger, progress, coordinator)
+                copy_part(Part.whole(plan), plan, store, ledger, progress, coordinator)
             contents.files.require_unchanged()
-            metadata = _commit(contents, plan, store)
+            write_part(store, 0)
+            metadata = commit_copy(contents, plan, store)
             ledger.remove()
         finally:
             ledger.close()
     return metadata
 
 
-def _commit(contents: Contents, plan: CopyPlan, store: ZarrStore) -> Metadata:
-    write_part(store, 0)
+def commit_copy(
+    contents: Contents, plan: CopyPlan, store: ZarrStore, processes: int = 1
+) -> Metadata:
+    """Make the directory a checkpoint: one process, after all have written their parts."""
     outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
     files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
     commit = Commit(
         contents.leaves,
+        processes,
+        packed=plan.packed,
         files=files,
         source=contents.origin,
         extras=contents.extras,
@@ -242,23 +282,31 @@ def _commit(contents: Contents, plan: CopyPlan, store: ZarrStore) -> Metadata:
     return commit.write(store)
 
 
-def require_target(contents: Contents, target: Path) -> None:
+def require_target(contents: Contents, target: FilePath) -> None:
     """Raises FileExistsError where a copy cannot be written to `target`, or taken up there."""
     # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up
     # like any other.
     if (target / METADATA_FILE).exists() and not Ledger.begun(target):
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
-    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+    if _lies_in(target, contents.path):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
-    if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
+    if target.is_dir() and target.children() and not Ledger.begun(target):
         raise FileExistsError(
             f"{target} has files in it that are no unfinished copy; give another path"
         )
 
 
-def _discard(target: Path, ledger: Ledger) -> None:
+def _lies_in(target: FilePath, source: str) -> bool:
+    """Whether a target is the source, or in it; on a disk by whichever links."""
+    if target.files.is_remote:
+        return f"{target}/".startswith(f"{source}/")
+    real = os.path.realpath(source)
+    return os.path.commonpath((real, os.path.realpath(str(target)))) == real
+
+
+def _discard(target: FilePath, ledger: Ledger) -> None:
     """Leave nothing of a copy, unless it was completed when the source was still sound."""
     if not (target / METADATA_FILE).exists():
         ledger.discard()
@@ -267,7 +315,7 @@ def _discard(target: Path, ledger: Ledger) -> None:
 @dataclass(frozen=True)
 class CopyTask:
     """Blocks to be copied, one after the other, to `target`, which has these arrays in these
-    chunks.
+    chunks: each to a file of its own, or all to the pack of that number.
 
     `noted` is what the ledger of a stopped copy says of each block. What was written is looked at
     then: a ledger says what a block was, and files are changed by others too.
@@ -279,6 +327,7 @@ class CopyTask:
     chunks: Mapping[str, Chunks]
     blocks: tuple[Block, ...]
     noted: tuple[Written | None, ...]
+    pack: int | None = None
 
     @property
     def cost(self) -> int:
@@ -290,29 +339,53 @@ class CopyTask:
         Returns what is there of each block. Here it is durable when the directory is synced, and
         elsewhere at once.
         """
-        proofs, files = opened.proofs, opened.files(self.target)
+        files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
-        for block, noted in zip(self.blocks, self.noted, strict=True):
-            if noted is not None and store.holds(block.key, block.box, noted):
-                store.written[block.key][str(block.box)] = noted
-                continue
-            data = opened.contents.arrays.read(block.key, block.box)
-            proofs.require_sound_so_far()
-            store.write(block.key, block.box, data, durable=False)
+        if self.pack is None:
+            for block, noted in zip(self.blocks, self.noted, strict=True):
+                self._write(opened, store, [(block, noted)])
+        else:
+            store.place_pack(self.pack, [block.place for block in self.blocks])
+            self._write(opened, store, list(zip(self.blocks, self.noted, strict=True)))
         if opened.is_elsewhere:
             files.sync()
         return [store.written[block.key][str(block.box)] for block in self.blocks]
 
+    def _write(
+        self, opened: OpenedJob, store: ZarrStore, blocks: Sequence[tuple[Block, Written | None]]
+    ) -> None:
+        """Write what makes one file, unless all of it is there as it was noted."""
+        there = [
+            (block, noted) for block, noted in blocks if noted and store.holds(*block.place, noted)
+        ]
+        if len(there) == len(blocks):
+            for block, noted in there:
+                store.written[block.key][str(block.box)] = noted
+            return
+        proofs = opened.proofs
 
-def _copy_blocks(
+        def read(key: str, box: Box) -> np.ndarray:
+            data = opened.contents.arrays.read(key, box)
+            proofs.require_sound_so_far()
+            return data
+
+        if self.pack is not None:
+            store.write_pack(self.pack, [block.place for block, _ in blocks], read)
+            return
+        for block, _ in blocks:
+            store.write(*block.place, read(*block.place), durable=False)
+
+
+def copy_part(
+    part: Part,
     plan: CopyPlan,
     store: ZarrStore,
     ledger: Ledger,
     progress: Callable[[Block], None],
     coordinator: Coordinator,
 ) -> None:
-    """Write the blocks that the ledger does not have yet, and those that are not on disk as it
-    has them.
+    """Write the blocks of a part that the ledger does not have yet, and those that are not on disk
+    as it has them.
     """
     # Elsewhere a task is durable when it is done.
     waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
@@ -331,13 +404,17 @@ def _copy_blocks(
         """Wait for the disk, and only then say in the ledger that the blocks are there."""
         if group and coordinator.is_here:
             store.directory.sync()
-        for block in group:
-            ledger.note(block.key, block.box, store.written[block.key][str(block.box)])
+        if group:
+            ledger.note((*b.place, store.written[b.key][str(b.box)]) for b in group)
         for block in group:
             progress(block)
 
-    run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
-    coordinator.run(_tasks(plan, store, ledger, coordinator), finish, plan.budget_bytes)
+    creations = ((0, partial(store.create, key)) for key in part.creates)
+    run_bounded(creations, plan.budget_bytes, store.directory)
+    for number, pack in part.packs:
+        store.place_pack(number, [block.place for block in pack])
+    tasks = _tasks(part, plan, store, ledger, coordinator)
+    coordinator.run(tasks, finish, plan.budget_bytes, store.directory)
     settle(waiting.blocks)
 
 
@@ -360,41 +437,42 @@ class _Waiting:
         return ready
 
 
+def of_one_chunk(contents: Contents, block: Block, following: Block) -> bool:
+    """Whether two blocks lie in one stored chunk, which is decoded once if they go together."""
+    chunk = contents.arrays.arrays()[block.key].chunk if block.key == following.key else None
+    return bool(chunk and grid_place(block.box, chunk) == grid_place(following.box, chunk))
+
+
 def _tasks(
-    plan: CopyPlan, store: ZarrStore, ledger: Ledger, coordinator: Coordinator
+    part: Part, plan: CopyPlan, store: ZarrStore, ledger: Ledger, coordinator: Coordinator
 ) -> Iterator[CopyTask]:
     """The blocks in their order, several small ones together. Elsewhere a task is larger, and all
     that is of one stored chunk goes together, so that one process decodes it.
     """
-    stored = coordinator.opened.contents.arrays.arrays()
-
-    def of_one_chunk(block: Block, following: Block) -> bool:
-        chunk = stored[block.key].chunk
-        return bool(
-            chunk
-            and block.key == following.key
-            and grid_place(block.box, chunk) == grid_place(following.box, chunk)
-        )
-
     if coordinator.is_here:
-        most, belong = (BATCH_BYTES, BATCH_JOBS), None
+        # what waits for a network waits alone
+        most = BATCH_BYTES, 1 if store.directory.is_remote else BATCH_JOBS
+        belong = None
     else:
-        most, belong = (TASK_BYTES, TASK_BOXES), of_one_chunk
-    together = batches(plan.blocks, lambda block: block.nbytes, *most, belong)
-    for blocks in together:
+        most = TASK_BYTES, TASK_BOXES
+        belong = partial(of_one_chunk, coordinator.opened.contents)
+    together = batches(part.alone, lambda block: block.nbytes, *most, belong)
+    for number, blocks in itertools.chain(part.packs, ((None, blocks) for blocks in together)):
         keys = dict.fromkeys(block.key for block in blocks)
         yield CopyTask(
             coordinator.job,
-            store.directory.root,
+            store.directory.url(),
             {key: plan.arrays[key] for key in keys},
             {key: plan.chunks[key] for key in keys},
             tuple(blocks),
             tuple(ledger.done.get((block.key, str(block.box))) for block in blocks),
+            number,
         )
 
 
-def _identity(contents: Contents, plan: CopyPlan) -> str:
+def identity_of(contents: Contents, plan: CopyPlan) -> str:
     """What a ledger must agree with: the source as it was opened, and the blocks."""
     format, source, files, items, dtypes = contents.identity()
-    identity = (format, source, files, sorted(plan.chunks.items()), items, dtypes)
+    chunks = sorted(plan.chunks.items())
+    identity = (format, source, files, chunks, len(plan.packs), items, dtypes)
     return digest(repr(identity).encode())

@@ -29,6 +29,10 @@ INDEX_FILE = "ucp.index"
 # With fewer small arrays than that, files of their own cost little, and any zarr reader finds them.
 PACK_FROM = 1000
 
+# What a conversion writes to one pack: a worker's task, and what is done again after a kill.
+PACK_BYTES = 16 << 20
+PACK_BLOCKS = 8192
+
 
 def is_indexed(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> bool:
     """Whether there is an index: not where it would have no entry, or more than it can."""

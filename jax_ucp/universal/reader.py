@@ -15,6 +15,7 @@ from jax_ucp.tree import Leaf
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.packs import pack_name
 from jax_ucp.universal.store import (
+    CONVERSION_FILE,
     METADATA_FILE,
     ZarrStore,
     missing_files,
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def recognise(path: FilePath) -> bool:
-    return (path / METADATA_FILE).is_file()
+    file = path / METADATA_FILE
+    info = file.files.stat(file.key)  # itself: a list of the folder may be older
+    return info is not None and info.kind == "file"
 
 
 def open_universal(path: FilePath, options: Options) -> Contents:
@@ -94,7 +97,7 @@ def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Ite
 
 def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
     """What a checkpoint's own folder has in it."""
-    files = {METADATA_FILE, *metadata.files, *metadata.arrays}
+    files = {METADATA_FILE, CONVERSION_FILE, *metadata.files, *metadata.arrays}
     files |= {pack_name(number) for number in {number for number, _ in store.places.values()}}
     return {name.partition("/")[0] for name in files} | MARKERS
 

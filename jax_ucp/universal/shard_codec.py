@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
+from jax_ucp.sources.budget import batches
 
 CRC_BYTES = 4
 CRC = np.dtype("<u4")
@@ -37,6 +39,8 @@ _EXCHANGED = (
 
 # A file of at most so many bytes is read whole, its index with it.
 WHOLE_BYTES = 128 << 10
+# So many bytes of inner chunks are asked for together, where they come over a network.
+REMOTE_BATCH_BYTES = 32 << 20
 
 
 def has_index(chunks: Chunks) -> bool:
@@ -97,7 +101,8 @@ def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
 
 
 def read_shard(
-    file: str,
+    files: Files,
+    file: FileInfo,
     box: Box,
     chunks: Chunks,
     dtype: np.dtype,
@@ -113,28 +118,14 @@ def read_shard(
     larger file, from `offset` on. `crcs` has the crc32c that each inner chunk in `box` was saved
     with, by its place, as `CRC`; None if that was not recorded.
 
-    Raises CorruptData where a checksum does not match, or the file is missing or has another size.
+    Raises CorruptData where a checksum does not match, or the file has another size.
     """
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise CorruptData(f"{file} is missing") from None
-    try:
-        # Before anything is made for its inner chunks: with all of them there, there are no more
-        # than bytes.
-        part = _part_of_file(
-            file, os.fstat(handle).st_size, shard_bytes(box, chunks, dtype), offset
-        )
-        _decode(
-            _Reader(file, handle, *part),
-            box,
-            chunks,
-            dtype,
-            _wanted_chunks(box, chunks, wanted),
-            crcs,
-        )
-    finally:
-        os.close(handle)
+    # Before anything is made for its inner chunks: with all of them there, there are no more
+    # than bytes.
+    url = files.url(file.name)
+    part = _part_of_file(url, file.size, shard_bytes(box, chunks, dtype), offset)
+    reader = _Reader(files, file, url, *part)
+    _decode(reader, box, chunks, dtype, _wanted_chunks(box, chunks, wanted), crcs)
 
 
 def _part_of_file(file: str, size: int, nbytes: int, offset: int | None) -> tuple[int, int]:
@@ -182,12 +173,15 @@ def _decode(
 ) -> None:
     nbytes = chunk_bytes(chunks, dtype)
     entries = _entries(reader, chunks)
-    for place, takers in sorted(places.items()):
+    pieces: list[_Piece] = []
+    for place in sorted(places):
         offset, length = entries[place].tolist()
         if length != nbytes:
-            raise CorruptData(f"{reader.file}: inner chunk {place} is not stored as {nbytes} bytes")
+            raise CorruptData(f"{reader.url}: inner chunk {place} is not stored as {nbytes} bytes")
         saved_with = None if crcs is None else crcs[place].tobytes()
-        raw = reader.checked(offset, offset + nbytes, f"inner chunk {place}", saved_with)
+        pieces.append(_Piece(offset, offset + nbytes, f"inner chunk {place}", saved_with))
+    for place, raw in zip(sorted(places), reader.checked(pieces), strict=True):
+        takers = places[place]
         inner = raw.view(dtype).reshape(chunks.inner)
         start = tuple(o + p * n for o, p, n in zip(box.start, place, chunks.inner, strict=True))
         stop = tuple(a + n for a, n in zip(start, chunks.inner, strict=True))
@@ -209,57 +203,80 @@ def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:
     grid = _inner_grid(chunks)
     if not has_index(chunks):
         return np.array([0, reader.size], np.uint64).reshape(*grid, 2)
-    index = reader.checked(
-        reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index"
-    )
+    begin = reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES
+    (index,) = reader.checked([_Piece(begin, reader.size, "the index")])
     # the next range may be read into the same memory
     return index.view(np.uint64).reshape(*grid, 2).copy()
 
 
-class _Reader:
-    """Ranges of a part of a file, each with its crc32c behind it, in memory that the next range
-    overwrites.
-
-    The file is read and not mapped: a disk that fails is then an error, and not the end of the
-    process.
+class _Piece(NamedTuple):
+    """A range of a part of a file, with its crc32c at its end: where it is, what it is, and the
+    crc32c that it was saved with, if that is known.
     """
 
-    def __init__(self, file: str, handle: int, offset: int, size: int):
-        self.file = file
-        self.size = size
-        self._handle = handle
-        self._offset = offset
-        self._whole = (
-            np.frombuffer(os.pread(handle, size, offset), np.uint8) if size <= WHOLE_BYTES else None
-        )
-        self._room = np.empty(0, np.uint8)
+    begin: int
+    end: int
+    what: str
+    saved_with: bytes | None = None
 
-    def checked(
-        self, begin: int, end: int, what: str, saved_with: bytes | None = None
-    ) -> np.ndarray:
-        """The bytes of a range without the crc32c at its end, which matches, and is the one
-        given.
+
+class _Reader:
+    """Ranges of a part of a file, each with its crc32c behind it, in memory that those which follow
+    overwrite.
+    """
+
+    def __init__(self, files: Files, file: FileInfo, url: str, offset: int, size: int):
+        self.url = url
+        self.size = size
+        self._files, self._file, self._offset = files, file, offset
+        self._room = np.empty(0, np.uint8)
+        self._whole = self._read([(0, size)]) if size <= WHOLE_BYTES else None
+        # over a network many are read at once; from a disk each is copied while a core's cache
+        # has it
+        self._batch_bytes = REMOTE_BATCH_BYTES if files.is_remote else 0
+
+    def checked(self, pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
+        """The bytes of each range without the crc32c at its end, which matches, and is the one
+        given. Each is there until the next is asked for.
         """
-        if not 0 <= begin < end - CRC_BYTES or end > self.size:
-            raise CorruptData(f"{self.file} is too short for {what}")
+        for piece in pieces:
+            if not 0 <= piece.begin < piece.end - CRC_BYTES or piece.end > self.size:
+                raise CorruptData(f"{self.url} is too short for {piece.what}")
         if self._whole is not None:
-            if len(self._whole) < end:
-                raise CorruptData(f"{self.file} is too short for {what}")
-            data = self._whole[begin:end]
-        else:
-            if len(self._room) < end - begin:
-                self._room = np.empty(end - begin, np.uint8)
-            data = self._room[: end - begin]
-            if os.preadv(self._handle, [data.data], self._offset + begin) != len(data):
-                raise CorruptData(f"{self.file} is too short for {what}")
+            for piece in pieces:
+                yield self._proved(piece, self._whole[piece.begin : piece.end])
+            return
+        for batch in batches(
+            pieces, lambda piece: piece.end - piece.begin, self._batch_bytes, len(pieces)
+        ):
+            data, at = self._read([piece[:2] for piece in batch]), 0
+            for piece in batch:
+                yield self._proved(piece, data[at : at + piece.end - piece.begin])
+                at += piece.end - piece.begin
+
+    def _read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The bytes of ranges, one after the other."""
+        nbytes = sum(end - begin for begin, end in ranges)
+        if len(self._room) < nbytes:
+            self._room = np.empty(nbytes, np.uint8)
+        room, reads, at = self._room[:nbytes], [], 0
+        for begin, end in ranges:
+            out = room[at : at + end - begin]
+            reads.append(RangeRead(self._file, self._offset + begin, out))
+            at += end - begin
+        self._files.read_into(reads)
+        return room
+
+    def _proved(self, piece: _Piece, data: np.ndarray) -> np.ndarray:
         crc = _crc(data[:-CRC_BYTES])
         if crc != data[-CRC_BYTES:].tobytes():
             raise CorruptData(
-                f"{self.file} is damaged: {what} does not have the crc32c that is stored with it"
+                f"{self.url} is damaged: {piece.what} does not have the crc32c that is stored with"
+                " it"
             )
-        if saved_with not in (None, crc):
+        if piece.saved_with not in (None, crc):
             raise CorruptData(
-                f"{self.file}: the data of {what} are not those that were saved: {_EXCHANGED}"
+                f"{self.url}: the data of {piece.what} are not those that were saved: {_EXCHANGED}"
             )
         return data[:-CRC_BYTES]
 

@@ -11,9 +11,12 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -21,10 +24,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
-from jax_ucp.files.local import LocalFiles
+from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedLeaf
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath, file_path
-from jax_ucp.files.protocol import Files, file_size, read_file
+from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
 from jax_ucp.files.source_files import note
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
@@ -48,7 +51,9 @@ from jax_ucp.universal.shard_codec import (
     shard_parts,
 )
 
-METADATA_FILE = "ucp.json"
+METADATA_FILE, WRITER_FILE = "ucp.json", "ucp.writer.json"
+# Beside a checkpoint that was made in shares: of which copy it is the result.
+CONVERSION_FILE = "ucp.conversion.json"
 VERIFY_BYTES = 16 << 20
 FAULTS_SHOWN = 8
 
@@ -78,7 +83,7 @@ class ZarrStore(Watched):
 
     def __init__(
         self,
-        directory: LocalFiles,
+        directory: Files,
         arrays: Mapping[str, ArrayInfo],
         chunks: Mapping[str, Chunks],
         places: Mapping[str, Place] | None = None,
@@ -88,6 +93,7 @@ class ZarrStore(Watched):
         self.directory = directory
         self.chunks = chunks
         self.places = dict(places or {})
+        self.seen: dict[str, FileInfo] = {}
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
         self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
@@ -108,31 +114,41 @@ class ZarrStore(Watched):
         `directory.sync`.
         """
         if box.size:
-            name, data = self._chunk(key, box, data)
+            name = self._chunk_key(key, box)
+            data = np.asarray(data, dtype=self._arrays[key].dtype)
             crcs = bytearray()
             self.directory.write(name, shard_parts(data, self.chunks[key], crcs), durable=durable)
             self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
-    def write_pack(self, number: int, blocks: Iterable[tuple[str, Box, np.ndarray]]) -> None:
-        """Write outer chunks without index, each whole, to one file. It is durable after
-        `directory.sync`.
+    def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> None:
+        """Say where a pack has these outer chunks without index: one after the other."""
+        end = 0
+        for key, box in blocks:
+            self.places[self._chunk_key(key, box)] = number, end
+            end += chunk_bytes(self.chunks[key], self._arrays[key].dtype)
+
+    def write_pack(
+        self,
+        number: int,
+        blocks: Sequence[tuple[str, Box]],
+        read: Callable[[str, Box], np.ndarray],
+    ) -> None:
+        """Write outer chunks without index, each whole as `read` gives it, to one file. It is
+        durable after `directory.sync`.
         """
+        self.place_pack(number, blocks)
 
         def parts() -> Iterator[memoryview | bytes]:
-            end = 0
-            for key, box, block in blocks:
-                name, data = self._chunk(key, box, block)
-                self.places[name] = number, end
+            for key, box in blocks:
+                data = np.asarray(read(key, box), dtype=self._arrays[key].dtype)
                 crcs = bytearray()
-                for part in shard_parts(data, self.chunks[key], crcs):
-                    end += len(part)
-                    yield part
+                yield from shard_parts(data, self.chunks[key], crcs)
                 self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
         self.directory.write(pack_name(number), parts(), durable=False)
 
-    def _chunk(self, key: str, box: Box, data: np.ndarray) -> tuple[str, np.ndarray]:
-        """The key of the outer chunk that a box is, and its elements as they are stored."""
+    def _chunk_key(self, key: str, box: Box) -> str:
+        """The key of the outer chunk that a box is. Raises ValueError where it is none."""
         outer, shape = self.chunks[key].outer, self._arrays[key].shape
         place = grid_place(box, outer)
         start = tuple(p * c for p, c in zip(place, outer, strict=True))
@@ -143,7 +159,7 @@ class ZarrStore(Watched):
                 f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
                 " writer"
             )
-        return f"{key}/{chunk_name(place)}", np.asarray(data, dtype=self._arrays[key].dtype)
+        return f"{key}/{chunk_name(place)}"
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array. Every inner chunk that they meet is read once
@@ -178,7 +194,8 @@ class ZarrStore(Watched):
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
         try:
             read_shard(
-                self.directory.path(file),
+                self.directory,
+                self._file(file),
                 box,
                 chunks,
                 self._arrays[key].dtype,
@@ -191,6 +208,14 @@ class ZarrStore(Watched):
                 f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
                 " checkpoint."
             ) from None
+
+    def _file(self, name: str) -> FileInfo:
+        """A file as it is now; one behind a network as it was when the checkpoint was opened."""
+        info = self.seen.get(name) if self.directory.is_remote else None
+        info = info or self.directory.stat(name)
+        if info is None or info.kind != "file":
+            raise CorruptData(f"{self.directory}/{name} is missing")
+        return info
 
     def _recorded(self, key: str, box: Box) -> bytes:
         """The crc32c of each inner chunk of an outer one; nothing if they were not recorded."""
@@ -328,14 +353,49 @@ def require_storable(label: str, dtype: np.dtype) -> None:
         )
 
 
+@contextmanager
+def claimed(directory: Files) -> Iterator[None]:
+    """Keep a folder of a bucket for one writer while this lasts: two would write over each other's
+    chunks, whichever of them commits.
+
+    Raises FileExistsError where another writer has it, or had it and was killed. On a disk nothing
+    is kept: who saves there makes the folder.
+    """
+    if not directory.is_remote:
+        yield
+        return
+    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    writer = {"writer": uuid.uuid4().hex, "host": socket.gethostname(), "begun": begun}
+    try:
+        directory.create(WRITER_FILE, msgspec.json.encode(writer))
+    except FileExistsError:
+        other = (read_file(directory, WRITER_FILE) or b"").decode(errors="replace")
+        raise FileExistsError(
+            f"{directory} is being written by another save, or was left by one that was killed:"
+            f" {WRITER_FILE} there says {other:.200}. Save to another path, or delete the folder"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(StoreError):  # what was saved is saved
+            directory.delete(WRITER_FILE)
+
+
 def write_part(store: ZarrStore, process: int) -> None:
     """Make durable what this process wrote, and leave word of it for the process that commits."""
     store.directory.sync()
-    store.directory.write(
-        _part_name(process),
-        [msgspec.json.encode(_Part(store.written, store.places))],
-        durable=True,
-    )
+    written = {key: chunks for key, chunks in store.written.items() if chunks}
+    part = msgspec.json.encode(_Part(written, store.places))
+    store.directory.write(_part_name(process), [part], durable=True)
+
+
+def part_is_written(directory: Files, process: int) -> bool:
+    """Whether a process has left word of what it wrote."""
+    return file_size(directory, _part_name(process)) is not None
+
+
+def delete_part(directory: Files, process: int) -> None:
+    directory.delete(_part_name(process))
 
 
 @dataclass(frozen=True)
@@ -382,10 +442,25 @@ class Commit:
         )
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, self.processes))
-        directory.write(METADATA_FILE, [encode(metadata)], durable=True)
+        _commit(directory, encode(metadata))
         for process in range(self.processes):
             directory.delete(_part_name(process))
         return metadata
+
+
+def _commit(directory: Files, data: bytes) -> None:
+    """Create `ucp.json`, unless it is there and the same: a copy was stopped after its commit.
+
+    Raises FileExistsError where another writer has made the directory a checkpoint meanwhile.
+    """
+    try:
+        directory.create(METADATA_FILE, data)
+    except FileExistsError:
+        if read_file(directory, METADATA_FILE) != data:
+            raise FileExistsError(
+                f"{directory} was made a checkpoint by another writer while this one wrote to it;"
+                " save to another path, one writer to each"
+            ) from None
 
 
 def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:
@@ -433,15 +508,15 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged,
     FormatError if it says what no writer does. Reads no array data.
     """
-    directory = LocalFiles(str(file_path(path)))
-    _noted_size(directory, METADATA_FILE)
-    data = read_file(directory, METADATA_FILE)
-    if data is None:
+    directory = file_path(path).folder()
+    file = directory.stat(METADATA_FILE)
+    if file is None or file.kind != "file":
         raise NotACheckpoint(
             f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never"
             " finished"
         )
-    metadata = decode(data, f"{directory}/{METADATA_FILE}")
+    note(directory, file)
+    metadata = decode(read_bytes(directory, file), f"{directory}/{METADATA_FILE}")
     check_metadata(metadata, f"{directory}/{METADATA_FILE}")
     arrays, chunks, places, crcs = {}, {}, {}, {}
     for leaf in metadata.leaves:
@@ -465,30 +540,32 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         *metadata.files,
         *(pack_name(number) for number in sorted({n for n, _ in store.places.values()})),
     ]
-    faults = [
-        f"{directory}/{name} is missing" for name in beside if _noted_size(directory, name) is None
-    ]
+    expected: dict[str, int | None] = dict.fromkeys(beside)
     for key, stored in metadata.arrays.items():
-        faults += _missing_chunks(store, key) if not stored.places else []
-    return faults
+        if not stored.places:
+            named = _chunk_files(store.arrays()[key], store.chunks[key])
+            expected |= {f"{key}/{name}": nbytes for name, nbytes in named}
+    found = each_file(directory, directory.stat, expected)
+    faults = [
+        _file_fault(store, name, nbytes, file)
+        for (name, nbytes), file in zip(expected.items(), found, strict=True)
+    ]
+    return [fault for fault in faults if fault]
 
 
-def _noted_size(files: Files, name: str) -> int | None:
-    """How many bytes a file has that is read later; None if there is none."""
-    file = files.stat(name)
+def _file_fault(
+    store: ZarrStore, name: str, nbytes: int | None, file: FileInfo | None
+) -> str | None:
+    """What is wrong with a file that should have so many bytes, if that is known. It is noted."""
+    directory = store.directory
     if file is None or file.kind != "file":
+        return f"{directory}/{name} is missing"
+    note(directory, file)
+    store.seen[name] = file
+    if nbytes in (None, file.size):
         return None
-    note(files, file)
-    return file.size
-
-
-def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
-    for name, nbytes in _chunk_files(store.arrays()[key], store.chunks[key]):
-        size = _noted_size(store.directory, f"{key}/{name}")
-        if size is None:
-            yield f"{store.directory}/{key}/{name} is missing"
-        elif size != nbytes:
-            yield f"{store.directory}/{key}: {name} has {size} bytes, but its chunk takes {nbytes}"
+    key, _, chunk = name.rpartition("/")
+    return f"{directory}/{key}: {chunk} has {file.size} bytes, but its chunk takes {nbytes}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -619,7 +696,7 @@ class _Part(msgspec.Struct):
     places: dict[str, Place]
 
 
-def _read_part(directory: LocalFiles, process: int) -> _Part:
+def _read_part(directory: Files, process: int) -> _Part:
     data = read_file(directory, _part_name(process))
     if data is None:
         raise CorruptData(
@@ -643,7 +720,7 @@ _WHO_ELSE = (
 _SHARED_STORAGE = "Or the directory is not on storage that all processes share."
 
 
-def _not_kept(directory: LocalFiles, faults: Sequence[str], processes: int) -> str:
+def _not_kept(directory: Files, faults: Sequence[str], processes: int) -> str:
     """What to say of files that were written, and are not as they were written."""
     more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
     lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])

@@ -12,8 +12,9 @@ from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files import strided
 from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.looked import walk
 from jax_ucp.files.path import file_path
-from jax_ucp.files.protocol import RangeRead, file_size, read_file, walk
+from jax_ucp.files.protocol import RangeRead, file_size, read_file
 from jax_ucp.files.ranges import EDGE_BYTES, EdgesInMemory, FileRange, MemoryRange
 from jax_ucp.files.strided import GAP_BYTES, WINDOW_BYTES, read_strided
 from jax_ucp.layout.box import Box

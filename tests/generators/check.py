@@ -2,7 +2,8 @@
 their truths, bit for bit.
 
 A folder has a folder for each case: `ckpt`, `truth.npz` (`<state>/<parameter>`, types that numpy
-lacks as unsigned bits) and `case.json` (`writer`, `options` of `jax_ucp.open`, `dtypes`).
+lacks as unsigned bits) and `case.json` (`writer`, `options` of `jax_ucp.open`, `dtypes`, and `file`
+where one in `ckpt` is opened).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def faults(case: Path) -> list[str]:
     """What of the truth is not in the checkpoint, bit for bit, and what else is under its states."""
     about = json.loads((case / "case.json").read_text())
     options = about.get("options", {})
-    (path,) = case.glob("ckpt*")
+    (path,) = case.glob(f"ckpt/{about['file']}" if "file" in about else "ckpt*")
     checkpoint = ucp.open(path, **options)
     with np.load(case / "truth.npz") as file:
         truth = {name: file[name] for name in file.files}

@@ -21,6 +21,8 @@ import decoder
 import jax_ucp as ucp
 from deepspeed_cases import DATA as DEEPSPEED
 from deepspeed_cases import equal, truth
+from gguf_cases import CASES as GGUF
+from gguf_cases import about
 from helpers import restored_on
 from jax_ucp.errors import FormatError
 from jax_ucp.mapping.binding import outcomes
@@ -79,8 +81,9 @@ def off(got, want):
 
 
 def test_every_mapping_of_the_package_is_tried():
-    # test_reference_transformer.py
+    # test_reference_transformer.py, formats/gguf/test_gguf_cases.py
     elsewhere = {"deepspeed-gpt-to-reference", "megatron-gpt-to-reference"}
+    elsewhere |= {about(case)["mapping"] for case in GGUF}
     assert {mapping for _, mapping, _ in CASES} == set(shipped()) - elsewhere
 
 

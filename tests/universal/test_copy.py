@@ -21,8 +21,9 @@ import torch_writer
 from helpers import MemoryStore, numbered
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.looked import walk
 from jax_ucp.files.path import file_path
-from jax_ucp.files.protocol import read_file, walk
+from jax_ucp.files.protocol import read_file
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.assemble import Import
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
@@ -202,11 +203,11 @@ def test_a_copy_that_was_stopped_is_taken_up_where_it_was(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy(source, plan, tmp_path / "out", stop_after_five)
+        copy(source, plan, file_path(tmp_path / "out"), stop_after_five)
     with pytest.raises(NotACheckpoint, match="unfinished conversion: run the same convert again"):
         ucp.open(tmp_path / "out")
     before = len(source.arrays.reads)
-    copy(source, plan, tmp_path / "out")
+    copy(source, plan, file_path(tmp_path / "out"))
     assert len(source.arrays.reads) - before <= len(plan.blocks) - 5
     got = ucp.open(tmp_path / "out").restore()
     for name, array in source.arrays.data.items():
@@ -240,13 +241,13 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
         patched.setattr(LocalFiles, "sync", synced)
         patched.setattr(LocalFiles, "write", until_the_power_goes)
         with pytest.raises(KeyboardInterrupt):
-            copy(source, plan, tmp_path / "out")
+            copy(source, plan, file_path(tmp_path / "out"))
     for name in [file.name for file in walk(LocalFiles(tmp_path / "out"))]:
         if name != LEDGER_FILE:
             (tmp_path / "out" / name).write_bytes(survives.get(name, b""))
     before = len(source.arrays.reads)
     kept = sum(name.startswith(("a/c/", "b/c/")) for name in survives)
-    copy(source, plan, tmp_path / "out")
+    copy(source, plan, file_path(tmp_path / "out"))
     # What had come to the disk is not read again, but for the blocks of a group that were not all
     # there.
     assert len(source.arrays.reads) - before <= len(plan.blocks) - kept + 4 + threads()
@@ -280,7 +281,7 @@ def test_nothing_is_left_of_a_copy_of_what_contradicts_itself(tmp_path, element,
     with pytest.raises(
         CorruptData, match=r"source contradicts itself in 1 places:\n  param/w: the"
     ):
-        copy(source, plan_copy(source, 8192), tmp_path / "out")
+        copy(source, plan_copy(source, 8192), file_path(tmp_path / "out"))
     assert (tmp_path / "out").exists() == is_there
     assert not is_there or list((tmp_path / "out").iterdir()) == []
 
@@ -291,7 +292,7 @@ def test_blocks_after_a_fault_are_not_copied(tmp_path):
     plan = plan_copy(source, 8192)
     written = []
     with pytest.raises(CorruptData):
-        copy(source, plan, tmp_path / "out", written.append)
+        copy(source, plan, file_path(tmp_path / "out"), written.append)
     assert len(written) < len(plan.blocks) / 2
 
 
@@ -306,17 +307,17 @@ def test_what_a_stopped_copy_had_read_is_proved_again(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy(source, plan, tmp_path / "out", stop_after_five)
+        copy(source, plan, file_path(tmp_path / "out"), stop_after_five)
     place = tuple(written[0].box.start)
     whole, store.data["f:copy"][place] = store.data["f:copy"][place], 99999
     with pytest.raises(NotACheckpoint, match="unfinished conversion"):
         ucp.open(tmp_path / "out")
     copied = shutil.copytree(tmp_path / "out", tmp_path / "again")
     with pytest.raises(CorruptData, match="contradicts itself in 1 places"):
-        copy(source, plan, tmp_path / "out")
+        copy(source, plan, file_path(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     store.data["f:copy"][place] = whole
-    copy(source, plan, copied)
+    copy(source, plan, file_path(copied))
     np.testing.assert_array_equal(ucp.open(copied).read("param/w"), store.data["f:w"])
 
 
@@ -331,11 +332,11 @@ def test_a_kill_while_a_copy_is_thrown_away_leaves_one_that_is_taken_up(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr("jax_ucp.universal.ledger.remove", stop)
         with pytest.raises(KeyboardInterrupt):
-            copy(source, plan, tmp_path / "out")
+            copy(source, plan, file_path(tmp_path / "out"))
     with pytest.raises(NotACheckpoint, match="unfinished conversion"):
         ucp.open(tmp_path / "out")
     with pytest.raises(CorruptData, match="contradicts itself in 1 places"):
-        copy(source, plan, tmp_path / "out")
+        copy(source, plan, file_path(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -350,10 +351,10 @@ def test_a_checkpoint_that_was_finished_is_not_thrown_away(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "remove", stop)
         with pytest.raises(KeyboardInterrupt):
-            copy(source, plan, tmp_path / "out")
+            copy(source, plan, file_path(tmp_path / "out"))
     store.data["f:copy"][0, 0] = 99999
     with pytest.raises(CorruptData, match="contradicts itself"):
-        copy(source, plan, tmp_path / "out")
+        copy(source, plan, file_path(tmp_path / "out"))
     assert ucp.open(tmp_path / "out").read("param/w").shape == (16384, 32)
 
 
@@ -371,10 +372,10 @@ def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_u
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy(master, plan_copy(master, 8192), tmp_path / "out", stop)
+        copy(master, plan_copy(master, 8192), file_path(tmp_path / "out"), stop)
     with pytest.raises(FormatError, match="belongs to a conversion of another source"):
-        copy(taken, plan_copy(taken, 8192), tmp_path / "out")
-    copy(master, plan_copy(master, 8192), tmp_path / "out")
+        copy(taken, plan_copy(taken, 8192), file_path(tmp_path / "out"))
+    copy(master, plan_copy(master, 8192), file_path(tmp_path / "out"))
 
 
 def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
@@ -385,11 +386,11 @@ def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy(source, plan_copy(source, 8192), tmp_path / "out", stop)
+        copy(source, plan_copy(source, 8192), file_path(tmp_path / "out"), stop)
     (tmp_path / "source").write_text("another source")
     other = contents(tmp_path / "source")
     with pytest.raises(FormatError, match="belongs to a conversion of another source"):
-        copy(other, plan_copy(other, 8192), tmp_path / "out")
+        copy(other, plan_copy(other, 8192), file_path(tmp_path / "out"))
 
 
 def test_two_copies_into_one_directory_do_not_mix(tmp_path):
@@ -401,17 +402,17 @@ def test_two_copies_into_one_directory_do_not_mix(tmp_path):
     def begin_another(block):
         if not refused:
             with pytest.raises(FormatError, match="another conversion is writing") as error:
-                copy(source, plan, tmp_path / "out")
+                copy(source, plan, file_path(tmp_path / "out"))
             refused.append(error)
 
-    copy(source, plan, tmp_path / "out", begin_another)
+    copy(source, plan, file_path(tmp_path / "out"), begin_another)
     assert len(refused) == 1
     np.testing.assert_array_equal(ucp.open(tmp_path / "out").read("a"), source.arrays.data["a"])
 
 
 def test_a_target_inside_its_source_is_refused(tmp_path):
     with pytest.raises(FileExistsError, match="lies in the source"):
-        copy(contents(tmp_path), plan_copy(contents(tmp_path)), tmp_path / "out")
+        copy(contents(tmp_path), plan_copy(contents(tmp_path)), file_path(tmp_path / "out"))
 
 
 def test_the_cost_of_a_block_covers_all_that_is_read_for_it(tmp_path):
@@ -448,7 +449,7 @@ def universal(path: Path, data: np.ndarray) -> None:
         leaves,
         MemoryStore(dict(zip("abc", data, strict=True))),
     )
-    copy(source, plan_copy(source), path)
+    copy(source, plan_copy(source), file_path(path))
 
 
 def deepspeed(path: Path, data: np.ndarray) -> None:

@@ -6,6 +6,8 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
+from helpers import digests
 from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.layout.blocks import Chunks
+from jax_ucp.sources import budget
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal import copy as copying
 from jax_ucp.universal import packs
 from jax_ucp.universal.packs import PACK_FROM
 
@@ -148,6 +153,66 @@ def test_a_copy_of_them_is_the_same_tree(saved, tmp_path):
     check(ucp.open(item).save(tmp_path / "copy").restore(want), want)
 
 
+@pytest.fixture
+def packs_of_300(monkeypatch):
+    monkeypatch.setattr(copying, "PACK_BLOCKS", 300)
+
+
+@stock_warns
+def test_a_conversion_packs_them_too(packs_of_300, numbers, tmp_path):
+    item, want = numbers
+    ucp.open(item).save(tmp_path / "copy")
+    assert len(list((tmp_path / "copy").glob("ucp.pack_*"))) == -(-PACK_FROM // 300)
+    assert len(list((tmp_path / "copy").iterdir())) < 12
+    assert faults_of(tmp_path / "copy") == []
+    check(ucp.open(tmp_path / "copy").restore(), want)
+    check(ocp.PyTreeCheckpointer().restore(tmp_path / "copy"), want)
+    for name in ("w0000", "w0299", "w0300", "w0999"):
+        assert same_bits(read_by_tensorstore(tmp_path / "copy", name), want[name])
+
+
+def test_processes_write_the_same_packs(packs_of_300, numbers, tmp_path):
+    item, _ = numbers
+    ucp.open(item).save(tmp_path / "here")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        ucp.open(item).save(tmp_path / "there", executor=executor)
+    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+
+
+@pytest.mark.parametrize("harm", ["nothing", "a flipped bit", "a missing pack"])
+def test_a_stopped_conversion_goes_on_with_the_packs_that_are_whole(
+    packs_of_300, numbers, tmp_path, monkeypatch, harm
+):
+    item, want = numbers
+    ucp.open(item).save(tmp_path / "whole")
+    monkeypatch.setattr(copying, "GROUP_BYTES", 0)
+    monkeypatch.setattr(budget, "threads", lambda *files: 1)
+    written = []
+
+    def stop_after_two_packs(nbytes):
+        written.append(nbytes)
+        if len(written) == 600:
+            raise KeyboardInterrupt
+
+    target = tmp_path / "copy"
+    with pytest.raises(KeyboardInterrupt):
+        ucp.open(item).save(target, progress=stop_after_two_packs)
+    packs_there = sorted(target.glob("ucp.pack_*"))
+    assert len(packs_there) == 2
+    assert not (target / "ucp.json").exists()
+    inode = packs_there[1].stat().st_ino, packs_there[1].stat().st_mtime_ns
+    if harm == "a flipped bit":
+        data = bytearray(packs_there[0].read_bytes())
+        data[100] ^= 1
+        packs_there[0].write_bytes(data)
+    elif harm == "a missing pack":
+        packs_there[0].unlink()
+    ucp.open(item).save(target)
+    assert (packs_there[1].stat().st_ino, packs_there[1].stat().st_mtime_ns) == inode
+    assert digests(target) == digests(tmp_path / "whole")
+    check(ucp.open(target).restore(), want)
+
+
 def read_by_tensorstore(item: Path, name: str) -> np.ndarray:
     kvstore = {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"}
     return np.asarray(ts.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result())
@@ -232,7 +297,7 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
     reached = Counter()
     for stop in range(20):
         left = iter(range(stop))
-        for what in ("write", "delete"):
+        for what in ("write", "create", "delete"):
             monkeypatch.setattr(
                 LocalFiles, what, stopped_when_none_is_left(getattr(LocalFiles, what), left)
             )

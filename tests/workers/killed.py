@@ -40,7 +40,7 @@ BUDGET = 1 << 20
 
 _SYSTEM_CALLS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 _METHODS = (
-    (LocalFiles, ("write", "delete")),
+    (LocalFiles, ("write", "create", "delete")),
     (ZarrStore, ("create", "write")),
     (Ledger, ("note", "remove")),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from jax_ucp.errors import FormatError, NotACheckpoint
@@ -15,12 +16,12 @@ from jax_ucp.formats.torch_save.file import is_torch_file
 
 _SHOWN = 6
 _FOREIGN = {
-    ".gguf": "GGUF",
     ".h5": "Keras's HDF5",
     ".npz": "numpy's npz",
     ".nemo": "NeMo's archive",
     ".onnx": "ONNX",
 }
+_LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 
 
 def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
@@ -39,7 +40,7 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
         )
     folders = filter(FilePath.is_dir, children)
     wholes, refusals = _torch_files(children)
-    inside = [*_revisions(at), *filter(recognised, folders), *wholes]
+    inside = [*_revisions(at), *filter(recognised, folders), *wholes, *_gguf_files(children)]
     if inside:
         names = listed([path.name for path in inside], _SHOWN)
         raise NotACheckpoint(
@@ -52,6 +53,12 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
 def _can_be_step(path: FilePath) -> bool:
     """Whether a folder is marked as a step of Orbax, and has a step's name or an item."""
     return is_step(path) and (path.name[-1].isdecimal() or bool(items_of_step(path)))
+
+
+def _gguf_files(paths: Iterable[FilePath]) -> list[FilePath]:
+    """Files of GGUF, and of the parts of one the first."""
+    files = [path for path in paths if path.suffix == ".gguf" and path.is_file()]
+    return [path for path in files if not _LATER_PART.fullmatch(path.name)]
 
 
 def _torch_files(paths: Iterable[FilePath]) -> tuple[list[FilePath], list[FormatError]]:

@@ -18,7 +18,8 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.protocol import Files, walk
+from jax_ucp.files.looked import look, look_inside, walk
+from jax_ucp.files.protocol import Files
 from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.budget import HELD_BYTES
@@ -78,7 +79,7 @@ def databases(folder: Files, ocdbt: bool | None) -> tuple[str, ...]:
     """
     if ocdbt is False:
         return ()
-    if folder.stat(MANIFEST_FILE):
+    if look(folder, MANIFEST_FILE):
         return ("",)
     if found := _process_databases(folder):
         return found
@@ -89,9 +90,11 @@ def _process_databases(folder: Files) -> tuple[str, ...]:
     """The databases of processes in a folder, numbered from 0. Raises FormatError where one of them
     is missing.
     """
-    folders = [entry.name for entry in folder.list() if entry.name.startswith(PROCESS_PREFIX)]
+    folders = [
+        entry.name for entry in look_inside(folder, "") if entry.name.startswith(PROCESS_PREFIX)
+    ]
     expected = [f"{PROCESS_PREFIX}{i}" for i in range(len(folders))]
-    found = [name for name in expected if folder.stat(f"{name}/{MANIFEST_FILE}")]
+    found = [name for name in expected if look(folder, f"{name}/{MANIFEST_FILE}")]
     if found != expected:
         raise FormatError(
             f"{folder} has no {MANIFEST_FILE}, and {', '.join(sorted(folders))} are not whole"
@@ -121,8 +124,9 @@ def names_beside(storage: Storage, stored: Mapping[str, str]) -> set[str]:
         folders = {file.name.partition("/")[0] for file in walk(storage.folder)}
         processes = {name for name in folders if name.startswith(PROCESS_PREFIX)}
         return processes | {"d", MANIFEST_FILE}
+    files = {file.name for file in walk(storage.folder)}
     for name in stored.values():
-        if all(storage.folder.stat(f"{name}/{file}") for file in (_V2_FILE, _V3_FILE)):
+        if {f"{name}/{_V2_FILE}", f"{name}/{_V3_FILE}"} <= files:
             raise FormatError(
                 f"{storage.folder}/{name} has {_V2_FILE} and {_V3_FILE}: an array of zarr v2 and"
                 f" one of v3, of two saves, lie in one folder. By {storage.said_by} it is the one"

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.looked import walk
 from jax_ucp.files.path import FilePath
-from jax_ucp.files.protocol import Files, walk
+from jax_ucp.files.protocol import Files
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.files.source_files import note
 from jax_ucp.formats.flax_msgpack.source import PackedSource
@@ -75,8 +76,10 @@ def note_files(directory: Files) -> None:
     """Note every file: TensorStore reads most of them, does not say which, and follows every link.
     A name that leads out is refused here.
     """
-    names = [file.name for file in walk(directory)]
-    for file in filter(None, map(directory.stat, names)):
+    files = walk(directory)
+    if not directory.is_remote:  # where there are links
+        files = filter(None, [directory.stat(file.name) for file in files])
+    for file in files:
         note(directory, file)
 
 

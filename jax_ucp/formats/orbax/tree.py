@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.files.protocol import Files, read_file, walk
+from jax_ucp.files.looked import look, walk
+from jax_ucp.files.protocol import Files, read_bytes
 from jax_ucp.formats.flax_msgpack.source import Packed
 from jax_ucp.formats.flax_msgpack.tree import is_packed, packed_leaf, plain_leaf
 from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE, placeholder, read_aggregate
@@ -330,7 +331,8 @@ def _saved_sharding(stored: _Sharding) -> SavedSharding:
 
 def _json(directory: Files, name: str, kind: type[T], default: T | None = None) -> T:
     """What a file says, which is of a kind; `default` if it is not there."""
-    data = read_file(directory, name)
+    file = look(directory, name)
+    data = read_bytes(directory, file) if file is not None and file.kind == "file" else None
     if data is None:
         if default is None:
             raise FormatError(f"{directory}/{name} is missing; a PyTree checkpoint of Orbax has it")

@@ -10,6 +10,7 @@ from jax_ucp.formats.quantized import (
     bitsandbytes,
     compressed_tensors,
     fp8,
+    ggml,
     gptq,
     mxfp4,
     narrow,
@@ -41,6 +42,8 @@ def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
     """
     if stored.weight.fault:
         raise QuantizedWeights(f"{stored.weight}")
+    if stored.weight.scheme.startswith(ggml.SCHEME):
+        return ggml.blocks(stored)
     if not method and stored.weight.scheme == _FP4:
         return narrow.fp4(stored)
     if not method:

@@ -1,0 +1,135 @@
+"""Options of commands whose work other processes can do."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from jax_ucp.errors import WorkerError
+
+_WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Let N processes of this machine do the work; unsaid, threads of this one do.",
+)
+_SCHEDULER = click.option(
+    "--scheduler",
+    metavar="URL",
+    help="Let the workers of a Dask scheduler do it: tcp://HOST:8786. They must see the same"
+    " files by the same names.",
+)
+
+
+class _ShareType(click.ParamType):
+    """I/N, or `auto` for what the scheduler that started this process says."""
+
+    name = "share"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        word, _, count = value.partition("/")
+        if word == "auto":
+            said, counted = _from_scheduler(os.environ)
+            word, count = said, count or counted
+        if not (word.isdecimal() and count.isdecimal() and int(word) < int(count)):
+            self.fail(
+                f"{value!r} says no share, or none that is known here: give I/N, I from 0 to N - 1,"
+                " or auto where SLURM, Kubernetes or MPI started this process (auto/N where only N"
+                " is not known)",
+                param,
+                ctx,
+            )
+        return int(word), int(count)
+
+
+def _from_scheduler(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The index from 0 on, and the count, of this process among those started with it; empty where
+    nothing says it.
+
+    Sources: sbatch(1) and srun(1) of SLURM 24.05; "Indexed Job" of Kubernetes 1.31, which does not
+    tell the count; mpirun(1) of Open MPI 5; PMI of MPICH 4.
+    """
+    for index, count, first in _SCHEDULERS:
+        if environment.get(index, "").isdecimal():
+            begin = environment.get(first, "0")
+            return str(int(environment[index]) - int(begin)), environment.get(count, "")
+    return "", ""
+
+
+# Index, count, first index.
+_SCHEDULERS = (
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    ("JOB_COMPLETION_INDEX", "", ""),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
+    ("PMI_RANK", "PMI_SIZE", ""),
+    ("SLURM_PROCID", "SLURM_NTASKS", ""),
+)
+
+share_option = click.option(
+    "--worker",
+    "share",
+    type=_ShareType(),
+    metavar="I/N",
+    help="Do share I of N, from 0 on, of what N processes do that are started alike, and commit"
+    " where the others are done. `auto` takes both from SLURM's arrays, MPI, or with auto/N"
+    " Kubernetes' indexed jobs.",
+)
+
+
+def worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--workers` and `--scheduler`; the command gets an `executor`, or None for threads here."""
+
+    @_WORKERS
+    @_SCHEDULER
+    @functools.wraps(command)
+    def with_executor(
+        *args: Any, workers: int | None, scheduler: str | None, **options: Any
+    ) -> Any:
+        if workers and scheduler:
+            raise click.UsageError(
+                "--workers are processes of this machine, and --scheduler has its own: give one"
+            )
+        with _executor(workers, scheduler) as executor:
+            return command(*args, executor=executor, **options)
+
+    return with_executor
+
+
+@contextmanager
+def _executor(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
+    if workers:
+        # JAX's threads, if it is loaded, do not live on in a fork
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield pool
+    elif scheduler:
+        with _dask(scheduler) as executor:
+            yield executor
+    else:
+        yield None
+
+
+@contextmanager
+def _dask(address: str) -> Iterator[Executor]:
+    """The workers of a Dask scheduler. Raises WorkerError where it is not reached."""
+    try:
+        from distributed import Client
+    except ImportError:
+        raise WorkerError("--scheduler needs Dask: pip install 'jax_ucp[dask]'") from None
+    try:
+        client = Client(address, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise WorkerError(
+            f"no Dask scheduler answers at {address}: {type(error).__name__}: {error}"
+        ) from None
+    with client:
+        # each task is run, also where Dask has the result of one that looks the same
+        yield client.get_executor(pure=False)

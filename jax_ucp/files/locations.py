@@ -1,0 +1,84 @@
+"""Where a path or a URL leads: the one place that knows of schemes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import urllib.parse
+from collections.abc import Callable, Mapping
+
+from jax_ucp.arguments import URL, local_path
+from jax_ucp.errors import UnsupportedPath
+from jax_ucp.files.local import WholeDisk, name_fault
+from jax_ucp.files.protocol import Files
+
+# What has a say in where a bucket is, and as whom it is asked.
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HF_", "HUGGING_FACE_")
+_DISK = WholeDisk()
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[Files, str]:
+    """The files that a path or a URL is of, and the name that it has there.
+
+    Raises UnsupportedPath for a URL of another scheme, or one that is no name of a file.
+    """
+    text = os.fspath(path)
+    url = URL.match(text) if isinstance(text, str) else None
+    if url is None or url["scheme"].lower() == "file":
+        return _DISK, os.path.abspath(local_path(path))[1:]
+    open_at = _SCHEMES.get(url["scheme"].lower())
+    if open_at is None:
+        known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        raise UnsupportedPath(f"{text} is a URL of a kind that is not known here: {known}, file://")
+    return open_at(text, text[url.end("slashes") :])
+
+
+def _bucket(scheme: str, text: str, rest: str) -> tuple[Files, str]:
+    bucket, _, key = rest.partition("/")
+    if not bucket:
+        raise UnsupportedPath(f"{text} names no bucket: {scheme}://BUCKET/KEY")
+    return _opened(scheme, bucket, _settings()), _checked(text, key)
+
+
+def _web(scheme: str, text: str, rest: str) -> tuple[Files, str]:
+    host, _, path = rest.partition("/")
+    if not host or "@" in host or "?" in path or "#" in path:
+        raise UnsupportedPath(
+            f"{scheme}://{host.rpartition('@')[2]}: a URL here has a host and a path. A user, a"
+            " query or a fragment would be lost, or kept in what is written of it"
+        )
+    return _opened(scheme, host, _settings()), _checked(text, urllib.parse.unquote(path))
+
+
+def _checked(text: str, key: str) -> str:
+    key = key.rstrip("/")
+    if key and (fault := name_fault(key)):
+        raise UnsupportedPath(f"{text} names no file: {fault}")
+    return key
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
+
+
+# one object, with its connections, for all that is read of a bucket as long as settings stay
+@functools.lru_cache(maxsize=64)
+def _opened(scheme: str, bucket: str, settings: tuple[tuple[str, str], ...]) -> Files:
+    from jax_ucp.files.object_store import Bucket
+    from jax_ucp.files.web import Web
+
+    return (Web if scheme in ("http", "https") else Bucket)(scheme, bucket)
+
+
+_SCHEMES: Mapping[str, Callable[[str, str], tuple[Files, str]]] = {
+    "s3": functools.partial(_bucket, "s3"),
+    "s3a": functools.partial(_bucket, "s3"),
+    "gs": functools.partial(_bucket, "gs"),
+    "gcs": functools.partial(_bucket, "gs"),
+    "az": functools.partial(_bucket, "az"),
+    "azure": functools.partial(_bucket, "az"),
+    "abfs": functools.partial(_bucket, "abfs"),
+    "http": functools.partial(_web, "http"),
+    "https": functools.partial(_web, "https"),
+    "abfss": functools.partial(_bucket, "abfs"),
+}

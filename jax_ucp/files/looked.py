@@ -1,0 +1,103 @@
+"""What files and folders were when they were first looked at, while a checkpoint is opened.
+
+Readers ask often what is there: on a disk that costs nothing, and over a network each question is a
+request. One list of a folder answers for all that lies in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+
+from jax_ucp.files.protocol import FileInfo, Files
+
+
+class Looked:
+    """Lists of folders, and files outside of them, by URL: files are asked through several roots.
+    What is not looked at by `files.stat` itself may be older than the last write.
+    """
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Mapping[str, FileInfo]] = {}  # what lies in each, by its last name
+        self._below: dict[str, Sequence[FileInfo]] = {}
+        self._files: dict[str, FileInfo | None] = {}
+
+    def children(self, files: Files, folder: str) -> Sequence[FileInfo]:
+        prefix = f"{folder}/" if folder else ""
+        entries = self._entries(files, folder).items()
+        return [replace(entry, name=prefix + name) for name, entry in entries]
+
+    def walk(self, files: Files) -> Sequence[FileInfo]:
+        url = files.url()
+        if url not in self._below:
+            self._below[url] = list(files.walk())
+        return self._below[url]
+
+    def info(self, files: Files, name: str) -> FileInfo | None:
+        if self._is_inside(files, name):
+            folder, _, last = name.rpartition("/")
+            entry = self._entries(files, folder).get(last)
+            return entry and replace(entry, name=name)
+        url = files.url(name)
+        if url not in self._files:
+            is_folder = bool(self._entries(files, name))
+            self._files[url] = FileInfo(name, 0, "", "folder") if is_folder else files.stat(name)
+        return self._files[url]
+
+    def _entries(self, files: Files, folder: str) -> Mapping[str, FileInfo]:
+        url = files.url(folder)
+        if url not in self._folders:
+            inside = self._is_inside(files, folder)
+            # what is known to be no folder has no list
+            absent = inside and not _is_folder(self.info(files, folder))
+            entries = [] if absent else files.list(folder)
+            self._folders[url] = {entry.name.rpartition("/")[2]: entry for entry in entries}
+        return self._folders[url]
+
+    def _is_inside(self, files: Files, name: str) -> bool:
+        """Whether a folder was listed in which it would lie, at any depth."""
+        while name:
+            name = name.rpartition("/")[0]
+            if self._folders.get(files.url(name)):
+                return True
+        return False
+
+
+def _is_folder(info: FileInfo | None) -> bool:
+    return info is not None and info.kind == "folder"
+
+
+@contextmanager
+def looking_once() -> Iterator[None]:
+    """While a checkpoint is opened, whatever of it is remote is looked at once."""
+    if _looked.get() is not None:
+        yield
+        return
+    token = _looked.set(Looked())
+    try:
+        yield
+    finally:
+        _looked.reset(token)
+
+
+def look(files: Files, name: str) -> FileInfo | None:
+    """What has a name, now or when it was first looked at for the checkpoint that is opened."""
+    looked = _looked.get()
+    return looked.info(files, name) if looked and files.is_remote else files.stat(name)
+
+
+def look_inside(files: Files, folder: str) -> Sequence[FileInfo]:
+    """What lies directly in a folder, as `look` has it."""
+    looked = _looked.get()
+    return looked.children(files, folder) if looked and files.is_remote else files.list(folder)
+
+
+def walk(files: Files) -> Iterable[FileInfo]:
+    """Every file, at any depth, as `look` has it."""
+    looked = _looked.get()
+    return looked.walk(files) if looked and files.is_remote else files.walk()
+
+
+_looked: ContextVar[Looked | None] = ContextVar("looked", default=None)

@@ -1,0 +1,357 @@
+"""Buckets of S3, Google Cloud Storage and Azure, and files of web servers, through `obstore`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from jax_ucp.arguments import require_extra
+from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
+from jax_ucp.files.local import check_name
+from jax_ucp.files.protocol import FileInfo, read_bytes
+from jax_ucp.files.remote import RemoteFiles, Unanswered
+
+# A file of more bytes is uploaded in parts of so many, some of them at once. S3 takes 10,000 parts,
+# none but the last below 5 MiB.
+PART_BYTES, PARTS_AT_ONCE = 16 << 20, 8
+
+# What the library does by itself for one request, before we ask again.
+RETRIES = 4
+_RETRY = {
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)},
+}
+# A request of ours has at most a few MiB: what takes longer has stopped.
+_TIMEOUTS = {"timeout": "30s", "connect_timeout": "10s"}
+_MESSAGE_CHARS = 300
+
+R = TypeVar("R")
+
+
+class Bucket(RemoteFiles):
+    """The objects of a bucket whose keys begin with `prefix`.
+
+    Nothing is a folder but what the keys of objects have before a slash.
+    """
+
+    def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
+        self._scheme, self._bucket, self._prefix = scheme, bucket, prefix
+        self._store = store or open_store(scheme, bucket)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # each process has credentials of its own
+        return type(self), (self._scheme, self._bucket, self._prefix)
+
+    def key(self, name: str) -> str:
+        """The key of the object that has a name. Raises FormatError for no name of a file."""
+        if name:
+            check_name(name)
+        return "/".join(filter(None, (self._prefix, name)))
+
+    def url(self, name: str = "") -> str:
+        key = "/".join(filter(None, (self._prefix, name)))
+        return f"{self._scheme}://{self._bucket}/{key}".removesuffix("/")
+
+    def join(self, folder: str) -> Bucket:
+        return Bucket(self._scheme, self._bucket, self.key(folder), self._store)
+
+    def list(self, folder: str = "") -> Sequence[FileInfo]:
+        prefix = self.key(folder)
+        found = self._ask(folder, lambda: obstore().list_with_delimiter(self._store, prefix))
+        inside = len(f"{self._prefix}/") if self._prefix else 0
+        folders = [FileInfo(key[inside:], 0, "", "folder") for key in found["common_prefixes"]]
+        files = [_info(meta["path"][inside:], meta) for meta in found["objects"]]
+        # a key may be a file and what others begin with: the file is what has a name of its own
+        names = {file.name for file in files} | {folder}
+        folders = [entry for entry in folders if entry.name not in names]
+        return sorted((*folders, *files), key=lambda entry: entry.name)
+
+    def walk(self, folder: str = "") -> Iterator[FileInfo]:
+        """A thousand of them by one request, whatever folders they lie in."""
+        prefix = self.key(folder)
+        inside = len(f"{self._prefix}/") if self._prefix else 0
+        pages = self._ask(folder, lambda: [*obstore().list(self._store, prefix)])
+        found = [_info(meta["path"][inside:], meta) for page in pages for meta in page]
+        yield from sorted(found, key=lambda file: file.name)
+
+    def stat(self, name: str) -> FileInfo | None:
+        key = self.key(name)
+        try:
+            if key:
+                return _info(name, self._ask(name, lambda: obstore().head(self._store, key)))
+        except FileNotFoundError:
+            pass
+        return FileInfo(name, 0, "", "folder") if self.list(name) else None
+
+    def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
+        key, options = self.key(file.name), {"range": (start, stop)}
+        with _Asking(self.url(file.name)):
+            answer = obstore().get(self._store, key, options=options)
+            if _info(file.name, answer.meta) != file:
+                raise CorruptData(
+                    f"{self.url(file.name)} has changed since it was opened; open it again"
+                )
+            if answer.range != (start, stop):
+                raise Unanswered(f"bytes {answer.range} came, of {start} to {stop}")
+            return memoryview(answer.bytes())
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
+        """It is whole or not there, whether `durable` or not."""
+        chunks = _chunks(parts)
+        first, second = next(chunks, b""), next(chunks, None)
+        key = self.key(name)
+        if second is None:
+            self._ask(name, lambda: _put(self._store, key, first, use_multipart=False))
+            return
+        self._upload(name, itertools.chain([first, second], chunks))
+
+    def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
+        """Write a file in parts, each of which the library sends again; the whole cannot be."""
+        size, key = 0, self.key(name)
+
+        def counted() -> Iterator[bytes]:
+            nonlocal size
+            for chunk in chunks:
+                size += len(chunk)
+                yield chunk
+
+        options = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
+        try:
+            with _Asking(self.url(name)):
+                _put(self._store, key, counted(), use_multipart=True, **options)
+        except Unanswered as error:
+            raise StoreError(f"{self.url(name)} was not written: {error}") from error
+        info = self.stat(name)
+        if info is None or info.size != size:
+            raise StoreError(f"{self.url(name)} was written with {size} bytes, and has {info}")
+
+    def create(self, name: str, data: bytes) -> None:
+        """Raises FileExistsError where there is an object of that key, as `Files` has it.
+
+        A request that was not answered may have created it. It is then asked what is there: the
+        same bytes are taken for ours, so that writers who race put a mark of their own into them.
+        """
+        once = open_store(self._scheme, self._bucket, retries=0)
+        was_asked = False
+
+        def ask() -> None:
+            nonlocal was_asked
+            again, was_asked = was_asked, True
+            try:
+                with _Asking(self.url(name)):
+                    _put(once, self.key(name), data, mode="create", use_multipart=False)
+            except FileExistsError:
+                if not again or not self._holds(name, data):
+                    raise
+
+        self.persist(name, ask)
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        info = self.stat(name)
+        return info is not None and info.size == len(data) and read_bytes(self, info) == bytes(data)
+
+    def delete(self, name: str) -> None:
+        key = self.key(name)
+        with contextlib.suppress(FileNotFoundError):
+            self._ask(name, lambda: obstore().delete(self._store, key))
+
+    def spec(self, name: str = "") -> dict[str, Any]:
+        make = _KVSTORES.get(self._scheme)
+        if make is None:
+            raise UnsupportedPath(
+                f"{self.url(name)}: arrays that stock Orbax wrote are read through TensorStore,"
+                f" which has no driver for {self._scheme}://. Copy the checkpoint to a local"
+                " folder, or to S3 or Google Cloud Storage"
+            )
+        key = self.key(name)
+        return make(self._bucket) | {"path": f"{key}/" if key else ""}
+
+    def _ask(self, name: str, ask: Callable[[], R]) -> R:
+        def asked() -> R:
+            with _Asking(self.url(name)):
+                return ask()
+
+        return self.persist(name, asked)
+
+
+class _Asking:
+    """What the library raises, as what `Files` raises."""
+
+    def __init__(self, url: str):
+        self._url = url
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, CorruptData | StoreError | Unanswered):
+            return
+        exceptions = _exceptions()
+        # the rest of the library's text is its own structures, printed
+        text = str(error).partition("\n\nDebug source")[0][:_MESSAGE_CHARS]
+        if isinstance(error, FileNotFoundError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from error
+        if isinstance(error, exceptions.AlreadyExistsError):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._url) from error
+        denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+        if isinstance(error, denied):
+            raise StoreError(
+                f"{self._url}: the store refused ({text}). Which credentials are taken is in"
+                " docs/where-checkpoints-live.md"
+            ) from error
+        if isinstance(error, exceptions.BaseError) and _may_pass(text):
+            raise Unanswered(text) from error
+        if isinstance(error, exceptions.BaseError | ValueError):
+            raise StoreError(f"{self._url}: {text}") from error
+
+
+def _may_pass(text: str) -> bool:
+    """Whether asking again may help: what the server said is not that the request is wrong."""
+    _, _, status = text.partition("status code: ")
+    return not status.startswith("4") or status[:3] in ("408", "425", "429")
+
+
+def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
+    """The library's store for a bucket, with the credentials and endpoint that the cloud's own
+    tools would take.
+    """
+    obstore_store = require_extra("obstore.store", "cloud", f"{scheme}://{bucket}")
+    make, config = _STORES[scheme]
+    container, settings = config(bucket)
+    return getattr(obstore_store, make)(
+        container,
+        client_options=_TIMEOUTS | {"allow_http": True},
+        retry_config={**_RETRY, "max_retries": retries},
+        **settings,
+    )
+
+
+def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
+    """boto3, where it is installed, knows of profiles, SSO and roles; the library by itself of the
+    environment, containers and instances.
+    """
+    environment = os.environ
+    if "AWS_ACCESS_KEY_ID" in environment or environment.get("AWS_SKIP_SIGNATURE"):
+        return bucket, {}
+    try:
+        import boto3
+    except ImportError:
+        if "AWS_PROFILE" in environment:
+            raise StoreError(
+                f"s3://{bucket}: AWS_PROFILE is set, and profiles are read by boto3, which is not"
+                " installed: pip install boto3"
+            ) from None
+        return bucket, {}
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        return bucket, {"skip_signature": True} | _region(session)
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return bucket, {"credential_provider": Boto3CredentialProvider(session)} | _region(session)
+
+
+def _region(session: Any) -> dict[str, str]:
+    is_said = {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys()
+    return {} if is_said or not session.region_name else {"region": session.region_name}
+
+
+def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
+    """Google's tools have the address of an emulator in STORAGE_EMULATOR_HOST."""
+    host = os.environ.get("STORAGE_EMULATOR_HOST")
+    if not host:
+        return bucket, {}
+    url = host if "://" in host else f"http://{host}"
+    return bucket, {"base_url": url, "skip_signature": True}
+
+
+def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
+    """Hadoop's URLs have the account: `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`."""
+    container, _, host = bucket.partition("@")
+    _, settings = _azure_settings(container)
+    return container, {**settings, "account_name": host.partition(".")[0]} if host else settings
+
+
+def _azure_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
+    """Azure's tools have account, key and address in one text, too."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    said = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    names = {
+        "AccountName": "account_name",
+        "AccountKey": "account_key",
+        "SharedAccessSignature": "sas_key",
+        "BlobEndpoint": "endpoint",
+    }
+    return bucket, {names[name]: value for name, value in said.items() if name in names}
+
+
+_STORES: Mapping[str, tuple[str, Callable[[str], tuple[str, Mapping[str, Any]]]]] = {
+    "s3": ("S3Store", _s3_settings),
+    "gs": ("GCSStore", _gcs_settings),
+    "az": ("AzureStore", _azure_settings),
+    "abfs": ("AzureStore", _abfs_settings),
+    "http": ("HTTPStore", lambda host: (f"http://{host}", {})),
+    "https": ("HTTPStore", lambda host: (f"https://{host}", {})),
+}
+
+
+def _s3_kvstore(bucket: str) -> dict[str, Any]:
+    environment = os.environ
+    said = {
+        "endpoint": environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"),
+        "aws_region": environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"),
+    }
+    return {"driver": "s3", "bucket": bucket} | {key: value for key, value in said.items() if value}
+
+
+def _gcs_kvstore(bucket: str) -> dict[str, Any]:
+    return {"driver": "gcs", "bucket": bucket}
+
+
+_KVSTORES: Mapping[str, Callable[[str], dict[str, Any]]] = {
+    "s3": _s3_kvstore,
+    "gs": _gcs_kvstore,
+    "http": lambda host: {"driver": "http", "base_url": f"http://{host}"},
+    "https": lambda host: {"driver": "http", "base_url": f"https://{host}"},
+}
+
+
+def obstore() -> Any:
+    """The library."""
+    return require_extra("obstore", "cloud", "a bucket")
+
+
+def _exceptions() -> Any:
+    return require_extra("obstore.exceptions", "cloud", "a bucket")
+
+
+def _put(store: Any, key: str, data: bytes | Iterator[bytes], **options: Any) -> None:
+    obstore().put(store, key, data, **options)
+
+
+def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """The same bytes in runs of PART_BYTES, the last of which is shorter."""
+    room = bytearray()
+    for part in parts:
+        rest = memoryview(part).cast("B")
+        while rest:
+            taken = rest[: PART_BYTES - len(room)]
+            room += taken
+            rest = rest[len(taken) :]
+            if len(room) == PART_BYTES:
+                yield bytes(room)
+                room.clear()
+    if room:
+        yield bytes(room)
+
+
+def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
+    return FileInfo(name, meta["size"], version_of(meta))
+
+
+def version_of(meta: Mapping[str, Any]) -> str:
+    """The object's etag; where a web server has none, when it was changed."""
+    return meta["e_tag"] or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"

@@ -1,0 +1,155 @@
+"""What all files behind a network share: names, ranges planned as requests, retries."""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, StoreError
+from jax_ucp.files.in_flight import request_all
+from jax_ucp.files.local import check_name
+from jax_ucp.files.protocol import FileInfo, Files, RangeRead
+from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
+
+# A request asks for at most so many bytes: long enough that its answer takes longer than the way to
+# the store, and little enough that those in flight are memory that nobody misses.
+REQUEST_BYTES = 4 << 20
+# Ranges that lie no further apart are read with what is between them.
+GAP_BYTES = 16 << 10
+
+ATTEMPTS = 6
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
+
+R = TypeVar("R")
+
+
+class Unanswered(Exception):
+    """A request failed in a way that the next one may not: it is worth asking again."""
+
+
+@dataclass
+class Request:
+    """A run of bytes of a file, and the arrays of bytes that parts of it go to, by position."""
+
+    file: FileInfo
+    start: int
+    stop: int
+    parts: list[tuple[int, np.ndarray]] = field(default_factory=list)
+
+    def deliver(self, data: np.ndarray) -> None:
+        for start, out in self.parts:
+            first = start - self.start
+            out[...] = data[first : first + out.nbytes].view(out.dtype).reshape(out.shape)
+
+
+def plan_requests(reads: Sequence[RangeRead]) -> list[Request]:
+    """The requests for ranges of files: those near each other joined, long ones cut.
+
+    >>> file = FileInfo("a", 1 << 30, "1")
+    >>> outs = np.empty((3, 4), np.uint8)
+    >>> reads = [RangeRead(file, start, out) for start, out in zip((100_000, 0, 8), outs)]
+    >>> [(request.start, request.stop) for request in plan_requests(reads)]
+    [(0, 12), (100000, 100004)]
+    """
+    pieces = [piece for read in reads for piece in _pieces(read)]
+    pieces.sort(key=lambda piece: (piece.file.name, piece.start))
+    requests: list[Request] = []
+    for piece in pieces:
+        if requests and _joins(requests[-1], piece):
+            requests[-1].stop = max(requests[-1].stop, piece.stop)
+            requests[-1].parts += piece.parts
+        else:
+            requests.append(piece)
+    return requests
+
+
+def _joins(last: Request, piece: Request) -> bool:
+    if last.file != piece.file or piece.start - last.stop > GAP_BYTES:
+        return False
+    return max(last.stop, piece.stop) - last.start <= REQUEST_BYTES
+
+
+def _pieces(read: RangeRead) -> Iterator[Request]:
+    """A read in pieces of at most REQUEST_BYTES, each a run of its elements in row-major order."""
+    if not read.out.size:
+        return
+    out = read.out.reshape(-1).view(np.uint8) if read.out.flags.c_contiguous else read.out
+    start = read.start
+    chunk = (1,) * out.ndim
+    for block in grid_boxes(
+        out.shape, rows_of_chunks(out.shape, chunk, out.itemsize, REQUEST_BYTES)
+    ):
+        part = out[block.index]
+        yield Request(read.file, start, start + part.nbytes, [(start, part)])
+        start += part.nbytes
+
+
+class RemoteFiles(Files):
+    """Files behind a network. A subclass asks; what to ask for, and how often, is here."""
+
+    is_remote: ClassVar[bool] = True
+
+    @abstractmethod
+    def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
+        """Bytes of a file, by one request.
+
+        Raises CorruptData where it is not the file that was looked at, FileNotFoundError where it
+        is gone, and Unanswered.
+        """
+        ...
+
+    def link(self, name: str) -> str | None:
+        return None
+
+    def read_into(self, reads: Sequence[RangeRead]) -> None:
+        for name in {read.file.name for read in reads}:
+            check_name(name)
+        for read in reads:
+            self._require_inside(read)
+        request_all(self._answer, plan_requests(reads))
+
+    def _require_inside(self, read: RangeRead) -> None:
+        stop = read.start + read.out.nbytes
+        if stop > read.file.size:
+            raise CorruptData(
+                f"{self.url(read.file.name)} ends at byte {read.file.size}, and bytes {read.start}"
+                f" to {stop} are wanted"
+            )
+
+    def _answer(self, request: Request) -> None:
+        data = self.persist(request.file.name, lambda: self._whole(request))
+        request.deliver(np.frombuffer(data, np.uint8))
+
+    def _whole(self, request: Request) -> memoryview:
+        data = self.fetch(request.file, request.start, request.stop)
+        wanted = request.stop - request.start
+        if len(data) != wanted:
+            raise Unanswered(f"{len(data)} bytes came of {wanted}")
+        return data
+
+    def persist(self, name: str, ask: Callable[[], R]) -> R:
+        """The answer to a request, asked again while it is Unanswered, later each time.
+
+        Raises StoreError when that was often enough.
+        """
+        for attempt in range(1, ATTEMPTS):
+            try:
+                return ask()
+            except Unanswered:
+                longest = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
+                time.sleep(longest * random.uniform(0.5, 1))
+        try:
+            return ask()
+        except Unanswered as error:
+            raise StoreError(
+                f"{self.url(name)} was asked for {ATTEMPTS} times, and not answered: {error}"
+            ) from error
+
+    def sync(self) -> None:
+        """A file that was written is durable."""

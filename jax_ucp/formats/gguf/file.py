@@ -1,0 +1,111 @@
+"""One file of GGUF, as an array source of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.ranges import FileRange
+from jax_ucp.files.strided import read_strided, row_major_strides
+from jax_ucp.formats.gguf.header import Head, TensorEntry, read_head
+from jax_ucp.formats.gguf.types import IN_BLOCKS, PLAIN
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor as it is stored: in blocks, `info` is that of the bytes of its rows."""
+
+    name: str
+    info: ArrayInfo
+    begin: int
+
+
+class GGUFFile(ArraySource):
+    """The tensors of a file, in row-major order: the axes are those of GGUF the other way round.
+
+    Tensors in blocks are arrays of bytes; `in_blocks` has their types by name. Opening reads the
+    head. Raises FormatError, naming the file, where it is not as the format has it, and CorruptData
+    where it is cut short.
+    """
+
+    def __init__(self, path: FilePath):
+        self.path = path
+        self._bytes = FileRange(path, file=path.file())
+        try:
+            self.head = read_head(self._bytes)
+            tensors = [_tensor(entry) for entry in self.head.tensors]
+            _require_tiled(self.head, tensors, self._bytes.size)
+        except (FormatError, CorruptData) as error:
+            raise type(error)(f"{path}: {error}") from None
+        self._arrays = {tensor.name: tensor.info for tensor in tensors}
+        self._offsets = {tensor.name: self.head.data + tensor.begin for tensor in tensors}
+        types = {entry.name: entry.type for entry in self.head.tensors}
+        self.in_blocks = {n: IN_BLOCKS[type][0] for n, type in types.items() if type in IN_BLOCKS}
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        strides = row_major_strides(self._arrays[key].shape)
+        try:
+            read_strided(self._bytes, self._offsets[key], strides, boxes, outs)
+        except CorruptData as error:
+            raise CorruptData(f"{self.path}: {error}") from error
+
+
+def _tensor(entry: TensorEntry) -> _Tensor:
+    """A tensor of the header, checked by itself."""
+    shape = tuple(reversed(entry.lengths))
+    label = f"{entry.name!r:.80}"
+    if entry.type not in PLAIN and entry.type not in IN_BLOCKS:
+        raise FormatError(f"{label} has the type {entry.type}, which no file of GGUF has")
+    if any(n < 1 for n in shape):
+        raise FormatError(f"{label} has the shape {list(shape)}")
+    if entry.type in PLAIN:
+        return _Tensor(entry.name, ArrayInfo(shape, np.dtype(PLAIN[entry.type])), entry.offset)
+    type, elements, nbytes = IN_BLOCKS[entry.type]
+    if not shape or shape[-1] % elements:
+        raise FormatError(
+            f"{label} of {type} has the shape {list(shape)}, and its rows are no whole blocks of"
+            f" {elements}"
+        )
+    rows = (*shape[:-1], shape[-1] // elements * nbytes)
+    return _Tensor(entry.name, ArrayInfo(rows, np.dtype(np.uint8)), entry.offset)
+
+
+def _require_tiled(head: Head, tensors: Iterable[_Tensor], size: int) -> None:
+    """Raise unless tensors, each at the next aligned byte, fill a file of so many bytes."""
+    at = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
+        begin = _aligned(at, head.alignment)
+        if tensor.begin != begin:
+            raise FormatError(
+                f"{tensor.name!r:.80} should begin at byte {begin} of the tensors, the next one"
+                f" that is free and aligned to {head.alignment}, and begins at byte {tensor.begin}"
+            )
+        at = begin + tensor.info.nbytes
+    _require_size(head, at, size)
+
+
+def _require_size(head: Head, nbytes: int, size: int) -> None:
+    """Raise unless a file of so many bytes ends where its tensors do, or the padding behind."""
+    end = head.data + nbytes if nbytes else min(head.data, size)
+    if end > size:
+        raise CorruptData(
+            f"the file has {size} bytes, but its head describes {end}: it is cut short, its"
+            " download has not ended"
+        )
+    if size > _aligned(end, head.alignment):
+        raise FormatError(
+            f"behind its tensors, which end at byte {end}, the file has {size - end} bytes more"
+        )
+
+
+def _aligned(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment

@@ -1,0 +1,140 @@
+"""GGUF, the format of llama.cpp: one file, or the parts of a split one.
+
+Tensors are parameters under their names in the file; those in ggml's blocks are quantised weights.
+Keys with their values are extras. Of an architecture that is known the config that Hugging Face's
+model would have is made of them (`config`). Facts: `docs/gguf.md` of ggml 0.25; `gguf_writer.py` of
+gguf-py 0.19 and `tools/gguf-split` of llama.cpp for split files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import read_bytes
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.gguf.config import model_config
+from jax_ucp.formats.gguf.file import GGUFFile
+from jax_ucp.formats.gguf.header import MAGIC
+from jax_ucp.formats.gguf.types import FILE_TYPES
+from jax_ucp.formats.huggingface.weight_files import CONFIG, refuse_stand_in, require_files
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.quantized.ggml import SCHEME, TYPES
+from jax_ucp.layout.patterns import Unique
+from jax_ucp.sources.combined import Combined
+from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.contents import About, Contents, QuantizedWeight
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+
+
+def recognise(path: FilePath) -> bool:
+    """Whether a file is called so, or begins as GGUF does, whatever its name."""
+    if not path.is_file() or path.name.endswith(SUFFIX):
+        return path.is_file()
+    file = path.file()
+    return read_bytes(path.files, file, 0, min(file.size, len(MAGIC))) == MAGIC
+
+
+def open_gguf(path: FilePath, options: Options) -> Contents:
+    """The tensors of a file, or with the first of several parts those of all.
+
+    Raises FormatError, naming the file, for what is not as the format has it, for parts that are
+    missing or of another model, and for a part that is not the first.
+    """
+    refuse_stand_in(path)
+    first = GGUFFile(path)
+    files = {path.name: first, **_other_parts(path, first)}
+    _require_tensors(path, files)
+    imported = Import("gguf", path, Combined.of_files(files))
+    for name, file in files.items():
+        _keep(imported, name, file)
+    values = first.head.values
+    imported.about = About(writer=_writer(first.head.version, values))
+    config, note = model_config(values, {k: f for f in files.values() for k in f.arrays()})
+    if config:
+        imported.extras[CONFIG] = {"config": config}
+    imported.notes.append(note)
+    return imported.contents()
+
+
+def _keep(imported: Import, name: str, file: GGUFFile) -> None:
+    """Account for all that a file has."""
+    for tensor, info in file.arrays().items():
+        layout = Unique().join([info.shape])
+        whole = Consolidated(layout, [f"{name}:{tensor}"])
+        imported.parameter("param", tensor, whole, f"the parameter {tensor}")
+    for tensor, type in file.in_blocks.items():
+        label = f"param/{tensor}"
+        fault = "" if type in TYPES else f"{type} is not dequantised here"
+        imported.quantized.append(QuantizedWeight(SCHEME + type, label, {"codes": label}, fault))
+    for key, value in file.head.values.items():
+        imported.extra(name, key, value)
+
+
+def _writer(version: int, values: Mapping[str, Any]) -> str:
+    type = values.get("general.file_type")
+    called = FILE_TYPES.get(type, "") if isinstance(type, int) else ""
+    said = f"GGUF v{version}", values.get("general.architecture", ""), called
+    return ", ".join([str(part) for part in said if part])
+
+
+def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:
+    """The parts of a model after the first. Raises FormatError where the first is none, or
+    another is missing or does not belong to it.
+    """
+    name = _PART.fullmatch(path.name)
+    count = first.head.values.get(_COUNT, 0)
+    parts = int(name["parts"]) if name else 1
+    if type(count) is not int or max(count, 1) != max(parts, 1):
+        raise FormatError(
+            f"{path} is one of {count!r:.20} parts by its {_COUNT}, and of {parts} by its name:"
+            " give it back the name that it was split under"
+        )
+    if parts <= 1:
+        return {}
+    assert name is not None
+    if int(name["part"]) != 1:
+        start = f"{name['model']}-00001-of-{name['parts']}{SUFFIX}"
+        raise FormatError(f"{path} is one of {parts} parts of a model: open the first, {start}")
+    _require_part(path, first, 0, parts)
+    names = [f"{name['model']}-{part:05}-of-{parts:05}{SUFFIX}" for part in range(2, parts + 1)]
+    missing = [other for other in names if not (path.parent / other).is_file()]
+    require_files(path, path.parent, missing, parts)
+    return dict(_parts_called(path.parent, names, parts))
+
+
+def _parts_called(folder: FilePath, names: list[str], parts: int) -> Iterator[tuple[str, GGUFFile]]:
+    for number, other in enumerate(names, 1):
+        refuse_stand_in(folder / other)
+        file = GGUFFile(folder / other)
+        _require_part(folder / other, file, number, parts)
+        yield other, file
+
+
+def _require_part(path: FilePath, file: GGUFFile, number: int, parts: int) -> None:
+    said = file.head.values.get(_NUMBER), file.head.values.get(_COUNT)
+    if said != (number, parts):
+        raise FormatError(
+            f"{path} says {_NUMBER} {said[0]!r:.20} of {_COUNT} {said[1]!r:.20}, and its name"
+            f" {number} of {parts}: the files are not of one split, or were renamed"
+        )
+
+
+def _require_tensors(path: FilePath, files: Mapping[str, GGUFFile]) -> None:
+    """Raise FormatError where a part counts another number of tensors than all parts have."""
+    found = sum(len(file.arrays()) for file in files.values())
+    for file in files.values():
+        count = file.head.values.get(_TENSORS, found)
+        if count != found:
+            raise FormatError(
+                f"{file.path} counts {count!r:.20} tensors in all parts, and the parts of {path}"
+                f" have {found}: they are not of one split"
+            )
+    if not found:
+        raise FormatError(f"{path} has no tensors: it is a vocabulary alone")

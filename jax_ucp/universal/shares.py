@@ -1,0 +1,210 @@
+"""A copy that several processes make, none of which leads: each does its share, and the last to
+finish commits.
+
+This is for schedulers that only start processes. What the processes have in common is the directory
+that they write to: `ucp-ledger.jsonl` says which copy it is of, a ledger of each share what is
+done of it, and `ucp.process_I.json` that a share is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import Files, file_size, read_file
+from jax_ucp.sources.budget import batches
+from jax_ucp.sources.checks import Check
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.proved import proved
+from jax_ucp.sources.work import HERE, shared_out
+from jax_ucp.universal.copy import (
+    Block,
+    CopyPlan,
+    Part,
+    commit_copy,
+    copy_part,
+    identity_of,
+    of_one_chunk,
+    require_target,
+)
+from jax_ucp.universal.ledger import LEDGER_FILE, Ledger, remove_ledger
+from jax_ucp.universal.metadata import digest
+from jax_ucp.universal.store import (
+    CONVERSION_FILE,
+    METADATA_FILE,
+    ZarrStore,
+    delete_part,
+    part_is_written,
+    write_part,
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share `index` of `count`, from 0 on.
+
+    >>> str(Share(2, 8))
+    '2/8'
+    """
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(
+                f"there is no share {self}: shares are 0/{self.count} to"
+                f" {self.count - 1}/{self.count}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def ledger(self) -> str:
+        return f"ucp-ledger_{self.index}_of_{self.count}.jsonl"
+
+
+class _Conversion(msgspec.Struct, forbid_unknown_fields=True):
+    """Which copy a directory is of, or is the result of."""
+
+    identity: str
+
+
+def parts_of(contents: Contents, plan: CopyPlan, count: int) -> Sequence[Part]:
+    """The whole copy in parts of about as many bytes: neighbours go together, and a pack, or what
+    lies in one stored chunk, is of one part.
+    """
+    packs = list(enumerate(plan.packs))
+    alone = list(batches(plan.alone, lambda block: 1, 1, 1, partial(of_one_chunk, contents)))
+    shares = _by_bytes([*(blocks for _, blocks in packs), *alone], count)
+    parts = [Part([], [], []) for _ in range(count)]
+    for pack in packs:
+        parts[next(shares)].packs.append(pack)
+    creates = dict.fromkeys(Part.whole(plan).creates, 0)
+    begun: set[str] = set()
+    for blocks in alone:
+        share = next(shares)
+        parts[share].alone.extend(blocks)
+        creates.update((block.key, share) for block in blocks if block.key not in begun)
+        begun.update(block.key for block in blocks)
+    for key, share in creates.items():
+        parts[share].creates.append(key)
+    return parts
+
+
+def _by_bytes(groups: Sequence[Sequence[Block]], count: int) -> Iterator[int]:
+    """The share of each group: that in which the middle of its bytes lies."""
+    sizes = [sum(block.nbytes for block in group) for group in groups]
+    total, before = max(1, sum(sizes)), 0
+    for size in sizes:
+        yield min(count - 1, count * (2 * before + size) // (2 * total))
+        before += size
+
+
+def copy_share(
+    contents: Contents,
+    plan: CopyPlan,
+    target: FilePath,
+    share: Share,
+    progress: Callable[[Block], None] = lambda block: None,
+) -> bool:
+    """Do a share of a copy, and commit it where all others are done. Whether `target` is now a
+    checkpoint.
+
+    Each process has the same plan. A share that was stopped is taken up by the same call; one that
+    is complete is looked at, and left as it is. A check is of the share that has the first block of
+    an array that it proves.
+
+    Raises what `copy` raises; FileExistsError where `target` is a checkpoint that is not the result
+    of this copy.
+    """
+    files = target.folder()
+    identity = digest(f"{identity_of(contents, plan)} in {share.count} shares".encode())
+    if _is_result(target, identity):
+        _clear(files, share.count)
+        return True
+    require_target(contents, target)
+    _require_same_copy(files, identity)
+    parts = parts_of(contents, plan, share.count)
+    ours = partial(_is_of, _owners(parts), share.index)
+    with (
+        shared_out(contents, HERE, "", ours) as coordinator,
+        closing(Ledger(target, identity, share.ledger)) as ledger,
+    ):
+        store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
+        with proved(coordinator.opened.proofs):
+            copy_part(parts[share.index], plan, store, ledger, progress, coordinator)
+        contents.files.require_unchanged()
+        write_part(store, share.index)
+    if all(part_is_written(files, process) for process in range(share.count)):
+        _commit(contents, plan, target, share.count, identity)
+    elif not _is_result(target, identity):
+        return False
+    else:  # by another process that had this share too
+        delete_part(files, share.index)
+    return True
+
+
+def _commit(
+    contents: Contents, plan: CopyPlan, target: FilePath, count: int, identity: str
+) -> None:
+    """Make the directory a checkpoint. Several processes may do it at once: they write the same."""
+    files = target.folder()
+    files.write(CONVERSION_FILE, [msgspec.json.encode(_Conversion(identity))], durable=True)
+    try:
+        commit_copy(contents, plan, ZarrStore(files, plan.arrays, plan.chunks), count)
+    except CorruptData:
+        if not _is_result(target, identity):
+            raise  # else another has committed it, and cleared away what was to be read
+    _clear(files, count)
+
+
+def _clear(files: Files, count: int) -> None:
+    """Remove the ledgers of a copy that is committed, that of all shares last."""
+    if file_size(files, LEDGER_FILE) is not None:
+        for index in range(count):
+            delete_part(files, index)
+            remove_ledger(files, Share(index, count).ledger)
+        files.delete(LEDGER_FILE)
+
+
+def _require_same_copy(files: Files, identity: str) -> None:
+    """Say which copy the directory is of. Raises FormatError where it is of another."""
+    said = msgspec.json.encode(_Conversion(identity)) + b"\n"
+    try:
+        files.create(LEDGER_FILE, said)
+    except FileExistsError:
+        if read_file(files, LEDGER_FILE) != said:
+            raise FormatError(
+                f"{files} has an unfinished conversion of another source, of files that were"
+                " replaced since, with another budget or mesh, or in another number of shares."
+                " Delete the directory, or give another one."
+            ) from None
+
+
+def _is_result(target: FilePath, identity: str) -> bool:
+    if not (target / METADATA_FILE).is_file():
+        return False
+    said = read_file(target.folder(), CONVERSION_FILE)
+    return said == msgspec.json.encode(_Conversion(identity))
+
+
+def _owners(parts: Sequence[Part]) -> dict[str, int]:
+    """By array the first share that has a block of it."""
+    owners: dict[str, int] = {}
+    for share, part in enumerate(parts):
+        for blocks in (*(blocks for _, blocks in part.packs), part.alone):
+            for block in blocks:
+                owners.setdefault(block.key, share)
+    return owners
+
+
+def _is_of(owners: dict[str, int], index: int, check: Check) -> bool:
+    return min((owners.get(leaf, 0) for leaf in check.leaves), default=0) == index

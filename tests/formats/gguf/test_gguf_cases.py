@@ -1,0 +1,206 @@
+"""Files that llama.cpp's converter and ggml wrote of models of transformers: read as gguf-py reads
+them, bit for bit, and mapped to the tensors that the models had.
+
+`tests/generators/gguf_files.py` writes them.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ucp as ucp
+from gguf_cases import CASES, about, file_of, truth
+from gguf_table import table
+from gguf_writer import Tensor, Written, random_blocks
+from helpers import restored_on
+from jax_ucp.cli.main import main
+from jax_ucp.errors import LayoutError, QuantizedWeights
+from jax_ucp.formats.quantized.ggml import TYPES
+from jax_ucp.sources.consolidated import same_bits
+from test_read_once import reads_of
+
+IN_BLOCKS = [case for case in CASES if case.endswith(("_k", "_32", "_q8_0"))]
+# What a config has that says nothing of what is computed, or that GGUF does not keep.
+NOT_KEPT = {"attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range"}
+NOT_KEPT |= {"max_window_layers", "pad_token_id", "pretraining_tp", "transformers_version"}
+NOT_KEPT |= {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "use_cache"}
+NOT_KEPT |= {"layer_types", "_sliding_window_pattern", "use_bidirectional_attention"}
+
+
+def opened(case: str, dtype: str = "float32") -> ucp.Checkpoint:
+    return ucp.open(file_of(case), dequantize=dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_what_gguf_py_makes_of_it(case):
+    checkpoint, want = opened(case), truth(case)
+    assert {leaf.label for leaf in checkpoint.leaves} == want.keys()
+    for label, array in want.items():
+        assert same_bits(checkpoint.read(label), array), label
+    assert not [fault for _, fault in checkpoint.verify() if fault]
+    places = [item.where for item in checkpoint.inventory]
+    assert len(set(places)) == len(places)
+    assert all(item.reason != "not understood" for item in checkpoint.inventory)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", IN_BLOCKS)
+def test_a_number_is_rounded_once(case, dtype):
+    checkpoint, want = opened(case, dtype), truth(case)
+    plain = {leaf.label for leaf in ucp.open(file_of(case), dequantize=False).leaves}
+    for label, array in want.items():
+        rounded = array if label in plain else array.astype(dtype)
+        assert same_bits(checkpoint.read(label), rounded), label
+
+
+def test_every_type_is_in_two_files_that_ggml_wrote():
+    met: dict[str, set[str]] = {type: set() for type in TYPES}
+    for case in IN_BLOCKS:
+        for weight in ucp.open(file_of(case))._contents.quantized:
+            met[weight.scheme.removeprefix("ggml ")].add(case)
+    assert {type: len(cases) for type, cases in met.items() if len(cases) < 2} == {}
+
+
+def test_the_table_of_the_page_is_what_a_run_prints():
+    assert table() in (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_mapping_gives_the_model_of_transformers_bit_for_bit(case):
+    said = about(case)
+    mapped = opened(case).map(said["mapping"])
+    names = {leaf.label.removeprefix("param/"): leaf for leaf in mapped.leaves}
+    # of a tied model transformers saves one of the two, or both
+    assert names.keys() == said["model"].keys() - ({"lm_head.weight"} if _is_tied(case) else set())
+    for name, leaf in names.items():
+        values = mapped.read(leaf.label).astype(np.float32)
+        shape, digest = said["model"][name]
+        assert list(values.shape) == shape
+        assert hashlib.sha256(values.tobytes()).hexdigest() == digest, name
+
+
+def _is_tied(case: str) -> bool:
+    return about(case)["config"]["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_that_is_made_of_the_keys_is_that_of_the_model(case):
+    made, config = opened(case).config, dict(about(case)["config"])
+    assert made == opened(case).map(about(case)["mapping"]).config
+    if "num_experts" in made:
+        config["num_experts"] = config.pop("num_local_experts")
+    if case.startswith("mistral"):  # an architecture of its own it is not, in GGUF
+        config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        assert config.pop("sliding_window") == 4096  # and the note says so
+        assert "a window of theirs is stored nowhere" in opened(case).notes[0]
+    kept = {
+        key: value for key, value in config.items() if key not in NOT_KEPT and value is not None
+    }
+    assert {key: made.get(key) for key in kept} == kept
+    assert made.keys() - kept.keys() <= {"head_dim", "attention_bias", "mlp_bias"}
+
+
+# Through two mappings.
+
+CHAINS = {
+    "llama_f32": ("hf-llama2-to-maxtext", "hf-llama-to-maxtext", "rope"),
+    "llama31_bf16": ("hf-llama-to-maxtext", "hf-llama2-to-maxtext", "rope"),
+    "llama_blocks_of_32": ("hf-llama2-to-maxtext", "hf-llama-to-tunix", "rope_theta"),
+    "mixtral_f32": ("hf-mixtral-to-maxtext", "hf-llama2-to-maxtext", "family"),
+    "qwen2_f32": ("hf-qwen2-to-tunix", "hf-qwen3-to-tunix", "family"),
+    "qwen3_bf16": ("hf-qwen3-to-tunix", "hf-qwen2-to-tunix", "family"),
+    "qwen3_moe_f16": ("hf-qwen3-moe-to-maxtext", "hf-qwen3-to-maxtext", "family"),
+    "gemma_bf16": ("hf-gemma-to-tunix", "hf-gemma-7b-to-tunix", "heads"),
+}
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_a_chain_of_mappings_ends_on_a_mesh_in_the_models_leaves(case):
+    fits, other, requirement = CHAINS[case]
+    named = opened(case).map(about(case)["mapping"])
+    with pytest.raises(LayoutError, match=requirement):
+        named.map(other)
+    mapped = named.map(fits)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    tree = restored_on(mesh, mapped, [(r".", P(None, "model"))])
+    for leaf in mapped.leaves:
+        array = tree
+        for key in leaf.path:
+            array = array[key.name]
+        assert same_bits(np.asarray(array), mapped.read(leaf.label)), leaf.label
+
+
+@pytest.mark.parametrize("case", ["llama31_bf16", "llama_k", "gemma_f32"])
+def test_a_mapped_model_is_exported_as_a_folder_of_safetensors(case, tmp_path):
+    mapped = opened(case, "bfloat16").map(about(case)["mapping"])
+    mapped.export(tmp_path / "hf", "safetensors")
+    again = ucp.open(tmp_path / "hf")
+    assert again.config == mapped.config
+    for leaf in mapped.leaves:
+        assert same_bits(again.read(leaf.label), mapped.read(leaf.label))
+
+
+def test_what_a_mapping_moved_goes_back(tmp_path):
+    checkpoint = opened("llama_f32")
+    mapping = ucp.Mapping.load("gguf-llama-to-hf")
+    back = checkpoint.map(mapping).map(mapping.inverse())
+    assert {leaf.label for leaf in back.leaves} == {leaf.label for leaf in checkpoint.leaves}
+    for leaf in back.leaves:
+        assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label))
+
+
+# On the command line.
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_inspect_begins_with_the_architecture_and_the_type_of_the_file():
+    output = run("inspect", file_of("llama_q8_0"))
+    assert re.search(r"GGUF v3, llama, Q8_0", output)
+    assert (
+        json.loads(run("inspect", "--json", file_of("qwen2_f32")))["writer"]
+        == "GGUF v3, qwen2, F32"
+    )
+
+
+def test_convert_writes_the_dequantised_weights(tmp_path):
+    run("convert", file_of("qwen2_k"), tmp_path / "out", "--dequantize", "bfloat16")
+    again, whole = ucp.open(tmp_path / "out"), truth("qwen2_k")
+    name = "param/blk.0.attn_q.weight"
+    assert same_bits(again.read(name), whole[name].astype(ml_dtypes.bfloat16))
+    assert again.extras["config.json"]["config"]["model_type"] == "qwen2"
+
+
+def test_without_a_word_quantised_weights_are_refused(tmp_path):
+    result = CliRunner().invoke(main, ["convert", str(file_of("llama_k")), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "--dequantize" in result.output
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(QuantizedWeights, match=r"token_embd.weight \(ggml Q"):
+        ucp.open(file_of("llama_k")).map("gguf-llama-to-hf")
+
+
+def test_a_conversion_reads_every_block_once(tmp_path):
+    """But for the first million bytes, in which a head may lie."""
+    stored = random_blocks(np.random.default_rng(0), "Q6_K", (3072,), 8)
+    path = tmp_path / "in" / "m.gguf"
+    path.parent.mkdir()
+    path.write_bytes(Written({}, [Tensor("w", (2048, 3072), 14, stored.tobytes())]).data())
+    with reads_of(path.parent) as counts:
+        ucp.open(path, dequantize="bfloat16").save(tmp_path / "out")
+    count = counts[str(path.resolve())][1 << 20 :]
+    assert count.max() <= 2  # what a read has beside what is asked for, at the edges of pages
+    assert (count == 1).mean() > 0.99

@@ -1,0 +1,3 @@
+"""The universal format in buckets: saved, converted, opened, and read by others."""
+
+from helpers import restored_equal  # noqa

@@ -1,0 +1,84 @@
+"""Stores on loopback for tests, one of each kind for all tests of a process, each test in a folder
+of its own. A server that does not start is a failed test.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from servers import stores
+from servers.fault_proxy import FaultProxy
+from servers.stores import Store
+
+
+@pytest.fixture(scope="session")
+def _moto() -> Iterator[Store]:
+    with stores.moto() as store:
+        yield store
+
+
+@pytest.fixture(scope="session")
+def _ministack() -> Iterator[Store]:
+    with stores.ministack() as store:
+        yield store
+
+
+@pytest.fixture(scope="session")
+def _gcs() -> Iterator[Store]:
+    with stores.gcs() as store:
+        yield store
+
+
+@pytest.fixture(scope="session")
+def _azurite() -> Iterator[Store]:
+    with stores.azurite() as store:
+        yield store
+
+
+@pytest.fixture
+def s3(_moto: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty folder of S3."""
+    return _entered(_moto, monkeypatch)
+
+
+@pytest.fixture
+def ministack(_ministack: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty folder of another S3."""
+    return _entered(_ministack, monkeypatch)
+
+
+@pytest.fixture
+def gcs(_gcs: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty folder of Google Cloud Storage."""
+    return _entered(_gcs, monkeypatch)
+
+
+@pytest.fixture
+def azure(_azurite: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty folder of Azure. Its server comes from npm: slow tests ask for it."""
+    return _entered(_azurite, monkeypatch)
+
+
+# any store that needs nothing but Python
+@pytest.fixture(params=["s3", "ministack", "gcs"])
+def store(request: pytest.FixtureRequest) -> Store:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def faulty_s3(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, FaultProxy]]:
+    """An empty folder of S3, and the proxy that it is asked through, which has no faults yet."""
+    with FaultProxy(s3.endpoint) as proxy:
+        behind = s3.behind(proxy.endpoint)
+        for key, value in behind.env.items():
+            monkeypatch.setenv(key, value)
+        yield behind, proxy
+
+
+def _entered(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for key, value in store.env.items():
+        monkeypatch.setenv(key, value)
+    return store.below(uuid.uuid4().hex)

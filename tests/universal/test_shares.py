@@ -1,0 +1,294 @@
+"""A conversion by processes that know nothing of one another."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from helpers import digests, memory
+from jax_ucp.cli.main import main
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.universal import copy as copying
+from jax_ucp.universal.copy import plan_copy
+from jax_ucp.universal.packs import PACK_FROM
+from jax_ucp.universal.shares import Share, _by_bytes, parts_of
+from test_read_once import SOURCES
+
+DATA = Path(__file__).parents[1] / "data"
+REAL = [
+    "deepspeed/tp2_dp2_z1_bf16_swiglu",
+    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
+    "torch/dcp_zstd/ckpt",
+]
+BUDGET = 4 << 20  # many blocks
+
+
+def but_for_the_note(folder: Path) -> dict[str, str]:
+    return {name: of for name, of in digests(folder).items() if name != "ucp.conversion.json"}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=4), max_size=40),
+    st.integers(1, 9),
+)
+def test_groups_are_shared_out_in_their_order_and_evenly(sizes, count):
+    groups = [[copying.Block("a", None, n, 0) for n in group] for group in sizes]
+    shares = list(_by_bytes(groups, count))
+    assert shares == sorted(shares)
+    assert all(0 <= share < count for share in shares)
+    total, largest = sum(map(sum, sizes)), max(map(sum, sizes), default=0)
+    for share in range(count):
+        mine = sum(sum(group) for of, group in zip(shares, sizes, strict=True) if of == share)
+        assert mine <= total / count + largest
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40), st.booleans())
+def test_every_block_and_every_array_is_of_one_part(count, arrays, packed):
+    names = [f"w{i}" for i in range(arrays + PACK_FROM * packed)]
+    tree = {name: np.zeros((i % 7, 300), np.float32) for i, name in enumerate(names)}
+    contents = memory({"param": tree})._contents
+    plan = plan_copy(contents, BUDGET)
+    parts = parts_of(contents, plan, count)
+    blocks = [block for part in parts for _, pack in part.packs for block in pack]
+    blocks += [block for part in parts for block in part.alone]
+    assert sorted(blocks, key=repr) == sorted(plan.blocks, key=repr)
+    creates = [key for part in parts for key in part.creates]
+    assert sorted(creates) == sorted(plan.arrays.keys() - plan.packed)
+    assert bool(plan.packed) == packed
+
+
+@pytest.fixture(scope="module", params=[*REAL, *SOURCES])
+def source(request, tmp_path_factory) -> Path:
+    if request.param in REAL:
+        return DATA / request.param
+    folder = tmp_path_factory.mktemp("source")
+    SOURCES[request.param](folder)
+    return folder / "it" if (folder / "it").exists() else folder
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_in_any_order_the_shares_make_what_one_process_makes(source, count, tmp_path):
+    checkpoint = ucp.open(source)
+    checkpoint.save(tmp_path / "whole", budget_bytes=BUDGET)
+    order = random.Random(count).sample(range(count), count)
+    for index in order[:-1]:
+        assert (
+            ucp.open(source).save_share(tmp_path / "out", (index, count), budget_bytes=BUDGET)
+            is None
+        )
+        with pytest.raises(NotACheckpoint):
+            ucp.open(tmp_path / "out")
+    made = ucp.open(source).save_share(tmp_path / "out", (order[-1], count), budget_bytes=BUDGET)
+    assert made is not None
+    assert but_for_the_note(tmp_path / "out") == digests(tmp_path / "whole")
+    assert not any(item.status == "skipped" for item in made.inventory)
+    # any may be run again
+    before = digests(tmp_path / "out")
+    for index in range(count):
+        again = ucp.open(source).save_share(tmp_path / "out", (index, count), budget_bytes=BUDGET)
+        assert again is not None
+    assert digests(tmp_path / "out") == before
+
+
+def test_small_arrays_are_packed_as_one_process_packs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "PACK_BLOCKS", 300)
+    tree = {f"w{i}": np.full(3, i, np.float32) for i in range(PACK_FROM + 5)}
+    tree["large"] = np.ones((512, 300), np.float32)
+    source = memory({"param": tree})
+    source.save(tmp_path / "source")
+    opened = ucp.open(tmp_path / "source")
+    opened.save(tmp_path / "whole")
+    for index in (1, 2, 0):
+        opened.save_share(tmp_path / "out", (index, 3))
+    assert but_for_the_note(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_a_share_that_is_none_is_refused():
+    for index, count in ((3, 3), (-1, 3), (0, 0)):
+        with pytest.raises(ValueError, match="there is no share"):
+            Share(index, count)
+
+
+def test_another_number_of_shares_or_another_source_is_refused(tmp_path):
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    memory({"param": {"w": np.zeros((64, 64))}}).export(tmp_path / "other", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    assert source.save_share(out, (0, 2)) is None
+    with pytest.raises(FormatError, match="in another number of shares"):
+        source.save_share(out, (0, 3))
+    with pytest.raises(FormatError, match="unfinished conversion of another source"):
+        ucp.open(tmp_path / "other").save_share(out, (1, 2))
+    with pytest.raises(FormatError):
+        source.save(out)
+    assert source.save_share(out, (1, 2)) is not None
+    for how in ((0, 3), (0, 1)):
+        with pytest.raises(FileExistsError, match="is a checkpoint already"):
+            source.save_share(out, how)
+
+
+def test_one_share_has_one_process_at_a_time(tmp_path):
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    heard = []
+
+    def meanwhile(block):
+        with pytest.raises(FormatError, match="another conversion is writing"):
+            ucp.open(tmp_path / "source").save_share(out, (0, 1))
+        heard.append(block)
+
+    assert source.save_share(out, (0, 1), progress=meanwhile) is not None
+    assert heard
+
+
+def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
+    """The second sees all shares done, and the first clears away what it is about to read."""
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    source.save(tmp_path / "whole")
+    source.save_share(out, (0, 2))
+    from jax_ucp.universal import shares
+
+    commit = shares.commit_copy
+
+    def committed_by_another(*args):
+        monkeypatch.undo()
+        commit(*args)
+        return commit(*args)
+
+    monkeypatch.setattr(shares, "commit_copy", committed_by_another)
+    assert source.save_share(out, (1, 2)) is not None
+    assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
+def test_of_a_source_that_contradicts_itself_there_is_no_checkpoint(tmp_path):
+    SOURCES["deepspeed"](tmp_path / "source")
+    path = max((tmp_path / "source").glob("*optim_states.pt"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    ends = []
+    for index in range(3):
+        try:
+            made = ucp.open(tmp_path / "source").save_share(tmp_path / "out", (index, 3))
+            ends.append("not committed" if made is None else "committed")
+        except CorruptData as error:
+            ends.append(str(error).split(" in ")[0].rpartition(" ")[2])
+    assert set(ends) == {"not committed", "itself"}
+    with pytest.raises(NotACheckpoint):
+        ucp.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize("leave", ["ledger", "part"])
+def test_what_a_kill_after_the_commit_leaves_is_cleared_by_the_next(tmp_path, monkeypatch, leave):
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    source.save(tmp_path / "whole")
+    from jax_ucp.universal import shares
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    source.save_share(out, (0, 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(shares, {"ledger": "_clear", "part": "delete_part"}[leave], stop)
+        with pytest.raises(KeyboardInterrupt):
+            source.save_share(out, (1, 2))
+    assert ucp.open(out).read("param/w").all()
+    assert source.save_share(out, (0, 2)) is not None
+    assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
+COUNT = 3
+
+
+def worker(source: Path, out: Path, index: int) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "jax_ucp",
+        "convert",
+        str(source),
+        str(out),
+        "--budget",
+        "8MiB",
+    ]
+    return subprocess.Popen(
+        [*command, "--worker", f"{index}/{COUNT}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_that_are_killed_and_run_again_make_the_same_checkpoint(seed, tmp_path):
+    SOURCES["deepspeed"](tmp_path / "source")
+    ucp.open(tmp_path / "source").save(tmp_path / "whole", budget_bytes=8 << 20)
+    rng = random.Random(seed)
+    out = tmp_path / "out"
+    for attempt in itertools.count():
+        running = [worker(tmp_path / "source", out, index) for index in range(COUNT)]
+        if attempt < 2:
+            time.sleep(rng.uniform(0.3, 2.5))
+            rng.choice(running).send_signal(signal.SIGKILL)
+        codes = [process.wait(timeout=120) for process in running]
+        if not any(codes):
+            break
+        assert attempt < 6
+    assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
+def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+
+    def convert(share: str, environment: dict[str, str]) -> dict[str, object]:
+        command = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--json"]
+        for name in [
+            name for name in os.environ if name.startswith(("SLURM", "JOB_", "OMPI", "PMI"))
+        ]:
+            monkeypatch.delenv(name)
+        done = CliRunner().invoke(main, [*command, "--worker", share], env=environment)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    slurm = {
+        "SLURM_ARRAY_TASK_ID": "12",
+        "SLURM_ARRAY_TASK_MIN": "10",
+        "SLURM_ARRAY_TASK_COUNT": "6",
+    }
+    assert convert("auto", slurm)["share"] == [2, 6]
+    shutil.rmtree(tmp_path / "out")
+    assert convert("auto/4", {"JOB_COMPLETION_INDEX": "3"})["share"] == [3, 4]
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert convert("auto", mpi)["share"] == [1, 4]
+    assert convert("auto", {"PMI_RANK": "0", "PMI_SIZE": "4"})["share"] == [0, 4]
+    made = convert("2/4", {})
+    assert made["format"] == "universal"
+
+
+@pytest.mark.parametrize("share", ["3/3", "1", "auto", "x/2", "-1/2", "1/2/3", "/2"])
+def test_a_worker_that_is_none_is_a_usage_error(share, tmp_path):
+    done = CliRunner().invoke(main, ["convert", "a", "b", "--worker", share], env={})
+    assert done.exit_code == 2
+    assert "says no share" in done.stderr
+
+
+def test_a_ledger_of_a_share_is_found_as_an_unfinished_conversion(tmp_path):
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    ucp.open(tmp_path / "source").save_share(tmp_path / "out", (0, 2))
+    with pytest.raises(NotACheckpoint, match="unfinished conversion"):
+        ucp.open(tmp_path / "out")
