@@ -36,9 +36,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 
@@ -150,21 +150,24 @@ def train(mesh_shape: MeshShape, steps: int, directory: Path, zero_moments: bool
         return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
     abstract_state = jax.eval_shape(fresh_state)
-    options = ocp.CheckpointManagerOptions(
-        save_interval_steps=steps // 8,
-        max_to_keep=2,
-        cleanup_tmp_directories=True,  # of saves that a kill cut short
-    )
-    with ocp.CheckpointManager(
-        directory, item_handlers=ucp.CheckpointHandler(), options=options
-    ) as manager:
-        latest = manager.latest_step()
-        if latest is None:
-            state = jax.jit(
-                fresh_state, out_shardings=nnx.get_named_sharding(abstract_state, mesh)
-            )()
+    shardings = nnx.get_named_sharding(abstract_state, mesh)
+    # What a kill cut short of a save, Orbax removes when the next process begins.
+    with v1.training.Checkpointer(
+        directory,
+        context=ucp.orbax_context(),
+        save_decision_policy=v1.training.save_decision_policies.FixedIntervalPolicy(steps // 8),
+        preservation_policy=v1.training.preservation_policies.LatestN(2),
+        cleanup_tmp_directories=True,
+    ) as checkpointer:
+        if checkpointer.latest is None:
+            state = jax.jit(fresh_state, out_shardings=shardings)()
         else:
-            state = manager.restore(latest, args=ucp.args.Restore(abstract_state, mesh=mesh))
+            target = jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                abstract_state,
+                shardings,
+            )
+            state = checkpointer.load(checkpointer.latest, target)
             if zero_moments:
                 state["opt_state"] = without_moments(state["opt_state"])
 
@@ -176,8 +179,7 @@ def train(mesh_shape: MeshShape, steps: int, directory: Path, zero_moments: bool
             batch = jax.device_put(batch_of(step, text), NamedSharding(mesh, PartitionSpec("data")))
             state, loss = step_fn(state, batch)
             print(step, float(loss), flush=True)
-            # in the background, where `save_interval_steps` says so
-            manager.save(step, args=ucp.args.Save(state))
+            checkpointer.save_async(step, state)  # if the policy says so
 
 
 # The orchestrator: starts the workers, kills them, and compares what they printed.

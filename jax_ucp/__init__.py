@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jax_ucp.handler import handler_registry as handler_registry
     from jax_ucp.handler import in_bucket as in_bucket
     from jax_ucp.handler import orbax_context as orbax_context
+    from jax_ucp.handler import orbax_everywhere as orbax_everywhere
     from jax_ucp.layout import patterns as patterns
     from jax_ucp.mapping.rules import Mapping as Mapping
     from jax_ucp.shard_spec.rules import Spec as Spec
@@ -40,6 +41,7 @@ _HOMES = {
     "in_bucket": "jax_ucp.handler",
     "open": "jax_ucp.checkpoint",
     "orbax_context": "jax_ucp.handler",
+    "orbax_everywhere": "jax_ucp.handler",
     "patterns": "jax_ucp.layout.patterns",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "in_bucket",
     "open",
     "orbax_context",
+    "orbax_everywhere",
     "patterns",
 ]
 

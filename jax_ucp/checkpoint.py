@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostReads
     from jax_ucp.sharding.restore import RestorePlan
+    from jax_ucp.sharding.trees import Missing
 
 
 def open(
@@ -577,7 +578,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
-        missing: Literal["refuse", "keep"] = "refuse",
+        missing: Missing = "refuse",
         share_reads: bool = False,
         narrow_integers: bool = False,
     ) -> RestorePlan:
@@ -610,7 +611,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
-        missing: Literal["refuse", "keep"] = "refuse",
+        missing: Missing = "refuse",
         share_reads: bool = False,
         narrow_integers: bool = False,
         verify: Extent = "sample",
@@ -625,9 +626,10 @@ class Checkpoint:
         `notes` of `plan`. `cast=True` converts to the target's dtypes, a dtype all floating arrays
         to that. With `partial`, leaves that the target lacks are left out; with `missing="keep"`
         those that the checkpoint lacks keep the value that the target has: new heads, adapters,
-        averages. `budget_bytes` bounds what is in flight. JAX has no 64-bit integers unless
-        jax_enable_x64 is set. Without, a leaf of them that goes on devices is refused, or with
-        `narrow_integers` comes as 32-bit ones, if every value fits.
+        averages. With `missing="leave"` they stay as the target has them, a ShapeDtypeStruct too,
+        as in a partial load of Orbax's. `budget_bytes` bounds what is in flight. JAX has no 64-bit
+        integers unless jax_enable_x64 is set. Without, a leaf of them that goes on devices is
+        refused, or with `narrow_integers` comes as 32-bit ones, if every value fits.
 
         What the source stores twice of the leaves that are asked for is compared: with
         `verify="sample"` a few kilobytes of each array, in every file that holds a part of it,

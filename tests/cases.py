@@ -25,6 +25,7 @@ from helpers import restored_on
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"
@@ -157,7 +158,7 @@ def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
         converted = checkpoint.save(folder)
     except UCPError as error:
         return Outcome(case.family, refusal=str(error))
-    with jax.enable_x64(True):
+    with enable_x64(True):
         found["restored"] = _flat(restored_on(mesh, checkpoint, RULES))
         found["converted"] = _flat(restored_on(mesh, converted, RULES))
     found["read"] = {

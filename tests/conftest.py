@@ -4,6 +4,8 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from importlib.metadata import version
+
 import pytest
 from hypothesis import settings
 
@@ -23,6 +25,16 @@ FAST += ("test_name_patterns.py", "test_visible.py")
 # Campaigns: kills, faults, hostile inputs, mistakes, and training that is resumed.
 SLOW = ("test_faults.py", "test_fuzz.py", "test_memory.py", "test_reference_transformer.py")
 SLOW += ("test_temptations.py",)
+
+
+ORBAX = tuple(map(int, version("orbax-checkpoint").split(".")[:2]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say what older releases of Orbax leave behind."""
+    if ORBAX < (0, 12):  # event loops that are not closed
+        for kind in ("pytest.PytestUnraisableExceptionWarning", "ResourceWarning"):
+            config.addinivalue_line("filterwarnings", f"ignore::{kind}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

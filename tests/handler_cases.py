@@ -8,12 +8,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.sources.consolidated import same_bits
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 OTHER = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("data", "model"))
 
 NUMBERS = "params", "opt", "step"  # StandardCheckpointer takes no strings
+
+needs_v1 = pytest.mark.skipif(not HAS_V1, reason="this Orbax has no v1, or an early one")
 
 stock_warns = pytest.mark.filterwarnings(
     "ignore:Sharding info not provided when restoring:UserWarning",

@@ -1,10 +1,14 @@
-"""What `tests/generators/orbax.py` wrote, with various versions of Orbax and Flax."""
+"""What `tests/generators/orbax.py` wrote, with various versions of Orbax and Flax, and what the
+JAX that is installed can do.
+"""
 
 import json
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 FOLDER = Path(__file__).parent / "data" / "jax"
 
@@ -18,6 +22,13 @@ def truth(name: str) -> dict[str, np.ndarray]:
     dtypes = about(name)["dtypes"]
     with np.load(FOLDER / name / "truth.npz") as stored:
         return {label: _typed(stored[label], dtype) for label, dtype in dtypes.items()}
+
+
+def require_memory(kind: str | None) -> None:
+    """Skip the test if the devices have no memory of that kind."""
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    if kind not in {None, *kinds}:
+        pytest.skip(f"these devices have no {kind}")
 
 
 def _typed(array: np.ndarray, name: str) -> np.ndarray:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from jax_ucp.sharding.jax_versions import enable_x64
 from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder, some_folders
 from temptation_subjects import Subject, mesh
 
@@ -160,7 +161,7 @@ def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
 def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     def act(**said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
         def restore(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-            with jax.enable_x64(True):
+            with enable_x64(True):
                 return checkpoint.restore(**said)
 
         return restore

@@ -44,6 +44,7 @@ import jax_ucp as ucp
 from cases import RULES
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
+from jax_ucp.sharding.jax_versions import enable_x64
 from temptation_folders import Folder, write_folder
 from temptation_invisible import INVISIBLE, Case, another_whole
 from temptation_mistakes import MISTAKES, Attempt, Beside
@@ -156,7 +157,7 @@ def of_weights(options: Mapping[str, Any]) -> dict[str, Any]:
 def restored(checkpoint: ucp.Checkpoint, way: Way, **more: Any) -> Any:
     if not way.mesh:
         return checkpoint.restore(**more)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         return checkpoint.restore(mesh=mesh(), rules=_rules(checkpoint), **more)
 
 

@@ -22,6 +22,7 @@ import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.errors import UCPError
 from jax_ucp.layout.box import Box
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 from torch_writer import Instance, edit, rewrite, save
 
@@ -654,5 +655,5 @@ def test_a_float_of_64_bits_is_rounded_by_the_remedy_that_its_refusal_names(tmp_
         checkpoint.restore(mesh=MESH)
     target = {"param": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}
     assert checkpoint.restore(target, mesh=MESH, cast=True)["param"]["w"].dtype == np.float32
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert checkpoint.restore(mesh=MESH)["param"]["w"].dtype == np.float64

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from helpers import restored_on
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "torch"
@@ -89,7 +90,7 @@ def assert_equal_however_read(
     """
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     converted = checkpoint.save(folder / "converted")
-    with jax.enable_x64(True):
+    with enable_x64(True):
         straight = _flat(restored_on(MESH, checkpoint, RULES))
         kept = _flat(restored_on(MESH, converted, RULES))
     for label, array in want.items():

@@ -184,9 +184,9 @@ def _check_options(
 
 def _optimizer(name: str) -> tuple[Any, ...]:
     """The optimizer that a function returns, and the model's tree if it returns that too."""
-    import optax
-
     result = imported(name, "optimizer")
+    import optax  # which only those have who name an optimizer
+
     optimizer, *model = result if type(result) is tuple else (result,)
     if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:
         raise TreeMismatch(f"{name} gives {result!r:.80}, which is no optax optimizer")

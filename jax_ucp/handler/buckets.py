@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orbax.checkpoint as ocp
-from orbax.checkpoint import v1
 
-Options = TypeVar("Options", ocp.CheckpointManagerOptions, v1.Context)
+if TYPE_CHECKING:
+    from orbax.checkpoint import v1
+
+Options = TypeVar("Options", "ocp.CheckpointManagerOptions", "v1.Context")
 
 
 def in_bucket(options: Options) -> Options:
@@ -25,10 +27,12 @@ def in_bucket(options: Options) -> Options:
         >>> manager = ocp.CheckpointManager("s3://bucket/run", options=options,
         ...     item_handlers=ucp.CheckpointHandler())  # doctest: +SKIP
     """
-    if isinstance(options, v1.Context):
-        context: Any = v1.Context(options)
-        context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-        return context
-    return dataclasses.replace(
-        options, temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath
-    )
+    if isinstance(options, ocp.CheckpointManagerOptions):
+        return dataclasses.replace(
+            options, temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath
+        )
+    from orbax.checkpoint import v1
+
+    context: Any = v1.Context(options)
+    context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    return context

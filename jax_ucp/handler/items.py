@@ -28,6 +28,7 @@ from jax_ucp.sharding.save import (
     write_snapshot,
 )
 from jax_ucp.sharding.shared_save import SharedSave, attempt
+from jax_ucp.sharding.trees import Missing
 from jax_ucp.sources.checks import Extent
 from jax_ucp.universal.store import claimed
 
@@ -67,7 +68,7 @@ class Restore(ocp.args.CheckpointArgs):
     rules: Sequence[Rule] = ()
     cast: bool | DTypeLike = False
     partial: bool = False
-    missing: Literal["refuse", "keep"] = "refuse"
+    missing: Missing = "refuse"
     share_reads: bool = False
     verify: Extent = "sample"
     budget_bytes: int | None = None

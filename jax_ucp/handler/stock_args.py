@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jax_ucp.checkpoint import open
 from jax_ucp.handler.items import Restore, Save
+from jax_ucp.sharding.trees import AsStored, StandIn
 
 SAVE_ARGS = (Save, ocp.args.StandardSave, ocp.args.PyTreeSave)
 RESTORE_ARGS = (Restore, ocp.args.StandardRestore, ocp.args.PyTreeRestore)
@@ -58,13 +59,33 @@ def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
         return args or Restore()
     if isinstance(args, ocp.args.StandardRestore):
         return _standard(args)
-    if args.transforms is not None or args.legacy_transform_fn is not None:
+    if args.transforms or args.legacy_transform_fn is not None:
         raise ValueError("transforms are not done by jax_ucp: open the step and map it")
+    # No transforms, {}, are how programs said `partial_restore` before Orbax had that.
+    is_partial = args.partial_restore or args.transforms is not None
     item = None if args.item is None else target_of(args.item)
     if args.restore_args is not None:
         item = open(directory).abstract() if item is None else item
         item = jax.tree.map(_as_asked, item, args.restore_args)
-    return Restore(item, mesh="saved", cast=item is not None, partial=args.partial_restore)
+    if not is_partial:
+        return Restore(item, mesh="saved", cast=item is not None)
+    return partial_restore(item, args.item)
+
+
+def partial_restore(target: Any, asked: Any, budget_bytes: int | None = None) -> Restore:
+    """As stock Orbax restores in part: what only the checkpoint has, or only the target, is left.
+
+    `asked` is the target as it was given, whose own leaves stay where the checkpoint has none.
+    """
+    item = jax.tree.map(StandIn, target, tree_in(asked))
+    return Restore(
+        item, mesh="saved", cast=True, partial=True, missing="leave", budget_bytes=budget_bytes
+    )
+
+
+def tree_in(asked: Any) -> Any:
+    """The tree of a target, which may be stock Orbax's metadata of an item."""
+    return asked.tree if hasattr(asked, "tree") else asked
 
 
 def _standard(args: Any) -> Restore:
@@ -82,8 +103,7 @@ def target_of(tree: Any) -> Any:
     """A target of stock Orbax's as one of ours: what its metadata have in the place of arrays and
     values becomes a ShapeDtypeStruct, a numpy array or a value.
     """
-    tree = tree.tree if hasattr(tree, "tree") else tree
-    return jax.tree.map(_target_leaf, tree)
+    return jax.tree.map(_target_leaf, tree_in(tree))
 
 
 def _target_leaf(leaf: Any) -> Any:
@@ -98,7 +118,7 @@ def _target_leaf(leaf: Any) -> Any:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # takes no memory
     sharding = getattr(leaf, "sharding", None)
     own = sharding if isinstance(sharding, Sharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+    return AsStored(leaf.shape, leaf.dtype, sharding=own)
 
 
 def _placed(leaf: Any, sharding: Sharding) -> Any:

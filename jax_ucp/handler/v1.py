@@ -7,14 +7,13 @@ import os
 from collections.abc import Awaitable
 from typing import Any
 
-import jax
 from etils import epath
 from orbax.checkpoint import v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
 from jax_ucp.handler.items import Begun, Restore, Save, begin, restore
-from jax_ucp.handler.stock_args import target_of
-from jax_ucp.sharding.restore import has_x64
+from jax_ucp.handler.stock_args import partial_restore, target_of
+from jax_ucp.sharding.jax_versions import enable_x64, has_x64
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 # The name under which v1 keeps the tree of `v1.save`. Source: `_src/layout/checkpoint_layout.py`.
@@ -47,7 +46,7 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
         args = abstract_checkpointable or Restore()
 
         def load() -> Any:
-            with jax.enable_x64(x64):
+            with enable_x64(x64):
                 return restore(directory, args, DEFAULT_BUDGET)
 
         return asyncio.to_thread(load)
@@ -69,8 +68,8 @@ v1.handlers.register_handler(CheckpointableHandler)
 class PyTreeHandler(CheckpointableHandler):
     """In the place of v1's own handler of pytrees, for what that takes."""
 
-    def __init__(self):
-        context = get_context()
+    def __init__(self, context: v1.Context | None = None):
+        context = context or get_context()
         self._memory = context.memory_options
         self._partial = context.pytree_options.loading.partial_load
         self._stock = v1.handlers.PyTreeHandler()
@@ -98,9 +97,10 @@ class PyTreeHandler(CheckpointableHandler):
         budget = self._memory.read_concurrent_bytes
         if target is None:
             return Restore(mesh="saved", budget_bytes=budget)
-        return Restore(
-            target_of(target), mesh="saved", cast=True, partial=self._partial, budget_bytes=budget
-        )
+        item = target_of(target)
+        if self._partial:
+            return partial_restore(item, target, budget)
+        return Restore(item, mesh="saved", cast=True, budget_bytes=budget)
 
     def is_handleable(self, checkpointable: Any) -> bool:
         return super().is_handleable(checkpointable) or self._stock.is_handleable(checkpointable)

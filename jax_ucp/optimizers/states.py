@@ -32,6 +32,7 @@ from jax_ucp.optimizers.slots import (
     param_leaves,
     slots_of,
 )
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.trees import Node, walk
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.combined import Combined
@@ -67,7 +68,7 @@ def torch_states(
     if model is None:
         structs = [(p, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for p, leaf in named.values()]
         model = tree_of(dict(structs))
-    with jax.enable_x64(run.wide(opt_state)):
+    with enable_x64(run.wide(opt_state)):
         state, slots = slots_of(tx, model)
         unlike = list(rule_faults(tx, model))
     stored = run.matched(opt_state, state)

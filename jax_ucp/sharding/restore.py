@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,10 @@ from jax_ucp.sharding.fit import (
     unused_rules,
     warn_given_up,
 )
+from jax_ucp.sharding.jax_versions import enable_x64, has_x64
 from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
-from jax_ucp.sharding.trees import Matched, Node, fill, key_dtype, kind_of, match, narrowed
+from jax_ucp.sharding.trees import Matched, Missing, Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
@@ -108,7 +109,7 @@ def plan_restore(
     rules: Sequence[Rule] = (),
     cast: bool | DTypeLike = False,
     partial: bool = False,
-    missing: Literal["refuse", "keep"] = "refuse",
+    missing: Missing = "refuse",
     narrow_integers: bool = False,
 ) -> RestorePlan:
     """Match the target, if there is one, and give every leaf its sharding.
@@ -120,7 +121,8 @@ def plan_restore(
     saved as numpy comes as numpy; without target and mesh everything does. `cast=True` converts to
     the target's dtypes, a dtype all floating arrays to that. With `narrow_integers`, 64-bit
     integers that go on devices are 32-bit ones where JAX has no others. With `missing="keep"`,
-    leaves of the target that the checkpoint lacks keep their values.
+    leaves of the target that the checkpoint lacks keep their values; with "leave" they stay as they
+    are, without a value too.
 
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
     without a mesh, or arguments that cannot be meant.
@@ -132,8 +134,7 @@ def plan_restore(
     if target is None:
         wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
     else:
-        keep = missing == "keep"
-        matched = match(leaves, target, partial, bool(cast), narrow_integers, keep)
+        matched = match(leaves, target, partial, bool(cast), narrow_integers, missing)
         wishes = [_Wish(leaf, kind_of(node), node.value, node.axes) for node, leaf in matched.pairs]
     ruled = [*leaves, *map(_ruled, wishes)]
     check_logical_rules(rules, ruled)
@@ -158,8 +159,8 @@ def _check_arguments(
     missing: str,
 ) -> None:
     """Raise ValueError for arguments that cannot be meant."""
-    if missing not in ("refuse", "keep"):
-        raise ValueError(f'missing={missing!r:.80} is neither "refuse" nor "keep"')
+    if missing not in get_args(Missing):
+        raise ValueError(f"missing={missing!r:.80} is none of {', '.join(get_args(Missing))}")
     if rules and not isinstance(mesh, Mesh):
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
     if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
@@ -180,8 +181,8 @@ def _check_without_target(cast: bool | DTypeLike, partial: bool, missing: str) -
     """Raise ValueError for arguments that say something of a target."""
     if partial:
         raise ValueError("partial=True leaves out what a target lacks, and there is no target")
-    if missing == "keep":
-        raise ValueError('missing="keep" keeps values of a target, and there is no target')
+    if missing != "refuse":
+        raise ValueError(f'missing="{missing}" keeps leaves of a target, and there is no target')
     if cast is True:
         raise ValueError(
             "cast=True converts to the dtypes of a target, and there is none; give a dtype"
@@ -258,7 +259,7 @@ def run_restore(
     reading.run(checks)
     values = list(map(_as_kind, plan.placements, reading.values()))
     if plan.target is not None:
-        kept = {node.path: node.value for node in plan.kept}
+        kept = {node.path: node.unfilled for node in plan.kept}
         paths = [node.path for node in plan.nodes]
         return fill(plan.target, kept | dict(zip(paths, values, strict=True)))
     paths = [p.leaf.path for p in plan.placements]
@@ -328,11 +329,11 @@ class _Reading:
             yield request.cost(block), partial(self._read_block, i, block)
 
     def _read_whole(self, i: int, request: ReadRequest) -> None:
-        with jax.enable_x64(self._x64):
+        with enable_x64(self._x64):
             self._arrays[i] = request.array()
 
     def _read_block(self, i: int, block: Box) -> None:
-        with jax.enable_x64(self._x64):
+        with enable_x64(self._x64):
             self._buffers[i].fill(block)
 
 
@@ -358,11 +359,6 @@ def _request(p: Placement, source: ArraySource) -> ReadRequest:
     ):
         boxes = {process_hull(p.sharding, p.leaf.shape): []}
     return ReadRequest(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
-
-
-def has_x64() -> bool:
-    """Whether this thread has 64-bit types; `jax.enable_x64` holds for one thread only."""
-    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:

@@ -27,6 +27,7 @@ from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, index_box
+from jax_ucp.sharding.jax_versions import set_mesh
 from jax_ucp.sharding.reads import touched_units
 from jax_ucp.sources.budget import in_order
 from jax_ucp.sources.protocol import ArrayInfo
@@ -106,7 +107,7 @@ class SharedRead:
         arrays = jax.device_put(list(parts), list(_own_pieces(self)))
         pieces = jax.make_array_from_single_device_arrays(shape, inner, arrays)
         # The caller may have set another mesh, and NaNs are not his program's.
-        with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
+        with set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
             return jax.block_until_ready(
                 _gather(inner, self.sharding, self.cut, n, self.dtype)(pieces)
             )

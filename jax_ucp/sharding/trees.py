@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf, fault_lin
 from jax_ucp.tree import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind, Path
 
 Abstract = jax.ShapeDtypeStruct
+
+# Leaves of a target that the checkpoint lacks: refused; kept where they have a value; or left as
+# they are, a ShapeDtypeStruct too, which is what stock Orbax calls partial.
+Missing = Literal["refuse", "keep", "leave"]
 
 _NUMBER_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 # By kind, the kinds that numbers may be cast to.
@@ -34,12 +38,32 @@ _NUMPY_KINDS: dict[LeafKind, str] = {"bool": "b", "int": "iu", "float": "f", "co
 
 
 @dataclass(frozen=True, slots=True)
+class StandIn:
+    """A leaf of a target that says what is wanted there, in the place of the `original` leaf, which
+    is what stays there if the checkpoint lacks it.
+    """
+
+    value: Any
+    original: Any
+
+
+class AsStored(jax.ShapeDtypeStruct):
+    """A leaf of a target made of what a checkpoint says is stored: of a PRNG key, its data."""
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A leaf of a pytree in memory; None and containers without children count as leaves."""
 
     path: Path
     value: Any
     axes: tuple[Axes, ...] | None = None
+    original: Any = None
+
+    @property
+    def unfilled(self) -> Any:
+        """What stays there if nothing comes."""
+        return self.value if self.original is None else self.original
 
     @property
     def label(self) -> str:
@@ -63,7 +87,8 @@ def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> It
     except ValueError as error:
         raise UnsupportedLeaf(f"{_label(path)} has keys that JAX cannot sort: {error}") from None
     if len(children) == 1 and children[0][0] == ():
-        yield Node(path, tree, axes)
+        is_stand_in = isinstance(tree, StandIn)
+        yield Node(path, tree.value, axes, tree.original) if is_stand_in else Node(path, tree, axes)
         return
     if not children:
         yield Node(path, tree)
@@ -141,40 +166,53 @@ def match(
     partial: bool = False,
     cast: bool = False,
     narrow: bool = False,
-    keep: bool = False,
+    missing: Missing = "refuse",
 ) -> Matched:
     """Each leaf of the target tree with the leaf of the checkpoint that fills it.
 
     Paths match by their names, so that a dict may stand for a dataclass; the `value` of a variable
     of flax's NNX is the variable. With `partial`, leaves of the checkpoint that the target lacks
-    are left where they are, and with `keep` those of the target that the checkpoint lacks; with
-    `cast`, dtypes may differ, and with `narrow` the target may have what JAX makes of 64-bit
-    integers.
+    are left where they are; `missing` says what becomes of those of the target that the checkpoint
+    lacks. With `cast`, dtypes may differ, and with `narrow` the target may have what JAX makes of
+    64-bit integers. A leaf `...` of the target is left as it is, as Orbax leaves it.
 
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
     """
     left = {tuple(map(str, leaf.path)): leaf for leaf in leaves}
     pairs: list[tuple[Node, Leaf]] = []
-    missing: list[Node] = []
+    unfilled: list[Node] = []
+    omitted: list[Node] = []
     for node in walk(target):
         leaf = next((left.pop(names) for names in _names(node) if names in left), None)
-        if leaf is None:
-            missing.append(node)
+        if node.value is ...:
+            omitted.append(node)
+        elif leaf is None:
+            unfilled.append(node)
         else:
-            pairs.append((node, leaf))
-    kept, lacking = _kept(missing) if keep else ([], missing)
+            pairs.append((_key_of_data(node, leaf), leaf))
+    kept = [node for node in unfilled if _stays(node, missing)]
     extra = [] if partial else list(left.values())
-    faults = [_missing(node, left.values(), keep) for node in lacking]
+    lacking = [node for node in unfilled if not _stays(node, missing)]
+    faults = [_missing(node, left.values(), missing == "keep") for node in lacking]
     faults += _differences(pairs, cast, narrow)
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
     _require_none(faults, bool(extra))
-    return Matched(pairs, kept)
+    return Matched(pairs, [*kept, *omitted])
 
 
-def _kept(missing: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """Leaves that have a value to keep, and those that have none."""
-    kept = [node for node in missing if not isinstance(node.value, Abstract)]
-    return kept, [node for node in missing if isinstance(node.value, Abstract)]
+def _key_of_data(node: Node, leaf: Leaf) -> Node:
+    """The node as a PRNG key, if it stands for the data of one."""
+    if leaf.kind != "prng_key" or not isinstance(node.value, AsStored):
+        return node
+    sharding = node.value.sharding
+    shape = leaf.shape[:-1]
+    return replace(node, value=Abstract(shape, key_dtype(leaf), sharding=sharding))
+
+
+def _stays(node: Node, missing: Missing) -> bool:
+    """Whether a leaf of the target that the checkpoint lacks stays as it is."""
+    has_value = not isinstance(node.value, Abstract)
+    return missing == "leave" or (missing == "keep" and has_value)
 
 
 def _require_none(faults: Sequence[str], has_extra: bool) -> None:

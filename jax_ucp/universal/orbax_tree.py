@@ -147,7 +147,8 @@ def _key_type(key: Key) -> int:
 @functools.lru_cache(maxsize=1024)
 def _sharding_json(sharding: SavedSharding | None, with_devices: bool) -> str:
     if sharding is None:
-        return _compact({"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"})
+        # As JAX before 0.10 called the device; stock Orbax since then knows both names.
+        return _compact({"sharding_type": "SingleDeviceSharding", "device_str": "TFRT_CPU_0"})
     about: dict[str, Any] = {
         "sharding_type": "NamedSharding",
         "shape": sharding.axis_sizes,

@@ -17,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
-from handler_cases import MESH, OTHER, abstract, check, stock_warns, tree
+from handler_cases import MESH, OTHER, abstract, check, needs_v1, stock_warns, tree
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.universal.store import ZarrStore
 
 ARGS = ucp.args
+pytestmark = needs_v1
 
 
 def save(path, asynchronous: bool) -> None:
@@ -81,7 +83,7 @@ def test_the_metadata_of_an_item_is_that_of_stock_orbax(tmp_path):
 
 
 def test_64_bits_asked_for_in_the_callers_thread_alone_are_loaded(tmp_path):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         want = {"n": jax.device_put(np.arange(8) + (1 << 40), NamedSharding(MESH, P("data")))}
         v1.save_checkpointables(tmp_path / "step", {"model": ARGS.Save(want)})
         found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(want)})

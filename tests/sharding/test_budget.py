@@ -20,6 +20,7 @@ from helpers import MemoryStore, contents_of, grids
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.boxes import device_boxes
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.output_buffers import ReadRequest, output_buffers
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
@@ -103,7 +104,7 @@ def test_integers_that_do_not_fit_are_refused_in_every_block(saved, budget):
 @pytest.mark.usefixtures("devices_are")
 def test_64_bits_land_in_blocks_too():
     want = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, (512, 96))
-    with jax.enable_x64(True):
+    with enable_x64(True):
         mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
         got = Checkpoint(contents_of({"param": {"w": want}})).restore(
             mesh=mesh, budget_bytes=1 << 16
@@ -160,7 +161,7 @@ def test_a_block_takes_no_more_memory_than_it_costs(spec, dtype):
         NamedSharding(Mesh(np.array(jax.devices()[:3]), ("x",)), spec),
         Copies({"w": array}),
     )
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wanted = ReadRequest(
             store, "w", device_boxes(sharding, array.shape), np.dtype(dtype), sharding
         )

@@ -19,11 +19,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from jax_cases import require_memory
 from jax_ucp.layout.blocks import SMALL_BYTES, grid_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
+from jax_ucp.sharding.jax_versions import enable_x64, set_mesh
 from jax_ucp.sharding.restore import Placement, RestorePlan, dealt_out
 from jax_ucp.sharding.share import Cut, SharedRead, best_cut, shared_read
 from jax_ucp.sources.budget import in_order
@@ -129,7 +131,7 @@ def test_the_pieces_of_a_box_are_disjoint_and_join_to_the_box(shared):
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from(DTYPES))
 def test_what_is_gathered_is_the_original_bits_on_its_sharding(data, dtype):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         shared = data.draw(reads(dtype))
         want = bits(shared.shape, dtype)
         got = shared.gathered(parts_of(shared, want))
@@ -143,12 +145,13 @@ def test_what_is_gathered_is_the_original_bits_on_its_sharding(data, dtype):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("kind", [None, "pinned_host"])
 def test_another_mesh_may_be_set_and_the_kind_of_memory_stays(kind, axis_type):
+    require_memory(kind)
     mesh = mesh_of({"a": 2, "b": 4}, axis_types=(axis_type, axis_type))
     sharding = NamedSharding(mesh, P("a"), memory_kind=kind)
     shared = SharedRead((6, 5), np.dtype(np.float32), sharding, Cut(1, 2, ("b",)))
     want = bits((6, 5), np.float32)
     for other in (mesh, mesh_of({"q": 8}), mesh_of({"q": 8}, axis_types=(AxisType.Explicit,))):
-        with jax.set_mesh(other), jax.debug_nans(True):
+        with set_mesh(other), jax.debug_nans(True):
             got = shared.gathered(parts_of(shared, want))
         assert got.sharding == sharding
         assert same_bits(np.asarray(got), want)
@@ -261,7 +264,9 @@ def test_in_one_process_the_plan_is_what_it_was():
         "w": jax.device_put(np.ones((1024, 64), np.float32), NamedSharding(mesh_of({"a": 8}), P()))
     }
     checkpoint = ucp.Checkpoint.of(tree)
-    assert checkpoint.plan(tree, share_reads=True) == checkpoint.plan(tree)
+    shared, plain = checkpoint.plan(tree, share_reads=True), checkpoint.plan(tree)
+    assert shared.placements == plain.placements
+    assert [node.path for node in shared.nodes] == [node.path for node in plain.nodes]
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))

@@ -25,6 +25,7 @@ import jax_ucp as ucp
 from helpers import boxes_in
 from hostile_files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
+from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.layout.blocks import Chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.universal import shard_codec as shard_file
@@ -110,7 +111,7 @@ READERS: dict[str, Callable[[Path, Mesh], Any]] = {
     "restore sharing reads": lambda item, mesh: ucp.open(item).restore(mesh=mesh, share_reads=True),
     "read": lambda item, mesh: [ucp.open(item).read(leaf.label) for leaf in ucp.open(item).leaves],
     "v0 manager": by_v0,
-    "v1": by_v1,
+    **({"v1": by_v1} if HAS_V1 else {}),
 }
 
 

@@ -30,6 +30,7 @@ from jax_ucp.formats.torch_save.from_json import values
 from jax_ucp.formats.torch_save.pickle_names import NAMES
 from jax_ucp.formats.torch_save.unpickle import MAX_DEPTH, Opaque, Unknown, walk
 from jax_ucp.layout.box import Box
+from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH
 from torch_writer import Global, Instance, edit, rewrite, save
@@ -675,7 +676,7 @@ def test_a_mesh_does_not_need_64_bits_for_a_counter_that_fits(tmp_path):
     assert same_bits(np.asarray(again["steps"]), steps.astype(np.int32))
     # numpy has them
     assert checkpoint.restore(narrow_integers=True)["param"]["steps"].dtype == np.int64
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert (
             checkpoint.restore(mesh=MESH, narrow_integers=True)["param"]["steps"].dtype == np.int64
         )

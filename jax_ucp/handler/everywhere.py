@@ -1,0 +1,104 @@
+"""Stock Orbax's own handlers of pytrees, which keep them in the universal format for a while.
+
+Frameworks such as tunix, MaxText and Keras build managers, contexts and handlers of stock Orbax
+inside themselves, where nobody can hand anything over. Every way of Orbax to a pytree ends in one
+of two classes, whose methods are ours within `orbax_everywhere`.
+
+Facts: orbax-checkpoint 0.12.8, `_src/handlers/pytree_checkpoint_handler.py` (v0, and what
+`StandardCheckpointHandler` is made of), `experimental/v1/_src/handlers/pytree_handler.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import orbax.checkpoint as ocp
+
+from jax_ucp.handler.v0 import CheckpointHandler
+from jax_ucp.handler.versions import HAS_V1
+
+Methods = dict[str, Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def orbax_everywhere() -> Iterator[None]:
+    """Within it, whatever saves or restores pytrees by Orbax does so in the universal format.
+
+    For frameworks that build their managers themselves: call them within it, unmodified. It holds
+    for the whole process, for v0 and v1, and for managers that were made before. Handlers for which
+    every host is its own primary, as managers that save to each host's own disk have them, stay as
+    they are. Saves in the background end (`wait`, `close`) before it does.
+
+    Example:
+        >>> import jax_ucp as ucp
+        >>> with ucp.orbax_everywhere():
+        ...     train()  # doctest: +SKIP
+    """
+    with contextlib.ExitStack() as stack:
+        for handler, methods in _in_the_place_of_stock():
+            for name, method in methods.items():
+                stack.enter_context(mock.patch.object(handler, name, method))
+        yield
+
+
+def _in_the_place_of_stock() -> Iterator[tuple[type, Methods]]:
+    yield ocp.PyTreeCheckpointHandler, _v0_methods(ocp.PyTreeCheckpointHandler)
+    if HAS_V1:
+        from orbax.checkpoint import v1
+
+        yield v1.handlers.PyTreeHandler, _v1_methods(v1.handlers.PyTreeHandler)
+
+
+def _v0_methods(stock: type[ocp.PyTreeCheckpointHandler]) -> Methods:
+    save, async_save, restore = stock.save, stock.async_save, stock.restore
+    ours = CheckpointHandler()
+
+    def our_save(self: Any, directory: Any, *args: Any, **named: Any) -> None:
+        if _is_host_local(self):
+            return save(self, directory, *args, **named)
+        return ours.save(directory, _arguments(ocp.args.PyTreeSave, args, named))
+
+    async def our_async_save(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
+        if _is_host_local(self):
+            return await async_save(self, directory, *args, **named)
+        return await ours.async_save(directory, _arguments(ocp.args.PyTreeSave, args, named))
+
+    def our_restore(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
+        if _is_host_local(self):
+            return restore(self, directory, *args, **named)
+        return ours.restore(directory, _arguments(ocp.args.PyTreeRestore, args, named))
+
+    return {"save": our_save, "async_save": our_async_save, "restore": our_restore}
+
+
+def _arguments(kind: type, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The arguments of a save or a restore, which may be given one by one, as before Orbax 0.5."""
+    given = named.pop("args", None)
+    return kind(*args, **named) if given is None else given
+
+
+def _is_host_local(handler: Any) -> bool:
+    return handler._primary_host is None
+
+
+def _v1_methods(stock: Any) -> Methods:
+    from jax_ucp.handler.v1 import PyTreeHandler
+
+    save, load = stock.save, stock.load
+
+    async def our_save(self: Any, directory: Any, checkpointable: Any) -> Awaitable[None]:
+        if self._context.multiprocessing_options.primary_host is None:
+            return await save(self, directory, checkpointable)
+        return await PyTreeHandler(self._context).save(directory, checkpointable)
+
+    async def our_load(
+        self: Any, directory: Any, abstract_checkpointable: Any = None
+    ) -> Awaitable[Any]:
+        if self._context.multiprocessing_options.primary_host is None:
+            return await load(self, directory, abstract_checkpointable)
+        return await PyTreeHandler(self._context).load(directory, abstract_checkpointable)
+
+    return {"save": our_save, "load": our_load}
