@@ -152,12 +152,13 @@ def train(mesh_shape: MeshShape, steps: int, directory: Path, zero_moments: bool
     abstract_state = jax.eval_shape(fresh_state)
     shardings = nnx.get_named_sharding(abstract_state, mesh)
     # What a kill cut short of a save, Orbax removes when the next process begins.
+    policies: dict[str, Any] = {
+        "save_decision_policy": v1.training.save_decision_policies.FixedIntervalPolicy(steps // 8),
+        "preservation_policy": v1.training.preservation_policies.LatestN(2),
+        "cleanup_tmp_directories": True,
+    }
     with v1.training.Checkpointer(
-        directory,
-        context=ucp.orbax_context(),
-        save_decision_policy=v1.training.save_decision_policies.FixedIntervalPolicy(steps // 8),
-        preservation_policy=v1.training.preservation_policies.LatestN(2),
-        cleanup_tmp_directories=True,
+        str(directory), context=ucp.orbax_context(), **policies
     ) as checkpointer:
         if checkpointer.latest is None:
             state = jax.jit(fresh_state, out_shardings=shardings)()

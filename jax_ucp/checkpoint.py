@@ -23,6 +23,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
+from jax_ucp.formats.huggingface.companions import companions_in
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.peft.config import saved_modules, with_config
 from jax_ucp.formats.peft.merging import merged
@@ -191,11 +192,18 @@ def _weights(opener: Opener, params: str) -> Contents:
     return weights_of(opener(), params)
 
 
-def _with_config(opener: Opener, config: Mapping[str, Any]) -> Contents:
-    """What is opened, with the config of its model among the extras."""
-    contents = opener()
-    known = joined(config_of(contents.extras), config, frozenset(config))
-    return replace(contents, extras={**contents.extras, "config.json": {"config": known}})
+def _with_config(opener: Opener, config: Mapping[str, Any] | str | os.PathLike[str]) -> Contents:
+    """What is opened, with the config of its model among the extras, and of a folder that has it
+    the other files that go with the model.
+    """
+    contents, given = opener(), given_config(config)
+    known = joined(config_of(contents.extras), given, frozenset(given))
+    beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
+    return replace(
+        contents,
+        extras={**contents.extras, "config.json": {"config": known}},
+        companions={**beside, **contents.companions},
+    )
 
 
 def _rerooted(opener: Opener, root: str, variables: bool) -> Contents:
@@ -790,15 +798,16 @@ class Checkpoint:
         root: str | None = None,
         variables: bool = False,
         step: int | None = None,
-        item: str = "default",
+        item: str | None = None,
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
 
         For a framework's own loader: `root` is the label at which it has the parameters, in place
         of `param` (`""`: they are the whole tree); `variables` puts each in a node `value`, as Flax
         NNX's states are stored; and with `step`, `path` is a run, to which the item `item` of that
-        step is added. MaxText's `load_parameters_path` wants `root="params", step=0, item="items"`,
-        tunix's manager `root="", variables=True, step=0, item="model_params"`.
+        step is added, unsaid `default`. MaxText's `load_parameters_path` wants `root="params",
+        step=0, item="items"`, tunix's manager `root="", variables=True, step=0,
+        item="model_params"`.
 
         With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would
         write, its arrays placed by their saved specs and `rules`, its devices shared out evenly to
@@ -814,11 +823,13 @@ class Checkpoint:
         by the same names; the checkpoint is the same, byte for byte. Each other process then has at
         most one block in memory at once.
 
-        Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, CorruptData if
-        the source contradicts itself or changes meanwhile, QuantizedWeights where weights are
-        stored as codes, and WorkerError where the executor's processes cannot open the checkpoint,
-        or one of them has ended.
+        Raises FileExistsError if `path` is in use, UnsupportedPath for a URL that cannot be written
+        to, CorruptData if the source contradicts itself or changes meanwhile, QuantizedWeights
+        where weights are stored as codes, ValueError for an item without a step, and WorkerError
+        where the executor's processes cannot open the checkpoint, or one of them has ended.
         """
+        if item is not None and step is None:
+            raise ValueError(f"item={item!r} is of a step: give step= too")
         laid_out = self._laid_out(root, variables)
         plan = laid_out.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
@@ -833,7 +844,7 @@ class Checkpoint:
         if step is None:
             write(path)
             return open(path)
-        return open(write_step(local_path(path), step, item, write))
+        return open(write_step(local_path(path), step, item or "default", write))
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
         """The checkpoint with its parameters at another root, or itself."""
@@ -915,11 +926,12 @@ class Checkpoint:
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
         unsaid that of the source. `config` is the config.json of the model, of a source that has
-        none: a dict, the file, or its folder. `adapter_config` is peft's config for the factors of
-        an adapter that was trained in JAX, a dict or its file: with it safetensors are a folder
-        that peft loads. Safetensors are beside the files that go with the model, and its config,
-        where the checkpoint has them. What is stored twice is compared on the way. `progress` hears
-        of bytes written. Stopped at any moment, nothing is at `path`. `executor` is that of `save`.
+        none: a dict, the file, or its folder, whose tokenizer, licence and the like go along.
+        `adapter_config` is peft's config for the factors of an adapter that was trained in JAX, a
+        dict or its file: with it safetensors are a folder that peft loads. Safetensors are beside
+        the files that go with the model, and its config, where the checkpoint has them. What is
+        stored twice is compared on the way. `progress` hears of bytes written. Stopped at any
+        moment, nothing is at `path`. `executor` is that of `save`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
@@ -931,10 +943,10 @@ class Checkpoint:
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         arguments["adapter_config"] = adapter_config
         if config is not None:
-            opener = self._opener and partial(_with_config, self._opener, given_config(config))
-            described = Checkpoint(
-                _with_config(lambda: self._contents, given_config(config)), opener
-            )
+            if format != "safetensors":
+                raise ValueError(f"config is for safetensors: {format} has no place for it")
+            opener = self._opener and partial(_with_config, self._opener, config)
+            described = Checkpoint(_with_config(lambda: self._contents, config), opener)
             others = {"budget_bytes": budget_bytes, "progress": progress, "executor": executor}
             return described.export(path, format, **arguments, **others)
         plan = self.plan_export(format, **arguments, budget_bytes=budget_bytes)

@@ -654,6 +654,7 @@ TABLE: dict[str, dict[str, str]] = {
         "sizes": "refused",
         "config": "harmless: a mapping that requires nothing asks for no key of it",
         "assume": "refused",
+        "params": "refused",
     },
     "Checkpoint.plan": {
         "target": "used",
@@ -711,6 +712,7 @@ TABLE: dict[str, dict[str, str]] = {
         "budget_bytes": "used",
         "progress": "used",
         "executor": "used",
+        **{"root": "used", "variables": "used", "step": "used", "item": "refused"},
     },
     "Checkpoint.plan_export": {
         "format": "used",
@@ -726,6 +728,7 @@ TABLE: dict[str, dict[str, str]] = {
         "dtype": "noted",
         "max_shard_bytes": "refused",
         "zero_stage": "refused",
+        "config": "refused",
         "adapter_config": "refused",
         "budget_bytes": "used",
         "progress": "used",
@@ -766,7 +769,10 @@ SOURCE |= {
     "step": "refused",
     "config": "refused",
     "assume": "refused",
+    "params": "refused",
+    "inverse": "refused",
 }
+WORKERS = {"workers": "used", "scheduler": "used"}
 ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
 COMMAND_TABLE: dict[str, dict[str, str]] = {
     "inspect": {
@@ -792,9 +798,20 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
         "json_": "used",
         **SOURCE,
         **ON_A_MESH,
+        **WORKERS,
+        **{"share": "refused", "root": "used", "variables": "used"},
+        **{"to_step": "used", "item": "refused"},
     },
-    "verify": {"path": "used", "json_": "used", **SOURCE},
-    "map": {"source": "used", "target": "used", "json_": "used", **SOURCE, "mapping": "refused"},
+    "verify": {"path": "used", "json_": "used", **SOURCE, **WORKERS},
+    "map": {
+        **{"source": "used", "target": "used", "suggest": "refused", "json_": "used"},
+        **{**SOURCE, "mapping": "refused"},
+    },
+    "mappings": {"source": "used", "config": "refused", "json_": "used"},
+    "report": {
+        **{"path": "used", "output": "used", "against": "used", "rename": "refused"},
+        **{"headers": "used", "sample_above": "used", "budget": "used", **SOURCE, **ON_A_MESH},
+    },
     "export": {
         **{
             "source": "used",
@@ -808,7 +825,7 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
             ("max_shard_bytes", "zero_stage", "params", "opt_state", "step_dtype"), "refused"
         ),
         "adapter_config": "refused",
-        **{"optimizer": "used", **SOURCE},
+        **{"optimizer": "used", **SOURCE, **WORKERS},
     },
 }
 

@@ -111,8 +111,10 @@ def export(
     params = others.pop("params")
     _check_options(format, options, optimizer, labels)
     local_path(target)
-    others.pop("inverse")  # it goes no other way
-    of_model = require_mapping(mapping, others.pop("config"), others.pop("assume"))
+    # --inverse says what happens anyway
+    of_model = require_mapping(
+        mapping, others.pop("config"), others.pop("assume"), None, others.pop("inverse")
+    )
     rules = load_mapping(mapping)
     if params is not None and not optimizer:
         checkpoint = _weights(source, params, rules, others)

@@ -30,6 +30,9 @@ def test_stock_orbax_restores_the_item_of_the_step_that_a_save_added(tmp_path):
     np.testing.assert_array_equal(tree["b"]["value"], TREE["b"])
     with pytest.raises(FileExistsError, match="give another step"):
         checkpoint.save(tmp_path / "run", step=7, **layout)
+    with pytest.raises(ValueError, match="item='x' is of a step: give step= too"):
+        checkpoint.save(tmp_path / "other", item="x")
+    assert not (tmp_path / "other").exists()
 
 
 def test_parameters_have_the_root_that_is_asked_for_and_states_stay_where_they_were(tmp_path):

@@ -69,6 +69,17 @@ def keep_companions(imported: Import, folder: FilePath) -> set[str]:
     return met
 
 
+def companions_in(folder: FilePath) -> dict[str, FilePath]:
+    """The files in a folder that go with the model and can be kept, by name; none of a file."""
+    kept: dict[str, FilePath] = {}
+    room = MAX_BYTES
+    for file in _files(folder):
+        if not _fault(file, room):
+            kept[file.key] = file
+            room -= file.size()
+    return kept
+
+
 def _files(folder: FilePath) -> Iterator[FilePath]:
     # through these no link leads out of the folder
     files = folder.folder()

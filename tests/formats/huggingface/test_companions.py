@@ -142,3 +142,22 @@ def test_a_config_says_the_dtype_that_is_written(model: Path, tmp_path: Path) ->
     dequantised.export(tmp_path / "wide", "safetensors")
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
     assert "quantization_config" not in config
+
+
+def test_weights_that_were_trained_in_jax_go_out_with_what_goes_with_their_model(
+    model: Path, tmp_path: Path
+) -> None:
+    """The run has neither config nor tokenizer: they come from the folder of the model."""
+    weights = {name: array.read() for name, array in ucp.open(MODEL).params.items()}
+    trained = ucp.Checkpoint.of({"param": weights})
+    trained.export(tmp_path / "alone", "safetensors")
+    trained.export(tmp_path / "out", "safetensors", config=model)
+    written = contents(tmp_path / "out")
+    assert {name: written[name] for name in FILES} == FILES
+    assert json.loads(written["config.json"])["model_type"] == "llama"
+    assert "training.log" not in written
+    assert not FILES.keys() & contents(tmp_path / "alone").keys()
+    trained.export(tmp_path / "config", "safetensors", config=model / "config.json")
+    assert not FILES.keys() & contents(tmp_path / "config").keys()
+    with pytest.raises(ValueError, match="config is for safetensors: dcp has no place for it"):
+        trained.export(tmp_path / "dcp", "dcp", config=model)
