@@ -844,7 +844,8 @@ class Checkpoint:
         if step is None:
             write(path)
             return open(path)
-        return open(write_step(local_path(path), step, item or "default", write))
+        name = "default" if item is None else item
+        return open(write_step(local_path(path), step, name, write))
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
         """The checkpoint with its parameters at another root, or itself."""
