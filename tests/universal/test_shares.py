@@ -263,7 +263,7 @@ def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
             monkeypatch.delenv(name)
         done = CliRunner().invoke(main, [*command, "--worker", share], env=environment)
         assert done.exit_code == 0, done.output
-        return json.loads(done.stdout)
+        return json.loads(done.output[done.output.index("{") :])
 
     slurm = {
         "SLURM_ARRAY_TASK_ID": "12",
@@ -284,7 +284,7 @@ def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
 def test_a_worker_that_is_none_is_a_usage_error(share, tmp_path):
     done = CliRunner().invoke(main, ["convert", "a", "b", "--worker", share], env={})
     assert done.exit_code == 2
-    assert "says no share" in done.stderr
+    assert "says no share" in done.output
 
 
 def test_a_ledger_of_a_share_is_found_as_an_unfinished_conversion(tmp_path):
