@@ -134,6 +134,8 @@ def _parameter_table(arrays: list[Report], show: _Show) -> TextTable:
     states_of: dict[str, list[Report]] = {}
     for leaf in arrays:
         states_of.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
+    for states in states_of.values():  # the parameter itself first: a row has its shape and dtype
+        states.sort(key=lambda leaf: not leaf["leaf"].startswith("param/"))
     kinds = [_states(states) for states in states_of.values()]
     usual = Counter(kind for kind in kinds if kind.startswith("param ")).most_common(1)[0][0]
     rows: list[tuple[str, ...]] = []

@@ -58,6 +58,16 @@ def test_inspect_folds_the_layers_of_a_model():
     assert "stored in" not in text
 
 
+def test_inspect_has_a_row_for_each_parameter_whatever_the_order_of_its_states(tmp_path):
+    one, two = np.ones((3, 4), np.float32), np.ones(2, np.int32)
+    tree = {"exp_avg": {"w": one}, "param": {"w": one.astype(np.float16)}, "step": {"count": two}}
+    ucp.Checkpoint.of(tree).save(tmp_path / "c")
+    lines = [line.rstrip() for line in run("inspect", tmp_path / "c").splitlines()]
+    assert "parameter  shape   dtype    states, if not param float16, exp_avg float32" in lines
+    assert "w          [3, 4]  float16" in lines
+    assert "count      [2]     int32    step int32" in lines
+
+
 def test_inspect_all_lists_every_parameter_in_full_and_the_account(converted):
     text = run("inspect", CASE, "--all")
     for name in ucp.open(CASE).params:
