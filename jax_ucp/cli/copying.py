@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.reads import HostMesh
 
 HOSTS_SHOWN = 16
+_AS_IT_IS = {"root": None, "variables": False, "step": None}
 
 
 @click.command()
@@ -136,35 +138,44 @@ def convert(
     What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks
     like a checkpoint; the same command takes up where it was stopped.
     """
-    if item is not None and to_step is None:
-        raise click.UsageError("--item goes with --to-step: give that too")
-    place = {"root": root, "variables": variables, "step": to_step}
-    place |= {} if item is None else {"item": item}
-    if share and (executor or root is not None or variables or to_step is not None):
+    place = _place(root, variables, to_step, item)
+    if share and (executor or place != _AS_IT_IS):
         raise click.UsageError(
             "--worker is one process among others, which write TARGET as it is: give it alone"
         )
     checkpoint = open_checkpoint(source, **options)
-    for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
+    mesh_notes = report.mesh_notes(checkpoint, mesh, rules) if mesh else ()
+    for note in (*checkpoint.notes, *mesh_notes):
         to_stderr.print(f"note: {note}")
-    total = checkpoint.nbytes // (share[1] if share else 1)
+    total, save = checkpoint.nbytes, partial(checkpoint.save, executor=executor, **place)
+    if share:
+        total, save = total // share[1], partial(checkpoint.save_share, share=share)
     with progress("converting", total) as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardingWarning)  # what it says are the notes above
-        how = {
+        result = save(
+            target,
             **mesh_arguments(mesh, rules),
-            "budget_bytes": budget,
-            "progress": lambda block: advance(block.nbytes),
-        }
-        if share:
-            result = checkpoint.save_share(target, share, **how)
-        else:
-            result = checkpoint.save(target, **how, **place, executor=executor)
+            budget_bytes=budget,
+            progress=lambda block: advance(block.nbytes),
+        )
     if result is not None:
         _print_result(target, result, checkpoint.notes, json_)
     elif json_:
         print_json({"path": target, "share": share, "committed": False})
     else:
         console.print(f"{target}: this share is done; it is a checkpoint when all are")
+
+
+def _place(
+    root: str | None, variables: bool, to_step: int | None, item: str | None
+) -> dict[str, Any]:
+    """Where `Checkpoint.save` puts the parameters. Raises UsageError for an item without a step."""
+    place = {"root": root, "variables": variables, "step": to_step}
+    if item is None:
+        return place
+    if to_step is None:
+        raise click.UsageError("--item goes with --to-step: give that too")
+    return {**place, "item": item}
 
 
 def _print_result(

@@ -104,25 +104,19 @@ def export(
     abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
     compared on the way. Stopped at any moment, nothing is at TARGET.
     """
-    options = {name: others.pop(name) for name in _OPTIONS}
-    labels = {name: others.pop(name) for name in ("opt_state", "step_dtype")}
-    labels = {name: label for name, label in labels.items() if label}
-    optimizer = others.pop("optimizer")
-    params = others.pop("params")
-    _check_options(format, options, optimizer, labels)
+    options = _taken(others, *_OPTIONS)
+    optimizer = _taken(others, "optimizer", "opt_state", "step_dtype")
+    _check_options(format, options, optimizer)
     local_path(target)
     # --inverse says what happens anyway
     of_model = require_mapping(
         mapping, others.pop("config"), others.pop("assume"), None, others.pop("inverse")
     )
     rules = load_mapping(mapping)
-    if params is not None and not optimizer:
-        checkpoint = _weights(source, params, rules, others)
+    if optimizer["optimizer"]:
+        checkpoint = _torch_states(source, rules, others, **optimizer)
     else:
-        checkpoint = open_checkpoint(source, of_mapping=rules, **others)
-    if optimizer:
-        labels |= {"params": params} if params else {}
-        checkpoint = checkpoint.torch_states(*_optimizer(optimizer), **labels)
+        checkpoint = _weights(source, rules, others)
     if rules:
         undone = rules.inverse()
         checkpoint = checkpoint.map(undone, **map_arguments(undone, others["sizes"], *of_model))
@@ -150,32 +144,53 @@ def export(
         )
 
 
-def _weights(
-    source: str, params: str, rules: jax_ucp.Mapping | None, others: Mapping[str, Any]
+def _taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options.pop(name) for name in names}
+
+
+def _torch_states(
+    source: str,
+    rules: jax_ucp.Mapping | None,
+    others: Mapping[str, Any],
+    optimizer: str,
+    **labels: str | None,
 ) -> jax_ucp.Checkpoint:
-    """The weights at a label of the tree at `source`, or those of the item of that name in a step
-    that has several.
+    """The weights of the run at `source`, and torch's states for those of its optimizer."""
+    labels["params"] = others["params"]
+    open_options = {name: value for name, value in others.items() if name != "params"}
+    checkpoint = open_checkpoint(source, of_mapping=rules, **open_options)
+    given = {name: label for name, label in labels.items() if label}
+    return checkpoint.torch_states(*_optimizer(optimizer), **given)
+
+
+def _weights(
+    source: str, rules: jax_ucp.Mapping | None, others: Mapping[str, Any]
+) -> jax_ucp.Checkpoint:
+    """The checkpoint at `source`; of a run the weights at the label `params` of its tree, or those
+    of the item of that name in a step that has several.
     """
+    open_options = {**others, "of_mapping": rules}
+    params = open_options.pop("params")
+    if params is None:
+        return open_checkpoint(source, **open_options)
     try:
-        checkpoint = open_checkpoint(source, of_mapping=rules, **others)
+        checkpoint = open_checkpoint(source, **open_options)
     except NotACheckpoint:
         if others["model"] is not None:
             raise
-        checkpoint = open_checkpoint(source, of_mapping=rules, **{**others, "model": params})
+        checkpoint = open_checkpoint(source, **{**open_options, "model": params})
     is_item = Path(checkpoint.path).name == params
     return checkpoint.weights("" if is_item else params)
 
 
 def _check_options(
-    format: ExportFormat,
-    options: Mapping[str, object],
-    optimizer: str | None,
-    labels: Mapping[str, str],
+    format: ExportFormat, options: Mapping[str, object], optimizer: Mapping[str, object]
 ) -> None:
     """Raises UsageError for an option that does not go with the others."""
-    if labels and not optimizer:
+    given = [name for name, value in optimizer.items() if value]
+    if given and "optimizer" not in given:
         raise click.UsageError(
-            f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too"
+            f"--{given[0].replace('_', '-')} goes with --optimizer: give that too"
         )
     for name, only in _FOR.items():
         if options[name] is not None and format != only:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
 from jax_ucp.files.protocol import FileInfo, Files
@@ -34,7 +35,7 @@ def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> l
     and otherwise one after the other. It may make requests, and must not call this.
     """
     if not files.is_remote:
-        return [function(item) for item in items]
+        return list(map(function, items))
     return _all(_pool(os.getpid(), "file", FILES), function, list(items))
 
 
@@ -52,24 +53,28 @@ def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
     them; what is not there may be newer than the list, and is asked for.
     """
     if not files.is_remote:
-        return [files.stat(name) for name in names]
-    listed: dict[str, FileInfo] = {}
-    if len(names) > LOOKED_UP:
-        around = os.path.commonpath([f"/{os.path.dirname(name)}" for name in names]).strip("/")
-        listed = {file.name: file for file in files.walk(around)}
-    missing = [name for name in names if name not in listed]
-    asked = dict(zip(missing, request_all(files.stat, missing), strict=True))
-    return [listed.get(name) or asked.get(name) for name in names]
+        return list(map(files.stat, names))
+    listed = _listed_around(files, names) if len(names) > LOOKED_UP else {}
+    missing = list(itertools.filterfalse(listed.__contains__, names))
+    asked = zip(missing, request_all(files.stat, missing), strict=True)
+    info_of = {**listed, **dict(asked)}
+    return [info_of[name] for name in names]
+
+
+def _listed_around(files: Files, names: Sequence[str]) -> dict[str, FileInfo]:
+    """All files below the folder that is around these names."""
+    around = os.path.commonpath([f"/{os.path.dirname(name)}" for name in names])
+    return {file.name: file for file in files.walk(around.strip("/"))}
 
 
 def _all(pool: ThreadPoolExecutor, function: Callable[[T], R], items: list[T]) -> list[R]:
     if len(items) < 2:
-        return [function(item) for item in items]
-    runs = [contextvars.copy_context().run for _ in items]
-    futures = [pool.submit(run, function, item) for run, item in zip(runs, items, strict=True)]
-    errors = [error for future in futures if (error := future.exception())]
-    if errors:
-        raise errors[0]
+        return list(map(function, items))
+    futures: list[Future[R]] = []
+    for item in items:
+        run = contextvars.copy_context().run
+        futures.append(pool.submit(run, function, item))
+    wait(futures)
     return [future.result() for future in futures]
 
 

@@ -59,6 +59,21 @@ def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
         return args or Restore()
     if isinstance(args, ocp.args.StandardRestore):
         return _standard(args)
+    return _pytree(directory, args)
+
+
+def _standard(args: Any) -> Restore:
+    if not args.strict:
+        raise ValueError("strict=False cuts and pads arrays, which is not done by jax_ucp")
+    if args.item is None:
+        return Restore(mesh="saved")
+    item = target_of(args.item)
+    if args.fallback_sharding is not None:
+        item = jax.tree.map(lambda leaf: _placed(leaf, args.fallback_sharding), item)
+    return Restore(item, mesh="saved", cast=True)
+
+
+def _pytree(directory: os.PathLike[str], args: Any) -> Restore:
     if args.transforms or args.legacy_transform_fn is not None:
         raise ValueError("transforms are not done by jax_ucp: open the step and map it")
     # No transforms, {}, are how programs said `partial_restore` before Orbax had that.
@@ -86,17 +101,6 @@ def partial_restore(target: Any, asked: Any, budget_bytes: int | None = None) ->
 def tree_in(asked: Any) -> Any:
     """The tree of a target, which may be stock Orbax's metadata of an item."""
     return asked.tree if hasattr(asked, "tree") else asked
-
-
-def _standard(args: Any) -> Restore:
-    if not args.strict:
-        raise ValueError("strict=False cuts and pads arrays, which is not done by jax_ucp")
-    if args.item is None:
-        return Restore(mesh="saved")
-    item = target_of(args.item)
-    if args.fallback_sharding is not None:
-        item = jax.tree.map(lambda leaf: _placed(leaf, args.fallback_sharding), item)
-    return Restore(item, mesh="saved", cast=True)
 
 
 def target_of(tree: Any) -> Any:

@@ -10,7 +10,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax_ucp.layout.fragments import Shape
@@ -22,8 +23,11 @@ MOST_NAMED = 4
 # Abbreviations of torch's names that JAX's write out.
 _SAME = {"q": "query", "k": "key", "v": "value", "o": "out", "embed": "embedding"}
 _KINDS = {"weight", "kernel", "w", "scale", "embedding", "proj", "layers", "layer", "model"}
-_AXIS = re.compile(r"\bd\d+[a-h]?\b")
+# What tells axes of one length apart: d64, d64b, d64c. Arrays of more axes are not tried.
+_SUFFIXES = ("", *"bcdefgh")
+_AXIS = re.compile(r"\b(d(\d+)[a-h]?)\b")
 _NUMBER = re.compile(r"(?<![^./])\d+(?![^./])")
+_TITLE = "# A draft from names and shapes: compare logits once with those of the original model."
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,23 @@ class _Family:
 
     @property
     def words(self) -> set[str]:
-        found: list[str] = re.findall(r"[a-z]+|\d+", re.sub(r"\{\w+\}", "", self.name).lower())
-        return {_SAME.get(word, word) for word in found} - _KINDS
+        plain = re.sub(r"\{\w+\}", "", self.name).lower()
+        words: list[str] = re.findall(r"[a-z]+|\d+", plain)
+        return {_SAME.get(word, word) for word in words} - _KINDS
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A source that can be a target by shape; `ways` are the axes of both, for each possibility."""
+
+    source: _Family
+    target: _Family
+    ways: tuple[tuple[str, str], ...]
+    shared_words: int
+
+    @property
+    def is_decided(self) -> bool:
+        return len(self.ways) == 1
 
 
 def mapping_draft(params: Mapping[str, Shape], leaves: Mapping[str, Shape]) -> str:
@@ -52,129 +71,156 @@ def mapping_draft(params: Mapping[str, Shape], leaves: Mapping[str, Shape]) -> s
         leaves: those of the model's leaves, by their names with slashes.
     """
     sources, targets = _families(params), _families(leaves)
-    ways = {
-        (source.name, target.name): found
-        for source, target in itertools.product(sources, targets)
-        if (found := _ways(source, target))
-    }
-    pairs = _pairs(sources, targets, ways)
-    rules = [_rule(source, target, ways[source.name, target.name]) for source, target in pairs]
-    open_sources = [one for one in sources if one not in {source for source, _ in pairs}]
-    open_targets = [one for one in targets if one not in {target for _, target in pairs}]
-    comments = [_open(one, targets, ways) for one in open_sources]
-    comments += [f"# open: {one.name} {list(one.axes)} of the model" for one in open_targets]
-    title = "# A draft from names and shapes: compare logits once with those of the original model."
-    decided = [rule for rule in rules if not rule.startswith("#")]
-    left = len(sources) - len(decided)
-    count = f"# {len(decided)} rules; {left} kinds of parameters are left open, below."
+    fits = list(_fits(sources, targets))
+    pairs = _pairs(fits)
+    decided = sum(fit.is_decided for fit in pairs)
+    count = f"# {decided} rules; {len(sources) - decided} kinds of parameters are left open, below."
+    rules = "\n".join(map(_rule, pairs))
+    lengths = itertools.starmap("{}: {}".format, sorted(set(_AXIS.findall(rules))))
+    sizes = f"sizes: {{{', '.join(lengths)}}}"
     body = "leaves:" if decided else "leaves: []"
-    lengths = {name: name[1:].rstrip("abcdefgh") for rule in rules for name in _AXIS.findall(rule)}
-    listed = ", ".join(f"{name}: {length}" for name, length in sorted(lengths.items()))
-    return "\n".join([title, count, f"sizes: {{{listed}}}", body, *rules, *comments]) + "\n"
+    lines = [_TITLE, count, sizes, body, rules, *_comments(sources, targets, fits, pairs)]
+    return "\n".join(filter(None, lines)) + "\n"
 
 
 def _families(shapes: Mapping[str, Shape]) -> list[_Family]:
     """Arrays in families by name and shape; layers whose numbers are not all there stay alone."""
-    members: dict[tuple[str, Shape], list[tuple[str, ...]]] = {}
+    members: dict[tuple[tuple[str, ...], Shape], list[Sequence[str]]] = defaultdict(list)
     for name, shape in shapes.items():
-        members.setdefault((_NUMBER.sub("#", name), shape), []).append(tuple(_NUMBER.findall(name)))
+        members[tuple(_NUMBER.split(name)), shape].append(_NUMBER.findall(name))
     families: list[_Family] = []
-    for (pattern, shape), numbers in members.items():
-        counts = tuple(len(set(column)) for column in zip(*numbers, strict=True))
-        full = {tuple(map(str, at)) for at in itertools.product(*map(range, counts))}
-        if full == set(numbers):
-            families.append(_Family(_with_numbers(pattern, counts), shape, counts))
+    for (texts, shape), numbers in members.items():
+        counts = _counts(numbers)
+        if counts is None:
+            families += [_Family(_filled(texts, each), shape, ()) for each in numbers]
         else:
-            named = [_filled(pattern, at) for at in numbers]
-            families += [_Family(name, shape, ()) for name in named]
+            names = itertools.starmap("{{n{}of{}}}".format, enumerate(counts))
+            families.append(_Family(_filled(texts, list(names)), shape, counts))
     return families
 
 
-def _with_numbers(pattern: str, counts: Sequence[int]) -> str:
-    return _filled(pattern, [f"{{n{i}of{count}}}" for i, count in enumerate(counts)])
+def _counts(numbers: Sequence[Sequence[str]]) -> tuple[int, ...] | None:
+    """How many values each number has, if every combination from 0 on is there."""
+    columns = list(map(set, zip(*numbers, strict=True)))
+    counts = tuple(map(len, columns))
+    is_full = math.prod(counts) == len(numbers)
+    return counts if is_full and columns == list(map(_numerals, counts)) else None
 
 
-def _filled(pattern: str, numbers: Sequence[str]) -> str:
-    texts = pattern.split("#")
-    return "".join(
-        itertools.chain.from_iterable(itertools.zip_longest(texts, numbers, fillvalue=""))
-    )
+def _numerals(count: int) -> set[str]:
+    return set(map(str, range(count)))
 
 
-def _ways(source: _Family, target: _Family) -> list[tuple[str, str]]:
+def _filled(texts: Sequence[str], numbers: Sequence[str]) -> str:
+    pairs = itertools.zip_longest(texts, numbers, fillvalue="")
+    return "".join(itertools.chain.from_iterable(pairs))
+
+
+def _fits(sources: Sequence[_Family], targets: Sequence[_Family]) -> Iterator[_Fit]:
+    for source, target in itertools.product(sources, targets):
+        if ways := tuple(_ways(source, target)):
+            yield _Fit(source, target, ways, len(source.words & target.words))
+
+
+def _ways(source: _Family, target: _Family) -> Iterator[tuple[str, str]]:
     """The pairs of axes by which one can be the other; none where shapes do not allow it."""
-    if target.counts and target.counts != source.counts:
-        return []
+    if target.counts not in ((), source.counts):
+        return
     stacked = () if target.counts else source.counts
-    dims = (*stacked, *source.shape)
-    if math.prod(dims) != math.prod(target.shape) or len(dims) ** len(target.shape) > MOST_WAYS:
-        return []
-    if len(target.shape) < len(dims):
-        return []
-    found: list[tuple[str, str]] = []
-    for owners in itertools.product(range(len(dims)), repeat=len(target.shape)):
-        parts = [[i for i, owner in enumerate(owners) if owner == dim] for dim in range(len(dims))]
-        lengths = [math.prod(target.shape[i] for i in part) for part in parts]
-        whole = all(len(part) == 1 for part in parts[: len(stacked)])
-        if whole and all(parts) and lengths == list(dims):
-            found.append(_axes(source, target, parts, len(stacked)))
-    return found
+    for groups in _groupings(target.shape, (*stacked, *source.shape)):
+        if {1}.issuperset(map(len, groups[: len(stacked)])):
+            yield _axes(target, groups, stacked)
+
+
+def _groupings(shape: Shape, lengths: Shape) -> Iterator[list[list[int]]]:
+    """The ways to put the axes of a shape in groups, in order, that have these lengths."""
+    is_too_large = len(shape) > len(_SUFFIXES) or len(lengths) ** len(shape) > MOST_WAYS
+    if is_too_large or math.prod(shape) != math.prod(lengths):
+        return
+    for owners in itertools.product(range(len(lengths)), repeat=len(shape)):
+        groups: list[list[int]] = [[] for _ in lengths]
+        products = [1] * len(lengths)
+        for axis, owner in enumerate(owners):
+            groups[owner].append(axis)
+            products[owner] *= shape[axis]
+        if all(groups) and products == [*lengths]:
+            yield groups
 
 
 def _axes(
-    source: _Family, target: _Family, parts: Sequence[Sequence[int]], stacked: int
+    target: _Family, groups: Sequence[Sequence[int]], stacked: Sequence[int]
 ) -> tuple[str, str]:
     """The axes of both sides; a stacked axis has the name of its number."""
     names = [
-        f"d{length}" + "abcdefgh"[target.shape[:i].count(length)] * (length in target.shape[:i])
+        f"d{length}{_SUFFIXES[target.shape[:i].count(length)]}"
         for i, length in enumerate(target.shape)
     ]
-    for number, (at,) in enumerate(parts[:stacked]):
-        names[at] = f"n{number}of{source.counts[number]}"
-    of_source = [[names[i] for i in part] for part in parts[stacked:]]
-    texts = [part[0] if len(part) == 1 else f"({' '.join(part)})" for part in of_source]
-    return " ".join(texts), " ".join(names)
+    for number, count in enumerate(stacked):
+        (axis,) = groups[number]
+        names[axis] = f"n{number}of{count}"
+    of_source = (" ".join(names[axis] for axis in group) for group in groups[len(stacked) :])
+    return " ".join(map(_grouped, of_source)), " ".join(names)
 
 
-def _pairs(
-    sources: Sequence[_Family],
-    targets: Sequence[_Family],
-    ways: Mapping[tuple[str, str], object],
-) -> list[tuple[_Family, _Family]]:
-    """The pairs of which each has no other candidate: by shape, or by words that they share."""
-    fitting = [(s, t) for s, t in itertools.product(sources, targets) if (s.name, t.name) in ways]
-    likeness = {(s, t): len(s.words & t.words) for s, t in fitting}
-
-    def best(one: _Family, side: int) -> _Family | None:
-        mine = [pair for pair in fitting if pair[side] == one]
-        most = max((likeness[pair] for pair in mine), default=0)
-        first = [pair for pair in mine if likeness[pair] == most]
-        return first[0][1 - side] if len(first) == 1 and (most or len(mine) == 1) else None
-
-    return [(s, t) for s, t in fitting if best(s, 0) == t and best(t, 1) == s]
+def _grouped(names: str) -> str:
+    return f"({names})" if " " in names else names
 
 
-def _rule(source: _Family, target: _Family, ways: Sequence[tuple[str, str]]) -> str:
+def _pairs(fits: Sequence[_Fit]) -> list[_Fit]:
+    """The fits of which no side has a better one, or one as good, by words that they share."""
+    best_of_sources = _best_of_each([(fit.source, fit) for fit in fits])
+    best_of_targets = _best_of_each([(fit.target, fit) for fit in fits])
+    return [fit for fit in best_of_sources if fit in best_of_targets]
+
+
+def _best_of_each(fits: Sequence[tuple[Hashable, _Fit]]) -> list[_Fit]:
+    """Of each family the fit that shares the most words, if that is one."""
+    by_family: dict[Hashable, list[_Fit]] = defaultdict(list)
+    for family, fit in fits:
+        by_family[family].append(fit)
+    best: list[_Fit] = []
+    for mine in by_family.values():
+        most = max(fit.shared_words for fit in mine)
+        first = [fit for fit in mine if fit.shared_words == most]
+        best += first if len(first) == 1 else []
+    return best
+
+
+def _rule(fit: _Fit) -> str:
     """The rule of a pair; where several ways fit, all of them as comments."""
-    texts = [_rule_text(source, target, *way) for way in ways[:MOST_NAMED]]
-    if len(ways) == 1:
+    texts = [_rule_text(fit, *way) for way in fit.ways[:MOST_NAMED]]
+    if fit.is_decided:
         return texts[0]
     lines = "\n".join(texts).replace("\n", "\n# ")
-    title = f"# open: axes of one length fit in {len(ways)} ways; which is right, no shape says"
+    title = f"# open: axes of one length fit in {len(fit.ways)} ways; which is right, no shape says"
     return f"{title}\n# {lines}"
 
 
-def _rule_text(source: _Family, target: _Family, axes: str, leaf: str) -> str:
-    name, leaf_name = json.dumps(source.name), json.dumps(target.name)
+def _rule_text(fit: _Fit, axes: str, leaf: str) -> str:
+    name, leaf_name = json.dumps(fit.source.name), json.dumps(fit.target.name)
     return (
         f"- param: {name}\n  axes: {json.dumps(axes)}\n  leaf: {{{leaf_name}: {json.dumps(leaf)}}}"
     )
 
 
-def _open(
-    source: _Family, targets: Sequence[_Family], ways: Mapping[tuple[str, str], object]
-) -> str:
-    fitting = [one.name for one in targets if (source.name, one.name) in ways]
-    named = " or ".join(fitting[:MOST_NAMED]) or "nothing in the model"
-    more = f" or {len(fitting) - MOST_NAMED} more" if len(fitting) > MOST_NAMED else ""
-    return f"# open: {source.name} {list(source.shape)} fits {named}{more}"
+def _comments(
+    sources: Sequence[_Family],
+    targets: Sequence[_Family],
+    fits: Sequence[_Fit],
+    pairs: Sequence[_Fit],
+) -> Iterator[str]:
+    """A comment for each family, of both sides, that no rule names."""
+    paired = {fit.source for fit in pairs}
+    for source in itertools.filterfalse(paired.__contains__, sources):
+        candidates = [fit.target.name for fit in fits if fit.source == source]
+        yield f"# open: {source.name} {list(source.shape)} fits {_listed(candidates)}"
+    paired = {fit.target for fit in pairs}
+    for target in itertools.filterfalse(paired.__contains__, targets):
+        yield f"# open: {target.name} {list(target.axes)} of the model"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = list(names[:MOST_NAMED])
+    if len(names) > MOST_NAMED:
+        shown.append(f"{len(names) - MOST_NAMED} more")
+    return " or ".join(shown) or "nothing in the model"

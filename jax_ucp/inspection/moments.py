@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,23 +44,28 @@ def together(
 
     `settings` are those of the optimizer by the name of a parameter.
     """
-    found = list(_moments_of_params(params, settings)) or list(_moments_of_optax(leaves))
-    first = {each.param.name: each for each in found if _are_alike(each)}
-    rest = {leaf.name for each in first.values() for leaf in (each.m, each.v)}
-    return [
-        Together((leaf, each.m, each.v), adam_step(each))
-        if (each := first.get(leaf.name))
-        else Together((leaf,))
-        for leaf in leaves
-        if leaf.has_array and leaf.name not in rest
-    ]
+    moments = list(_moments_of_params(params, settings)) or list(_moments_of_optax(leaves))
+    by_param = {each.param.name: each for each in filter(_are_alike, moments)}
+    shown_with_params: set[str] = set()
+    for each in by_param.values():
+        shown_with_params |= {each.m.name, each.v.name}
+    rest = [leaf for leaf in leaves if leaf.has_array and leaf.name not in shown_with_params]
+    return [_together(leaf, by_param.get(leaf.name)) for leaf in rest]
+
+
+def _together(leaf: Leaf, moments: Moments | None) -> Together:
+    if moments is None:
+        return Together((leaf,))
+    return Together((leaf, moments.m, moments.v), adam_step(moments))
 
 
 def is_step_known(settings: Mapping[str, Any]) -> bool:
     """Whether an optimizer's settings say how large its steps are."""
     betas = settings.get("betas")
-    numbers = settings.get("lr"), settings.get("eps"), *(betas if isinstance(betas, list) else ())
-    return len(numbers) == 4 and all(type(n) in (int, float) for n in numbers)
+    if not isinstance(betas, list):
+        return False
+    numbers = settings.get("lr"), settings.get("eps"), *betas
+    return len(numbers) == 4 and {int, float}.issuperset(map(type, numbers))
 
 
 def adam_step(moments: Moments) -> AdamStep:
@@ -70,7 +76,7 @@ def adam_step(moments: Moments) -> AdamStep:
         return AdamStep()
     count = _count(moments.counted)
     first, second = (1 - beta**count for beta in moments.settings["betas"])
-    if not (first and second):
+    if 0 in (first, second):
         return AdamStep()
     return AdamStep(moments.settings["lr"], first, second, moments.settings["eps"])
 
@@ -90,8 +96,8 @@ def _moments_of_params(
     """Those of a trainer's tree, {state: {parameter: array}}."""
     for name, parameter in params.items():
         states = parameter.states
-        if all(state in states for state in _TORCH):
-            m, v = (states[state] for state in _TORCH)
+        if states.keys() >= {*_TORCH}:
+            m, v = operator.itemgetter(*_TORCH)(states)
             counted = parameter if "step" in states else None
             yield Moments(states["param"], m, v, settings.get(name, {}), counted)
 
@@ -101,18 +107,21 @@ def _moments_of_optax(leaves: Sequence[Leaf]) -> Iterator[Moments]:
     one other leaf with a path that ends so; where several are, none is taken.
     """
     params: dict[_Names, list[Leaf]] = defaultdict(list)
-    moments: dict[tuple[str, _Names, _Names], Leaf] = {}
+    moments: dict[str, dict[tuple[_Names, _Names], Leaf]] = defaultdict(dict)
     for leaf in leaves:
         names = tuple(map(str, leaf.path))
-        at = next((i for i, name in enumerate(names) if name in _OPTAX), None)
-        if at is None:
+        kind = next(filter(_OPTAX.__contains__, names), None)
+        if kind is None:
             params[names[1:]].append(leaf)
         else:
-            moments[names[at], names[:at], names[at + 1 :]] = leaf
-    for (kind, before, path), m in moments.items():
-        v = moments.get((_OPTAX[1], before, path))
-        if kind == _OPTAX[0] and v is not None and len(params[path]) == 1:
-            yield Moments(params[path][0], m, v)
+            at = names.index(kind)
+            moments[kind][names[:at], names[at + 1 :]] = leaf
+    first, second = _OPTAX
+    for (before, path), m in moments[first].items():
+        v = moments[second].get((before, path))
+        candidates = params[path]
+        if v is not None and len(candidates) == 1:
+            yield Moments(candidates[0], m, v)
 
 
 _Names = tuple[str, ...]

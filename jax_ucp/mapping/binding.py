@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -336,29 +336,34 @@ def _claimed(
     An index of `lengths` is below its length, so a rule for layers of which there are none needs
     no parameter.
     """
-    claims: dict[str, list[str]] = defaultdict(list)
-    skipped: dict[str, str] = {}
-    for skip in _plain_skips(mapping):
-        for name in filter(re.compile(regex_of(skip.param)).fullmatch, shapes):
-            skipped[name] = skip.reason
-            claims[name].append(f"skip {skip.param!r}")
-    instances: list[_Instance] = []
     contested = _claimed_twice(mapping, shapes, lengths)
+    instances: list[_Instance] = []
     for rule in mapping.rules:
         of_rule = _instances(rule, shapes, lengths, contested)
-        if not (of_rule or rule.optional or _is_for_none(rule, lengths)):
-            faults.append(f"{rule.label} finds no parameter")
-        faults += _missing_instances(of_rule, lengths)
-        for instance in of_rule:
-            for name in instance.names:
-                claims[name].append(rule.label)
+        faults += _missing_instances(rule, of_rule, lengths)
         instances += of_rule
-    rest = [skip.reason for skip in mapping.skips if skip.param == REST]
-    for name in [name for name in shapes if rest and name not in claims]:
-        skipped[name] = rest[0]
-        claims[name].append("skip")
-    faults += _claim_faults(claims, shapes)
+    skipped: dict[str, str] = {}
+    claims: dict[str, list[str]] = defaultdict(list)
+    for skip in _plain_skips(mapping):
+        names = list(filter(re.compile(regex_of(skip.param)).fullmatch, shapes))
+        skipped |= dict.fromkeys(names, skip.reason)
+        _add_claim(claims, names, f"skip {skip.param!r}")
+    for instance in instances:
+        _add_claim(claims, instance.names, instance.rule.label)
+    skipped |= _skipped_rest(mapping, itertools.filterfalse(claims.__contains__, shapes))
+    faults += _claim_faults(claims, skipped, shapes)
     return skipped, instances
+
+
+def _add_claim(claims: dict[str, list[str]], names: Iterable[str], claimant: str) -> None:
+    for name in names:
+        claims[name].append(claimant)
+
+
+def _skipped_rest(mapping: LeafMapping, names: Iterable[str]) -> dict[str, str]:
+    """The reason to skip each name that nothing else claims, if the mapping has one."""
+    reasons = [skip.reason for skip in mapping.skips if skip.param == REST]
+    return dict.fromkeys(names, reasons[0]) if reasons else {}
 
 
 def _plain_skips(mapping: LeafMapping) -> list[Skip]:
@@ -370,11 +375,16 @@ def _is_for_none(rule: Rule, lengths: Mapping[str, int]) -> bool:
     return any(lengths.get(name) == 0 for name in rule.names)
 
 
-def _missing_instances(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:
-    """Faults: numbers below a known length for which a rule finds nothing."""
-    if not instances or instances[0].rule.optional:
+def _missing_instances(
+    rule: Rule, instances: Sequence[_Instance], lengths: Mapping[str, int]
+) -> Iterator[str]:
+    """Faults: a rule that finds nothing, or nothing for numbers below a known length."""
+    if rule.optional:
         return
-    rule = instances[0].rule
+    if not instances:
+        if not _is_for_none(rule, lengths):
+            yield f"{rule.label} finds no parameter"
+        return
     for key, length in {**lengths, **rule.blocks}.items():
         if key not in instances[0].shared:
             continue
@@ -408,7 +418,7 @@ def _instances(
 
 
 def _claim_faults(
-    claims: Mapping[str, Sequence[str]], shapes: Mapping[str, Shape]
+    claims: Mapping[str, Sequence[str]], skipped: Collection[str], shapes: Mapping[str, Shape]
 ) -> Iterator[str]:
     """A fault for names that not just one rule or skip claims.
 
@@ -417,7 +427,8 @@ def _claim_faults(
     alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, shape in shapes.items():
         claimants = tuple(claims.get(name, ()))
-        if len(claimants) != 1:
+        is_skipped_rest = not claimants and name in skipped
+        if len(claimants) != 1 and not is_skipped_rest:
             alike[re.sub(r"\d+", "#", name), shape, claimants].append(name)
     for (_, shape, claimants), names in alike.items():
         fault = f"claimed {len(claimants)} times, {'; '.join(claimants)}"

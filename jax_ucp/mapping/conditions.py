@@ -131,21 +131,24 @@ def _check(node: ast.expr, text: str) -> None:
         case ast.Compare(
             left=left, ops=[ast.In() | ast.NotIn()], comparators=[ast.List(elts=items)]
         ):
-            _check_value(left, text)
-            for item in items:
-                _check_literal(item, text)
+            _check_list(left, items, text)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if not isinstance(
             op, ast.Is | ast.IsNot
         ):
             _check_comparison(left, op, right, text)
-        case ast.Call(func=ast.Name(id="repeats"), args=[left, _, *_] as args, keywords=[]):
-            _check_value(left, text)
-            for arg in args[1:]:
-                _check_literal(arg, text)
+        case ast.Call(func=ast.Name(id="repeats"), args=[left, *items], keywords=[]) if items:
+            _check_list(left, items, text)
         case _:
             _check_value(node, text)
             if _is_literal(node):
                 raise SpecError(f"{text!r} is not a condition: {_FORMS}")
+
+
+def _check_list(value: ast.expr, items: Sequence[ast.expr], text: str) -> None:
+    """Raise SpecError where a value is not one, or what it is compared with are not literals."""
+    _check_value(value, text)
+    for item in items:
+        _check_literal(item, text)
 
 
 def _check_comparison(left: ast.expr, op: ast.cmpop, right: ast.expr, text: str) -> None:
@@ -227,8 +230,8 @@ def _truth(node: ast.expr, config: Mapping[str, Any]) -> bool:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             return not _truth(inner, config)
         case ast.Compare(left=left, ops=[op], comparators=[ast.List(elts=items)]):
-            value = _value(left, config)
-            return any(_equal(value, _literal(item)) for item in items) == isinstance(op, ast.In)
+            is_listed = _is_listed(_value(left, config), items)
+            return is_listed == isinstance(op, ast.In)
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _compared(op, node, _value(left, config), _value(right, config))
         case ast.Call(func=ast.Name(id="repeats"), args=[left, *items]):
@@ -237,6 +240,10 @@ def _truth(node: ast.expr, config: Mapping[str, Any]) -> bool:
     if not isinstance(value, bool):
         raise Undecided(f"{ast.unparse(node)} = {_shown(value)}, which is neither true nor false")
     return value
+
+
+def _is_listed(value: Any, items: Sequence[ast.expr]) -> bool:
+    return any(_equal(value, _literal(item)) for item in items)
 
 
 def _compared(op: ast.cmpop, node: ast.expr, left: Any, right: Any) -> bool:

@@ -13,21 +13,26 @@ before a name is matched.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 from jax_ucp.errors import SpecError
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
+# A stride and an offset are numbers, or names of sizes.
 _PLACEHOLDER = re.compile(
-    r"(?:(?P<stride>\w+)\*(?P<outer>[A-Za-z_]\w*))?"
-    r"(?:(?:(?<!\{)\+|^)(?P<index>[A-Za-z_]\w*))?"
-    r"(?:\+(?P<offset>\w+))?",
+    r"(?:(?P<stride>\d{1,9}|[A-Za-z_]\w*)\*(?P<outer>[A-Za-z_]\w*))?"
+    r"(?:(?:\+|^)(?P<index>[A-Za-z_]\w*))?"
+    r"(?:\+(?P<offset>\d{1,9}|[A-Za-z_]\w*))?",
     re.ASCII,
 )
 _COUNT = re.compile(r"\d{1,9}", re.ASCII)
+_BRACE = re.compile(r"[{}]")
+_SEPARATOR = re.compile(r"[./]")
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 
 # Every number of a stride or an offset is less.
@@ -59,7 +64,7 @@ class Placeholder:
     @property
     def sizes(self) -> set[str]:
         """The sizes that it names."""
-        return {text for text in (self.stride, self.offset) if not _COUNT.fullmatch(text)}
+        return set(itertools.filterfalse(_COUNT.fullmatch, (self.stride, self.offset)))
 
     @property
     def is_word(self) -> bool:
@@ -68,10 +73,7 @@ class Placeholder:
 
     def with_numbers(self, sizes: Mapping[str, int]) -> Placeholder:
         """The same with numbers for the sizes. Raises SpecError where a number cannot be."""
-        stride, offset = (
-            int(text) if _COUNT.fullmatch(text) else sizes[text]
-            for text in (self.stride, self.offset)
-        )
+        stride, offset = _count(self.stride, sizes), _count(self.offset, sizes)
         if not 0 < stride < MAX_COUNT or offset >= MAX_COUNT:
             raise SpecError(
                 f"{self} counts by {stride} from {offset}: by 1 or more, and below {MAX_COUNT}"
@@ -83,11 +85,12 @@ class Placeholder:
         if self.is_word:
             return {self.index: text}
         number = int(text) - int(self.offset) if _NUMBER.fullmatch(text) else -1
-        outer, index = divmod(number, int(self.stride)) if self.outer else (0, number)
-        if number < 0 or (index and not self.index):
+        if number < 0:
             return None
-        values = {self.outer: str(outer), self.index: str(index)}
-        return {name: values[name] for name in self.names}
+        numbers = divmod(number, int(self.stride)) if self.outer else (0, number)
+        values = dict(zip((self.outer, self.index), map(str, numbers), strict=True))
+        # A part that the placeholder does not have is zero.
+        return values if values.pop("", "0") == "0" else None
 
     def text(self, values: Mapping[str, str]) -> str:
         """What stands for these indices; the placeholder itself where one is missing."""
@@ -95,8 +98,14 @@ class Placeholder:
             return str(self)
         if self.is_word:
             return values[self.index]
-        outer, index = (int(values[name]) if name else 0 for name in (self.outer, self.index))
-        return str(int(self.stride) * outer + index + int(self.offset))
+        numbers = {"": "0", **values}
+        block, place = int(numbers[self.outer]), int(numbers[self.index])
+        return str(int(self.stride) * block + place + int(self.offset))
+
+
+def _count(text: str, sizes: Mapping[str, int]) -> int:
+    """The number that a stride or an offset is."""
+    return int(text) if _COUNT.fullmatch(text) else sizes[text]
 
 
 @dataclass(frozen=True)
@@ -144,24 +153,26 @@ def parse_name(text: str) -> Name:
     ('layer', 'expert')
     """
     parts = _BRACES.split(text)
-    found: list[Placeholder] = []
-    for part in parts[1::2]:
-        match = _PLACEHOLDER.fullmatch(part)
-        groups = match.groupdict() if match else {}
-        fields: dict[str, str] = {key: one for key, one in groups.items() if one}
-        counts = (fields[key] for key in ("stride", "offset") if key in fields)
-        has_index = bool(fields.keys() & {"index", "outer"})
-        if not has_index or not all(one.isidentifier() or _COUNT.fullmatch(one) for one in counts):
-            raise SpecError(
-                f"{{{part}}} in {text!r} is no placeholder; write a name in braces, {{name+1}},"
-                " or {6*block+name}"
-            )
-        found.append(Placeholder(**fields))
-    if any(brace in part for part in parts[::2] for brace in "{}"):
+    texts = parts[::2]
+    placeholders = tuple(_placeholder(inner, text) for inner in parts[1::2])
+    if _BRACE.search("".join(texts)):
         raise SpecError(f"a brace in {text!r} is not closed, or was never opened")
-    if not all(re.search(r"[./]", part) for part in parts[2:-1:2]):
+    if not all(map(_SEPARATOR.search, texts[1:-1])):
         raise SpecError(f"{text!r} has two placeholders in one part; between them is a . or a /")
-    return Name(tuple(parts[::2]), tuple(found))
+    return Name(tuple(texts), placeholders)
+
+
+def _placeholder(inner: str, name: str) -> Placeholder:
+    """What braces in a name hold. Raises SpecError where that is no placeholder."""
+    match = _PLACEHOLDER.fullmatch(inner)
+    fields: dict[str, str] = match.groupdict() if match else {}
+    placeholder = Placeholder(**dict(filter(operator.itemgetter(1), fields.items())))
+    if not placeholder.names:
+        raise SpecError(
+            f"{{{inner}}} in {name!r} is no placeholder; write a name in braces, {{name+1}},"
+            " or {6*block+name}"
+        )
+    return placeholder
 
 
 @lru_cache(maxsize=4096)
@@ -171,7 +182,7 @@ def name_regex(name: str) -> re.Pattern[str]:
 
 
 def values_in(
-    pattern: str, name: str, lengths: Mapping[str, int] | None = None
+    pattern: str, name: str, lengths: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, str] | None:
     """What the indices of `pattern` are in `name`; None where that is another name.
 
@@ -187,13 +198,12 @@ def values_in(
     values: dict[str, str] = {}
     for placeholder, text in zip(parse_name(pattern).placeholders, match.groups(), strict=True):
         found = placeholder.values(text)
-        if found is None or any(values.get(key, one) != one for key, one in found.items()):
+        if found is None or values | found != found | values:  # an index has one value
             return None
         values |= found
-    return (
-        values if all(_is_below(values[key], (lengths or {}).get(key)) for key in values) else None
-    )
+    limited = values.keys() & lengths.keys()
+    return values if all(_is_below(values[key], lengths[key]) for key in limited) else None
 
 
-def _is_below(value: str, length: int | None) -> bool:
-    return length is None or (bool(_NUMBER.fullmatch(value)) and int(value) < length)
+def _is_below(value: str, length: int) -> bool:
+    return bool(_NUMBER.fullmatch(value)) and int(value) < length

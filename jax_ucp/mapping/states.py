@@ -124,13 +124,7 @@ def _named(leaf: Leaf, weights: Mapping[str, Leaf]) -> Iterator[tuple[Path, str]
 
 def _weights(contents: Contents, params: str) -> dict[str, Leaf]:
     """The arrays below a label by name; those of Flax's variables have the variable's."""
-    above = [part for part in params.split("/") if part]
-    below = {
-        leaf.path[len(above) :]: leaf
-        for leaf in contents.leaves
-        if leaf.has_array and [*map(str, leaf.path[: len(above)])] == above
-    }
-    below.pop((), None)
+    below = _arrays_below(contents, params)
     if not below:
         tops = ", ".join(dict.fromkeys(str(leaf.path[0]) for leaf in contents.leaves if leaf.path))
         raise TreeMismatch(f"{contents.path} has no parameters at {params!r}; it has {tops}")
@@ -142,6 +136,14 @@ def _weights(contents: Contents, params: str) -> dict[str, Leaf]:
             raise TreeMismatch(f"{contents.path} has two parameters {name}")
         named[name] = leaf
     return named
+
+
+def _arrays_below(contents: Contents, label: str) -> dict[Path, Leaf]:
+    """The arrays below a label, by the rest of their paths."""
+    above = list(filter(None, label.split("/")))
+    depth = len(above)
+    arrays = [leaf for leaf in contents.leaves if leaf.has_array and len(leaf.path) > depth]
+    return {leaf.path[depth:]: leaf for leaf in arrays if [*map(str, leaf.path[:depth])] == above}
 
 
 def _has_values(leaves: Iterable[Leaf]) -> bool:
@@ -160,24 +162,33 @@ def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
     Raises TreeMismatch where the tree has no parameters, or has no place for its other states.
     """
     states = states_of(contents)
-    if len(states.at) > 1 and not root:
-        others = ", ".join(label_of(place) for place in states.at if place != states.params)
-        raise TreeMismatch(
-            f"{contents.path} has {others} beside its parameters, which therefore cannot be the"
-            " whole tree: give them a root, or open with weights_only=True (--weights-only)"
-        )
+    if not root:
+        _require_weights_alone(contents, states)
     above = tuple(Key("dict", key) for key in root.split("/") if key)
     below = (Key("dict", "value"),) if variables else ()
-    placed = [
-        ((*(above if place == states.params else place), *leaf.path[1:], *below), leaf)
-        for place, named in states.at.items()
-        for leaf in named.values()
-    ]
+    placed = [((*path, *below), leaf) for path, leaf in _rooted(states, above)]
     at = dict(placed)
-    fault = tree_fault(at) or ("two leaves have one path" if len(at) < len(placed) else None)
-    if fault:
+    fault = "two leaves have one path" if len(at) < len(placed) else None
+    if fault := tree_fault(at) or fault:
         raise TreeMismatch(f"{contents.path} cannot have its parameters at {root!r}: {fault}")
     return _placed(contents, at)
+
+
+def _rooted(states: States, above: Path) -> Iterator[tuple[Path, Leaf]]:
+    """Every state with its path in the tree whose parameters are at `above`."""
+    for place, leaves in states.at.items():
+        root = above if place == states.params else place
+        yield from (((*root, *leaf.path[1:]), leaf) for leaf in leaves.values())
+
+
+def _require_weights_alone(contents: Contents, states: States) -> None:
+    """Raise TreeMismatch where there are other states beside the parameters."""
+    others = [label_of(place) for place in states.at if place != states.params]
+    if others:
+        raise TreeMismatch(
+            f"{contents.path} has {', '.join(others)} beside its parameters, which therefore cannot"
+            " be the whole tree: give them a root, or open with weights_only=True (--weights-only)"
+        )
 
 
 def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:

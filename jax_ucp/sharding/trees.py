@@ -178,6 +178,30 @@ def match(
 
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
     """
+    aligned = _aligned(leaves, target)
+    kept = [node for node in aligned.unfilled if _stays(node, missing)]
+    lacking = [node for node in aligned.unfilled if not _stays(node, missing)]
+    extra = [] if partial else aligned.left
+    faults = [_missing(node, aligned.left, missing == "keep") for node in lacking]
+    faults += _differences(aligned.pairs, cast, narrow)
+    faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
+    _require_none(faults, bool(extra))
+    return Matched(aligned.pairs, [*kept, *aligned.omitted])
+
+
+@dataclass(frozen=True, slots=True)
+class _Aligned:
+    """A target beside a checkpoint: leaves of both, of the target alone, and of the checkpoint
+    alone. Those that the target omits, `...`, are neither.
+    """
+
+    pairs: Sequence[tuple[Node, Leaf]]
+    unfilled: Sequence[Node]
+    left: Sequence[Leaf]
+    omitted: Sequence[Node]
+
+
+def _aligned(leaves: Sequence[Leaf], target: Any) -> _Aligned:
     left = {tuple(map(str, leaf.path)): leaf for leaf in leaves}
     pairs: list[tuple[Node, Leaf]] = []
     unfilled: list[Node] = []
@@ -190,14 +214,7 @@ def match(
             unfilled.append(node)
         else:
             pairs.append((_key_of_data(node, leaf), leaf))
-    kept = [node for node in unfilled if _stays(node, missing)]
-    extra = [] if partial else list(left.values())
-    lacking = [node for node in unfilled if not _stays(node, missing)]
-    faults = [_missing(node, left.values(), missing == "keep") for node in lacking]
-    faults += _differences(pairs, cast, narrow)
-    faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
-    _require_none(faults, bool(extra))
-    return Matched(pairs, [*kept, *omitted])
+    return _Aligned(pairs, unfilled, list(left.values()), omitted)
 
 
 def _key_of_data(node: Node, leaf: Leaf) -> Node:

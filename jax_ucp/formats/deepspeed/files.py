@@ -410,24 +410,27 @@ def _usable_optimizers(
 def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]]:
     if not names.optimizers:
         return [[] for _ in range(run.mp_world)]
+    _check_one_prefix(names)
+    _check_optimizer_names(names, run, weights_only)
+    places = itertools.product(range(run.mp_world), range(run.world))
+    opened = _open_all(names.folder, {(dp, mp): names.optimizers[dp, mp] for mp, dp in places})
+    ranks: list[list[Rank]] = [[] for _ in range(run.mp_world)]
+    for (dp, mp), stored in opened.items():
+        ranks[mp].append(_as_rank(dp, stored, run))
+    every = list(itertools.chain(*ranks))
+    _refuse_copies(((rank, rank.masters) for rank in every), "masters")
+    for rank in every if run.zero3 else ():  # nothing else in them says whose
+        _check_saved_as(rank)
+    return ranks
+
+
+def _check_one_prefix(names: _Names) -> None:
+    """Raise FormatError for optimizer files with and without the prefix of bf16."""
     if len(names.prefixes) > 1:
         raise FormatError(
             f"{names.folder} has optimizer files with and without the prefix bf16_: two saves with"
             " different settings are in one folder. Remove the files of the older one"
         )
-    _check_optimizer_names(names, run, weights_only)
-
-    places = [(dp, mp) for mp in range(run.mp_world) for dp in range(run.world)]
-    opened = opened_files(names.folder, [names.optimizers[place] for place in places], open_stored)
-
-    def rank_at(dp: int, mp: int) -> Rank:
-        return _as_rank(dp, opened[names.optimizers[dp, mp]], run)
-
-    ranks = [[rank_at(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
-    _refuse_copies(((rank, rank.masters) for rank in itertools.chain(*ranks)), "masters")
-    for rank in itertools.chain(*ranks) if run.zero3 else ():  # nothing else in them says whose
-        _check_saved_as(rank)
-    return ranks
 
 
 def _check_optimizer_names(names: _Names, run: _Run, weights_only: bool) -> None:

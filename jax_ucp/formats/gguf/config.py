@@ -163,13 +163,17 @@ def _unlike(architecture: str, said: Mapping[str, Any]) -> str:
     if _LOCAL_THETA in said and architecture != "gemma3":
         return f"{_LOCAL_THETA} is not known here"
     for key in _LENGTHS:
-        if type(said.get(key)) is not int or said[key] < 1:
+        if not _is_length(said.get(key)):
             return f"{key} is no length"
     if said.get(_LAYOUT[0], _LAYOUT[1]) != _LAYOUT[1]:
         return f"{_LAYOUT[0]} is {said[_LAYOUT[0]]!r:.80}, and not {_LAYOUT[1]!r}"
     if said.get("attention.value_length") != said.get("attention.key_length"):
         return "heads of keys and of values differ in length"
     return ""
+
+
+def _is_length(value: object) -> bool:
+    return type(value) is int and value >= 1
 
 
 def _is_one_value(value: object) -> bool:

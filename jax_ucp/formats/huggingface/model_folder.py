@@ -30,32 +30,47 @@ def model_configs(
     would round them to it.
     """
     is_adapter = all(name.startswith(PREFIX) for name in params.model)
-    kept: dict[str, Config] = {}
-    for name in CONFIGS if is_adapter else (CONFIG,):
+    kept = _configs(extras)
+    if not is_adapter:
+        kept.pop(ADAPTER, None)
+    elif ADAPTER not in kept:
+        return kept, [f"peft loads it with an {ADAPTER}: give it (adapter_config=)"]
+    config, dtype = kept.get(CONFIG, {}), _dtype_of(params)
+    changed = _with_dtype(config, dtype)
+    if not dtype or changed == config:
+        return kept, []
+    kept[CONFIG] = changed
+    return kept, [f"{CONFIG} says {dtype}, the dtype of the weights, in place of another"]
+
+
+def _configs(extras: Mapping[str, Mapping[str, Any]]) -> dict[str, Config]:
+    configs: dict[str, Config] = {}
+    for name in CONFIGS:
         config = extras.get(name, {}).get("config")
         if isinstance(config, dict):
-            kept[name] = config
-    if is_adapter and ADAPTER not in kept:
-        return kept, [f"peft loads it with an {ADAPTER}: give it (adapter_config=)"]
-    dtype = _dtype_of(params)
-    stale = [key for key in _DTYPES if kept.get(CONFIG, {}).get(key) not in (None, dtype)]
-    if not dtype or not stale:
-        return kept, []
-    kept[CONFIG] = {**kept[CONFIG], **dict.fromkeys(stale, dtype)}
-    return kept, [f"{CONFIG} says {dtype}, the dtype of the weights, in place of another"]
+            configs[name] = config
+    return configs
+
+
+def _with_dtype(config: Config, dtype: str) -> Config:
+    """The config with this dtype under each key by which it names one."""
+    changed = dict(config)
+    for key in _DTYPES:
+        if changed.get(key) is not None:
+            changed[key] = dtype
+    return changed
 
 
 def _dtype_of(params: Parameters) -> str:
     """The dtype of all floating weights; empty where they have several."""
     dtypes = {tensor.dtype for tensor in params.model.values()}
-    floating = [dtype.name for dtype in dtypes if is_floating(dtype)]
-    return floating[0] if len(floating) == 1 else ""
+    floating = list(filter(is_floating, dtypes))
+    return floating[0].name if len(floating) == 1 else ""
 
 
 def companion_files(companions: Mapping[str, FilePath]) -> Iterator[File]:
     """The files that go with a model, as they are. Names that are none of such files are those of
     no writer, and are not written.
     """
-    for name, file in companions.items():
-        if kind_of(name):
-            yield File.literal(name, file.read_bytes())
+    for name in filter(kind_of, companions):
+        yield File.literal(name, companions[name].read_bytes())

@@ -60,15 +60,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     _refuse_untied(base, changed)
     made = {name: _merged_weight(params.get(name), steps) for name, steps in changed.items()}
     leaves, names = _leaves(base, params, made)
-    arrays = {adapter.key: adapter.contents.arrays for adapter in read}
-    others = {
-        leaf.name: f"{_BASE}{before.name}"
-        for leaf, before in zip(leaves, base.leaves, strict=False)
-        if leaf.name not in names.values()
-    }
-    weights = {names[name]: weight for name, weight in made.items()}
-    dtypes = {name: weight.dtype for name, weight in weights.items()}
-    view = DequantizedView(_together({_BASE: base.arrays, **arrays}), weights, others, dtypes)
+    view = _view(base, read, leaves, {names[name]: weight for name, weight in made.items()})
     new = [name for name in made if name not in params]
     return replace(
         base,
@@ -106,6 +98,22 @@ def _leaves(
     named = [replace(leaf, name=name) for leaf, name in zip(leaves, names, strict=True)]
     of_params = [leaf for leaf in named if leaf.path[0].name == "param"]
     return named, {str(leaf.path[1]): leaf.name for leaf in of_params if str(leaf.path[1]) in made}
+
+
+def _view(
+    base: Contents,
+    adapters: Sequence[_Adapter],
+    leaves: Sequence[Leaf],
+    weights: Mapping[str, MergedWeight],
+) -> DequantizedView:
+    """The arrays of the leaves: those of `weights` are merged, the others as the base has them."""
+    kept = zip(leaves, base.leaves, strict=False)  # new parameters come last
+    others = {
+        leaf.name: f"{_BASE}{before.name}" for leaf, before in kept if leaf.name not in weights
+    }
+    of_adapters = {adapter.key: adapter.contents.arrays for adapter in adapters}
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    return DequantizedView(_together({_BASE: base.arrays, **of_adapters}), weights, others, dtypes)
 
 
 def _checks(

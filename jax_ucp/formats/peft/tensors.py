@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,10 @@ _WRAPPED = ".base_layer"
 _UNKNOWN = re.compile(
     r"\.(lora_\w+|token_adapter|trainable_tokens\w*|modules_to_save|original_module)(\.|$)"
 )
+
+# By how many axes a parameter has, which of them may be its outputs and its inputs: with three,
+# experts come first.
+_OUT_AND_IN = {2: ((0, 1),), 3: ((1, 2), (2, 1))}
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -174,8 +179,7 @@ class _Reader:
 
     def of_parameters(self, module: str, several: Sequence[Mapping[str, str]]) -> Sequence[Change]:
         """What wrappers of parameters of one module do; shapes say which wrapper is for which."""
-        named = [f"{module}.{name.rpartition('.')[2]}" for name in self._targets(module)]
-        names = [name for name in dict.fromkeys(named) if name in self.base]
+        names = self._targets(module)
         if not names:
             first = next(iter(several[0].values()))
             self._shape(f"{module}.weight", {"": first})
@@ -191,12 +195,13 @@ class _Reader:
         return [ways[0] for ways in whole[0]]
 
     def _targets(self, module: str) -> list[str]:
-        """Those of `target_parameters` that may be in a module."""
-        return [
-            name
-            for name in self.config.target_parameters
-            if f".{module}".endswith(f".{name.rpartition('.')[0]}") or "." not in name
-        ]
+        """The parameters of a module that `target_parameters` name, with the module or without."""
+        names: dict[str, None] = {}
+        for target in self.config.target_parameters:
+            of_module, dot, name = target.rpartition(".")
+            if not dot or f".{module}".endswith(f".{of_module}"):
+                names[f"{module}.{name}"] = None
+        return list(filter(self.base.__contains__, names))
 
     def _of_parameter(self, name: str, roles: Mapping[str, str]) -> list[Change]:
         """The ways in which factors can be for a parameter, by their shapes."""
@@ -204,19 +209,19 @@ class _Reader:
             raise FormatError(f"{name} has the factors {', '.join(sorted(roles))}, not A and B")
         a, b, shape = roles[_A], roles[_B], self.base[name]
         of_a, of_b = self.tensors[a], self.tensors[b]
-        many = len(shape) == 3
-        experts = max(1, shape[0]) if many else 1
+        ways = _OUT_AND_IN.get(len(shape), ())
+        experts = max(1, math.prod(shape[:-2]))
         are_factors = len(of_a) == len(of_b) == 2 and of_a[0] == of_b[1]
-        if not are_factors or len(shape) not in (2, 3) or of_a[0] % experts:
+        if not (are_factors and ways) or of_a[0] % experts:
             return []
-        (outputs, inputs), rank = (of_b[0], of_a[1]), of_a[0] // experts
+        outputs, inputs, rank = of_b[0], of_a[1], of_a[0] // experts
         scale = self.config.scale(name, rank)
+        many = len(shape) == 3
         shapes = {a: (rank, inputs), b: (outputs, rank)}
         if many:
             shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
-        axes = [many] if shape[-2:] == (outputs, inputs) else []
-        axes += [2] if shape[1:] == (inputs, outputs) else []
-        return [Change(name, scale, a, b, "", "", int(axis), many, shapes) for axis in axes]
+        axes = [out for out, into in ways if (shape[out], shape[into]) == (outputs, inputs)]
+        return [Change(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
 
     def replaced(self, name: str, tensor: str) -> Change:
         """A parameter that was trained whole, or is the base's own, kept beside the adapter."""

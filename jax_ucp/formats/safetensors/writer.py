@@ -9,6 +9,7 @@ by name; shards and index are those of `split_torch_state_dict_into_shards` (hug
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 
@@ -48,18 +49,7 @@ def safetensors_files(
     have.
     """
     tensors = parameters.model
-    problems = [
-        f"{name} has dtype {t.dtype}" for name, t in tensors.items() if t.dtype.name not in _DTYPES
-    ]
-    problems += [
-        f"{name} has a name that the header keeps for itself"
-        for name in tensors
-        if name == "__metadata__"
-    ]
-    if problems:
-        raise UnsupportedLeaf(
-            named(problems, "safetensors cannot hold", "Export with a dtype, or to another format.")
-        )
+    _require_storable(tensors)
     files = [
         File.literal(name, json.dumps(config, indent=2).encode() + b"\n")
         for name, config in configs.items()
@@ -69,14 +59,35 @@ def safetensors_files(
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         return [*files, _file("model.safetensors", shards[0])]
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    named_shards = dict(zip(names, shards, strict=True))
+    return [*files, *itertools.starmap(_file, named_shards.items()), _index(named_shards)]
+
+
+def _require_storable(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UnsupportedLeaf for dtypes and names that the format does not have."""
+    problems = [
+        f"{name} has dtype {tensor.dtype}"
+        for name, tensor in tensors.items()
+        if tensor.dtype.name not in _DTYPES
+    ]
+    if "__metadata__" in tensors:
+        problems.append("__metadata__ has a name that the header keeps for itself")
+    if problems:
+        raise UnsupportedLeaf(
+            named(problems, "safetensors cannot hold", "Export with a dtype, or to another format.")
+        )
+
+
+def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> File:
+    """The index: which file has which tensor."""
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        files.append(_file(name, shard))
-        weight_map |= dict.fromkeys(shard, name)
-    total = sum(tensor.nbytes for tensor in tensors.values())
+    total = 0
+    for file, tensors in shards.items():
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return [*files, File.literal(INDEX, json.dumps(index, indent=2).encode() + b"\n")]
+    return File.literal(INDEX, json.dumps(index, indent=2).encode() + b"\n")
 
 
 def carries(file: str, name: str) -> bool:
