@@ -285,6 +285,7 @@ def savers() -> Iterator[Saver]:
     finally:
         process.stdin.close()
         process.wait(RUN_S)
+        process.stdout.close()
 
 
 def main() -> None:

@@ -579,9 +579,9 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
         "not in the range",
     ),
     (
-        ("export", SAFETENSORS, "out", "--format", "dcp", "--params", "x"),
-        2,
-        "--params goes with --optimizer",
+        ("export", SAFETENSORS, "out", "--params", "x"),
+        1,
+        "has no parameters at 'x'; it has param",
     ),
     (
         ("export", SAFETENSORS, "out", "--format", "dcp", "--opt-state", "x"),
@@ -821,11 +821,9 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
             "json_": "used",
             "budget": "used",
         },
-        **dict.fromkeys(
-            ("max_shard_bytes", "zero_stage", "params", "opt_state", "step_dtype"), "refused"
-        ),
+        **dict.fromkeys(("max_shard_bytes", "zero_stage", "opt_state", "step_dtype"), "refused"),
         "adapter_config": "refused",
-        **{"optimizer": "used", **SOURCE, **WORKERS},
+        **{"optimizer": "used", **SOURCE, "params": "used", **WORKERS},
     },
 }
 

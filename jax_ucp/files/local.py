@@ -8,6 +8,7 @@ a name asks `LocalFiles.path`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 import shutil
@@ -217,7 +218,7 @@ class LocalFiles(Files):
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(first, path)
+            _link(first, path)
         finally:
             os.unlink(first)
         _sync_folder(os.path.dirname(path))
@@ -248,6 +249,23 @@ class LocalFiles(Files):
 
     def join(self, folder: str) -> LocalFiles:
         return LocalFiles(self.path(folder) if folder else self.root)
+
+
+def _link(first: str, path: str) -> None:
+    """Give a file another name, where nothing has it. Raises FileExistsError where something has.
+
+    A file system without hard links (some of FUSE, SMB) has no way to do that in one step: there
+    one of two writers may replace what the other has just created.
+    """
+    try:
+        os.link(first, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        shutil.copyfile(first, path + UNFINISHED)
+        os.replace(path + UNFINISHED, path)
 
 
 class WholeDisk(LocalFiles):

@@ -8,14 +8,12 @@ import jax
 import jax.experimental
 import numpy as np
 
-
-def _since(release: Any, name: str, before: Any) -> Any:
-    """The function of a release of JAX, or where this one is older what it was before."""
-    return getattr(release, name) if hasattr(release, name) else before()
-
-
-enable_x64: Any = _since(jax, "enable_x64", lambda: jax.experimental.enable_x64)  # pyright: ignore
-set_mesh: Any = _since(jax, "set_mesh", lambda: jax.sharding.use_mesh)  # pyright: ignore
+enable_x64: Any
+set_mesh: Any
+try:
+    enable_x64, set_mesh = jax.enable_x64, jax.set_mesh  # pyright: ignore
+except AttributeError:  # before 0.8
+    enable_x64, set_mesh = jax.experimental.enable_x64, jax.sharding.use_mesh  # pyright: ignore
 
 
 def has_x64() -> bool:

@@ -16,7 +16,7 @@ import msgspec
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import FILES, each_file
-from jax_ucp.files.local import remove
+from jax_ucp.files.local import UNFINISHED, remove
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, read_file
 from jax_ucp.layout.box import Box
@@ -175,6 +175,9 @@ class _File(_Log):
         self._file.flush()
 
     def remove(self) -> None:
+        # what kills left of files that were being created
+        for unfinished in self._path.parent.glob(f"*{UNFINISHED}"):
+            unfinished.unlink()
         self._path.unlink()
 
     def discard(self) -> None:

@@ -174,7 +174,7 @@ def test_what_is_told_of_a_run_is_printed_and_labels_are_given_by_name(folder):
     printed = run("export", "other/7/default", "out", *options, "--optimizer", f"{folder}:tx")
     assert "note: 1 arrays that are no parameters are left out, the first ema" in printed
     assert ucp.open("out").read("step/dense.weight").dtype == np.int32
-    assert "--params goes with --optimizer" in run(
+    assert "--opt-state goes with --optimizer" in run(
         "export", "other/7/default", "x", *options, code=2
     )
 

@@ -1,5 +1,6 @@
 """Files of the local disk, paths in them, and ranges of their bytes."""
 
+import errno
 import os
 from unittest import mock
 
@@ -139,3 +140,17 @@ def test_columns_of_rows_near_and_far_apart_are_read(row):
     box, out = Box((3, 5), (79, 9)), np.empty((76, 4), np.uint8)
     read_strided(whole, 0, (row, 1), [box], [out])
     np.testing.assert_array_equal(out, stored[box.index])
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_is_created_once_also_where_there_are_no_hard_links(tmp_path, monkeypatch, error):
+    def refused(first: str, path: str) -> None:
+        raise OSError(error, os.strerror(error), path)
+
+    monkeypatch.setattr(os, "link", refused)
+    files = LocalFiles(tmp_path)
+    files.create("a/ucp.json", b"first")
+    with pytest.raises(FileExistsError):
+        files.create("a/ucp.json", b"second")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["ucp.json"]
+    assert (tmp_path / "a" / "ucp.json").read_bytes() == b"first"

@@ -18,6 +18,7 @@ from jax_ucp.layout.patterns import Sharded
 from jax_ucp.mapping.binding import bind
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.rules import Mapping
+from jax_ucp.mapping.states import states_of
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.sources.gather import read_boxes
 from jax_ucp.sources.protocol import ArrayInfo
@@ -207,7 +208,8 @@ def test_boxes_that_share_stored_chunks_are_read_chunk_by_chunk():
     rules = Mapping.parse(
         "sizes: {dim: 2}\nleaves:\n- {param: '{i}.w', axes: (h dim) e, leaf: {w: i e h dim}}"
     )
-    view = map_contents(replace(contents, arrays=store), *bound(rules, contents)).arrays
+    stored = replace(contents, arrays=store)
+    view = map_contents(stored, states_of(stored), *bound(rules, contents)).arrays
     # each is half of a column of chunks
     boxes = [Box((0, e, 0, 0), (2, e + 1, 4, 2)) for e in range(32)]
     got = read_boxes(view, "param.w", boxes)
@@ -221,7 +223,7 @@ def test_boxes_that_share_stored_chunks_are_read_chunk_by_chunk():
 
 
 def bound(rules, contents):
-    """What `map_contents` takes besides the checkpoint."""
+    """What `map_contents` takes besides the checkpoint and its states."""
     found = bind(rules, {str(leaf.path[1]): leaf.shape for leaf in contents.leaves}, {}, {})
     return found.leaves, found.skipped, found.notes, {}
 
