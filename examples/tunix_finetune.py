@@ -58,7 +58,8 @@ def model_on(mesh: jax.sharding.Mesh) -> nnx.Module:
 
     checkpoint = ucp.open(MODEL)
     config = equal_logits.model_config(qwen2, checkpoint.config)
-    graph, state = nnx.split(nnx.eval_shape(lambda: qwen2.Qwen2(config, rngs=nnx.Rngs(0))))
+    with jax.set_mesh(mesh):  # the abstract model then says how tunix shards it
+        graph, state = nnx.split(nnx.eval_shape(lambda: qwen2.Qwen2(config, rngs=nnx.Rngs(0))))
     restored = checkpoint.map(MAPPING).restore({"param": state}, mesh=mesh)
     return nnx.merge(graph, restored["param"])
 
@@ -74,11 +75,12 @@ def train(shape: Shape, steps: int, directory: Path) -> None:
     positions = np.tile(np.arange(LENGTH), (BATCH, 1))
     mask = np.tile(np.tri(LENGTH, dtype=bool), (BATCH, 1, 1))
     mesh = jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model = model_on(mesh)
     with mesh, ucp.orbax_everywhere():
         config = peft_trainer.TrainingConfig(
             eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=str(directory)
         )
-        trainer = peft_trainer.PeftTrainer(model_on(mesh), optax.adamw(1e-2), config)
+        trainer = peft_trainer.PeftTrainer(model, optax.adamw(1e-2), config)
         first = trainer.train_steps
         trainer.with_gen_model_input_fn(
             lambda batch: {
