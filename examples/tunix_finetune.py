@@ -2,7 +2,7 @@
 
     pip install --no-deps google-tunix==0.1.7             # beside jax_ucp
     pip install flax optax qwix jaxtyping omegaconf tenacity tqdm grain jinja2 sentencepiece \
-        google-metrax pillow pandas safetensors transformers torch
+        google-metrax perfetto pillow pandas safetensors transformers torch==2.13.0
     python examples/tunix_finetune.py
     python examples/tunix_finetune.py --negative-control
 
@@ -119,7 +119,7 @@ def losses(shape: Shape, steps: int, directory: Path) -> dict[int, float]:
 def zero_moments(item: Path) -> None:
     """Set AdamW's moments in a checkpoint to zero."""
     tree = ucp.open(item).restore()
-    adam = tree["opt_state"]["0"]
+    adam = tree["opt_state"][0]
     for moment in ("mu", "nu"):
         adam[moment] = jax.tree.map(np.zeros_like, adam[moment])
     shutil.rmtree(item)
