@@ -125,8 +125,11 @@ def test_an_item_of_variables_beside_the_optimizers_is_exported_by_its_name(llam
         opened = ucp.open(step, model=name)
         assert (opened.format, opened.path) == ("universal", str(step / name))
         assert opened.source["model"] == name
-        with pytest.raises(FormatError, match="model= says nothing"):
-            ucp.open(step / name, model=name)
+        copy = opened.save(tmp_path / name)
+        assert copy.source["model"] == name  # a record, and no choice of what is opened here
+        for at in (step / name, tmp_path / name):
+            with pytest.raises(FormatError, match="model= says nothing"):
+                ucp.open(at, model=name)
     words = ("--params", "model_params", "--mapping", "hf-llama-to-tunix", "--inverse")
     given = ("--config", llama, "--assume", "rope_theta")
     for at in (step, step.parent):
