@@ -299,7 +299,7 @@ def _format_of(at: FilePath) -> Format | None:
 def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
     with opening() as files, uncollected():
         contents = format.open(at, options)
-        _require_use(contents, options)
+        _require_use(contents, format, options)
         noted = _with_notes(contents, at, format, options)
         settled = settle(noted, options.dequantize)
     return replace(settled, files=files)
@@ -347,11 +347,12 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
     return replace(contents, notes=notes)
 
 
-def _require_use(contents: Contents, options: Options) -> None:
+def _require_use(contents: Contents, format: Format, options: Options) -> None:
     """Raise FormatError where the user said something of the optimizer, or of the model, that
     decided nothing.
     """
-    said = {} if contents.format == "universal" else contents.source
+    # what was said of the source of a conversion is recorded in it; a step of it can have a say
+    said = {} if format.open is universal.open_universal else contents.source
     if options.model is not None and "model" not in said:
         raise FormatError(
             f"{contents.path} has one model, so that model= says nothing: open it without"

@@ -4,13 +4,15 @@ around mappings.
 
 import json
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 import jax_ucp as ucp
 from commands import run
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import FormatError, TreeMismatch
 
 TREE = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, "b": np.ones(3, np.float32)}
 
@@ -110,3 +112,32 @@ def test_a_run_is_exported_by_the_inverse_with_its_models_config(llama, tmp_path
     assert out.params.keys() == checkpoint.params.keys()
     for name, param in checkpoint.params.items():
         np.testing.assert_array_equal(out.params[name].read(), param.read())
+
+
+def test_an_item_of_variables_beside_the_optimizers_is_exported_by_its_name(llama, tmp_path):
+    checkpoint = ucp.open(llama)
+    mapped = checkpoint.map("hf-llama-to-tunix", assume=["rope_theta"]).restore()["param"]
+    items = {"model_params": mapped, "optimizer_state": {"mu": jax.tree.map(np.zeros_like, mapped)}}
+    states = {name: nnx.State(jax.tree.map(nnx.Param, tree)) for name, tree in items.items()}
+    step = tmp_path / "run" / "4"
+    handlers = {name: ocp.PyTreeCheckpointHandler() for name in states}
+    with ucp.orbax_everywhere(), ocp.CheckpointManager(step.parent, item_handlers=handlers) as run_:
+        saved = {name: ocp.args.PyTreeSave(state) for name, state in states.items()}
+        run_.save(4, args=ocp.args.Composite(**saved))
+    for name in states:
+        opened = ucp.open(step, model=name)
+        assert (opened.format, opened.path) == ("universal", str(step / name))
+        assert opened.source["model"] == name
+        copy = opened.save(tmp_path / name)
+        assert copy.source["model"] == name  # a record, and no choice of what is opened here
+        for at in (step / name, tmp_path / name):
+            with pytest.raises(FormatError, match="model= says nothing"):
+                ucp.open(at, model=name)
+    words = ("--params", "model_params", "--mapping", "hf-llama-to-tunix", "--inverse")
+    given = ("--config", llama, "--assume", "rope_theta")
+    for at in (step, step.parent):
+        run("export", at, tmp_path / "out" / at.name, *words, *given)
+        out = ucp.open(tmp_path / "out" / at.name)
+        assert out.params.keys() == checkpoint.params.keys()
+        for name, param in checkpoint.params.items():
+            np.testing.assert_array_equal(out.params[name].read(), param.read())
