@@ -168,18 +168,24 @@ def _names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else axes or ()
 
 
-def wanted_spec(leaf: Leaf, rules: Sequence[Rule] = ()) -> tuple[Axes, ...]:
-    """The spec asked for: by rules on the label, on logical axes, as saved, or replicated."""
+def wanted_spec(
+    leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule] = ()
+) -> tuple[Axes, ...]:
+    """The spec asked for: by rules on the label, on logical axes, as saved, by those of its logical
+    axes that are axes of the mesh, as Flax means them without rules, or replicated.
+    """
     for spec in (_by_label(leaf, rules), _by_axes(leaf, rules)):
         if spec is not None:
             return spec
-    return leaf.sharding.spec if leaf.sharding else ()
+    if leaf.sharding:
+        return leaf.sharding.spec
+    return tuple(tuple(filter(mesh.__contains__, _names(axes))) or None for axes in leaf.axes or ())
 
 
 def fit_axes(leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule] = ()) -> Fit:
     """The spec of a leaf on a mesh of named axis sizes."""
     shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
-    return fit_spec(wanted_spec(leaf, rules), shape, mesh)
+    return fit_spec(wanted_spec(leaf, mesh, rules), shape, mesh)
 
 
 def fit_leaf(

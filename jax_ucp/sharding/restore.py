@@ -116,7 +116,8 @@ def plan_restore(
 
     Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on
     this mesh, else that of the first rule on its label, or of rules on its logical axes, or the
-    PartitionSpec it was saved with, each refitted. With "saved" as the mesh, a leaf without a
+    PartitionSpec it was saved with, or of those of its logical axes that the mesh has, each
+    refitted. With "saved" as the mesh, a leaf without a
     sharding of its own goes on the devices it was saved from, as it was. Without target, what was
     saved as numpy comes as numpy; without target and mesh everything does. `cast=True` converts to
     the target's dtypes, a dtype all floating arrays to that. With `narrow_integers`, 64-bit

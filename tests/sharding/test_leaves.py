@@ -18,12 +18,14 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from flax import nnx
+from flax.core.meta import Partitioned
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from helpers import memory
 from jax_cases import require_memory
 from jax_ucp.errors import ShardingWarning, TreeMismatch, UnsupportedLeaf
 from jax_ucp.sharding.fit import fit_spec
@@ -603,6 +605,31 @@ def test_rules_go_by_label_first_then_by_logical_axes_then_by_what_was_saved(tmp
     assert got["bias"]["value"].sharding.spec == P("data")
     assert got["other"].sharding.spec == P(None, "data")
     assert checkpoint.restore(mesh=MESH)["other"].sharding.spec == P("model", None)
+
+
+def test_where_nothing_else_says_it_the_axes_that_a_target_names_are_those_of_the_mesh(tmp_path):
+    """A checkpoint of another framework has no specs; Flax's variables name axes of the mesh."""
+    arrays = {name: np.arange(32, dtype=np.float32).reshape(8, 4) for name in ("w", "u", "v")}
+    checkpoint = memory({"param": arrays})
+    abstract = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    boxes = {"w": ("model", "data"), "u": ("embed", "data")}
+    named = {name: Partitioned(abstract, names=names) for name, names in boxes.items()}
+    target = {"param": {**named, "v": abstract}}
+
+    def specs(**how):
+        got = checkpoint.restore(target, mesh=MESH, **how)["param"]
+        return [jax.tree.leaves(got[name])[0].sharding.spec for name in ("w", "u", "v")]
+
+    assert specs() == [P("model", "data"), P(None, "data"), P()]
+    assert specs(rules=[(r"w", P("data"))])[0] == P("data")
+    assert specs(rules=[("model", ("data", "model")), ("data", None)])[0] == P(
+        ("data", "model"), None
+    )
+    with set_mesh(MESH):
+        kept = jax.device_put(arrays["w"], NamedSharding(MESH, P("data")))
+    saved = save(tmp_path / "saved", {"param": {**arrays, "w": kept}})
+    got = saved.restore(target, mesh=MESH)["param"]
+    assert jax.tree.leaves(got["w"])[0].sharding.spec == P("data")
 
 
 def test_saving_takes_a_copy_of_what_the_caller_may_change(tmp_path):
