@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -84,14 +83,9 @@ def large(tmp_path_factory) -> Path:
 
 def interrupted(*args: object, when: Path) -> tuple[int, str, str]:
     """The exit code and what is written, of a command that is sent SIGINT once `when` is there."""
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # what a shell runs in the background ignores it, and so would this
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
+    # what a shell runs in the background ignores SIGINT, and so would what is begun here
+    command = ["env", "--default-signal=INT", *COMMAND, *map(str, args)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not any(when.parent.glob(f"*{when.name}*")):
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
