@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from jax_ucp.arguments import require_extra
 from jax_ucp.errors import StoreError, UnsupportedPath
-from jax_ucp.files.local import check_name
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.remote import RemoteFiles, Unanswered
 
@@ -68,15 +67,8 @@ class Hub(RemoteFiles):
         # where the hub sends those who ask for a file: good for some minutes or hours
         self._links: dict[str, str] = {} if links is None else links
 
-    def key(self, name: str) -> str:
-        """The name in the repository. Raises FormatError for no name of a file."""
-        if name:
-            check_name(name)
-        return "/".join(filter(None, (self._prefix, name)))
-
     def url(self, name: str = "") -> str:
-        key = "/".join(filter(None, (self._prefix, name)))
-        return f"hf://{self._repo}@{self._commit}/{key}".removesuffix("/")
+        return f"hf://{self._repo}@{self._commit}/{self._key(name)}".removesuffix("/")
 
     def join(self, folder: str) -> Hub:
         return Hub(self._repo, self._commit, self._files, self.key(folder), self._links)

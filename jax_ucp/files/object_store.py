@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from jax_ucp.arguments import require_extra
 from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
-from jax_ucp.files.local import check_name
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import RemoteFiles, Unanswered
 
@@ -51,15 +50,8 @@ class Bucket(RemoteFiles):
     def __reduce__(self) -> tuple[Any, ...]:  # each process has credentials of its own
         return type(self), (self._scheme, self._bucket, self._prefix)
 
-    def key(self, name: str) -> str:
-        """The key of the object that has a name. Raises FormatError for no name of a file."""
-        if name:
-            check_name(name)
-        return "/".join(filter(None, (self._prefix, name)))
-
     def url(self, name: str = "") -> str:
-        key = "/".join(filter(None, (self._prefix, name)))
-        return f"{self._scheme}://{self._bucket}/{key}".removesuffix("/")
+        return f"{self._scheme}://{self._bucket}/{self._key(name)}".removesuffix("/")
 
     def join(self, folder: str) -> Bucket:
         return Bucket(self._scheme, self._bucket, self.key(folder), self._store)

@@ -95,6 +95,18 @@ class RemoteFiles(Files):
     """Files behind a network. A subclass asks; what to ask for, and how often, is here."""
 
     is_remote: ClassVar[bool] = True
+    _prefix: str = ""  # what the keys of all files here begin with
+
+    def key(self, name: str) -> str:
+        """What the store calls the file that has a name here. Raises FormatError for no name of a
+        file.
+        """
+        if name:
+            check_name(name)
+        return self._key(name)
+
+    def _key(self, name: str) -> str:
+        return "/".join(filter(None, (self._prefix, name)))
 
     @abstractmethod
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
