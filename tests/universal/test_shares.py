@@ -174,6 +174,28 @@ def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
     assert but_for_the_note(out) == digests(tmp_path / "whole")
 
 
+def test_who_is_overtaken_by_the_commit_of_another_share_has_the_checkpoint_too(
+    tmp_path, monkeypatch
+):
+    """Between its last word and its look at those of the others, another has cleared all away."""
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    source.save(tmp_path / "whole")
+    source.save_share(out, (0, 2))
+    from jax_ucp.universal import shares
+
+    write_part = shares.write_part
+
+    def overtaken(*args):
+        monkeypatch.undo()
+        write_part(*args)
+        assert ucp.open(tmp_path / "source").save_share(out, (0, 2)) is not None
+
+    monkeypatch.setattr(shares, "write_part", overtaken)
+    assert source.save_share(out, (1, 2)) is not None
+    assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
 def test_of_a_source_that_contradicts_itself_there_is_no_checkpoint(tmp_path):
     SOURCES["deepspeed"](tmp_path / "source")
     path = max((tmp_path / "source").glob("*optim_states.pt"), key=lambda p: p.stat().st_size)
