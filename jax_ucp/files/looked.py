@@ -54,7 +54,16 @@ class Looked:
         if url not in self._files:
             is_folder = bool(self._entries(files, name))
             self._files[url] = FileInfo(name, 0, "", "folder") if is_folder else files.stat(name)
-        return self._files[url]
+        found = self._files[url]
+        return found and replace(found, name=name)
+
+    def find(self, files: Files, name: str) -> FileInfo | None:
+        url = files.url(name)
+        found = self._files.get(url) or files.find(name)
+        if found is None or found.kind != "file":
+            return None
+        self._files[url] = found
+        return replace(found, name=name)
 
     def _entries(self, files: Files, folder: str) -> Mapping[str, FileInfo]:
         url = files.url(folder)
@@ -107,6 +116,20 @@ def look(files: Files, name: str) -> FileInfo | None:
     """What has a name, now or when it was first looked at for the checkpoint that is opened."""
     looked = _looked.get()
     return looked.info(files, name) if looked and files.is_remote else files.stat(name)
+
+
+def look_for_file(files: Files, name: str) -> FileInfo | None:
+    """The file that has a name, as `look` has it."""
+    if _looked.get() is None:
+        return files.find(name)
+    info = look(files, name)
+    return info if info is not None and info.kind == "file" else None
+
+
+def find(files: Files, name: str) -> FileInfo | None:
+    """The file that has a name, asked for itself: a list of the folder may be older."""
+    looked = _looked.get()
+    return looked.find(files, name) if looked and files.is_remote else files.find(name)
 
 
 def look_inside(files: Files, folder: str) -> Sequence[FileInfo]:

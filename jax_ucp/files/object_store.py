@@ -76,13 +76,16 @@ class Bucket(RemoteFiles):
         yield from sorted(found, key=lambda file: file.name)
 
     def stat(self, name: str) -> FileInfo | None:
+        if found := self.find(name):
+            return found
+        return FileInfo(name, 0, "", "folder") if self.list(name) else None
+
+    def find(self, name: str) -> FileInfo | None:
         key = self.key(name)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if key:
                 return _info(name, self._ask(name, lambda: obstore().head(self._store, key)))
-        except FileNotFoundError:
-            pass
-        return FileInfo(name, 0, "", "folder") if self.list(name) else None
+        return None
 
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         key, options = self.key(file.name), {"range": (start, stop)}
@@ -96,17 +99,19 @@ class Bucket(RemoteFiles):
                 raise Unanswered(f"bytes {answer.range} came, of {start} to {stop}")
             return memoryview(answer.bytes())
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
+    def write(
+        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
+    ) -> FileInfo | None:
         """It is whole or not there, whether `durable` or not."""
         chunks = _chunks(parts)
         first, second = next(chunks, b""), next(chunks, None)
         key = self.key(name)
         if second is None:
-            self._ask(name, lambda: _put(self._store, key, first, use_multipart=False))
-            return
-        self._upload(name, itertools.chain([first, second], chunks))
+            put = self._ask(name, lambda: _put(self._store, key, first, use_multipart=False))
+            return put["e_tag"] and FileInfo(name, len(first), _etag(put))
+        return self._upload(name, itertools.chain([first, second], chunks))
 
-    def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
+    def _upload(self, name: str, chunks: Iterator[bytes]) -> FileInfo:
         """Write a file in parts, each of which the library sends again; the whole cannot be."""
         size, key = 0, self.key(name)
 
@@ -125,6 +130,7 @@ class Bucket(RemoteFiles):
         info = self.stat(name)
         if info is None or info.size != size:
             raise StoreError(f"{self.url(name)} was written with {size} bytes, and has {info}")
+        return info
 
     def create(self, name: str, data: bytes) -> None:
         """Raises FileExistsError where there is an object of that key, as `Files` has it.
@@ -328,8 +334,8 @@ def _exceptions() -> Any:
     return require_extra("obstore.exceptions", "cloud", "a bucket")
 
 
-def _put(store: Any, key: str, data: bytes | Iterator[bytes], **options: Any) -> None:
-    obstore().put(store, key, data, **options)
+def _put(store: Any, key: str, data: bytes | Iterator[bytes], **options: Any) -> Any:
+    return obstore().put(store, key, data, **options)
 
 
 def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
@@ -354,5 +360,8 @@ def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
 
 def version_of(meta: Mapping[str, Any]) -> str:
     """The object's etag; where a web server has none, when it was changed."""
-    # Azure's lists have etags without quotes
-    return (meta["e_tag"] or "").strip('"') or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+    return _etag(meta) or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+
+
+def _etag(meta: Mapping[str, Any]) -> str:
+    return (meta["e_tag"] or "").strip('"')  # Azure's lists have them without quotes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from jax_ucp.files.local import check_name
 from jax_ucp.files.locations import locate
-from jax_ucp.files.looked import look, look_inside
+from jax_ucp.files.looked import look, look_for_file, look_inside
 from jax_ucp.files.protocol import FileInfo, Files, read_bytes
 from jax_ucp.files.source_files import note
 
@@ -67,8 +67,7 @@ class FilePath:
         return info is not None and (info.kind != "other" or self.link() is None)
 
     def is_file(self) -> bool:
-        info = self.info()
-        return info is not None and info.kind == "file"
+        return look_for_file(self.files, self.key) is not None
 
     def is_dir(self) -> bool:
         info = self.info()
