@@ -7,6 +7,7 @@ request. One list of a folder answers for all that lies in it.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,7 +44,21 @@ class Looked:
         url = files.url()
         if url not in self._below:
             self._below[url] = list(files.walk())
+            self._note_folders(files, self._below[url])
         return self._below[url]
+
+    def _note_folders(self, files: Files, below: Sequence[FileInfo]) -> None:
+        """What lies in each folder, by all files that are below one."""
+        folders: dict[str, dict[str, FileInfo]] = defaultdict(dict)
+        for entry in below:
+            while entry.name:
+                folder, _, last = entry.name.rpartition("/")
+                if last in folders[folder]:
+                    break
+                folders[folder][last] = entry
+                entry = FileInfo(folder, 0, "", "folder")
+        for folder, entries in folders.items():
+            self._folders.setdefault(files.url(folder), dict(sorted(entries.items())))
 
     def info(self, files: Files, name: str) -> FileInfo | None:
         if self._is_inside(files, name):

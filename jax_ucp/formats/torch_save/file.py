@@ -114,6 +114,8 @@ class TorchFile(ArraySource):
                 self.saved_as = archive.root
                 self._storages, self._swapped = archive.storages, archive.big_endian
                 self.tree = self._loaded(archive, {} if alike is None else alike)
+            if file_bytes.is_remote:
+                self._bytes = file_bytes
             contents = _TreeContents(self.tree, self.path)
             self._tensors, self.unknown = contents.tensors, frozenset(contents.unknown)
             if contents.refused and not lenient:
