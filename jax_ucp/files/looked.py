@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-from jax_ucp.files.protocol import FileInfo, Files
+from jax_ucp.files.protocol import FileInfo, Files, read_bytes
+
+# How files begin is asked for several times: what they are, and then their headers.
+HEAD_BYTES = 8 << 10
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Looked:
         self._folders: dict[str, Mapping[str, FileInfo]] = {}  # what lies in each, by its last name
         self._below: dict[str, Sequence[FileInfo]] = {}
         self._files: dict[str, FileInfo | None] = {}
+        self._heads: dict[tuple[str, FileInfo], bytes] = {}
         self.asked = Asked()
 
     def children(self, files: Files, folder: str) -> Sequence[FileInfo]:
@@ -71,6 +75,13 @@ class Looked:
             self._files[url] = FileInfo(name, 0, "", "folder") if is_folder else files.stat(name)
         found = self._files[url]
         return found and replace(found, name=name)
+
+    def head(self, files: Files, file: FileInfo) -> bytes:
+        """How a file begins."""
+        key = files.url(file.name), file
+        if key not in self._heads:
+            self._heads[key] = read_bytes(files, file, 0, min(file.size, HEAD_BYTES))
+        return self._heads[key]
 
     def find(self, files: Files, name: str) -> FileInfo | None:
         url = files.url(name)
@@ -145,6 +156,14 @@ def find(files: Files, name: str) -> FileInfo | None:
     """The file that has a name, asked for itself: a list of the folder may be older."""
     looked = _looked.get()
     return looked.find(files, name) if looked and files.is_remote else files.find(name)
+
+
+def read_once(files: Files, file: FileInfo, start: int, stop: int) -> bytes:
+    """Bytes of a file; how it begins is read once for the checkpoint that is opened."""
+    looked = _looked.get()
+    if looked is None or not files.is_remote or stop > HEAD_BYTES:
+        return read_bytes(files, file, start, stop)
+    return looked.head(files, file)[start:stop]
 
 
 def look_inside(files: Files, folder: str) -> Sequence[FileInfo]:
