@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 from jax_ucp.arguments import require_extra
@@ -16,9 +17,10 @@ from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import RemoteFiles, Unanswered
 
-# A file of more bytes is uploaded in parts of so many, some of them at once. S3 takes 10,000 parts,
-# none but the last below 5 MiB.
-PART_BYTES, PARTS_AT_ONCE = 16 << 20, 8
+# A file of more than so many bytes is uploaded in parts, some of them at once. S3 takes 10,000
+# parts, none but the last below 5 MiB. An upload in parts waits for two requests more, so a chunk
+# of 16 MiB and its checksums are one.
+PUT_BYTES, PART_BYTES, PARTS_AT_ONCE = 24 << 20, 16 << 20, 8
 
 # What the library does by itself for one request, before we ask again.
 RETRIES = 4
@@ -26,8 +28,9 @@ _RETRY = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)},
 }
-# A request of ours has at most a few MiB: what takes longer has stopped.
-_TIMEOUTS = {"timeout": "30s", "connect_timeout": "10s"}
+# What we ask for has at most a few MiB: what takes longer has stopped. What we send has more, and
+# many requests share what may be a narrow way up.
+READ_TIMEOUT, WRITE_TIMEOUT, CONNECT_TIMEOUT = "30s", "5min", "10s"
 _MESSAGE_CHARS = 300
 
 R = TypeVar("R")
@@ -46,6 +49,10 @@ class Bucket(RemoteFiles):
     def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
         self._scheme, self._bucket, self._prefix = scheme, bucket, prefix
         self._store = store or open_store(scheme, bucket)
+
+    @cached_property
+    def _writer(self) -> Any:
+        return open_store(self._scheme, self._bucket, timeout=WRITE_TIMEOUT)
 
     def __reduce__(self) -> tuple[Any, ...]:  # each process has credentials of its own
         return type(self), (self._scheme, self._bucket, self._prefix)
@@ -104,18 +111,18 @@ class Bucket(RemoteFiles):
     ) -> FileInfo | None:
         """It is whole or not there, whether `durable` or not."""
         chunks = _chunks(parts)
-        first, second = next(chunks, b""), next(chunks, None)
+        first, second = next(chunks, bytearray()), next(chunks, None)
         key = self.key(name)
         if second is None:
-            put = self._ask(name, lambda: _put(self._store, key, first, use_multipart=False))
+            put = self._ask(name, lambda: _put(self._writer, key, first, use_multipart=False))
             return put["e_tag"] and FileInfo(name, len(first), _etag(put))
         return self._upload(name, itertools.chain([first, second], chunks))
 
-    def _upload(self, name: str, chunks: Iterator[bytes]) -> FileInfo:
+    def _upload(self, name: str, chunks: Iterator[bytearray]) -> FileInfo:
         """Write a file in parts, each of which the library sends again; the whole cannot be."""
         size, key = 0, self.key(name)
 
-        def counted() -> Iterator[bytes]:
+        def counted() -> Iterator[bytearray]:
             nonlocal size
             for chunk in chunks:
                 size += len(chunk)
@@ -124,7 +131,7 @@ class Bucket(RemoteFiles):
         options = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
         try:
             with _Asking(self.url(name)):
-                _put(self._store, key, counted(), use_multipart=True, **options)
+                _put(self._writer, key, counted(), use_multipart=True, **options)
         except Unanswered as error:
             raise StoreError(f"{self.url(name)} was not written: {error}") from error
         info = self.stat(name)
@@ -218,7 +225,9 @@ def _may_pass(text: str) -> bool:
     return not status.startswith(("4", "501")) or status.startswith(("408", "425", "429"))
 
 
-def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
+def open_store(
+    scheme: str, bucket: str, retries: int = RETRIES, timeout: str = READ_TIMEOUT
+) -> Any:
     """The library's store for a bucket, with the credentials and endpoint that the cloud's own
     tools would take.
     """
@@ -227,7 +236,11 @@ def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
     container, settings = config(bucket)
     return getattr(obstore_store, make)(
         container,
-        client_options=_TIMEOUTS | {"allow_http": True},
+        client_options={
+            "timeout": timeout,
+            "connect_timeout": CONNECT_TIMEOUT,
+            "allow_http": True,
+        },
         retry_config={**_RETRY, "max_retries": retries},
         **settings,
     )
@@ -334,24 +347,26 @@ def _exceptions() -> Any:
     return require_extra("obstore.exceptions", "cloud", "a bucket")
 
 
-def _put(store: Any, key: str, data: bytes | Iterator[bytes], **options: Any) -> Any:
+def _put(
+    store: Any, key: str, data: bytes | bytearray | Iterator[bytearray], **options: Any
+) -> Any:
     return obstore().put(store, key, data, **options)
 
 
-def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The same bytes in runs of PART_BYTES, the last of which is shorter."""
+def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
+    """The same bytes in runs of PUT_BYTES, the last of which is shorter."""
     room = bytearray()
     for part in parts:
         rest = memoryview(part).cast("B")
         while rest:
-            taken = rest[: PART_BYTES - len(room)]
+            taken = rest[: PUT_BYTES - len(room)]
             room += taken
             rest = rest[len(taken) :]
-            if len(room) == PART_BYTES:
-                yield bytes(room)
-                room.clear()
+            if len(room) == PUT_BYTES:
+                yield room
+                room = bytearray()
     if room:
-        yield bytes(room)
+        yield room
 
 
 def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
