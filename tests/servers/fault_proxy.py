@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-PIECE = 64 << 10
+PIECE = 256 << 10
 _PER_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
 _LIST = re.compile(r"[?&](list-type=|prefix=|comp=list)")
 _UPLOAD = re.compile(r"(uploadId|upload_id)=[^&]*")
