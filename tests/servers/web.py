@@ -184,10 +184,14 @@ def _hub_handler(root: Path, **attributes: object) -> type[_HubHandler]:
     return type("Handler", (_HubHandler,), about)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # of fewer, connections are asked for again after a second
+
+
 @contextmanager
 def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -200,4 +204,4 @@ def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 if __name__ == "__main__":  # a hub: python web.py PORT FOLDER
     hub_handler = _hub_handler(Path(sys.argv[2]), uses=1 << 30, busy=0, token="hf_t")
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), hub_handler).serve_forever()
+    _Server(("127.0.0.1", int(sys.argv[1])), hub_handler).serve_forever()
