@@ -138,6 +138,10 @@ class Name:
     def with_numbers(self, sizes: Mapping[str, int]) -> Name:
         return Name(self.texts, tuple(one.with_numbers(sizes) for one in self.placeholders))
 
+    def until(self, count: int) -> Name:
+        """The name up to and with so many of its placeholders."""
+        return Name(self.texts[:count], self.placeholders[:count])
+
     def filled(self, values: Mapping[str, str]) -> str:
         """The name with its placeholders replaced, as far as there are values for them."""
         filled = [one.text(values) for one in self.placeholders]
