@@ -24,6 +24,7 @@ from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.huggingface.companions import companions_in
+from jax_ucp.formats.huggingface.given_config import described, require_tied
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.peft.config import saved_modules, with_config
 from jax_ucp.formats.peft.merging import merged
@@ -199,11 +200,7 @@ def _with_config(opener: Opener, config: Mapping[str, Any] | str | os.PathLike[s
     contents, given = opener(), given_config(config)
     known = joined(config_of(contents.extras), given, frozenset(given))
     beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
-    return replace(
-        contents,
-        extras={**contents.extras, "config.json": {"config": known}},
-        companions={**beside, **contents.companions},
-    )
+    return replace(described(contents, known), companions={**beside, **contents.companions})
 
 
 def _rerooted(opener: Opener, root: str, variables: bool) -> Contents:
@@ -938,7 +935,8 @@ class Checkpoint:
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
         UnsupportedPath if it is a URL, ValueError for an argument that is for another format,
         CorruptData if the source contradicts itself or changes meanwhile, QuantizedWeights where
-        weights are stored as codes, WorkerError as `save` does.
+        weights are stored as codes, LayoutError for a config of another number of layers, or one
+        that ties a head to the embedding from which it differs, WorkerError as `save` does.
         """
         target = local_path(path)
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
@@ -947,9 +945,10 @@ class Checkpoint:
             if format != "safetensors":
                 raise ValueError(f"config is for safetensors: {format} has no place for it")
             opener = self._opener and partial(_with_config, self._opener, config)
-            described = Checkpoint(_with_config(lambda: self._contents, config), opener)
+            of_model = _with_config(lambda: self._contents, config)
+            require_tied(of_model, config_of(of_model.extras))
             others = {"budget_bytes": budget_bytes, "progress": progress, "executor": executor}
-            return described.export(path, format, **arguments, **others)
+            return Checkpoint(of_model, opener).export(path, format, **arguments, **others)
         plan = self.plan_export(format, **arguments, budget_bytes=budget_bytes)
         run_export(self._contents, plan, target, progress, Workers(executor, self._opener))
         return open(path)
