@@ -24,6 +24,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
+from jax_ucp.formats.huggingface.given_config import require_tied
 from jax_ucp.formats.options import Options, require_used
 from jax_ucp.formats.peft.config import with_config
 from jax_ucp.formats.peft.merging import merged
@@ -924,6 +925,8 @@ class Checkpoint:
             ValueError: for an argument that is for another format.
             CorruptData: if the source contradicts itself or changes meanwhile.
             QuantizedWeights: where weights are stored as codes.
+            LayoutError: for a config of another number of layers, or one that ties a head to the
+                embedding from which it differs.
             WorkerError: as `save` does.
 
         Example:
@@ -935,6 +938,7 @@ class Checkpoint:
             if format != "safetensors":
                 raise ValueError(f"config is for safetensors: {format} has no place for it")
             described = self._view(partial(with_model_config, config=config))
+            require_tied(described._contents, described.config)
         plan = described.plan_export(
             format,
             dtype=dtype,
