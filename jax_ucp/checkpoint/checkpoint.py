@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import local_path, switch, whole_number
+from jax_ucp.arguments import switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.looked import Asked
-from jax_ucp.files.path import file_path
+from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Options, require_used
 from jax_ucp.formats.peft.config import with_config
@@ -637,6 +637,7 @@ class Checkpoint:
         where weights are stored as codes, ValueError for an item without a step, and WorkerError
         where the executor's processes cannot open the checkpoint, or one of them has ended.
         """
+        target = target_path(path)
         if item is not None and step is None:
             raise ValueError(f"item={item!r} is of a step: give step= too")
         laid_out = self._laid_out(root, variables)
@@ -646,15 +647,15 @@ class Checkpoint:
 
             warn_given_up(plan.notes, stacklevel=2)
 
-        def write(place: str | os.PathLike[str]) -> object:
+        def write(place: FilePath) -> object:
             workers = Workers(executor, laid_out._opener)
-            return copy(laid_out._contents, plan, file_path(place), progress, workers)
+            return copy(laid_out._contents, plan, place, progress, workers)
 
         if step is None:
-            write(path)
+            write(target)
             return opened(path)
         name = "default" if item is None else item
-        return opened(write_step(local_path(path), step, name, write))
+        return opened(str(write_step(target, step, name, write)))
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
         """The checkpoint with its parameters at another root, or itself."""
@@ -686,7 +687,7 @@ class Checkpoint:
         `save` raises, ValueError for a share that is none, and FormatError where `path` has an
         unfinished copy of another source or in another number of shares.
         """
-        target = file_path(path)
+        target = target_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         is_whole = copy_share(self._contents, plan, target, Share(*share), progress)
         return opened(path) if is_whole else None
@@ -740,15 +741,16 @@ class Checkpoint:
         dict or its file: with it safetensors are a folder that peft loads. Safetensors are beside
         the files that go with the model, and its config, where the checkpoint has them. What is
         stored twice is compared on the way. `progress` hears of bytes written. Stopped at any
-        moment, nothing is at `path`. `executor` is that of `save`.
+        moment, nothing is at `path`; in a bucket, a process that is killed leaves files, without
+        the one that makes the folder whole, which is created last. `executor` is that of `save`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
-        UnsupportedPath if it is a URL, ValueError for an argument that is for another format,
-        CorruptData if the source contradicts itself or changes meanwhile, QuantizedWeights where
-        weights are stored as codes, WorkerError as `save` does.
+        UnsupportedPath for a URL that cannot be written to, ValueError for an argument that is for
+        another format, CorruptData if the source contradicts itself or changes meanwhile,
+        QuantizedWeights where weights are stored as codes, WorkerError as `save` does.
         """
-        target = local_path(path)
+        target = target_path(path)
         described = self
         if config is not None:
             if format != "safetensors":
