@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import local_path, switch, whole_number
+from jax_ucp.arguments import switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.looked import Asked
-from jax_ucp.files.path import file_path
+from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.huggingface.given_config import require_tied
 from jax_ucp.formats.options import Options, require_used
@@ -773,6 +773,7 @@ class Checkpoint:
         Example:
             >>> ucp.open("tests/data/deepspeed/z1_bf16_dp2").save("converted")  # doctest: +SKIP
         """
+        target = target_path(path)
         if item is not None and step is None:
             raise ValueError(f"item={item!r} is of a step: give step= too")
         laid_out = self._laid_out(root, variables)
@@ -782,15 +783,15 @@ class Checkpoint:
 
             warn_given_up(plan.notes, stacklevel=2)
 
-        def write(place: str | os.PathLike[str]) -> object:
+        def write(place: FilePath) -> object:
             workers = Workers(executor, laid_out._opener)
-            return copy(laid_out._contents, plan, file_path(place), progress, workers)
+            return copy(laid_out._contents, plan, place, progress, workers)
 
         if step is None:
-            write(path)
+            write(target)
             return opened(path)
         name = "default" if item is None else item
-        return opened(write_step(local_path(path), step, name, write))
+        return opened(str(write_step(target, step, name, write)))
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
         """The checkpoint with its parameters at another root, or itself."""
@@ -836,7 +837,7 @@ class Checkpoint:
                 of shares.
             UCPError: as `save` does.
         """
-        target = file_path(path)
+        target = target_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         is_whole = copy_share(self._contents, plan, target, Share(*share), progress)
         return opened(path) if is_whole else None
@@ -894,12 +895,13 @@ class Checkpoint:
         """Write the parameters, and where the format has a place for them their states, to the new
         folder `path`.
 
-        What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`.
-        Safetensors are beside the files that go with the model, and its config, where the
-        checkpoint has them.
+        What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`; in
+        a bucket, a process that is killed leaves files, without the one that makes the folder
+        whole, which is created last. Safetensors are beside the files that go with the model, and
+        its config, where the checkpoint has them.
 
         Args:
-            path: a folder that is not there.
+            path: a folder that is not there, or a URL.
             format: `safetensors` (weights, as transformers loads them), `dcp`
                 (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
             dtype: floating parameters are cast to it, rounded to the nearest; unsaid, every bit
@@ -921,7 +923,7 @@ class Checkpoint:
             TreeMismatch: if the tree is not `{state: {parameter: array}}`.
             UnsupportedLeaf: with every parameter that the format cannot hold.
             FileExistsError: if `path` is in use.
-            UnsupportedPath: if it is a URL.
+            UnsupportedPath: for a URL that cannot be written to.
             ValueError: for an argument that is for another format.
             CorruptData: if the source contradicts itself or changes meanwhile.
             QuantizedWeights: where weights are stored as codes.
@@ -932,7 +934,7 @@ class Checkpoint:
         Example:
             >>> ucp.open("run/100").export("hf", "safetensors", dtype="bfloat16")  # doctest: +SKIP
         """
-        target = local_path(path)
+        target = target_path(path)
         described = self
         if config is not None:
             if format != "safetensors":
