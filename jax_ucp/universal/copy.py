@@ -295,14 +295,19 @@ def require_target(contents: Contents, target: FilePath) -> None:
     is_begun = LEDGER_FILE in names
     if METADATA_FILE in names and not is_begun:
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
-    if _lies_in(target, contents.path):
-        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    require_outside(target, contents)
     if is_file:
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
     if names and not is_begun:
         raise FileExistsError(
             f"{target} has files in it that are no unfinished copy; give another path"
         )
+
+
+def require_outside(target: FilePath, contents: Contents) -> None:
+    """Raises FileExistsError where a target is the source, or lies in it."""
+    if _lies_in(target, contents.path):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
 
 
 def _lies_in(target: FilePath, source: str) -> bool:
