@@ -22,6 +22,7 @@ from jax_ucp.arguments import switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.looked import Asked
+from jax_ucp.files.looked import looking_once
 from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.huggingface.given_config import require_tied
@@ -80,8 +81,9 @@ def open_with(
     """`open`, with all that is said in one value; of its sizes those in `also_used` are for
     somebody else.
     """
-    at = file_path(path)
-    contents = open_contents(at, options)
+    with looking_once():  # to find out where a path leads is a request, too
+        at = file_path(path)
+        contents = open_contents(path, options, at)
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
