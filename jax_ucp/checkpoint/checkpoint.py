@@ -21,8 +21,7 @@ import numpy as np
 from jax_ucp.arguments import switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.files.looked import Asked
-from jax_ucp.files.looked import looking_once
+from jax_ucp.files.looked import Asked, looking_once
 from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.huggingface.given_config import require_tied

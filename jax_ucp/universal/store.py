@@ -482,7 +482,7 @@ class Commit:
         metadata = Metadata(
             tuple(self.leaves),
             arrays,
-            digests | {name: file.digest for name, file in store.beside.items()},
+            digests | {name: store.beside[name].digest for name in sorted(store.beside)},
             dict(self.source),
             dict(self.extras),
             tuple(self.groups),
