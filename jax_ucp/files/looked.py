@@ -36,6 +36,7 @@ class Looked:
         self._folders: dict[str, Mapping[str, FileInfo]] = {}  # what lies in each, by its last name
         self._below: dict[str, Sequence[FileInfo]] = {}
         self._files: dict[str, FileInfo | None] = {}
+        self._found: dict[str, FileInfo | None] = {}
         self._heads: dict[tuple[str, FileInfo], bytes] = {}
         self.asked = Asked()
 
@@ -85,11 +86,10 @@ class Looked:
 
     def find(self, files: Files, name: str) -> FileInfo | None:
         url = files.url(name)
-        found = self._files.get(url) or files.find(name)
-        if found is None or found.kind != "file":
-            return None
-        self._files[url] = found
-        return replace(found, name=name)
+        if url not in self._found:
+            self._found[url] = files.find(name)
+        found = self._found[url]
+        return found and replace(found, name=name)
 
     def _entries(self, files: Files, folder: str) -> Mapping[str, FileInfo]:
         url = files.url(folder)
