@@ -1,7 +1,7 @@
 """Checkpoints of each format whose arrays are large beside what describes them, made without torch."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,50 +82,64 @@ SOURCES: dict[str, Callable[[Path], object]] = {
 }
 
 
-WIDER = 256  # times, that arrays of small cases are made
+# The inner axis of the MLP of small cases has so many elements, whole or on one of two ranks, and is
+# made so many times longer.
+INNER, TIMES = (24, 12), 512
 
 
 def megatron_legacy(folder: Path) -> None:
-    """A case of two tensor-parallel ranks, whose matrices have longer rows."""
+    """A case of two tensor-parallel ranks, with a wide MLP."""
     shutil.copytree(DATA / "megatron" / "legacy_tp2_pp1_bf16" / "ckpt", folder / "it")
     for path in (folder / "it").rglob("*.pt"):
         torch_writer.edit(path, _widen)
 
 
 def _widen(tree: Any) -> None:
-    """Make every matrix wider in place, also below."""
+    """Make every array longer in place, and say so in the arguments, also below."""
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in list(entries):
-        if isinstance(value, np.ndarray) and value.ndim > 1:
-            tree[key] = np.repeat(value, WIDER, axis=-1)
+        if isinstance(value, torch_writer.Instance):
+            value = value.state
+        if key == "ffn_hidden_size":
+            tree[key] = value * TIMES
+        elif isinstance(value, np.ndarray):
+            for axis in _inner(value.shape):
+                tree[key] = np.repeat(value, TIMES, axis)
         elif isinstance(value, dict | list):
             _widen(value)
 
 
+def _inner(shape: Sequence[int]) -> list[int]:
+    return [axis for axis, length in enumerate(shape) if length in INNER]
+
+
 def megatron_dist(folder: Path) -> None:
-    """A case of torch_dist, two ranks, whose matrices have longer rows."""
+    """A case of torch_dist, two ranks, with a wide MLP."""
     source = next((DATA / "megatron" / "dist_tp2_pp1_bf16" / "ckpt").glob("iter_*"))
     target = folder / "it"
     metadata = read_metadata(file_path(source), lambda every: set())
     arrays = DcpSource(metadata)
     writer = Writer(target)
     for fqn, tensor in metadata.tensors.items():
-        times = WIDER if len(tensor.shape) > 1 and tensor.dtype.kind != "i" else 1
         whole = np.empty(tensor.shape, tensor.dtype)
         for chunk in tensor.chunks:
             whole[chunk.box.index] = arrays.read(chunk_key(fqn, chunk), Box.whole(chunk.sizes))
-        chunks = [(chunk.span.file, _wider(chunk.box, times)) for chunk in tensor.chunks]
-        writer.tensor(fqn, np.repeat(whole, times, axis=-1) if times > 1 else whole, chunks)
+        boxes = [(chunk.span.file, chunk.box) for chunk in tensor.chunks]
+        for axis in _inner(tensor.shape):
+            whole = np.repeat(whole, TIMES, axis)
+            boxes = [(file, _longer(box, axis)) for file, box in boxes]
+        writer.tensor(fqn, whole, boxes)
     writer.finish()
     for name in ("common.pt", "metadata.json"):
         shutil.copy(source / name, target / name)
+    torch_writer.edit(target / "common.pt", _widen)
 
 
-def _wider(box: Box, times: int) -> Box:
-    if times == 1:
-        return box
-    start, stop = box.start, box.stop
-    return Box((*start[:-1], start[-1] * times), (*stop[:-1], stop[-1] * times))
+def _longer(box: Box, axis: int) -> Box:
+    start, stop = list(box.start), list(box.stop)
+    start[axis] *= TIMES
+    stop[axis] *= TIMES
+    return Box(tuple(start), tuple(stop))
 
 
 def gguf(folder: Path) -> None:

@@ -897,8 +897,8 @@ class Checkpoint:
 
         What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`; in
         a bucket, a process that is killed leaves files, but not the one that makes the folder
-        whole, which comes last, and the next export there is refused. Safetensors are beside the files that go with the model, and its config, where the
-        checkpoint has them.
+        whole, which comes last, and the next export there is refused. Safetensors are beside the
+        files that go with the model, and its config, where the checkpoint has them.
 
         Args:
             path: a folder or URL where nothing is.
