@@ -1,11 +1,14 @@
-"""The table of docs/where-checkpoints-live.md: `python tests/remote_table.py` prints it, from a run of
+"""The tables of docs/where-checkpoints-live.md: `python tests/remote_table.py` prints them, from a run of
 each format in each kind of store. Azurite comes from npm.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -26,9 +29,10 @@ from jax_ucp.files.path import file_path
 from large_sources import FORMATS, made
 from servers import stores, web
 from servers.fault_proxy import FaultProxy
-from servers.stores import Store
+from servers.stores import Store, free_port
 
 PAGE = Path(__file__).parent.parent / "docs" / "where-checkpoints-live.md"
+WORKER = Path(__file__).parent / "workers" / "bucket_restore.py"
 PLACES = ("S3", "Google", "Azure", "HTTP", "hub")
 OF_TENSORSTORE = ("Orbax", "Orbax, a file a chunk")  # which reads its arrays by itself
 
@@ -131,6 +135,41 @@ def table(places: Mapping[str, Place]) -> str:
     return "\n".join(lines)
 
 
+def sharing(path: Path, store: Store, processes: int, share: bool) -> tuple[int, int]:
+    """Requests and bytes of processes that each restore the whole of an universal checkpoint."""
+    with bucket(store, path) as (url, proxy):
+        proxy.set(proxy.faults)
+        port = str(free_port())
+        command = [sys.executable, str(WORKER), port, str(processes)]
+        workers = [
+            subprocess.Popen(
+                [*command, str(rank), url, "share" if share else "each"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(processes)
+        ]
+        said = [worker.communicate(timeout=300) for worker in workers]
+        for worker, (out, errors) in zip(workers, said, strict=True):
+            assert worker.returncode == 0, errors[-4000:]
+            assert out.splitlines()[-1] == said[0][0].splitlines()[-1]  # Gloo says things too
+        return _met(proxy)
+
+
+def sharing_table(store: Store) -> str:
+    heads = ("processes", "`share_reads`", "requests", "bytes", "read / stored")
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = made("universal", Path(folder, "made"))
+        nbytes = ucp.open(path).nbytes
+        for processes, share in itertools.product((2, 4), (False, True)):
+            requests, read = sharing(path, store, processes, share)
+            cells = str(processes), str(share), str(requests), f"{read:,}", f"{read / nbytes:.3f}"
+            lines.append(_line(cells))
+    return "\n".join(lines)
+
+
 def _cells(path: Path, url: str, proxy: FaultProxy) -> list[str]:
     try:
         row = measured(path, url, proxy)
@@ -147,7 +186,8 @@ def _line(cells: list[str] | tuple[str, ...]) -> str:
 def main() -> None:
     with stores.moto() as s3, stores.gcs() as gcs, stores.azurite() as azure:
         buckets = (partial(bucket, store) for store in (s3, gcs, azure))
-        print(table(dict(zip(PLACES, (*buckets, server, hub), strict=True))))
+        print(table(dict(zip(PLACES, (*buckets, server, hub), strict=True))), end="\n\n")
+        print(sharing_table(s3))
 
 
 if __name__ == "__main__":

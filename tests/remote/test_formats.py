@@ -4,9 +4,20 @@ import re
 
 import pytest
 
+import jax_ucp as ucp
 from jax_ucp.errors import UnsupportedPath
 from large_sources import FORMATS, made
-from remote_table import OF_TENSORSTORE, PAGE, PLACES, Place, bucket, hub, measured, server
+from remote_table import (
+    OF_TENSORSTORE,
+    PAGE,
+    PLACES,
+    Place,
+    bucket,
+    hub,
+    measured,
+    server,
+    sharing,
+)
 
 MOST = 1.05  # bytes read for each that is needed, those of opening included
 
@@ -66,3 +77,12 @@ def test_the_page_has_every_format_in_every_store():
             refused = where == "Azure" and format in OF_TENSORSTORE
             assert rest.startswith("refused") if refused else rest.endswith("equal")
             assert refused or float(rest.split(" | ")[2]) <= MOST
+
+
+@pytest.mark.slow
+def test_processes_that_share_their_reads_read_each_byte_once(s3, tmp_path):
+    path = made("universal", tmp_path / "made")
+    stored = ucp.open(path).nbytes
+    apart, together = (sharing(path, s3, 2, share)[1] for share in (False, True))
+    assert together <= MOST * stored
+    assert apart >= 2 * stored
