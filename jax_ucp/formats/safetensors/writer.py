@@ -131,5 +131,5 @@ def _file(name: str, tensors: Mapping[str, Tensor]) -> File:
         )
     begin = 8 + len(text)
     literals = [(0, len(text).to_bytes(8, "little") + text)]
-    tensors = [(begin + offset, tensor) for offset, tensor in places]
-    return File(name, begin + at, [Section(tensors, literals)])
+    placed = [(begin + offset, tensor) for offset, tensor in places]
+    return File(name, begin + at, [Section(placed, literals)])
