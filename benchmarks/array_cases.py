@@ -165,6 +165,6 @@ def _save(tree: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     written = TorchZip(tree)
     data = bytearray(written.size)
-    for start, part in written.tail([]):
+    for start, part in written.section().tail([]):
         data[start : start + len(part)] = part
     path.write_bytes(data)

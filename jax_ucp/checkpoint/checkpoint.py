@@ -898,12 +898,12 @@ class Checkpoint:
         folder `path`.
 
         What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`; in
-        a bucket, a process that is killed leaves files, without the one that makes the folder
-        whole, which is created last. Safetensors are beside the files that go with the model, and
-        its config, where the checkpoint has them.
+        a bucket, a process that is killed leaves files, but not the one that makes the folder
+        whole, which comes last, and the next export there is refused. Safetensors are beside the
+        files that go with the model, and its config, where the checkpoint has them.
 
         Args:
-            path: a folder that is not there, or a URL.
+            path: a folder or URL where nothing is.
             format: `safetensors` (weights, as transformers loads them), `dcp`
                 (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
             dtype: floating parameters are cast to it, rounded to the nearest; unsaid, every bit

@@ -117,7 +117,7 @@ class Bucket(RemoteFiles):
         self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
     ) -> FileInfo | None:
         """It is whole or not there, whether `durable` or not."""
-        return self._write(name, parts, PUT_BYTES, PART_BYTES, PARTS_AT_ONCE)
+        return self._write(name, parts, PART_BYTES, PARTS_AT_ONCE, PUT_BYTES)
 
     def write_large(
         self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
@@ -127,18 +127,18 @@ class Bucket(RemoteFiles):
         part_bytes = max(wanted, -(-size // MOST_PARTS))
         # one is put together, and one waits
         at_once = max(1, min(PARTS_AT_ONCE, max_bytes // part_bytes - 2))
-        self._write(name, parts, part_bytes, part_bytes, at_once)
+        self._write(name, parts, part_bytes, at_once)
 
     def _write(
         self,
         name: str,
         parts: Iterable[bytes | memoryview],
-        put_bytes: int,
         part_bytes: int,
         at_once: int,
+        put_bytes: int = 0,
     ) -> FileInfo | None:
-        """Write a file of less than `put_bytes` by one request, and others in parts."""
-        key = self.key(name)
+        """Write a file in parts, one of less than a part or `put_bytes` by one request."""
+        key, put_bytes = self.key(name), max(put_bytes, part_bytes)
         with contextlib.closing(_chunks(parts, put_bytes)) as chunks:
             first = [next(chunks, b"")]
             if len(first[0]) < put_bytes:
@@ -297,8 +297,10 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
     environment, containers and instances.
     """
     environment = os.environ
+    endpoint: dict[str, Any] = {"endpoint": _s3_endpoint(bucket)} if _is_virtual_hosted() else {}
+    endpoint = {key: value for key, value in endpoint.items() if value}
     if "AWS_ACCESS_KEY_ID" in environment or environment.get("AWS_SKIP_SIGNATURE"):
-        return bucket, {}
+        return bucket, endpoint
     try:
         import boto3
     except ImportError:
@@ -307,13 +309,30 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
                 f"s3://{bucket}: AWS_PROFILE is set, and profiles are read by boto3, which is not"
                 " installed: pip install boto3"
             ) from None
-        return bucket, {}
+        return bucket, endpoint
     session = boto3.Session()
+    settings = endpoint | _region(session)
     if session.get_credentials() is None:
-        return bucket, {"skip_signature": True} | _region(session)
+        return bucket, settings | {"skip_signature": True}
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    return bucket, {"credential_provider": Boto3CredentialProvider(session)} | _region(session)
+    return bucket, settings | {"credential_provider": Boto3CredentialProvider(session)}
+
+
+def _s3_endpoint(bucket: str) -> str | None:
+    """The address that the environment gives. Where buckets are hosts, that of the bucket: the
+    library would send what is for it to the store itself.
+    """
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not endpoint or not _is_virtual_hosted():
+        return endpoint
+    scheme, _, host = endpoint.partition("://")
+    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
+
+
+def _is_virtual_hosted() -> bool:
+    said = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "")
+    return said.lower() in ("1", "true", "on", "yes", "y")
 
 
 def _region(session: Any) -> dict[str, str]:
@@ -364,12 +383,15 @@ _STORES: Mapping[str, tuple[str, Callable[[str], tuple[str, Mapping[str, Any]]]]
 
 
 def _s3_kvstore(bucket: str) -> dict[str, Any]:
-    environment = os.environ
+    environment, endpoint = os.environ, _s3_endpoint(bucket)
+    # where buckets are hosts, it takes none beside the endpoint
+    is_host = endpoint is not None and _is_virtual_hosted()
     said = {
-        "endpoint": environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"),
+        "endpoint": endpoint,
+        "bucket": "" if is_host else bucket,
         "aws_region": environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"),
     }
-    return {"driver": "s3", "bucket": bucket} | {key: value for key, value in said.items() if value}
+    return {"driver": "s3"} | {key: value for key, value in said.items() if value}
 
 
 def _gcs_kvstore(bucket: str) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class _Pace:
 class FaultProxy:
     """Serves a store at `endpoint` while it is entered. `faults` may be exchanged meanwhile.
 
-    `met` counts requests by method, and faults by kind; `seen` are the requests in the order of
-    their ends.
+    `met` counts requests by method, faults by kind, and `bytes` that were read, without lists;
+    `seen` are the requests in the order of their ends.
     """
 
     def __init__(self, backend: str, faults: Faults = Faults(), port: int = 0):
@@ -141,6 +141,10 @@ class FaultProxy:
             if kind:
                 self.met[kind] += 1
         return kind
+
+    def count(self, nbytes: int) -> None:
+        with self._lock:
+            self.met["bytes"] += nbytes
 
     def __enter__(self) -> FaultProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -260,8 +264,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, body: bytes) -> None:
         answer = self._ask(body)
-        if self.command == "GET" and _LIST.search(self.path) and answer.status == 200:
+        is_list = _LIST.search(self.path)
+        if self.command == "GET" and is_list and answer.status == 200:
             self._proxy.lists.setdefault(self.path, answer)
+        if self.command == "GET" and not is_list and answer.status in (200, 206):
+            self._proxy.count(len(answer.body))
         self._send(answer)
 
     def _refuse(self, body: bytes, status: int = 503) -> None:
