@@ -21,7 +21,7 @@ import numpy as np
 from jax_ucp.arguments import switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.files.looked import Asked
+from jax_ucp.files.looked import Asked, looking_once
 from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.huggingface.given_config import require_tied
@@ -80,11 +80,13 @@ def open_with(
     """`open`, with all that is said in one value; of its sizes those in `also_used` are for
     somebody else.
     """
-    contents = open_contents(path, options)
+    with looking_once():  # to find out where a path leads is a request, too
+        at = file_path(path)
+        contents = open_contents(path, options, at)
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, Opened(str(file_path(path)), options))
+    return Checkpoint(contents, Opened(str(at), options))
 
 
 def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
