@@ -8,6 +8,7 @@ done of it, and `ucp.process_I.json` that a share is complete.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from functools import partial
 import msgspec
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.in_flight import FILES, each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, file_size, read_file
-from jax_ucp.sources.budget import batches
+from jax_ucp.sources.budget import batches, in_threads
 from jax_ucp.sources.checks import Check
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
@@ -143,7 +145,7 @@ def copy_share(
             copy_part(parts[share.index], plan, store, ledger, progress, coordinator)
         contents.files.require_unchanged()
         write_part(store, share.index)
-    if all(part_is_written(files, process) for process in range(share.count)):
+    if _are_written(files, share.count):
         _commit(contents, plan, target, share.count, identity)
     elif not _is_result(target, identity):
         return False
@@ -166,13 +168,29 @@ def _commit(
     _clear(files, count)
 
 
+def _are_written(files: Files, count: int) -> bool:
+    """Whether all shares are complete. Few are asked for at once: who is not among the last to
+    finish soon finds one that is not.
+    """
+    for first in range(0, count, FILES):
+        some = range(first, min(first + FILES, count))
+        if not all(each_file(files, partial(part_is_written, files), some)):
+            return False
+    return True
+
+
 def _clear(files: Files, count: int) -> None:
     """Remove the ledgers of a copy that is committed, that of all shares last."""
-    if file_size(files, LEDGER_FILE) is not None:
-        for index in range(count):
-            delete_part(files, index)
-            remove_ledger(files, Share(index, count).ledger)
-        files.delete(LEDGER_FILE)
+    if file_size(files, LEDGER_FILE) is None:
+        return
+
+    def clear(share: Share) -> None:
+        delete_part(files, share.index)
+        remove_ledger(files, share.ledger)
+
+    shares = [partial(clear, Share(index, count)) for index in range(count)]
+    collections.deque(in_threads(shares, files.is_remote), maxlen=0)
+    files.delete(LEDGER_FILE)
 
 
 def _require_same_copy(files: Files, identity: str) -> None:

@@ -86,7 +86,7 @@ class _Pace:
 class FaultProxy:
     """Serves a store at `endpoint` while it is entered. `faults` may be exchanged meanwhile.
 
-    `met` counts requests by method, and faults by kind.
+    `met` counts requests by method, faults by kind, and the bytes of bodies that were `sent`.
     """
 
     def __init__(self, backend: str, faults: Faults = Faults(), port: int = 0):
@@ -115,6 +115,10 @@ class FaultProxy:
             if kind:
                 self.met[kind] += 1
         return kind
+
+    def count(self, what: str, number: int) -> None:
+        with self._lock:
+            self.met[what] += number
 
     def __enter__(self) -> FaultProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -225,6 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(answer.length))
         self.end_headers()
         body = memoryview(answer.body)[:stop]
+        self._proxy.count("sent", len(body))
         for start in range(0, len(body), PIECE):
             piece = body[start : start + PIECE]
             self._wait(len(piece))
