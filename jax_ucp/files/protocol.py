@@ -142,9 +142,12 @@ def file_size(files: Files, name: str) -> int | None:
 
 
 def read_file(files: Files, name: str) -> bytes | None:
-    """All bytes of a file; None if there is none."""
+    """All bytes of a file; None if there is none, or none any more."""
     info = files.stat(name)
-    return read_bytes(files, info) if info is not None and info.kind == "file" else None
+    try:
+        return read_bytes(files, info) if info is not None and info.kind == "file" else None
+    except FileNotFoundError:
+        return None
 
 
 def read_bytes(files: Files, file: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
