@@ -24,6 +24,7 @@ from jax_ucp.cli.output import (
     print_head,
     print_inventory,
     print_json,
+    print_share,
     progress,
     to_stderr,
 )
@@ -160,10 +161,8 @@ def convert(
         )
     if result is not None:
         _print_result(target, result, checkpoint.notes, json_)
-    elif json_:
-        print_json({"path": target, "share": share, "committed": False})
     else:
-        console.print(f"{target}: this share is done; it is a checkpoint when all are")
+        print_share(target, share, json_)
 
 
 def _place(

@@ -59,6 +59,14 @@ def print_head(report: Report) -> None:
         console.print(f"note: {note}")
 
 
+def print_share(target: str, share: tuple[int, int] | None, json_: bool) -> None:
+    """That a share is done, and others are not."""
+    if json_:
+        print_json({"path": target, "share": share, "committed": False})
+    else:
+        console.print(f"{target}: this share is done; it is a checkpoint when all are")
+
+
 def print_skipped(items: list[Report]) -> None:
     """Why items are skipped, each reason once."""
     rows = skipped_reasons(items)

@@ -147,6 +147,7 @@ def _mpi() -> Iterator[Executor]:
         raise WorkerError(
             f"--scheduler mpi needs mpi4py and an MPI library: pip install 'jax_ucp[mpi]' ({error})"
         ) from None
+    executor: Any  # whose type is not that which `with` gives
     with MPICommExecutor(MPI.COMM_WORLD) as executor:
         if executor is not None:
             yield executor

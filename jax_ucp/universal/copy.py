@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -74,6 +75,16 @@ LARGEST_PART = 512
 # Blocks are waited for together: the disk writes so many bytes while the next ones are read. A
 # conversion that is killed writes at most about so many again.
 GROUP_BYTES = 256 << 20
+
+
+class Sized(Protocol):
+    """Something of so many bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Piece = TypeVar("Piece", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +407,7 @@ def copy_part(
     as it has them.
     """
     # Elsewhere a task is durable when it is done.
-    waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
+    waiting: Waiting[Block] = Waiting(GROUP_BYTES if coordinator.is_here else 0)
 
     def finish(task: CopyTask, results: Sequence[Written]) -> None:
         fresh: list[Block] = []
@@ -421,7 +432,7 @@ def copy_part(
     _create_arrays(part, plan, store)
     tasks = _tasks(part, plan, store, ledger, coordinator)
     coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
-    settle(waiting.blocks)
+    settle(waiting.items)
 
 
 def _create_arrays(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
@@ -432,22 +443,22 @@ def _create_arrays(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
         store.place_pack(number, [block.place for block in pack])
 
 
-class _Waiting:
-    """Blocks that wait for the disk, until they have so many bytes together."""
+class Waiting(Generic[Piece]):
+    """Pieces that wait for the disk, until they have so many bytes together."""
 
     def __init__(self, max_bytes: int):
-        self.blocks: list[Block] = []
+        self.items: list[Piece] = []
         self._nbytes, self._max_bytes = 0, max_bytes
         self._lock = threading.Lock()
 
-    def add(self, blocks: Sequence[Block]) -> Sequence[Block]:
+    def add(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Those that need wait no longer."""
         with self._lock:
-            self.blocks += blocks
-            self._nbytes += sum(block.nbytes for block in blocks)
+            self.items += pieces
+            self._nbytes += sum(piece.nbytes for piece in pieces)
             if self._nbytes < self._max_bytes:
                 return ()
-            ready, self.blocks, self._nbytes = self.blocks, [], 0
+            ready, self.items, self._nbytes = self.items, [], 0
         return ready
 
 

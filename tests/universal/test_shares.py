@@ -25,7 +25,7 @@ from jax_ucp.files import protocol
 from jax_ucp.universal import copy as copying
 from jax_ucp.universal.copy import plan_copy
 from jax_ucp.universal.packs import PACK_FROM
-from jax_ucp.universal.shares import Share, _by_bytes, parts_of
+from jax_ucp.universal.shares import Share, parts_of, shared_evenly
 from test_read_once import SOURCES
 
 DATA = Path(__file__).parents[1] / "data"
@@ -47,7 +47,7 @@ def but_for_the_note(folder: Path) -> dict[str, str]:
 )
 def test_groups_are_shared_out_in_their_order_and_evenly(sizes, count):
     groups = [[copying.Block("a", None, n, 0) for n in group] for group in sizes]
-    shares = list(_by_bytes(groups, count))
+    shares = list(shared_evenly(groups, count))
     assert shares == sorted(shares)
     assert all(0 <= share < count for share in shares)
     total, largest = sum(map(sum, sizes)), max(map(sum, sizes), default=0)
