@@ -23,7 +23,7 @@ from jax_ucp.cli.options import (
     source_options,
 )
 from jax_ucp.cli.output import console, print_json, print_share, progress, to_stderr
-from jax_ucp.cli.workers import share_option, worker_options
+from jax_ucp.cli.workers import progress_option, share_option, worker_options
 from jax_ucp.errors import NotACheckpoint, TreeMismatch
 from jax_ucp.files.path import target_path
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
@@ -84,6 +84,7 @@ _FOR = {
 @budget
 @worker_options
 @share_option
+@progress_option
 @as_json
 def export(
     source: str,
@@ -94,6 +95,7 @@ def export(
     json_: bool,
     executor: Executor | None,
     share: tuple[int, int] | None,
+    progress_style: str,
     **others: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
@@ -134,7 +136,7 @@ def export(
     total, write = planned.write_bytes, partial(checkpoint.export, executor=executor)
     if share:
         total, write = total // share[1], partial(checkpoint.export_share, share=share)
-    with progress("exporting", total) as advance:
+    with progress("exporting", total, progress_style, share) as advance:
         result = write(
             target, format, **options, config=config, budget_bytes=budget, progress=advance
         )

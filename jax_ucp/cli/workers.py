@@ -84,6 +84,16 @@ share_option = click.option(
     " Kubernetes' indexed jobs.",
 )
 
+progress_option = click.option(
+    "--progress",
+    "progress_style",
+    type=click.Choice(["bar", "json"]),
+    default="bar",
+    show_default=True,
+    help="How far all workers are, or with --worker this one: a bar on a terminal, or each second a"
+    " line of JSON on stderr.",
+)
+
 
 def worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--workers` and `--scheduler`; the command gets an `executor`, or None for threads here."""
