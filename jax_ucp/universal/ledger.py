@@ -99,8 +99,8 @@ class Ledger:
         if recorded != identity:
             raise FormatError(
                 f"{ledger} belongs to a conversion of another source, of files that were"
-                " replaced since, or with another budget or mesh. Delete the directory, or give"
-                " another one."
+                " replaced since, with another budget or mesh, or by a machine with another number"
+                " of processors. Delete the directory, or give another one."
             )
         self.done = {(block.key, block.box): block.written for block in blocks}
 
