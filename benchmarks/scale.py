@@ -151,7 +151,7 @@ def _speed_row(
         "CPU s of all": round(sum(report["CPU s"] for report in reports), 1),
         "open s, most": round(max(report["open s"] for report in reports), 2),
         "MiB read by a worker, least to most": "{:.1f} to {:.1f}".format(
-            *(f(proxy.met["sent"] / (1 << 20) for proxy in proxies) for f in (min, max))
+            *(f(proxy.met["bytes"] / (1 << 20) for proxy in proxies) for f in (min, max))
         ),
         "most / mean bytes": round(max(nbytes) * count / sum(nbytes), 3),
         "requests of all": sum(sum(proxy.met[m] for m in METHODS) for proxy in proxies),

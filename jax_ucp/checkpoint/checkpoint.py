@@ -21,7 +21,7 @@ import numpy as np
 from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.files.looked import Asked
+from jax_ucp.files.looked import Asked, looking_once
 from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import (
     ExportFormat,
@@ -86,11 +86,13 @@ def open_with(
     """`open`, with all that is said in one value; of its sizes those in `also_used` are for
     somebody else.
     """
-    contents = open_contents(path, options)
+    with looking_once():  # to find out where a path leads is a request, too
+        at = file_path(path)
+        contents = open_contents(path, options, at)
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, Opened(str(file_path(path)), options))
+    return Checkpoint(contents, Opened(str(at), options))
 
 
 def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -902,12 +904,12 @@ class Checkpoint:
         folder `path`.
 
         What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`; in
-        a bucket, a process that is killed leaves files, without the one that makes the folder
-        whole, which is created last. Safetensors are beside the files that go with the model, and
-        its config, where the checkpoint has them.
+        a bucket, a process that is killed leaves files, but not the one that makes the folder
+        whole, which comes last, and the next export there is refused. Safetensors are beside the
+        files that go with the model, and its config, where the checkpoint has them.
 
         Args:
-            path: a folder that is not there, or a URL.
+            path: a folder or URL where nothing is.
             format: `safetensors` (weights, as transformers loads them), `dcp`
                 (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
             dtype: floating parameters are cast to it, rounded to the nearest; unsaid, every bit

@@ -281,7 +281,7 @@ def _into_bucket(
     """
     *others, last = plan.files
     opened, folder = coordinator.opened, target.folder()
-    room = share_of(plan.budget_bytes)
+    room = share_of(plan.budget_bytes, [last])
 
     def proved_parts() -> Iterator[bytes | memoryview]:
         with proved(opened.proofs):
