@@ -103,7 +103,7 @@ class Ledger:
             raise FormatError(f"{ledger} is damaged ({error}); delete the directory") from None
         if recorded != identity:
             raise FormatError(
-                f"{ledger} belongs to a conversion of another source, of files that were"
+                f"{ledger} belongs to a conversion of another source or spec, of files that were"
                 " replaced since, or with another budget or mesh. Delete the directory, or give"
                 " another one."
             )

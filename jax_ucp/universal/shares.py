@@ -183,8 +183,8 @@ def _require_same_copy(files: Files, identity: str) -> None:
     except FileExistsError:
         if read_file(files, LEDGER_FILE) != said:
             raise FormatError(
-                f"{files} has an unfinished conversion of another source, of files that were"
-                " replaced since, with another budget or mesh, or in another number of shares."
+                f"{files} has an unfinished conversion of another source or spec, of files that"
+                " were replaced since, with another budget or mesh, or in another number of shares."
                 " Delete the directory, or give another one."
             ) from None
 
