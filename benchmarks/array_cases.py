@@ -19,7 +19,7 @@ LAYER = 10
 
 def converted(folder: Path, arrays: int) -> None:
     """A universal checkpoint as a conversion writes it: small arrays lie in packs."""
-    jax_ucp.Checkpoint.of(_tree(arrays)).save(folder)
+    jax_ucp.Checkpoint.of(small_tree(arrays)).save(folder)
 
 
 def saved(folder: Path, arrays: int) -> None:
@@ -27,10 +27,10 @@ def saved(folder: Path, arrays: int) -> None:
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(jax_ucp.CheckpointHandler()) as checkpointer:
-        checkpointer.save(folder, args=jax_ucp.args.Save(_tree(arrays)))
+        checkpointer.save(folder, args=jax_ucp.args.Save(small_tree(arrays)))
 
 
-def _tree(arrays: int) -> dict[str, dict[str, np.ndarray]]:
+def small_tree(arrays: int) -> dict[str, dict[str, np.ndarray]]:
     """Parameters and Adam's moments, 12 arrays to a layer."""
     states = ("param", "exp_avg", "exp_avg_sq")
     tree: dict[str, dict[str, np.ndarray]] = {state: {} for state in states}
