@@ -40,7 +40,8 @@ class Refused(StoreError):
 class Bucket(RemoteFiles):
     """The objects of a bucket whose keys begin with `prefix`.
 
-    Nothing is a folder but what the keys of objects have before a slash.
+    Nothing is a folder but what the keys of objects have before a slash. An empty object whose key
+    ends in one, as consoles write it, marks a folder and is no file.
     """
 
     def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
@@ -65,6 +66,7 @@ class Bucket(RemoteFiles):
         # a key may be a file and what others begin with: the file is what has a name of its own
         names = {file.name for file in files} | {folder}
         folders = [entry for entry in folders if entry.name not in names]
+        files = [file for file in files if file.name != folder]  # an object that marks the folder
         return sorted((*folders, *files), key=lambda entry: entry.name)
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
@@ -73,7 +75,9 @@ class Bucket(RemoteFiles):
         inside = len(f"{self._prefix}/") if self._prefix else 0
         pages = self._ask(folder, lambda: [*obstore().list(self._store, prefix)])
         found = [_info(meta["path"][inside:], meta) for page in pages for meta in page]
-        yield from sorted(found, key=lambda file: file.name)
+        files = sorted(found, key=lambda file: file.name)
+        folders = {folder}.union(*(_folders(file.name) for file in files))
+        yield from (file for file in files if file.size or file.name not in folders)
 
     def stat(self, name: str) -> FileInfo | None:
         key = self.key(name)
@@ -207,7 +211,11 @@ class _Asking:
 
 
 def _may_pass(text: str) -> bool:
-    """Whether asking again may help: what the server said is not that the request is wrong."""
+    """Whether asking again may help: what the server said is not that the request is wrong, and
+    not a key that the library has no path for, such as one with two slashes together.
+    """
+    if "invalid path" in text:
+        return False
     _, _, status = text.partition("status code: ")
     return not status.startswith(("4", "501")) or status.startswith(("408", "425", "429"))
 
@@ -346,6 +354,12 @@ def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
                 room.clear()
     if room:
         yield bytes(room)
+
+
+def _folders(name: str) -> Iterator[str]:
+    """The folders that a file is in."""
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:

@@ -24,6 +24,7 @@ from jax_ucp.export.parameters import Parameters, is_floating, parameters, untol
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
 from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
+from jax_ucp.formats.huggingface.quantization import declared, undeclared
 from jax_ucp.formats.safetensors import writer as safetensors
 from jax_ucp.formats.torch_save.from_json import values
 from jax_ucp.layout.box import Box
@@ -128,7 +129,10 @@ class _Request:
 def _as_safetensors(request: _Request) -> _Content:
     params = request.params
     max_shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
-    configs, notes = model_configs(request.contents.extras, params)
+    extras = request.contents.extras
+    configs, notes = model_configs(undeclared(extras), params)
+    if method := declared(extras):
+        notes.append(f"the config declares {method}, which is left out: no weight is stored so")
     files = safetensors.safetensors_files(params, configs, max_shard_bytes)
     files += companion_files(request.contents.companions)
     if params.moments:
