@@ -1,5 +1,5 @@
-"""What one step takes of a checkpoint of many small arrays, in a process of its own: CPU seconds and
-memory, as JSON.
+"""What one step takes of a checkpoint of many small arrays, in a process of its own: CPU seconds
+and memory, as JSON.
 
     python -m benchmarks.count_worker STEP CHECKPOINT COUNT
 """
@@ -42,8 +42,8 @@ def open_it(path: Path, count: int) -> Callable[[], object]:
 def plan(path: Path, count: int) -> Callable[[], object]:
     import jax_ucp
 
-    mesh, checkpoint = _mesh(), jax_ucp.open(path)
-    return lambda: checkpoint.plan(mesh=mesh)
+    target, checkpoint = _target(count), jax_ucp.open(path)
+    return lambda: checkpoint.plan(target)
 
 
 def inspect(path: Path, count: int) -> Callable[[], object]:
@@ -64,8 +64,8 @@ def restore(path: Path, count: int) -> Callable[[], object]:
 
     import jax_ucp
 
-    mesh, checkpoint = _mesh(), jax_ucp.open(path)
-    return lambda: jax.block_until_ready(checkpoint.restore(mesh=mesh))
+    target, checkpoint = _target(count), jax_ucp.open(path)
+    return lambda: jax.block_until_ready(checkpoint.restore(target))
 
 
 def convert(path: Path, count: int) -> Callable[[], object]:
@@ -135,17 +135,22 @@ def dcp_restore(path: Path, count: int) -> Callable[[], object]:
     return lambda: dcp.load(state, checkpoint_id=path)
 
 
-def _mesh() -> Any:
+def _replicated() -> Any:
     import jax
     import numpy as np
 
-    return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def _replicated() -> Any:
+def _target(count: int) -> Any:
+    """What a trainer restores onto: shapes, dtypes and shardings."""
     import jax
 
-    return jax.sharding.NamedSharding(_mesh(), jax.sharding.PartitionSpec())
+    sharding = _replicated()
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), small_tree(count)
+    )
 
 
 def _on_devices(count: int) -> Any:
