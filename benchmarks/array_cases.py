@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import jax_ucp
+from benchmarks.count_worker import small_tree
 from jax_ucp.formats.torch_save.pickle_writer import Global, Instance
 from jax_ucp.formats.torch_save.zip_writer import TorchZip
 
@@ -28,16 +29,6 @@ def saved(folder: Path, arrays: int) -> None:
 
     with ocp.Checkpointer(jax_ucp.CheckpointHandler()) as checkpointer:
         checkpointer.save(folder, args=jax_ucp.args.Save(small_tree(arrays)))
-
-
-def small_tree(arrays: int) -> dict[str, dict[str, np.ndarray]]:
-    """Parameters and Adam's moments, 12 arrays to a layer."""
-    states = ("param", "exp_avg", "exp_avg_sq")
-    tree: dict[str, dict[str, np.ndarray]] = {state: {} for state in states}
-    for i in range(arrays):
-        name = f"layers.{i // 12}.weight_{i // 3 % 4}"
-        tree[states[i % 3]][name] = np.full((8, 4), i, np.float32)
-    return tree
 
 
 def deepspeed(folder: Path, parameters: int) -> None:

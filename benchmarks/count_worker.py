@@ -15,13 +15,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from benchmarks.array_cases import small_tree
+import numpy as np
 
 # A step gets ready, which is not measured, and gives what is.
 Step = Callable[[Path, int], Callable[[], object]]
 
 
-def _written(path: Path) -> Path:
+def written(path: Path) -> Path:
     """Where a step writes: its caller removes it."""
     return path.with_name(f"{path.name}_written")
 
@@ -30,11 +30,13 @@ def make(path: Path, count: int) -> Callable[[], object]:
     import jax_ucp
 
     tree = small_tree(count)
+    jax_ucp.Checkpoint.of({"imports": "what it needs"})
     return lambda: jax_ucp.Checkpoint.of(tree).save(path)
 
 
 def open_it(path: Path, count: int) -> Callable[[], object]:
     import jax_ucp
+    import jax_ucp.formats.registry
 
     return lambda: jax_ucp.open(path)
 
@@ -72,7 +74,7 @@ def convert(path: Path, count: int) -> Callable[[], object]:
     import jax_ucp
 
     checkpoint = jax_ucp.open(path)
-    return lambda: checkpoint.save(_written(path))
+    return lambda: checkpoint.save(written(path))
 
 
 def save(path: Path, count: int) -> Callable[[], object]:
@@ -84,7 +86,7 @@ def save(path: Path, count: int) -> Callable[[], object]:
 
     def run() -> None:
         with ocp.Checkpointer(jax_ucp.CheckpointHandler()) as checkpointer:
-            checkpointer.save(_written(path), args=jax_ucp.args.Save(tree))
+            checkpointer.save(written(path), args=jax_ucp.args.Save(tree))
 
     return run
 
@@ -135,9 +137,18 @@ def dcp_restore(path: Path, count: int) -> Callable[[], object]:
     return lambda: dcp.load(state, checkpoint_id=path)
 
 
+def small_tree(arrays: int) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters and Adam's moments, 12 arrays to a layer."""
+    states = ("param", "exp_avg", "exp_avg_sq")
+    tree: dict[str, dict[str, np.ndarray]] = {state: {} for state in states}
+    for i in range(arrays):
+        name = f"layers.{i // 12}.weight_{i // 3 % 4}"
+        tree[states[i % 3]][name] = np.full((8, 4), i, np.float32)
+    return tree
+
+
 def _replicated() -> Any:
     import jax
-    import numpy as np
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
