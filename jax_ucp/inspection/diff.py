@@ -258,7 +258,7 @@ class _Sums:
         self.products += [np.vdot(one, other).real for one, other in pairs]
         if not count:
             return
-        apart = np.abs(wide_a - wide_b)
+        apart = _apart(a, b) if _are_integers(a, b) else np.abs(wide_a - wide_b)
         size = np.maximum(np.abs(wide_a), np.abs(wide_b))
         self.largest = max(self.largest, apart.max(initial=0.0))
         relative = np.divide(apart, size, out=np.zeros_like(apart), where=size > 0)
@@ -292,11 +292,29 @@ def _changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Which elements differ: in any bit where both have one dtype, in value elsewhere."""
     if a.dtype != b.dtype:
         exact = a.dtype.kind in "biu" and b.dtype.kind in "biu"
-        return a != b if exact else _wide(a) != _wide(b)
+        return a != b if exact else (_wide(a) != _wide(b)) | _is_rounded(a) | _is_rounded(b)
     width = min(8, a.dtype.itemsize)
     shape = (-1, a.dtype.itemsize // width)
     bits = [np.ascontiguousarray(array).view(f"u{width}").reshape(shape) for array in (a, b)]
     return (bits[0] != bits[1]).any(axis=1) if shape[1] > 1 else (bits[0] != bits[1])[:, 0]
+
+
+def _is_rounded(array: np.ndarray) -> np.ndarray:
+    """Which elements are integers that no double has, and so no other float either."""
+    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
+        return np.zeros(array.size, bool)
+    wide = _wide(array)
+    fits = wide < 2.0 ** (64 if array.dtype.kind == "u" else 63)
+    return ~fits | (np.where(fits, wide, 0).astype(array.dtype) != array)
+
+
+def _are_integers(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.dtype.kind in "iu"
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How far integers are from one another, as doubles: subtracted before they are rounded."""
+    return np.where(a > b, a - b, b - a).view(f"u{a.dtype.itemsize}").astype(np.float64)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

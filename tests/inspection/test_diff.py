@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -85,6 +85,31 @@ def test_large_integers_are_not_compared_as_floats():
     a = np.array([(1 << 60) + 1], np.int64)
     b = np.array([1 << 60], np.uint64)
     assert compare({"x": a}, {"x": b}).values[0].changed == 1
+
+
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.lists(st.tuples(INTEGERS, INTEGERS), min_size=1, max_size=5))
+def test_how_far_integers_are_apart_is_what_python_says(pairs):
+    a, b = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    found = compare({"x": a}, {"x": b}).values
+    largest = max(abs(one - other) for one, other in pairs)
+    assert [each.largest for each in found] == [float(largest)] * bool(largest)
+
+
+@given(INTEGERS, st.floats(-(2.0**64), 2.0**64))
+@example(2**53 + 1, 2.0**53)
+@example(2**63 - 1, 2.0**63)
+def test_an_integer_and_a_float_are_equal_where_python_says_so(number, other):
+    found = compare({"x": np.array([number])}, {"x": np.array([other])})
+    assert sum(each.changed for each in found.values) == (number != other)
+
+
+@pytest.mark.parametrize(("number", "other"), [(2**64 - 1, 2.0**64), (2**64 - 2**11, 2.0**64)])
+def test_an_unsigned_integer_that_no_float_has_is_equal_to_none(number, other):
+    found = compare({"x": np.array([number], np.uint64)}, {"x": np.array([other])})
+    assert [each.changed for each in found.values] == [1]
 
 
 def test_what_is_not_in_both_or_is_something_else_is_named():
