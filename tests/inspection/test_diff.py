@@ -91,6 +91,8 @@ INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(st.lists(st.tuples(INTEGERS, INTEGERS), min_size=1, max_size=5))
+@example([(2**62 + 1, 2**62)])
+@example([(2**63 - 1, -(2**63))])
 def test_how_far_integers_are_apart_is_what_python_says(pairs):
     a, b = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
     found = compare({"x": a}, {"x": b}).values
