@@ -12,13 +12,14 @@ from typing import Any
 import click
 
 import jax_ucp
-from jax_ucp.cli.copying import convert, plan
+from jax_ucp.cli.copying import convert
 from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
 from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
 from jax_ucp.cli.mappings import mappings
 from jax_ucp.cli.output import to_stderr
+from jax_ucp.cli.plan import plan
 from jax_ucp.cli.report import report
 from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError

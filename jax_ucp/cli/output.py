@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import click
@@ -25,10 +26,12 @@ from rich.progress import (
 from rich.text import Text
 
 from jax_ucp.cli.text_table import TextTable
-from jax_ucp.inspection.fold import fold
+from jax_ucp.inspection.fold import fold, fold_states
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import SKIPPED, format_words, head_lines, skipped_reasons
 from jax_ucp.text import visible_lines
+
+Row = tuple[str, ...]
 
 
 class Screen(Console):
@@ -49,10 +52,10 @@ def print_json(report: Report) -> None:
     click.echo(json.dumps(report))
 
 
-def print_head(report: Report) -> None:
-    """What people ask first, a line each; what the files do not say is left out."""
+def print_head(report: Report, lines: Iterable[tuple[str, str]] | None = None) -> None:
+    """What people ask first, or other `lines`; what the files do not say is left out."""
     console.print(f"{report['path']}: {format_words(report)}")
-    for heading, text in head_lines(report):
+    for heading, text in head_lines(report) if lines is None else lines:
         if text:
             console.print(f"{heading:<12}{text}")
     for note in report["notes"]:
@@ -89,6 +92,26 @@ def folded_table(
     return TextTable((*heads, ""), cells)
 
 
+def leaf_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], all_: bool = False
+) -> TextTable:
+    """A folded table of leaves (label, *cells), without columns that say nothing. Of a trainer's
+    tree, the states of a parameter with equal cells are one row; `all_` as in `folded_table`.
+    """
+    if not all_ and (folded := fold_states(rows)):
+        usual, rows = folded
+        title = "parameter" if usual == "param" else f"{usual} of"
+        heads = (title, *heads[1:], "states, if others")
+    return folded_table(*without_empty(heads, rows), all_)
+
+
+def without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Row, list[Row]]:
+    """Heads and rows of a table, without columns that say nothing."""
+    said = [any(cells) for cells in zip(*rows, strict=True)]
+    heads, *rows = (tuple(compress(row, said)) for row in (heads, *rows))
+    return heads, rows
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; nothing where stderr is a file or a pipe."""
@@ -99,7 +122,11 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
     )
     with Progress(
-        *columns, TimeRemainingColumn(), console=to_stderr, disable=not to_stderr.is_terminal
+        *columns,
+        TimeRemainingColumn(),
+        console=to_stderr,
+        disable=not to_stderr.is_terminal,
+        transient=True,
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

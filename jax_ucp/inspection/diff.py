@@ -192,9 +192,17 @@ def _facts(first: Side, second: Side) -> Iterator[Change]:
         {name: group.settings for group in side.groups for name in group.params}
         for side in (first, second)
     )
-    for name, settings in ours.items():
-        if name in theirs and theirs[name] != settings:
-            yield Change(f"settings of {name}", str(settings), str(theirs[name]))
+    for name in filter(theirs.__contains__, ours):
+        one, other = _apart(ours[name], theirs[name]), _apart(theirs[name], ours[name])
+        if one or other:
+            yield Change(f"settings of {name}", str(one), str(other))
+
+
+def _apart(settings: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
+    """The settings that the others lack, or have with another value."""
+    return {
+        key: value for key, value in settings.items() if key not in others or others[key] != value
+    }
 
 
 @dataclass

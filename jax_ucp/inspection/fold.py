@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -53,6 +53,27 @@ def fold(rows: Iterable[Sequence[str]]) -> list[Folded]:
         for (texts, cells), places in alike.items()
         for folded in _folded(texts, cells, places)
     ]
+
+
+def fold_states(rows: Sequence[Sequence[str]]) -> tuple[str, list[tuple[str, ...]]] | None:
+    """Of a trainer's tree, {state: {parameter: array}}: the states that most parameters have
+    alike, and rows (parameter, *cells, states), one for those of its states with equal cells; the
+    last is empty where the states are the usual ones. None of another tree.
+
+    >>> fold_states([("param/w", "[8]"), ("exp_avg/w", "[8]"), ("step/w", "[]")])
+    ('param, exp_avg', [('w', '[8]', ''), ('w', '[]', 'step')])
+    """
+    states: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for label, *cells in rows:
+        state, _, name = label.partition("/")
+        states[name, *cells].append(state)
+    has_names = all(row[0] for row in states)
+    if not has_names or not any("param" in several for several in states.values()):
+        return None
+    weights = (several for several in states.values() if "param" in several)
+    usual = Counter(map(", ".join, weights)).most_common(1)[0][0]
+    names = {row: ", ".join(several) for row, several in states.items()}
+    return usual, [(*row, "" if several == usual else several) for row, several in names.items()]
 
 
 def _folded(

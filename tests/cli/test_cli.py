@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jax_ucp as ucp
 from commands import run, run_json
@@ -117,7 +119,34 @@ def test_plan_shows_a_mesh_without_having_its_devices():
     assert leaf["spec"] == [None, "model"]
     assert leaf["device_shape"] == [24, 4]
     assert leaf["notes"] == ["axis 0 of 24 is not cut over data: 24 does not divide by 64"]
-    assert "given up" in run("plan", CASE, "--mesh", "data=64,model=4")
+    rule = ("--rule", "h_to_4h=data,model")
+    text = run("plan", CASE, "--mesh", "data=64,model=4", *rule)
+    assert re.search(r"^6 +axis 0 of 24 is not cut over data: .* param/layers\.0\.mlp", text, re.M)
+    assert "given up" not in run("plan", CASE, "--mesh", "data=64,model=4")
+
+
+def test_plan_has_one_line_for_the_states_of_a_parameter(tmp_path):
+    text = run("plan", CASE)
+    (line,) = re.findall(r"^layers\.\{0,1\}\.mlp\.dense_h_to_4h\.weight .*", text, re.M)
+    assert line.split()[1:] == ["[24,", "16]", "float32", "2", "x2"]
+    assert "param, exp_avg, exp_avg_sq of" in text
+    assert "and 30 scalars" in text
+    assert "lr_scheduler" not in text
+    assert "lr_scheduler" in run("plan", CASE, "--inventory")
+    assert "exp_avg_sq/layers.1.mlp.dense_h_to_4h.weight" in run("plan", CASE, "--all")
+
+
+def test_a_rule_for_a_numpy_array_is_said_not_to_put_it_on_the_mesh(tmp_path):
+    ucp.Checkpoint.of({"w": np.ones((4, 4)), "b": np.ones(4)}).save(tmp_path / "c")
+    found = run_json("plan", tmp_path / "c", "--mesh", "x=2", "--rule", "w=x")["restore"]
+    b, w = sorted(found["leaves"], key=lambda leaf: leaf["leaf"])
+    assert (b["notes"], w["spec"]) == ([], [])
+    assert "a numpy array, which no rule puts on the mesh" in w["notes"][0]
+    mesh = jax.make_mesh((1,), ("x",))
+    checkpoint = ucp.open(tmp_path / "c")
+    with pytest.warns(ucp.errors.ShardingWarning, match="w: a numpy array, which no rule"):
+        tree = checkpoint.restore(mesh=mesh, rules=[("w", PartitionSpec("x"))])
+    assert isinstance(tree["w"], np.ndarray)
 
 
 def test_a_conversion_for_a_mesh_is_read_there_without_a_byte_in_vain(tmp_path):

@@ -133,12 +133,14 @@ def test_the_command_folds_and_has_an_exit_code(tmp_path):
     ucp.Checkpoint.of(other).save(tmp_path / "b")
     text = run("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert "layer_{0..2}/w  100.000%" in text
-    assert "1 leaves equal in all elements, 3 differences" in text
+    assert "3 leaves differ, 1 equal in all elements" in text
     assert "layer_1/w" in run("diff", tmp_path / "a", tmp_path / "b", "--all", code=1)
     found = run_json("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert not found["same"]
     assert [each["changed"] for each in found["values"]] == [16, 16, 16]
-    assert "4 leaves equal" in run("diff", tmp_path / "a", tmp_path / "b", "--headers")
+    assert "0 leaves differ, 4 equal in names, shapes and dtypes" in run(
+        "diff", tmp_path / "a", tmp_path / "b", "--headers"
+    )
     assert run_json("diff", tmp_path / "a", tmp_path / "a")["same"]
     assert json.dumps(found)
 
