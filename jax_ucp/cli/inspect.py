@@ -143,7 +143,7 @@ def _parameter_table(arrays: list[Report], show: _Show) -> TextTable:
     for (name, states), kind in zip(states_of.items(), kinds, strict=True):
         shape, dtype = str(states[0]["shape"]), states[0]["dtype"]
         rows.append((name, shape, dtype, "" if kind == usual else kind))
-    heads = ("parameter", "shape", "dtype", f"states, if not {usual}")
+    heads = ("parameter", "shape", "dtype", "states, if others")
     return _with_files(heads, rows, list(map(_files, states_of.values())), show)
 
 

@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.text import Text
 
 from jax_ucp.cli.text_table import TextTable
-from jax_ucp.inspection.fold import fold, fold_states
+from jax_ucp.inspection.fold import fold, fold_states, with_moments
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import SKIPPED, format_words, head_lines, skipped_reasons
 from jax_ucp.text import visible_lines
@@ -84,7 +84,7 @@ def folded_table(
     """
     if all_:
         return TextTable(heads, rows)
-    folded = fold(rows)
+    folded = with_moments(fold(rows))
     if all(row.count == 1 for row in folded):
         return TextTable(heads, [(row.name, *row.cells) for row in folded])
     counts = (f"x{row.count}" if row.count > 1 else "" for row in folded)

@@ -19,6 +19,7 @@ from jax_ucp.cli.options import (
 from jax_ucp.cli.output import Row, console, leaf_table, print_head, print_inventory, print_json
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection import report
+from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import counted, several, size, spec_words
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostMesh
 
-HOSTS_SHOWN = 16
+HOST_ROWS_SHOWN = 16
 
 
 @click.command()
@@ -98,13 +99,14 @@ def _print_mesh_plan(summary: Report, all_: bool) -> None:
     for note in summary["notes"]:
         console.print(f"note: {note}")
     hosts = summary["hosts"]
-    shown = hosts if all_ else hosts[:HOSTS_SHOWN]
     heads = ("host", "to read", "needed", "read / needed", "files", "requests")
     is_remote = any(host["requests"] for host in hosts)
-    rows = [_host_row(i, host) for i, host in enumerate(shown)]
+    alike = fold([_host_row(i, host) for i, host in enumerate(hosts)])
+    shown = alike if all_ else alike[:HOST_ROWS_SHOWN]
+    rows = [(row.name, *row.cells) for row in shown]
     console.print(TextTable(heads if is_remote else heads[:-1], rows))
-    if len(hosts) > len(shown):
-        console.print(f"and {several(len(hosts) - len(shown), 'host')} more, which --all lists")
+    if left := sum(row.count for row in alike) - sum(row.count for row in shown):
+        console.print(f"and {several(left, 'host')} more, which --all lists")
     amplification, balance = summary["amplification"], summary["balance"]
     console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
     heads = ("leaf", "shape", "spec", "on each device")

@@ -55,10 +55,10 @@ def _lines(row: Sequence[str], widths: Sequence[int], console: Console) -> list[
     """A row as it is printed: one line, or as many as its longest cell takes."""
     cells = list(zip(row, widths, strict=True))
     if all(_width(cell) <= width for cell, width in cells):
-        return [_GAP.join([_padded(cell, width) for cell, width in cells]).rstrip()]
+        return [_GAP.join([_padded(cell, width) for cell, width in cells]).rstrip(" ")]
     folded = [_wrapped(cell, width, console) for cell, width in cells]
     lines = zip_longest(*folded, fillvalue="")
-    return [_GAP.join(map(_padded, line, widths)).rstrip() for line in lines]
+    return [_GAP.join(map(_padded, line, widths)).rstrip(" ") for line in lines]
 
 
 class _Wrapper(TextWrapper):

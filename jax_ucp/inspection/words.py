@@ -28,19 +28,19 @@ def head_lines(report: Report) -> Iterator[tuple[str, str]]:
     if states:
         weights = states["param"]
         dtypes = ", ".join(weights["dtypes"])
-        yield "parameters", f"{weights['parameters']}, {weights['elements']:,} elements, {dtypes}"
+        yield "parameters", f"{weights['parameters']:,}, {weights['elements']:,} elements, {dtypes}"
         yield (
             "optimizer",
             ", ".join(
-                f"{state} {'/'.join(kind['dtypes'])} of {kind['parameters']}"
+                f"{state} {'/'.join(kind['dtypes'])} of {kind['parameters']:,}"
                 for state, kind in states.items()
                 if state != "param"
             ),
         )
     yield from _group_lines(report["groups"])
-    dtypes = ", ".join(f"{n} {dtype}" for dtype, n in report["dtypes"].items())
-    yield "arrays", f"{report['arrays']} in all ({dtypes}), {report['elements']:,} elements"
-    items = ", ".join(f"{n} {status}" for status, n in report["items"].items())
+    dtypes = ", ".join(f"{n:,} {dtype}" for dtype, n in report["dtypes"].items())
+    yield "arrays", f"{report['arrays']:,} in all ({dtypes}), {report['elements']:,} elements"
+    items = ", ".join(f"{n:,} {status}" for status, n in report["items"].items())
     yield "stored", f"{size(report['bytes'])} in {several(report['files'], 'file')}; items: {items}"
 
 
@@ -79,17 +79,18 @@ def _settings(values: Report) -> str:
 
 def skipped_reasons(items: Iterable[Report]) -> list[tuple[str, str, str]]:
     """How many items of an inventory are skipped, why, and one of them; each reason once."""
-    return counted(
-        (_reason(item["reason"], item["where"]), item["where"])
-        for item in items
-        if item["status"] == "skipped"
-    )
+    skipped = [(item["reason"], item["where"]) for item in items if item["status"] == "skipped"]
+    return counted((_reason(*item), item[1]) for item in skipped)
+
+
+# The name of an array in a sentence; those of files have fewer dots.
+_NAME = re.compile(r"\w+(?:\.\w+){2,}")
 
 
 def _reason(reason: str, where: str) -> str:
-    """The reason without the name of the item, which differs from one to the next."""
+    """The reason without names of arrays, which differ from one item to the next."""
     name = re.split(r"[:/]", where)[-1]
-    return reason.replace(name, "...") if name else reason
+    return _NAME.sub("...", reason.replace(name, "...") if name else reason)
 
 
 def counted(reasons: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:

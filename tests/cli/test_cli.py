@@ -65,7 +65,7 @@ def test_inspect_has_a_row_for_each_parameter_whatever_the_order_of_its_states(t
     tree = {"exp_avg": {"w": one}, "param": {"w": one.astype(np.float16)}, "step": {"count": two}}
     ucp.Checkpoint.of(tree).save(tmp_path / "c")
     lines = [line.rstrip() for line in run("inspect", tmp_path / "c").splitlines()]
-    assert "parameter  shape   dtype    states, if not param float16, exp_avg float32" in lines
+    assert "parameter  shape   dtype    states, if others" in lines
     assert "w          [3, 4]  float16" in lines
     assert "count      [2]     int32    step int32" in lines
 
@@ -119,7 +119,7 @@ def test_plan_shows_a_mesh_without_having_its_devices():
     assert leaf["spec"] == [None, "model"]
     assert leaf["device_shape"] == [24, 4]
     assert leaf["notes"] == ["axis 0 of 24 is not cut over data: 24 does not divide by 64"]
-    rule = ("--rule", "h_to_4h=data,model")
+    rule = ("--rule", r"h_to_4h\.weight=data,model")
     text = run("plan", CASE, "--mesh", "data=64,model=4", *rule)
     assert re.search(r"^6 +axis 0 of 24 is not cut over data: .* param/layers\.0\.mlp", text, re.M)
     assert "given up" not in run("plan", CASE, "--mesh", "data=64,model=4")
@@ -128,7 +128,7 @@ def test_plan_shows_a_mesh_without_having_its_devices():
 def test_plan_has_one_line_for_the_states_of_a_parameter(tmp_path):
     text = run("plan", CASE)
     (line,) = re.findall(r"^layers\.\{0,1\}\.mlp\.dense_h_to_4h\.weight .*", text, re.M)
-    assert line.split()[1:] == ["[24,", "16]", "float32", "2", "x2"]
+    assert line.split()[1:] == ["[24,", "16]", "float32", "1", "x2"]
     assert "param, exp_avg, exp_avg_sq of" in text
     assert "and 30 scalars" in text
     assert "lr_scheduler" not in text
@@ -172,7 +172,7 @@ def test_a_conversion_for_a_mesh_is_read_there_without_a_byte_in_vain(tmp_path):
     assert len(files) == want.size // math.prod(planned["outer_chunk"])
     text = run("plan", tmp_path / "cut", *mesh)
     assert "all hosts: read / needed 1.000, most / mean 1.000" in text
-    assert "and 16 hosts more" in text
+    assert re.search(r"^\{0\.\.31\} +128\.0 KiB +128\.0 KiB +1\.000", text, re.M)
 
 
 def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_path):
