@@ -86,7 +86,7 @@ def diff(
 
 def _print_difference(found: Difference, all_: bool) -> None:
     if found.facts:
-        console.print(folded_table(("told", "first", "second"), told(found), all_))
+        console.print(folded_table(("fact", "first", "second"), told(found), all_))
     rows = list(changes(found))
     if rows:
         console.print(leaf_table(("leaf", "what", "first", "second"), rows, all_))
@@ -94,7 +94,7 @@ def _print_difference(found: Difference, all_: bool) -> None:
         console.print(_values_table(title, values, all_))
     differing = len({label for label, *_ in rows} | {each.label for each in found.values})
     compared = "names, shapes and dtypes" if found.headers_only else "all elements"
-    also = f"; {len(found.facts)} of what they say of themselves" if found.facts else ""
+    also = f"; {several(len(found.facts), 'fact differs', 'facts differ')}" if found.facts else ""
     differ = several(differing, "leaf differs", "leaves differ")
     console.print(f"{differ}, {found.equal:,} equal in {compared}{also}")
 

@@ -118,6 +118,17 @@ def test_two_formats_of_one_state_are_the_same(tmp_path):
     assert found.equal == len(checkpoint.leaves)
 
 
+def test_a_setting_that_differs_alike_is_one_fact():
+    cases = DATA / "deepspeed"
+    found = ucp.diff(cases / "z1_fp32_dp2_sgd", cases / "z1_fp32_dp2_lion", headers=True)
+    facts = {fact.label: (fact.first, fact.second) for fact in found.facts}
+    assert facts["lr"] == ("0.027500000000000004", "0.00055")
+    assert facts["betas"] == ("", "[0.9, 0.99]")
+    [decay] = [label for label in facts if label.startswith("weight_decay")]
+    assert decay == "weight_decay of 11, such as embed.word_embeddings.weight"
+    assert facts[decay] == ("0.01", "0.1")
+
+
 def test_a_model_is_compared_through_its_mapping(tmp_path):
     source = ucp.open(DATA / "torch" / "hf_gpt2" / "ckpt")
     mapped = source.map("hf-gpt2-to-flax")
