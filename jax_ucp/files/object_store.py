@@ -7,8 +7,10 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 from jax_ucp.arguments import require_extra
@@ -16,9 +18,11 @@ from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import RemoteFiles, Unanswered
 
-# A file of more bytes is uploaded in parts of so many, some of them at once. S3 takes 10,000 parts,
-# none but the last below 5 MiB.
-PART_BYTES, PARTS_AT_ONCE = 16 << 20, 8
+# A file of more than so many bytes is uploaded in parts, some of them at once. S3 and Google Cloud
+# Storage take 10,000 parts, none but the last below 5 MiB. An upload in parts waits for two
+# requests more, so a chunk of 16 MiB and its checksums are one.
+PUT_BYTES, PART_BYTES, PARTS_AT_ONCE = 24 << 20, 16 << 20, 8
+LEAST_PART_BYTES, MOST_PARTS = 5 << 20, 10_000
 
 # What the library does by itself for one request, before we ask again.
 RETRIES = 4
@@ -26,10 +30,12 @@ _RETRY = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)},
 }
-# A request of ours has at most a few MiB: what takes longer has stopped.
-_TIMEOUTS = {"timeout": "30s", "connect_timeout": "10s"}
+# What we ask for has at most a few MiB: what takes longer has stopped. What we send has more, and
+# many requests share what may be a narrow way up.
+READ_TIMEOUT, WRITE_TIMEOUT, CONNECT_TIMEOUT = "30s", "5min", "10s"
 _MESSAGE_CHARS = 300
 
+Chunk = bytes | bytearray
 R = TypeVar("R")
 
 
@@ -40,12 +46,17 @@ class Refused(StoreError):
 class Bucket(RemoteFiles):
     """The objects of a bucket whose keys begin with `prefix`.
 
-    Nothing is a folder but what the keys of objects have before a slash.
+    Nothing is a folder but what the keys of objects have before a slash. An empty object whose key
+    ends in one, as consoles write it, marks a folder and is no file.
     """
 
     def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
         self._scheme, self._bucket, self._prefix = scheme, bucket, prefix
         self._store = store or open_store(scheme, bucket)
+
+    @cached_property
+    def _writer(self) -> Any:
+        return open_store(self._scheme, self._bucket, timeout=WRITE_TIMEOUT)
 
     def __reduce__(self) -> tuple[Any, ...]:  # each process has credentials of its own
         return type(self), (self._scheme, self._bucket, self._prefix)
@@ -65,6 +76,7 @@ class Bucket(RemoteFiles):
         # a key may be a file and what others begin with: the file is what has a name of its own
         names = {file.name for file in files} | {folder}
         folders = [entry for entry in folders if entry.name not in names]
+        files = [file for file in files if file.name != folder]  # an object that marks the folder
         return sorted((*folders, *files), key=lambda entry: entry.name)
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
@@ -73,16 +85,21 @@ class Bucket(RemoteFiles):
         inside = len(f"{self._prefix}/") if self._prefix else 0
         pages = self._ask(folder, lambda: [*obstore().list(self._store, prefix)])
         found = [_info(meta["path"][inside:], meta) for page in pages for meta in page]
-        yield from sorted(found, key=lambda file: file.name)
+        files = sorted(found, key=lambda file: file.name)
+        folders = {folder}.union(*(_folders(file.name) for file in files))
+        yield from (file for file in files if file.size or file.name not in folders)
 
     def stat(self, name: str) -> FileInfo | None:
+        if found := self.find(name):
+            return found
+        return FileInfo(name, 0, "", "folder") if self.list(name) else None
+
+    def find(self, name: str) -> FileInfo | None:
         key = self.key(name)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if key:
                 return _info(name, self._ask(name, lambda: obstore().head(self._store, key)))
-        except FileNotFoundError:
-            pass
-        return FileInfo(name, 0, "", "folder") if self.list(name) else None
+        return None
 
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         key, options = self.key(file.name), {"range": (start, stop)}
@@ -96,35 +113,73 @@ class Bucket(RemoteFiles):
                 raise Unanswered(f"bytes {answer.range} came, of {start} to {stop}")
             return memoryview(answer.bytes())
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
+    def write(
+        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
+    ) -> FileInfo | None:
         """It is whole or not there, whether `durable` or not."""
-        chunks = _chunks(parts)
-        first, second = next(chunks, b""), next(chunks, None)
-        key = self.key(name)
-        if second is None:
-            self._ask(name, lambda: _put(self._store, key, first, use_multipart=False))
-            return
-        self._upload(name, itertools.chain([first, second], chunks))
+        return self._write(name, parts, PUT_BYTES, PART_BYTES, PARTS_AT_ONCE)
 
-    def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
+    def write_large(
+        self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
+    ) -> None:
+        """Parts are as large as so large a file needs them."""
+        wanted = max(LEAST_PART_BYTES, min(PART_BYTES, max_bytes // 4))
+        part_bytes = max(wanted, -(-size // MOST_PARTS))
+        # one is put together, and one waits
+        at_once = max(1, min(PARTS_AT_ONCE, max_bytes // part_bytes - 2))
+        self._write(name, parts, part_bytes, part_bytes, at_once)
+
+    def _write(
+        self,
+        name: str,
+        parts: Iterable[bytes | memoryview],
+        put_bytes: int,
+        part_bytes: int,
+        at_once: int,
+    ) -> FileInfo | None:
+        """Write a file of less than `put_bytes` by one request, and others in parts."""
+        key = self.key(name)
+        with contextlib.closing(_chunks(parts, put_bytes)) as chunks:
+            first = [next(chunks, b"")]
+            if len(first[0]) < put_bytes:
+                put = self._ask(
+                    name, lambda: _put(self._writer, key, first[0], use_multipart=False)
+                )
+                return FileInfo(name, len(first[0]), _etag(put)) if put["e_tag"] else None
+            options = {"chunk_size": part_bytes, "max_concurrency": at_once}
+            return self._upload(name, itertools.chain(_popped(first), chunks), options)
+
+    def _upload(
+        self, name: str, chunks: Iterator[bytes | bytearray], options: Mapping[str, int]
+    ) -> FileInfo:
         """Write a file in parts, each of which the library sends again; the whole cannot be."""
         size, key = 0, self.key(name)
+        failed: list[Exception] = []  # of what makes the parts, which is none of the store
 
-        def counted() -> Iterator[bytes]:
+        def counted() -> Iterator[Chunk]:
             nonlocal size
-            for chunk in chunks:
-                size += len(chunk)
-                yield chunk
+            try:
+                while chunk := maker.submit(next, chunks, b"").result():
+                    size += len(chunk)
+                    yield chunk
+            except Exception as error:
+                failed.append(error)
+                raise
 
-        options = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
         try:
-            with _Asking(self.url(name)):
-                _put(self._store, key, counted(), use_multipart=True, **options)
-        except Unanswered as error:
-            raise StoreError(f"{self.url(name)} was not written: {error}") from error
-        info = self.stat(name)
+            # the library refuses to be asked for anything else in the thread in which it takes them
+            with _Asking(self.url(name)), ThreadPoolExecutor(1) as maker:
+                _put(self._writer, key, counted(), use_multipart=True, **options)
+        except Exception as error:
+            if failed:
+                raise failed[0] from failed[0].__cause__
+            if isinstance(error, Unanswered):
+                raise StoreError(f"{self.url(name)} was not written: {error}") from error
+            raise
+        info = self.find(name)
         if info is None or info.size != size:
             raise StoreError(f"{self.url(name)} was written with {size} bytes, and has {info}")
+        return info
 
     def create(self, name: str, data: bytes) -> None:
         """Raises FileExistsError where there is an object of that key, as `Files` has it.
@@ -148,7 +203,7 @@ class Bucket(RemoteFiles):
         self.persist(name, ask)
 
     def _holds(self, name: str, data: bytes) -> bool:
-        info = self.stat(name)
+        info = self.find(name)
         return info is not None and info.size == len(data) and read_bytes(self, info) == bytes(data)
 
     def delete(self, name: str) -> None:
@@ -207,12 +262,18 @@ class _Asking:
 
 
 def _may_pass(text: str) -> bool:
-    """Whether asking again may help: what the server said is not that the request is wrong."""
+    """Whether asking again may help: what the server said is not that the request is wrong, and
+    not a key that the library has no path for, such as one with two slashes together.
+    """
+    if "invalid path" in text:
+        return False
     _, _, status = text.partition("status code: ")
     return not status.startswith(("4", "501")) or status.startswith(("408", "425", "429"))
 
 
-def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
+def open_store(
+    scheme: str, bucket: str, retries: int = RETRIES, timeout: str = READ_TIMEOUT
+) -> Any:
     """The library's store for a bucket, with the credentials and endpoint that the cloud's own
     tools would take.
     """
@@ -221,7 +282,11 @@ def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
     container, settings = config(bucket)
     return getattr(obstore_store, make)(
         container,
-        client_options=_TIMEOUTS | {"allow_http": True},
+        client_options={
+            "timeout": timeout,
+            "connect_timeout": CONNECT_TIMEOUT,
+            "allow_http": True,
+        },
         retry_config={**_RETRY, "max_retries": retries},
         **settings,
     )
@@ -232,8 +297,10 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
     environment, containers and instances.
     """
     environment = os.environ
+    endpoint: dict[str, Any] = {"endpoint": _s3_endpoint(bucket)} if _is_virtual_hosted() else {}
+    endpoint = {key: value for key, value in endpoint.items() if value}
     if "AWS_ACCESS_KEY_ID" in environment or environment.get("AWS_SKIP_SIGNATURE"):
-        return bucket, {}
+        return bucket, endpoint
     try:
         import boto3
     except ImportError:
@@ -242,13 +309,30 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
                 f"s3://{bucket}: AWS_PROFILE is set, and profiles are read by boto3, which is not"
                 " installed: pip install boto3"
             ) from None
-        return bucket, {}
+        return bucket, endpoint
     session = boto3.Session()
+    settings = endpoint | _region(session)
     if session.get_credentials() is None:
-        return bucket, {"skip_signature": True} | _region(session)
+        return bucket, settings | {"skip_signature": True}
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    return bucket, {"credential_provider": Boto3CredentialProvider(session)} | _region(session)
+    return bucket, settings | {"credential_provider": Boto3CredentialProvider(session)}
+
+
+def _s3_endpoint(bucket: str) -> str | None:
+    """The address that the environment gives. Where buckets are hosts, that of the bucket: the
+    library would send what is for it to the store itself.
+    """
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not endpoint or not _is_virtual_hosted():
+        return endpoint
+    scheme, _, host = endpoint.partition("://")
+    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
+
+
+def _is_virtual_hosted() -> bool:
+    said = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "")
+    return said.lower() in ("1", "true", "on", "yes", "y")
 
 
 def _region(session: Any) -> dict[str, str]:
@@ -299,12 +383,15 @@ _STORES: Mapping[str, tuple[str, Callable[[str], tuple[str, Mapping[str, Any]]]]
 
 
 def _s3_kvstore(bucket: str) -> dict[str, Any]:
-    environment = os.environ
+    environment, endpoint = os.environ, _s3_endpoint(bucket)
+    # where buckets are hosts, it takes none beside the endpoint
+    is_host = endpoint is not None and _is_virtual_hosted()
     said = {
-        "endpoint": environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"),
+        "endpoint": endpoint,
+        "bucket": "" if is_host else bucket,
         "aws_region": environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"),
     }
-    return {"driver": "s3", "bucket": bucket} | {key: value for key, value in said.items() if value}
+    return {"driver": "s3"} | {key: value for key, value in said.items() if value}
 
 
 def _gcs_kvstore(bucket: str) -> dict[str, Any]:
@@ -328,24 +415,40 @@ def _exceptions() -> Any:
     return require_extra("obstore.exceptions", "cloud", "a bucket")
 
 
-def _put(store: Any, key: str, data: bytes | Iterator[bytes], **options: Any) -> None:
-    obstore().put(store, key, data, **options)
+def _put(
+    store: Any, key: str, data: bytes | bytearray | Iterator[bytes | bytearray], **options: Any
+) -> Any:
+    return obstore().put(store, key, data, **options)
 
 
-def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The same bytes in runs of PART_BYTES, the last of which is shorter."""
+def _popped(chunks: list[Chunk]) -> Iterator[Chunk]:
+    """Those of a list, which does not keep them."""
+    while chunks:
+        yield chunks.pop(0)
+
+
+def _chunks(
+    parts: Iterable[bytes | memoryview], part_bytes: int
+) -> Generator[bytearray, None, None]:
+    """The same bytes in runs of so many, the last of which is shorter."""
     room = bytearray()
     for part in parts:
         rest = memoryview(part).cast("B")
         while rest:
-            taken = rest[: PART_BYTES - len(room)]
+            taken = rest[: part_bytes - len(room)]
             room += taken
             rest = rest[len(taken) :]
-            if len(room) == PART_BYTES:
-                yield bytes(room)
-                room.clear()
+            if len(room) == part_bytes:
+                yield room
+                room = bytearray()
     if room:
-        yield bytes(room)
+        yield room
+
+
+def _folders(name: str) -> Iterator[str]:
+    """The folders that a file is in."""
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
@@ -354,5 +457,8 @@ def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
 
 def version_of(meta: Mapping[str, Any]) -> str:
     """The object's etag; where a web server has none, when it was changed."""
-    # Azure's lists have etags without quotes
-    return (meta["e_tag"] or "").strip('"') or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+    return _etag(meta) or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+
+
+def _etag(meta: Mapping[str, Any]) -> str:
+    return (meta["e_tag"] or "").strip('"')  # Azure's lists have them without quotes

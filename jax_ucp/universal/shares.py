@@ -159,7 +159,8 @@ def _commit(
     files = target.folder()
     files.write(CONVERSION_FILE, [msgspec.json.encode(_Conversion(identity))], durable=True)
     try:
-        commit_copy(contents, plan, ZarrStore(files, plan.arrays, plan.chunks), count)
+        store = ZarrStore(files, plan.arrays, plan.chunks)
+        commit_copy(contents, plan, range(count)).write(store)
     except CorruptData:
         if not _is_result(target, identity):
             raise  # else another has committed it, and cleared away what was to be read

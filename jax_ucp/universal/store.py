@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedLeaf
 from jax_ucp.files.in_flight import each_file, stat_all
+from jax_ucp.files.looked import find
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
 from jax_ucp.files.read_ahead import ReadAhead
@@ -41,6 +42,7 @@ from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
 from jax_ucp.universal.metadata import Metadata, StoredArray, decode, digest, encode
 from jax_ucp.universal.ocdbt import Range
+from jax_ucp.universal.orbax_tree import TREE_FILE
 from jax_ucp.universal.packs import index_files, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (
     CRC,
@@ -72,6 +74,15 @@ class Written(msgspec.Struct, frozen=True):
     crcs: bytes
 
 
+class Beside(NamedTuple):
+    """A file beside the arrays that was written: its digest, and what it was then, where the store
+    said so.
+    """
+
+    digest: str
+    file: FileInfo | None
+
+
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
@@ -81,7 +92,7 @@ class ZarrStore(Watched):
     Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where
     packed chunks are, by their keys: the number of the pack, and the offset in it. `crcs` are those
     recorded of an array's inner chunks, with which every read compares; `written` is what this
-    process wrote, by array and box.
+    process wrote, by array and box, and `beside` are the other files that it wrote.
     """
 
     def __init__(
@@ -97,6 +108,7 @@ class ZarrStore(Watched):
         self.chunks = chunks
         self.places = dict(places or {})
         self.seen: dict[str, FileInfo] = {}
+        self.beside: dict[str, Beside] = {}
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
         self._packs: dict[str, ReadAhead] = {}
@@ -109,9 +121,13 @@ class ZarrStore(Watched):
         """Write the array's `zarr.json`. One process does this, once; it is durable after
         `directory.sync`.
         """
-        self.directory.write(
-            f"{key}/zarr.json", [zarr_json(self._arrays[key], self.chunks[key])], durable=False
-        )
+        text = zarr_json(self._arrays[key], self.chunks[key])
+        self.write_beside(f"{key}/zarr.json", text, durable=False)
+
+    def write_beside(self, name: str, data: bytes, durable: bool = True) -> None:
+        """Write a file beside the arrays, and note what it is."""
+        file = self.directory.write(name, [data], durable=durable)
+        self.beside[name] = Beside(digest(data), file)
 
     def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
         """Write one outer chunk, whole, and note what it is. If not durable now, it is after
@@ -227,6 +243,11 @@ class ZarrStore(Watched):
         if file := self.seen.get(name) if self.directory.is_remote else None:
             return read_bytes(self.directory, file)
         return read_file(self.directory, name)
+
+    def has_kept(self, name: str) -> bool:
+        """Whether a file is by its version the one that was written here."""
+        written = self.beside.get(name)
+        return bool(written and written.file and written.file == self.seen.get(name))
 
     def _file(self, name: str) -> FileInfo:
         """A file as it is now; one behind a network as it was when the checkpoint was opened."""
@@ -390,8 +411,9 @@ def claimed(directory: Files) -> Iterator[None]:
     except FileExistsError:
         other = (read_file(directory, WRITER_FILE) or b"").decode(errors="replace")
         raise FileExistsError(
-            f"{directory} is being written by another save, or was left by one that was killed:"
-            f" {WRITER_FILE} there says {other:.200}. Save to another path, or delete the folder"
+            f"{directory} is being written by another save or export, or was left by one that was"
+            f" killed: {WRITER_FILE} there says {other:.200}. Give another path, or delete the"
+            " folder"
         ) from None
     try:
         yield
@@ -401,7 +423,7 @@ def claimed(directory: Files) -> Iterator[None]:
 
 
 def write_part(store: ZarrStore, process: int) -> None:
-    """Make durable what this process wrote, and leave word of it for the process that commits."""
+    """Make durable what this process wrote, and leave word of it for another, which commits."""
     store.directory.sync()
     written = {key: chunks for key, chunks in store.written.items() if chunks}
     part = msgspec.json.encode(_Part(written, store.places))
@@ -420,50 +442,55 @@ def delete_part(directory: Files, process: int) -> None:
 @dataclass(frozen=True)
 class Commit:
     """What makes a directory of arrays a checkpoint: written by one process when all have
-    written their parts.
+    written their parts. `parts` are the processes that left word of theirs, beside this one.
     """
 
     leaves: Sequence[Leaf]
-    processes: int = 1
+    parts: Sequence[int] = ()
     packed: frozenset[str] = frozenset()
     files: Mapping[str, bytes] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Group] = ()
 
+    def prepare(self, store: ZarrStore) -> None:
+        """Write what lies beside the arrays, but for the last file. The store has the places of
+        all packed chunks; what is in the chunks need not be written yet.
+        """
+        early = {name: data for name, data in self.files.items() if name != TREE_FILE}
+        beside = _index(store, _zarr_jsons(store)) | early
+        each_file(store.directory, lambda name: store.write_beside(name, beside[name]), beside)
+
     def write(self, store: ZarrStore) -> Metadata:
-        """Write the side files, then `ucp.json`.
+        """Write what was not prepared, then `ucp.json`.
 
         Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was
         written: something else deletes or writes here too. Then there is no `ucp.json`.
         """
         directory = store.directory
-        written = _gathered(store, self.processes)
-        arrays = {key: _stored_array(store, key, written[key]) for key in store.arrays()}
-        zarr_jsons = {
-            key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()
-        }
+        _gather(store, self.parts)
+        arrays = {key: _stored_array(store, key) for key in store.arrays()}
+        if not self.files.keys() - {TREE_FILE} <= store.beside.keys():
+            self.prepare(store)
+        # with this file, stock Orbax takes the directory for a checkpoint
+        store.write_beside(TREE_FILE, self.files[TREE_FILE])
         digests = {
             f"{key}/zarr.json": digest(data)
-            for key, data in zarr_jsons.items()
+            for key, data in _zarr_jsons(store).items()
             if key not in self.packed
         }
-        for name, data in (_index(store, zarr_jsons) | dict(self.files)).items():
-            directory.write(name, [data], durable=True)
-            digests[name] = digest(data)
         metadata = Metadata(
             tuple(self.leaves),
             arrays,
-            digests,
+            digests | {name: store.beside[name].digest for name in sorted(store.beside)},
             dict(self.source),
             dict(self.extras),
             tuple(self.groups),
         )
         if faults := verify_files(metadata, store):
-            raise CorruptData(_not_kept(directory, faults, self.processes))
+            raise CorruptData(_not_kept(directory, faults, bool(self.parts)))
         _commit(directory, encode(metadata))
-        for process in range(self.processes):
-            directory.delete(_part_name(process))
+        each_file(directory, partial(delete_part, directory), self.parts)
         return metadata
 
 
@@ -482,15 +509,17 @@ def _commit(directory: Files, data: bytes) -> None:
             ) from None
 
 
-def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:
-    """What all processes wrote, by array and box; the store then has the places of all of them."""
-    written: dict[str, dict[str, Written]] = {key: {} for key in store.arrays()}
-    parts = each_file(store.directory, partial(_read_part, store.directory), range(processes))
+def _gather(store: ZarrStore, processes: Sequence[int]) -> None:
+    """Note in the store what those processes wrote."""
+    parts = each_file(store.directory, partial(_read_part, store.directory), processes)
     for part in parts:
         store.places.update(part.places)
         for key, chunks in part.written.items():
-            written[key] |= chunks
-    return written
+            store.written[key] |= chunks
+
+
+def _zarr_jsons(store: ZarrStore) -> dict[str, bytes]:
+    return {key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()}
 
 
 def _index(store: ZarrStore, zarr_jsons: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -500,8 +529,9 @@ def _index(store: ZarrStore, zarr_jsons: Mapping[str, bytes]) -> dict[str, bytes
     return index_files(zarr_jsons, _ranges(store))
 
 
-def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) -> StoredArray:
+def _stored_array(store: ZarrStore, key: str) -> StoredArray:
     """What there is to say of an array. Raises CorruptData if a chunk of it was not written."""
+    written = store.written[key]
     shape, chunks = store.arrays()[key].shape, store.chunks[key]
     boxes = {str(box): box for box in grid_boxes(shape, chunks.outer)}
     if missing := [
@@ -528,8 +558,8 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     FormatError if it says what no writer does. Reads no array data.
     """
     directory = file_path(path).folder()
-    file = directory.stat(METADATA_FILE)
-    if file is None or file.kind != "file":
+    file = find(directory, METADATA_FILE)
+    if file is None:
         raise NotACheckpoint(
             f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never"
             " finished"
@@ -601,9 +631,10 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     digests.
     """
     faults = missing_files(metadata, store)
-    found = each_file(store.directory, store.content, metadata.files)
-    for (name, want), data in zip(metadata.files.items(), found, strict=True):
-        if data is not None and digest(data) != want:
+    unknown = [name for name in metadata.files if not store.has_kept(name)]
+    found = each_file(store.directory, store.content, unknown)
+    for name, data in zip(unknown, found, strict=True):
+        if data is not None and digest(data) != metadata.files[name]:
             faults.append(
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
                 " recorded"
@@ -673,9 +704,9 @@ def _pack_faults(store: ZarrStore) -> list[str]:
                 number, offset = store.places[name]
                 ends[pack_name(number)] = max(ends.get(pack_name(number), 0), offset + nbytes)
     return [
-        f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
+        f"{store.directory}/{name} is damaged: it has {file.size} bytes, its chunks end at {end}"
         for name, end in ends.items()
-        if (size := file_size(store.directory, name)) not in (None, end)
+        if (file := store.seen.get(name)) is not None and file.size != end
     ]
 
 
@@ -739,11 +770,11 @@ _WHO_ELSE = (
 _SHARED_STORAGE = "Or the directory is not on storage that all processes share."
 
 
-def _not_kept(directory: Files, faults: Sequence[str], processes: int) -> str:
+def _not_kept(directory: Files, faults: Sequence[str], is_shared: bool) -> str:
     """What to say of files that were written, and are not as they were written."""
     more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
     lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
-    shared = f" {_SHARED_STORAGE}" if processes > 1 else ""
+    shared = f" {_SHARED_STORAGE}" if is_shared else ""
     return (
         f"{directory} has lost what was just written to it, and is no checkpoint:\n "
         f" {lines}\n{_WHO_ELSE}{shared}"
