@@ -292,29 +292,17 @@ def _dead_rows(rows: np.ndarray) -> int:
 def _single_statistics(block: np.ndarray, scratch: np.ndarray) -> Statistics:
     """What floats of at most 32 bits in one line are like; `scratch` is memory for as many."""
     if block.dtype != np.float32:
-        _widen(block, scratch)
+        np.copyto(scratch, block, casting="unsafe")  # which holds every value
         block = scratch
     least, greatest = float(block.min()), float(block.max())
     if not (math.isfinite(least) and math.isfinite(greatest)):
         return _double_statistics(block, np.empty(block.size))
-    if least == greatest:
-        return Statistics(0, block.size, 0, 0, least, 0.0, least, greatest)
     scale = _scale_of_squares(max(-least, greatest))
     if scale != 1:
         block = np.multiply(block, np.float32(scale), out=scratch)
     mean, deviations = _mean_and_deviations(block, scratch)
     mean, deviations = mean / scale, deviations / scale / scale
     return Statistics(0, block.size, 0, 0, mean, deviations, least, greatest)
-
-
-def _widen(block: np.ndarray, singles: np.ndarray) -> None:
-    """Narrow floats as 32-bit ones; bfloat16 is their upper half, and numpy's shift the faster."""
-    if block.dtype.name == "bfloat16":
-        bits = singles.view(np.uint32)
-        np.copyto(bits, block.view(np.uint16))
-        np.left_shift(bits, 16, out=bits)
-    else:
-        np.copyto(singles, block, casting="unsafe")
 
 
 def _scale_of_squares(size: float) -> float:

@@ -137,6 +137,13 @@ def test_sums_are_right_of_elements_whose_squares_single_precision_does_not_hold
     assert close(found.norm, np.linalg.norm(wide))
 
 
+def test_what_varies_in_its_last_bits_alone_is_seen_to():
+    array = np.random.default_rng(0).normal(1e4, 0.01, 70_000).astype(np.float32)
+    found, wide = look(array), array.astype(np.float64)
+    assert found.deviation == pytest.approx(wide.std(), rel=1e-5)
+    assert found.mean == pytest.approx(wide.mean(), rel=1e-9)
+
+
 def test_a_constant_deviates_from_nothing_however_large_it_is():
     assert look(np.full(70_000, 0.1, np.float32)).deviation < 1e-15
     assert look(np.full((300, 300), 1e8, np.float32)).deviation == 0
