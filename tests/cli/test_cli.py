@@ -94,6 +94,12 @@ def test_inspect_shows_where_the_bytes_of_a_leaf_lie():
     assert "single_partition_of_fp32_groups/0" in text
 
 
+def test_help_has_one_whole_line_for_each_command():
+    _, _, commands = run("--help").partition("Commands:\n")
+    assert len(commands.splitlines()) == 9
+    assert all(line.endswith(".") and "..." not in line for line in commands.splitlines())
+
+
 def test_plan_moves_nothing_and_says_what_would_be_moved(tmp_path):
     found = run_json("plan", CASE, tmp_path / "out", "--budget", "64KiB")
     assert not (tmp_path / "out").exists()
