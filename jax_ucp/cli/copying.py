@@ -18,8 +18,8 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import console, print_json, progress, to_stderr
-from jax_ucp.cli.workers import share_option, worker_options
+from jax_ucp.cli.output import console, print_json, print_share, progress, to_stderr
+from jax_ucp.cli.workers import progress_option, share_option, worker_options
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.words import size
@@ -50,6 +50,7 @@ _AS_IT_IS = {"root": None, "variables": False, "step": None}
 @budget
 @worker_options
 @share_option
+@progress_option
 @as_json
 def convert(
     source: str,
@@ -64,6 +65,7 @@ def convert(
     item: str | None,
     executor: Executor | None,
     share: tuple[int, int] | None,
+    progress_style: str,
     **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
@@ -90,7 +92,7 @@ def convert(
     total, save = checkpoint.nbytes, partial(checkpoint.save, executor=executor, **place)
     if share:
         total, save = total // share[1], partial(checkpoint.save_share, share=share)
-    with progress("converting", total) as advance, warnings.catch_warnings():
+    with progress("converting", total, progress_style, share) as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardingWarning)  # what it says are the notes above
         result = save(
             target,
@@ -100,10 +102,8 @@ def convert(
         )
     if result is not None:
         _print_result(target, result, checkpoint.notes, json_)
-    elif json_:
-        print_json({"path": target, "share": share, "committed": False})
     else:
-        console.print(f"{target}: this share is done; it is a checkpoint when all are")
+        print_share(target, share, json_)
 
 
 def _place(

@@ -149,9 +149,12 @@ def file_size(files: Files, name: str) -> int | None:
 
 
 def read_file(files: Files, name: str) -> bytes | None:
-    """All bytes of a file; None if there is none."""
+    """All bytes of a file; None if there is none, or none any more."""
     info = files.find(name)
-    return info and read_bytes(files, info)
+    try:
+        return info and read_bytes(files, info)
+    except FileNotFoundError:
+        return None
 
 
 def read_bytes(files: Files, file: FileInfo, start: int = 0, stop: int | None = None) -> bytes:

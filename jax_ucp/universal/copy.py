@@ -4,6 +4,7 @@ where it stopped.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -12,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
+from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -62,6 +65,7 @@ from jax_ucp.universal.store import (
     Commit,
     Written,
     ZarrStore,
+    array_info,
     require_storable,
 )
 
@@ -75,6 +79,16 @@ LARGEST_PART = 512
 # Blocks are waited for together: the disk writes so many bytes while the next ones are read. A
 # conversion that is killed writes at most about so many again.
 GROUP_BYTES = 256 << 20
+
+
+class Sized(Protocol):
+    """Something of so many bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Piece = TypeVar("Piece", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +167,7 @@ class Part:
         return Part(list(enumerate(plan.packs)), list(plan.alone), creates, beside)
 
 
+@uncollected()
 def plan_copy(
     contents: Contents, budget_bytes: int = DEFAULT_BUDGET, cells: Mapping[str, Shape] | None = None
 ) -> CopyPlan:
@@ -173,17 +188,29 @@ def plan_copy(
     blocks: list[Block] = []
     for leaf in contents.leaves:
         if leaf.has_array:
-            info = arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
+            info = arrays[leaf.name] = array_info(leaf.shape, leaf.dtype)
             require_storable(leaf.label, info.dtype)
-            size, chunk = info.dtype.itemsize, stored[leaf.name].chunk or ()
-            cell = (cells or {}).get(leaf.name, _cell(info, chunk, outer))
-            chunks[leaf.name] = chunk_shapes(leaf.shape, size, cell, min(INNER_BYTES, outer), outer)
-            boxes = grid_boxes(leaf.shape, chunks[leaf.name].outer)
-            # Those of one stored chunk follow one another, so that it is decoded once for all of
-            # them.
-            for box in sorted(boxes, key=lambda box: grid_place(box, chunk)) if chunk else boxes:
-                blocks.append(Block(leaf.name, box, box.size * size, block_cost(box, chunk, size)))
+            cell = (cells or {}).get(leaf.name)
+            chunks[leaf.name], parts = _cut(info, stored[leaf.name].chunk or (), cell, outer)
+            blocks.extend([Block(leaf.name, *part) for part in parts])
     return CopyPlan(arrays, chunks, blocks, budget_bytes)
+
+
+# Thousands of arrays have few shapes.
+@functools.lru_cache(maxsize=64)
+def _cut(
+    info: ArrayInfo, stored: Shape, cell: Shape | None, max_bytes: int
+) -> tuple[Chunks, Sequence[tuple[Box, int, int]]]:
+    """The chunks of an array that is stored in other ones, if any; and of each block in its order
+    the box, the bytes, and the cost.
+    """
+    size = info.dtype.itemsize
+    cell = _cell(info, stored, max_bytes) if cell is None else cell
+    chunks = chunk_shapes(info.shape, size, cell, min(INNER_BYTES, max_bytes), max_bytes)
+    boxes = list(grid_boxes(info.shape, chunks.outer))
+    if stored:  # blocks of one stored chunk follow one another: it is decoded once for all of them
+        boxes.sort(key=lambda box: grid_place(box, stored))
+    return chunks, [(box, box.size * size, block_cost(box, stored, size)) for box in boxes]
 
 
 def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
@@ -269,6 +296,7 @@ def copy(
     return metadata
 
 
+@uncollected()
 def commit_copy(contents: Contents, plan: CopyPlan, parts: Sequence[int] = ()) -> Commit:
     """What makes a copy a checkpoint, of which these parts were written by others too."""
     outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
@@ -357,7 +385,8 @@ class CopyTask:
             for block, noted in zip(self.blocks, self.noted, strict=True):
                 self._write(opened, store, [(block, noted)])
         else:
-            store.place_pack(self.pack, [block.place for block in self.blocks])
+            if any(self.noted):
+                store.place_pack(self.pack, [block.place for block in self.blocks])
             self._write(opened, store, list(zip(self.blocks, self.noted, strict=True)))
         if opened.is_elsewhere:
             files.sync()
@@ -400,7 +429,7 @@ def copy_part(
     as it has them.
     """
     # Elsewhere a task is durable when it is done.
-    waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
+    waiting: Waiting[Block] = Waiting(GROUP_BYTES if coordinator.is_here else 0)
 
     def finish(task: CopyTask, results: Sequence[Written]) -> None:
         fresh: list[Block] = []
@@ -429,7 +458,7 @@ def copy_part(
         beside = meanwhile.submit(_write_beside, part, plan, store)
         coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
         beside.result()
-    settle(waiting.blocks)
+    settle(waiting.items)
 
 
 def _write_beside(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
@@ -439,22 +468,22 @@ def _write_beside(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
     run_bounded(jobs, plan.budget_bytes, store.directory.is_remote)
 
 
-class _Waiting:
-    """Blocks that wait for the disk, until they have so many bytes together."""
+class Waiting(Generic[Piece]):
+    """Pieces that wait for the disk, until they have so many bytes together."""
 
     def __init__(self, max_bytes: int):
-        self.blocks: list[Block] = []
+        self.items: list[Piece] = []
         self._nbytes, self._max_bytes = 0, max_bytes
         self._lock = threading.Lock()
 
-    def add(self, blocks: Sequence[Block]) -> Sequence[Block]:
+    def add(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Those that need wait no longer."""
         with self._lock:
-            self.blocks += blocks
-            self._nbytes += sum(block.nbytes for block in blocks)
+            self.items += pieces
+            self._nbytes += sum(piece.nbytes for piece in pieces)
             if self._nbytes < self._max_bytes:
                 return ()
-            ready, self.blocks, self._nbytes = self.blocks, [], 0
+            ready, self.items, self._nbytes = self.items, [], 0
         return ready
 
 
@@ -493,7 +522,5 @@ def _tasks(
 
 def identity_of(contents: Contents, plan: CopyPlan) -> str:
     """What a ledger must agree with: the source as it was opened, and the blocks."""
-    format, source, files, items, dtypes = contents.identity()
-    chunks = sorted(plan.chunks.items())
-    identity = (format, source, files, chunks, len(plan.packs), items, dtypes)
+    identity = (contents.identity(), sorted(plan.chunks.items()), len(plan.packs))
     return digest(repr(identity).encode())

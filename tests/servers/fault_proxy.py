@@ -110,8 +110,8 @@ class _Pace:
 class FaultProxy:
     """Serves a store at `endpoint` while it is entered. `faults` may be exchanged meanwhile.
 
-    `met` counts requests by method, faults by kind, and `bytes` that were read, without lists;
-    `seen` are the requests in the order of their ends.
+    `met` counts requests by method, faults by kind, the bytes of bodies that were `sent`, and
+    `bytes` that were read, without lists; `seen` are the requests in the order of their ends.
     """
 
     def __init__(self, backend: str, faults: Faults = Faults(), port: int = 0):
@@ -142,9 +142,9 @@ class FaultProxy:
                 self.met[kind] += 1
         return kind
 
-    def count(self, nbytes: int) -> None:
+    def count(self, what: str, number: int) -> None:
         with self._lock:
-            self.met["bytes"] += nbytes
+            self.met[what] += number
 
     def __enter__(self) -> FaultProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -187,6 +187,12 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # what a reset left
+            super().finish()
+        if self._backend is not None:
+            self._backend.close()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nobody listens."""
@@ -257,6 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(answer.length))
         self.end_headers()
         body = memoryview(answer.body)[:stop]
+        self._proxy.count("sent", len(body))
         for start in range(0, len(body), PIECE):
             piece = body[start : start + PIECE]
             self._wait(len(piece))
@@ -268,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and is_list and answer.status == 200:
             self._proxy.lists.setdefault(self.path, answer)
         if self.command == "GET" and not is_list and answer.status in (200, 206):
-            self._proxy.count(len(answer.body))
+            self._proxy.count("bytes", len(answer.body))
         self._send(answer)
 
     def _refuse(self, body: bytes, status: int = 503) -> None:
