@@ -209,13 +209,36 @@ def _facts(first: Side, second: Side) -> Iterator[Change]:
     steps = first.about.step, second.about.step
     if None not in steps and steps[0] != steps[1]:
         yield Change("step", *map(str, steps))
-    ours, theirs = (
-        {name: group.settings for group in side.groups for name in group.params}
-        for side in (first, second)
-    )
-    for name, settings in ours.items():
-        if name in theirs and theirs[name] != settings:
-            yield Change(f"settings of {name}", str(settings), str(theirs[name]))
+    yield from _settings_that_differ(*map(_settings_of_params, (first.groups, second.groups)))
+
+
+_Settings = Mapping[str, Mapping[str, object]]
+
+
+def _settings_of_params(groups: Sequence[Group]) -> _Settings:
+    return {name: group.settings for group in groups for name in group.params}
+
+
+def _settings_that_differ(ours: _Settings, theirs: _Settings) -> Iterator[Change]:
+    """Settings of the optimizer that are something else for a parameter of both; one change for all
+    parameters of which it is the same. A setting that one side lacks is "" there.
+    """
+    both = [name for name in ours if name in theirs]
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for name in both:
+        one, other = ours[name], theirs[name]
+        for key in dict.fromkeys((*one, *other)):
+            if key in one and key in other and one[key] == other[key]:
+                continue
+            values = [str(side[key]) if key in side else "" for side in (one, other)]
+            names.setdefault((key, values[0], values[1]), []).append(name)
+    for (key, *values), several in names.items():
+        if len(several) == len(both):
+            yield Change(key, *values)
+        elif len(several) == 1:
+            yield Change(f"{key} of {several[0]}", *values)
+        else:
+            yield Change(f"{key} of {len(several)}, such as {several[0]}", *values)
 
 
 @dataclass

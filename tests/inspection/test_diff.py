@@ -164,6 +164,17 @@ def test_two_formats_of_one_state_are_the_same(tmp_path):
     assert found.equal == len(checkpoint.leaves)
 
 
+def test_a_setting_that_differs_alike_is_one_fact():
+    cases = DATA / "deepspeed"
+    found = ucp.diff(cases / "z1_fp32_dp2_sgd", cases / "z1_fp32_dp2_lion", headers=True)
+    facts = {fact.label: (fact.first, fact.second) for fact in found.facts}
+    assert facts["lr"] == ("0.027500000000000004", "0.00055")
+    assert facts["betas"] == ("", "[0.9, 0.99]")
+    [decay] = [label for label in facts if label.startswith("weight_decay")]
+    assert decay == "weight_decay of 11, such as embed.word_embeddings.weight"
+    assert facts[decay] == ("0.01", "0.1")
+
+
 def test_a_model_is_compared_through_its_mapping(tmp_path):
     source = ucp.open(DATA / "torch" / "hf_gpt2" / "ckpt")
     mapped = source.map("hf-gpt2-to-flax")
@@ -179,12 +190,14 @@ def test_the_command_folds_and_has_an_exit_code(tmp_path):
     ucp.Checkpoint.of(other).save(tmp_path / "b")
     text = run("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert "layer_{0..2}/w  100.000%" in text
-    assert "1 leaves equal in all elements, 3 differences" in text
+    assert "3 leaves differ, 1 equal in all elements" in text
     assert "layer_1/w" in run("diff", tmp_path / "a", tmp_path / "b", "--all", code=1)
     found = run_json("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert not found["same"]
     assert [each["changed"] for each in found["values"]] == [16, 16, 16]
-    assert "4 leaves equal" in run("diff", tmp_path / "a", tmp_path / "b", "--headers")
+    assert "0 leaves differ, 4 equal in names, shapes and dtypes" in run(
+        "diff", tmp_path / "a", tmp_path / "b", "--headers"
+    )
     assert run_json("diff", tmp_path / "a", tmp_path / "a")["same"]
     assert json.dumps(found)
 
