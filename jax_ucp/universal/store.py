@@ -44,8 +44,10 @@ from jax_ucp.universal.ocdbt import Range
 from jax_ucp.universal.packs import index_files, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (
     CRC,
+    Shard,
     chunk_bytes,
     has_index,
+    read_at_once,
     read_shard,
     read_unit,
     shard_bytes,
@@ -174,8 +176,16 @@ class ZarrStore(Watched):
             if not box.within(Box.whole(shape)):
                 raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
-        for chunk in outer_boxes(shape, outer, [box for box, _ in wanted]):
-            self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
+        with self._telling_of(key):
+            shards = [
+                self._shard(key, chunk, wanted, self._recorded(key, chunk))
+                for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
+            ]
+            # of a pack many arrays are read, one after the other
+            if self.directory.is_remote and not (shards and shards[0].offset is not None):
+                shards = read_at_once(self.directory, shards)
+            for shard in shards:
+                self._read_shard(shard)
         self._show(key, boxes, outs)
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
@@ -187,27 +197,25 @@ class ZarrStore(Watched):
             item = "" if offset is None else name
             yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
 
-    def _read_chunk(
+    def _shard(
         self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes
-    ) -> None:
-        """Copy from an outer chunk into each wanted array, comparing with the crc32c of its
-        inner chunks, if any.
+    ) -> Shard:
+        """An outer chunk from which to copy into each wanted array, comparing with the crc32c of
+        its inner chunks, if any.
         """
         chunks = self.chunks[key]
         file, offset = self.find(f"{key}/{chunk_name(grid_place(box, chunks.outer))}")
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
+        dtype = self._arrays[key].dtype
+        return Shard(self._file(file), box, chunks, dtype, wanted, grid, offset)
+
+    def _read_shard(self, shard: Shard) -> None:
+        read_shard(self.directory if shard.offset is None else self._of_pack(shard.file), shard)
+
+    @contextmanager
+    def _telling_of(self, key: str) -> Iterator[None]:
         try:
-            info = self._file(file)
-            read_shard(
-                self.directory if offset is None else self._of_pack(info),
-                info,
-                box,
-                chunks,
-                self._arrays[key].dtype,
-                wanted,
-                grid,
-                offset,
-            )
+            yield
         except CorruptData as error:
             raise CorruptData(
                 f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
@@ -298,7 +306,8 @@ class ZarrStore(Watched):
             box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))
         ):
             out = np.empty(part.shape, info.dtype)
-            self._read_chunk(key, box, [(part.shift(box.start), out)], crcs)
+            with self._telling_of(key):
+                self._read_shard(self._shard(key, box, [(part.shift(box.start), out)], crcs))
             yield out
 
 
