@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import jax_ucp as ucp
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -38,18 +40,23 @@ ROOMS += ["tree"]
 
 
 def is_there(name: str) -> bool:
-    """Whether a dotted name below `jax_ucp` is a module, or something in one, methods included."""
+    """Whether a dotted name below `jax_ucp` is a module, or something in one, methods included; or
+    of a `checkpoint` something that it has.
+    """
     try:
         pkgutil.resolve_name(f"jax_ucp.{name}")
         return True
     except (ImportError, AttributeError):
-        return False
+        room, _, rest = name.partition(".")
+        return room == "checkpoint" and hasattr(ucp.Checkpoint, rest)
 
 
 def test_a_name_that_is_not_there_is_seen():
     assert is_there("universal.store.ZarrStore.write")
     assert not is_there("universal.store.ZarrStore.wrote")
     assert not is_there("universal.shop")
+    assert is_there("checkpoint.groups")
+    assert not is_there("checkpoint.grooves")
 
 
 @pytest.mark.parametrize(

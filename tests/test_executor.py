@@ -297,12 +297,11 @@ def test_every_error_comes_back_from_a_process_as_it_was(kind):
     assert (type(again), str(again), again.__notes__) == (kind, str(error), error.__notes__)
 
 
-class Odd(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
 def test_an_error_that_cannot_come_back_does_so_as_its_text():
+    class Odd(Exception):  # a class that another process does not find
+        def __init__(self, one, two):
+            super().__init__(f"{one} and {two}")
+
     assert str(_portable(Odd(1, 2))) == "Odd: 1 and 2"
     assert isinstance(_portable(Odd(1, 2)), WorkerError)
     same = OSError(28, "No space left on device", "/x")

@@ -113,7 +113,7 @@ def test_reads_are_proved_and_refuse_what_read_refuses(monkeypatch):
     def is_code(contents, leaves):
         raise QuantizedWeights(f"{leaves[0].label} is a code")
 
-    monkeypatch.setattr("jax_ucp.checkpoint.require_values", is_code)
+    monkeypatch.setattr("jax_ucp.checkpoint.checkpoint.require_values", is_code)
     for read in (lambda array: array[0], np.asarray, lambda array: array[:0]):
         with pytest.raises(QuantizedWeights, match="param/w is a code"):
             read(checkpoint["param/w"])

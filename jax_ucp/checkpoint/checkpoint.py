@@ -1,4 +1,4 @@
-"""The user's door: open a checkpoint of any format, look at it, restore it onto a mesh, keep it.
+"""An opened checkpoint of any format: look at it, restore it onto a mesh, keep it.
 
 This file is above `formats` and `sharding`, which do not know one another.
 """
@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jax_ucp.arguments import local_path, switch, whole_number
+from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.looked import Asked
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
-from jax_ucp.formats.huggingface.companions import companions_in
-from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
-from jax_ucp.formats.peft.config import saved_modules, with_config
+from jax_ucp.formats.options import Options, require_used
+from jax_ucp.formats.peft.config import with_config
 from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
-from jax_ucp.inspection.diff import Difference, Side, difference
+from jax_ucp.inspection.diff import Side, difference
 from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.moments import together
@@ -38,13 +38,9 @@ from jax_ucp.inspection.report import mesh_plan
 from jax_ucp.inspection.statistics import MAX_READ, statistics_of
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
-from jax_ucp.mapping.adapters import mapping_of
-from jax_ucp.mapping.binding import bind, mapping_record, said_before
-from jax_ucp.mapping.mapped_tree import map_contents
-from jax_ucp.mapping.model_config import config_of, given_config, joined
-from jax_ucp.mapping.states import rerooted, states_of, weights_of
+from jax_ucp.mapping.model_config import config_of, given_config
+from jax_ucp.mapping.states import rerooted, weights_of
 from jax_ucp.shard_spec.notation import load
-from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.contents import (
@@ -52,7 +48,6 @@ from jax_ucp.sources.contents import (
     Contents,
     Item,
     Piece,
-    parts_as_parameters,
     require_values,
     require_weights,
 )
@@ -78,64 +73,6 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.trees import Missing
 
 
-def open(
-    path: str | os.PathLike[str],
-    *,
-    sizes: Mapping[str, int] | None = None,
-    spec: str | os.PathLike[str] | Spec | None = None,
-    weights_only: bool = False,
-    on_conflict: Literal["master", "copy"] | None = None,
-    dequantize: Dequantize = None,
-    optimizer_groups: str | Sequence[Sequence[str]] | GroupsFunction | None = None,
-    model: str | None = None,
-    step: int | None = None,
-) -> Checkpoint:
-    """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
-
-    What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not
-    record the true vocabulary; unsaid, the padded rows stay). `spec` says how shards form
-    parameters, for sources that do not: a file in the universal checkpoint language, or a
-    `jax_ucp.Spec`.
-    `weights_only` leaves the optimizer aside. Where a source stores something twice and
-    differently, `save` refuses it; `on_conflict` says what to take instead: the `master` (and the
-    first of several replicas), or the `copy` that the model computed with, in its dtype.
-
-    What is given is used, or refused: a name in `sizes` that the checkpoint has no use for, a
-    `spec` where it says itself how shards form parameters. Where nothing is stored twice, a note
-    says that `on_conflict` changed nothing.
-
-    Weights that are stored quantised, as codes and scales, are named in the notes and refused
-    wherever weights are asked for. `dequantize="bfloat16"`, `"float16"` or `"float32"` gives the
-    numbers that they stand for, computed in float32 by the rule of the library that wrote them and
-    rounded once, box by box as they are read; weights that are not quantised keep their dtypes.
-    `dequantize=False` gives the parts as they are stored, under the state `stored` in place of
-    `param`, to be read, restored or saved.
-
-    `optimizer_groups` says which parameters an optimizer has whose states go by numbers:
-    `"module-order"`, if every group lists its parameters in the order of the model; `"hf-decay"`,
-    if transformers' Trainer made the two groups (what decays; biases and norms); the names of each
-    group in order; or a function that makes such lists of the names of the model's parameters.
-    Where files do not have the model's order, it is that of the class of transformers that they
-    name, or of the one that is said: `"hf-decay:llama"`. Unsaid, such states are kept under
-    `other`, unless shapes or masters prove whose they are. What was said is in `source` and
-    `notes`.
-
-    `model` names the one that is meant where a file or folder has several, such as a teacher and a
-    student, or the items of a step of Orbax. `step` is the one to open of the folder of a run;
-    unsaid, that is the last that is finished.
-
-    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or
-    does not fit what was said, SpecError for `sizes` and a `spec` that are not used and
-    `optimizer_groups` that cannot be meant, UnsupportedPath for a URL, QuantizedWeights where
-    weights are to be dequantised and nothing says how they are meant, and ValueError for another
-    `dequantize`.
-    """
-    options = Options.of(
-        sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, model, step
-    )
-    return open_with(path, options)
-
-
 def open_with(
     path: str | os.PathLike[str], options: Options, also_used: Collection[str] = ()
 ) -> Checkpoint:
@@ -146,123 +83,18 @@ def open_with(
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, _Opened(str(file_path(path)), options))
+    return Checkpoint(contents, Opened(str(file_path(path)), options))
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """How a checkpoint was opened, for another process to do the same."""
-
-    path: str
-    options: Options
-
-    def __call__(self) -> Contents:
-        return open_contents(self.path, self.options)
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """How a checkpoint and adapters were opened and then merged."""
-
-    base: Opener
-    adapters: tuple[Opener, ...]
-
-    def __call__(self) -> Contents:
-        return merged(self.base(), [adapter() for adapter in self.adapters])
-
-
-@dataclass(frozen=True)
-class _Mapped:
-    """How a checkpoint was opened and then mapped."""
-
-    opener: Opener
-    mapping: mappings.Mapping
-    sizes: Mapping[str, int] | None
-    config: Mapping[str, Any] | None
-    assume: Sequence[str]
-    params: str | None
-
-    def __call__(self) -> Contents:
-        about = {"sizes": self.sizes, "config": self.config, "assume": self.assume}
-        about["params"] = self.params
-        return Checkpoint(self.opener()).map(self.mapping, **about)._contents
-
-
-def _weights(opener: Opener, params: str) -> Contents:
-    return weights_of(opener(), params)
-
-
-def _with_config(opener: Opener, config: Mapping[str, Any] | str | os.PathLike[str]) -> Contents:
-    """What is opened, with the config of its model among the extras, and of a folder that has it
-    the other files that go with the model.
-    """
-    contents, given = opener(), given_config(config)
-    known = joined(config_of(contents.extras), given, frozenset(given))
-    beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
-    return replace(
-        contents,
-        extras={**contents.extras, "config.json": {"config": known}},
-        companions={**beside, **contents.companions},
-    )
-
-
-def _rerooted(opener: Opener, root: str, variables: bool) -> Contents:
-    return rerooted(opener(), root, variables)
+def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+    """The checkpoint that was given, or the one at the path that was."""
+    return checkpoint if isinstance(checkpoint, Checkpoint) else open_with(checkpoint, Options())
 
 
 def require_mesh(mesh: object, rules: Sequence[Rule], hosts: int) -> None:
     """Raises ValueError for rules or hosts without a mesh."""
     if mesh is None and (rules or hosts != 1):
         raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
-
-
-def diff(
-    first: str | os.PathLike[str] | Checkpoint,
-    second: str | os.PathLike[str] | Checkpoint,
-    *,
-    mapping: mappings.Mapping | str | os.PathLike[str] | None = None,
-    rename: Mapping[str, str] | None = None,
-    only: str | None = None,
-    headers: bool = False,
-    budget_bytes: int = DEFAULT_BUDGET,
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> Difference:
-    """What differs between two checkpoints of any formats, leaf by leaf, element by element.
-
-    Args:
-        first: a path, or an opened checkpoint.
-        second: another.
-        mapping: through which the first is seen: a Hugging Face model, say, that the second was
-            trained from.
-        rename: what labels of the first begin with, by what those of the second begin with:
-            `{"param": "params"}`.
-        only: a regular expression; leaves whose labels, in the second, do not match are left out.
-        headers: compare names, shapes, dtypes and settings, and read no array.
-        budget_bytes: bounds what is in flight.
-        progress: is called with the bytes of the first that were compared.
-
-    Returns:
-        What is missing, added, reshaped, recast; of each array with changed elements how many, by
-        how much, and the cosine; and what the checkpoints say of themselves otherwise.
-
-    Raises:
-        UCPError: as `open`, `Checkpoint.map` and `Checkpoint.read` do.
-
-    Example:
-        >>> ucp.diff("run/100", "run/200", only="^params/").values[0].largest  # doctest: +SKIP
-    """
-    one, other = (each if isinstance(each, Checkpoint) else open(each) for each in (first, second))
-    if mapping is not None:
-        one = one.map(mapping)
-    return difference(
-        one._side(),
-        other._side(),
-        rename=rename,
-        only=only,
-        headers=headers,
-        budget_bytes=budget_bytes,
-        progress=progress,
-    )
 
 
 class Checkpoint:
@@ -489,14 +321,14 @@ class Checkpoint:
         """
         if not adapters:
             raise ValueError("merge() wants one adapter, or several")
-        opened = [each if isinstance(each, Checkpoint) else open(each) for each in adapters]
-        for checkpoint in (self, *opened):
+        given = [opened(each) for each in adapters]
+        for checkpoint in (self, *given):
             require_weights(checkpoint._contents)
-        openers = [each._opener for each in opened if each._opener]
+        openers = [each._opener for each in given if each._opener]
         opener = None
-        if self._opener and len(openers) == len(opened):
-            opener = _Merged(self._opener, tuple(openers))
-        return Checkpoint(merged(self._contents, [each._contents for each in opened]), opener)
+        if self._opener and len(openers) == len(given):
+            opener = Merged(self._opener, tuple(openers))
+        return Checkpoint(merged(self._contents, [each._contents for each in given]), opener)
 
     def map(
         self,
@@ -534,34 +366,7 @@ class Checkpoint:
             FormatError: where `config` is no config.
             QuantizedWeights: where weights are stored as codes.
         """
-        rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
-        contents = parts_as_parameters(self._contents) if rules.takes_parts else self._contents
-        require_weights(contents)
-        if isinstance(assume, str):
-            raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
-        states = states_of(contents, params)
-        shapes = {name: leaf.shape for name, leaf in states.weights.items()}
-        given_rules, saved = rules, saved_modules(contents.extras)
-        rules = mapping_of(rules, shapes, saved)
-        before = said_before(rules, self.source.get("mapping", {}))
-        given = before.config if config is None else given_config(config)
-        assumed = sorted({*before.assumed, *assume})
-        known = joined(self.config, given, rules.config_keys)
-        bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
-        record = mapping_record(rules, bound, assumed, given)
-        origin = {**contents.origin, "mapping": record}
-        formed = bound.leaves, bound.skipped, bound.notes
-        leaves = map_contents(contents, states, *formed, origin)
-        given_sizes = None if sizes is None else dict(sizes)
-        opener = self._opener and _Mapped(
-            self._opener,
-            given_rules,
-            given_sizes,
-            None if config is None else given,
-            tuple(assume),
-            params,
-        )
-        return Checkpoint(leaves, opener)
+        return self._view(Mapped.of(mapping, sizes, config, assume, params))
 
     def weights(self, params: str = "params") -> Checkpoint:
         """The parameters of a training run, to be mapped by the inverse of a mapping and exported.
@@ -575,8 +380,12 @@ class Checkpoint:
         Raises:
             TreeMismatch: where no array is below that label.
         """
-        opener = self._opener and partial(_weights, self._opener, params)
-        return Checkpoint(weights_of(self._contents, params), opener)
+        return self._view(partial(weights_of, params=params))
+
+    def _view(self, view: Callable[[Contents], Contents]) -> Checkpoint:
+        """What `view` makes of the contents, here and in other processes."""
+        opener = self._opener and Viewed(self._opener, view)
+        return Checkpoint(view(self._contents), opener)
 
     def plan(
         self,
@@ -843,17 +652,16 @@ class Checkpoint:
 
         if step is None:
             write(path)
-            return open(path)
+            return opened(path)
         name = "default" if item is None else item
-        return open(write_step(local_path(path), step, name, write))
+        return opened(write_step(local_path(path), step, name, write))
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
         """The checkpoint with its parameters at another root, or itself."""
         if root is None and not variables:
             return self
         to = "param" if root is None else root
-        opener = self._opener and partial(_rerooted, self._opener, to, variables)
-        return Checkpoint(rerooted(self._contents, to, variables), opener)
+        return self._view(partial(rerooted, root=to, variables=variables))
 
     def save_share(
         self,
@@ -881,7 +689,7 @@ class Checkpoint:
         target = file_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         is_whole = copy_share(self._contents, plan, target, Share(*share), progress)
-        return open(path) if is_whole else None
+        return opened(path) if is_whole else None
 
     def plan_export(
         self,
@@ -941,18 +749,22 @@ class Checkpoint:
         weights are stored as codes, WorkerError as `save` does.
         """
         target = local_path(path)
-        arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
-        arguments["adapter_config"] = adapter_config
+        described = self
         if config is not None:
             if format != "safetensors":
                 raise ValueError(f"config is for safetensors: {format} has no place for it")
-            opener = self._opener and partial(_with_config, self._opener, config)
-            described = Checkpoint(_with_config(lambda: self._contents, config), opener)
-            others = {"budget_bytes": budget_bytes, "progress": progress, "executor": executor}
-            return described.export(path, format, **arguments, **others)
-        plan = self.plan_export(format, **arguments, budget_bytes=budget_bytes)
-        run_export(self._contents, plan, target, progress, Workers(executor, self._opener))
-        return open(path)
+            described = self._view(partial(with_model_config, config=config))
+        plan = described.plan_export(
+            format,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            zero_stage=zero_stage,
+            adapter_config=adapter_config,
+            budget_bytes=budget_bytes,
+        )
+        workers = Workers(executor, described._opener)
+        run_export(described._contents, plan, target, progress, workers)
+        return opened(path)
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
         """Read everything that has a checksum or a duplicate: (what was looked at, what is wrong
@@ -1016,9 +828,9 @@ class Checkpoint:
             placed = mesh_plan(self, HostMesh.of(mesh, hosts), rules)
             findings = replace(findings, mesh=placed)
         if against is not None:
-            other = against if isinstance(against, Checkpoint) else open(against)
+            other = opened(against)
             arguments = {"headers": headers, "budget_bytes": budget_bytes}
-            found = diff(self, other, rename=rename, **arguments)
+            found = difference(self._side(), other._side(), rename=rename, **arguments)
             findings = replace(findings, other=other, difference=found)
         if not headers:
             statistics = statistics_of(

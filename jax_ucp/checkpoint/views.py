@@ -1,0 +1,115 @@
+"""Checkpoints made of other checkpoints, in a form that another process can make again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax_ucp.files.path import file_path
+from jax_ucp.formats.huggingface.companions import companions_in
+from jax_ucp.formats.options import Options, Sizes
+from jax_ucp.formats.peft.config import saved_modules
+from jax_ucp.formats.peft.merging import merged
+from jax_ucp.formats.registry import open_contents
+from jax_ucp.mapping import rules as mappings
+from jax_ucp.mapping.adapters import mapping_of
+from jax_ucp.mapping.binding import bind, mapping_record, said_before
+from jax_ucp.mapping.mapped_tree import map_contents
+from jax_ucp.mapping.model_config import config_of, given_config, joined
+from jax_ucp.mapping.states import states_of
+from jax_ucp.sources.contents import Contents, parts_as_parameters, require_weights
+from jax_ucp.sources.work import Opener
+
+
+@dataclass(frozen=True)
+class Opened:
+    """How a checkpoint was opened."""
+
+    path: str
+    options: Options
+
+    def __call__(self) -> Contents:
+        return open_contents(self.path, self.options)
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """How a checkpoint was opened, and what was then made of it."""
+
+    opener: Opener
+    view: Callable[[Contents], Contents]
+
+    def __call__(self) -> Contents:
+        return self.view(self.opener())
+
+
+@dataclass(frozen=True)
+class Merged:
+    """How a checkpoint and adapters were opened and then merged."""
+
+    base: Opener
+    adapters: tuple[Opener, ...]
+
+    def __call__(self) -> Contents:
+        return merged(self.base(), [adapter() for adapter in self.adapters])
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What `Checkpoint.map` was asked: files are read, names are looked up."""
+
+    rules: mappings.Mapping
+    sizes: Mapping[str, int] | None
+    config: Mapping[str, Any] | None
+    assume: tuple[str, ...]
+    params: str | None
+
+    @classmethod
+    def of(
+        cls,
+        mapping: mappings.Mapping | str | os.PathLike[str],
+        sizes: Mapping[str, int] | None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None,
+        assume: Sequence[str],
+        params: str | None,
+    ) -> Mapped:
+        if isinstance(assume, str):
+            raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
+        rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
+        given_sizes = None if sizes is None else dict(sizes)
+        given = None if config is None else given_config(config)
+        return cls(rules, given_sizes, given, tuple(assume), params)
+
+    def __call__(self, contents: Contents) -> Contents:
+        contents = parts_as_parameters(contents) if self.rules.takes_parts else contents
+        require_weights(contents)
+        states = states_of(contents, self.params)
+        shapes = {name: leaf.shape for name, leaf in states.weights.items()}
+        rules = mapping_of(self.rules, shapes, saved_modules(contents.extras))
+        before = said_before(rules, contents.source.get("mapping", {}))
+        given = before.config if self.config is None else self.config
+        assumed = sorted({*before.assumed, *self.assume})
+        known = joined(config_of(contents.extras), given, rules.config_keys)
+        lengths = before.lengths | dict(Sizes(self.sizes or {}))
+        bound = bind(rules, shapes, lengths, known, assumed)
+        record = mapping_record(rules, bound, assumed, given)
+        origin = {**contents.origin, "mapping": record}
+        return map_contents(contents, states, bound.leaves, bound.skipped, bound.notes, origin)
+
+
+def with_model_config(
+    contents: Contents, config: Mapping[str, Any] | str | os.PathLike[str]
+) -> Contents:
+    """The contents with the config of their model among the extras, and of a folder that has it
+    the other files that go with the model.
+    """
+    given = given_config(config)
+    known = joined(config_of(contents.extras), given, frozenset(given))
+    beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
+    return replace(
+        contents,
+        extras={**contents.extras, "config.json": {"config": known}},
+        companions={**beside, **contents.companions},
+    )
