@@ -8,6 +8,7 @@ writes a file can make one that has the right digest and says anything.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import MAX_ARRAY_BYTES, Leaf, SavedSharding, is_leaf_name, tree_fault
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH, Metadata, StoredArray
 from jax_ucp.universal.shard_codec import CRC_BYTES
+from jax_ucp.universal.stacks import stack_name
 
 # No mesh has so many devices.
 MAX_DEVICES = 1 << 20
@@ -47,13 +49,34 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     yield from _value_faults(metadata)
     names = [leaf.name for leaf in metadata.leaves if leaf.has_array]
     yield from name_faults(names)
-    if stray := metadata.arrays.keys() ^ set(names):
+    stacked = list(itertools.chain.from_iterable(metadata.stacks.values()))
+    if stray := (metadata.arrays.keys() - metadata.stacks.keys()) ^ (set(names) - {*stacked}):
         yield f"the array {min(stray)!r:.200} has no leaf, or the leaf no array"
+    if len(set(stacked)) < len(stacked) or not set(stacked) <= set(names):
+        yield "a stack has what is no array of a leaf, or an array twice"
     for leaf in metadata.leaves:
         if fault := leaf_fault(leaf):
             yield f"{leaf.name!r:.200} is {fault}"
-        elif leaf.has_array and (fault := array_fault(leaf.shape, metadata.arrays[leaf.name])):
+        elif leaf.name in metadata.arrays and (
+            fault := array_fault(leaf.shape, metadata.arrays[leaf.name])
+        ):
             yield f"{leaf.name!r:.200} {fault}"
+    yield from _stack_faults(metadata)
+
+
+def _stack_faults(metadata: Metadata) -> Iterator[str]:
+    leaf_of = {leaf.name: leaf for leaf in metadata.leaves} if metadata.stacks else {}
+    for i, (stack, names) in enumerate(metadata.stacks.items()):
+        stored = metadata.arrays.get(stack)
+        kinds = {(leaf_of[name].shape, leaf_of[name].dtype) for name in names}
+        if stack != stack_name(i) or stored is None or len(kinds) != 1:
+            yield f"the stack {stack!r:.200} is none, or has arrays of {len(kinds)} kinds"
+            return
+        ((shape, _),) = kinds
+        if fault := array_fault((len(names), *shape), stored):
+            yield f"{stack!r:.200} {fault}"
+        elif stored.inner[0] != 1 or stored.places:
+            yield f"the stack {stack!r:.200} has chunks of several arrays, or is packed"
 
 
 def _value_faults(metadata: Metadata) -> Iterator[str]:

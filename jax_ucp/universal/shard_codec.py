@@ -70,16 +70,21 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
     )
     part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
     room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
-    at = 0
-    for box in grid_boxes(data.shape, chunks.inner):
+    at, every = 0, np.zeros(_stored_grid(data.shape, chunks), CRC)
+    boxes = grid_boxes(data.shape, chunks.inner)
+    if chunks.is_stack:
+        boxes = sorted(boxes, key=lambda box: chunks.file_order(box.start))
+    for box in boxes:
         if box.shape != chunks.inner:
             room[...] = 0
         room[tuple(map(slice, box.shape))] = data[box.index]
         part[-CRC_BYTES:] = np.frombuffer(crc := _crc(room), np.uint8)
-        crcs += crc
-        index[grid_place(box, chunks.inner)] = (at, len(part))
+        place = grid_place(box, chunks.inner)
+        every[place] = int.from_bytes(crc, "little")
+        index[place] = (at, len(part))
         at += len(part)
         yield part.data
+    crcs += every.tobytes()
     if has_index(chunks):
         yield index.tobytes()
         yield _crc(index)
@@ -184,19 +189,20 @@ class _Placed:
 def _is_placed(shard: Shard) -> bool:
     """Whether it is known without its index where the inner chunks of an outer one should be."""
     is_sized = shard.offset is not None or shard.file.size == shard.nbytes
-    return is_sized and (shard.crcs is not None or not has_index(shard.chunks))
+    is_ordered = shard.chunks.is_stack or not has_index(shard.chunks)
+    return is_sized and (is_ordered or shard.crcs is not None)
 
 
 def _placed(shard: Shard) -> Iterator[_Placed]:
     """The inner chunks that hold a wanted element, in the order in which our writer puts them."""
     if not _is_placed(shard):
         return
-    nbytes = chunk_bytes(shard.chunks, shard.dtype)
-    grid = [-(-n // c) for n, c in zip(shard.box.shape, shard.chunks.inner, strict=True)]
+    nbytes, order = chunk_bytes(shard.chunks, shard.dtype), shard.chunks.file_order
+    grid = order(_stored_grid(shard.box.shape, shard.chunks))
     wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
-    for place in sorted(wanted):
+    for place in sorted(wanted, key=order):
         number = 0
-        for p, n in zip(place, grid, strict=True):
+        for p, n in zip(order(place), grid, strict=True):
             number = number * n + p
         yield _Placed(shard, place, (shard.offset or 0) + number * nbytes, nbytes, wanted[place])
 
@@ -365,6 +371,11 @@ def read_unit(chunks: Chunks, itemsize: int) -> Shape:
     count = math.prod(_inner_grid(chunks))
     nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
     return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
+
+
+def _stored_grid(shape: Sequence[int], chunks: Chunks) -> Shape:
+    """How many inner chunks an outer one has along each axis, as far as it lies in the array."""
+    return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 
 def _inner_grid(chunks: Chunks) -> Shape:

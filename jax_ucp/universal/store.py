@@ -53,6 +53,15 @@ from jax_ucp.universal.shard_codec import (
     shard_bytes,
     shard_parts,
 )
+from jax_ucp.universal.stacks import (
+    Stacks,
+    as_leaves,
+    is_recorded,
+    member_chunks,
+    member_info,
+    member_places,
+    stack_info,
+)
 
 METADATA_FILE, WRITER_FILE = "ucp.json", "ucp.writer.json"
 # Beside a checkpoint that was made in shares: of which copy it is the result.
@@ -124,7 +133,11 @@ class ZarrStore(Watched):
             data = np.asarray(data, dtype=self._arrays[key].dtype)
             crcs = bytearray()
             self.directory.write(name, shard_parts(data, self.chunks[key], crcs), durable=durable)
-            self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
+            recorded = bytes(crcs) if self._is_recorded(key) else b""
+            self.written[key][str(box)] = Written(_digest([data]), recorded)
+
+    def _is_recorded(self, key: str) -> bool:
+        return is_recorded(self._arrays[key].shape, self.chunks[key])
 
     def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> None:
         """Say where a pack has these outer chunks without index: one after the other."""
@@ -181,8 +194,9 @@ class ZarrStore(Watched):
                 self._shard(key, chunk, wanted, self._recorded(key, chunk))
                 for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
             ]
-            # of a pack many arrays are read, one after the other
-            if self.directory.is_remote and not (shards and shards[0].offset is not None):
+            # of a pack many arrays are read, one after the other; a stack's index is long
+            is_packed = bool(shards) and shards[0].offset is not None
+            if self.chunks[key].is_stack or (self.directory.is_remote and not is_packed):
                 shards = read_at_once(self.directory, shards)
             for shard in shards:
                 self._read_shard(shard)
@@ -264,10 +278,14 @@ class ZarrStore(Watched):
 
     def holds(self, key: str, box: Box, written: Written) -> bool:
         """Whether an outer chunk is on disk as it was written. Reads it."""
-        return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
+        is_whole = _is_whole(written, box, self._arrays[key].shape, self.chunks[key])
+        return is_whole and self._fault(key, box, written) is None
 
-    def digest_checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
-        """For each outer chunk of an array, whether its elements have the digest recorded.
+    def digest_checks(
+        self, key: str, label: str, stored: StoredArray, leaves: Iterable[str]
+    ) -> Iterator[Check]:
+        """For each outer chunk of an array, whether its elements have the digest recorded. `leaves`
+        are the arrays of leaves that it has something of.
 
         A read compares every inner chunk with the crc32c that is recorded of it, if one is: of an
         outer chunk of which all was read so, the digest says nothing more, and is not asked.
@@ -284,7 +302,7 @@ class ZarrStore(Watched):
         ):
             work = partial(run, box, Written(want, self._recorded(key, box)))
             nbytes = box.size * itemsize
-            yield Check(f"{label} {box}", frozenset([key]), nbytes, work, watcher)
+            yield Check(f"{label} {box}", frozenset(leaves), nbytes, work, watcher)
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -439,6 +457,7 @@ class Commit:
     source: Mapping[str, Any] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Group] = ()
+    stacks: Stacks = field(default_factory=dict)
 
     def write(self, store: ZarrStore) -> Metadata:
         """Write the side files, then `ucp.json`.
@@ -457,7 +476,7 @@ class Commit:
             for key, data in zarr_jsons.items()
             if key not in self.packed
         }
-        for name, data in (_index(store, zarr_jsons) | dict(self.files)).items():
+        for name, data in (_index(store, zarr_jsons, self.stacks) | dict(self.files)).items():
             directory.write(name, [data], durable=True)
             digests[name] = digest(data)
         metadata = Metadata(
@@ -467,6 +486,7 @@ class Commit:
             dict(self.source),
             dict(self.extras),
             tuple(self.groups),
+            {stack: tuple(names) for stack, names in self.stacks.items()},
         )
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, self.processes))
@@ -502,11 +522,22 @@ def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Wri
     return written
 
 
-def _index(store: ZarrStore, zarr_jsons: Mapping[str, bytes]) -> dict[str, bytes]:
+def _index(store: ZarrStore, zarr_jsons: Mapping[str, bytes], stacks: Stacks) -> dict[str, bytes]:
     """The files by which stock Orbax finds every array; none where an index cannot have them."""
-    if not is_indexed(store.arrays(), store.chunks):
+    if not is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
         return {}
-    return index_files(zarr_jsons, _ranges(store))
+    jsons = {key: text for key, text in zarr_jsons.items() if key not in stacks}
+    ranges = _ranges(store, [key for key in store.arrays() if key not in stacks])
+    for stack, names in stacks.items():
+        info, chunks = store.arrays()[stack], store.chunks[stack]
+        member, member_chunk = member_info(info), member_chunks(chunks)
+        nbytes = chunk_bytes(chunks, info.dtype)
+        for i, name in enumerate(names):
+            jsons[name] = zarr_json(member, member_chunk)
+            for place, outer, offset in member_places(info, chunks, i):
+                file = f"{stack}/{chunk_name(outer)}"
+                ranges[f"{name}/{chunk_name(place)}"] = Range(file, offset, nbytes)
+    return index_files(jsons, ranges)
 
 
 def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) -> StoredArray:
@@ -514,7 +545,7 @@ def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) ->
     shape, chunks = store.arrays()[key].shape, store.chunks[key]
     boxes = {str(box): box for box in grid_boxes(shape, chunks.outer)}
     if missing := [
-        name for name, box in boxes.items() if not _is_whole(written.get(name), box, chunks)
+        name for name, box in boxes.items() if not _is_whole(written.get(name), box, shape, chunks)
     ]:
         raise CorruptData(
             f"{store.directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not"
@@ -526,7 +557,9 @@ def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) ->
         chunks.inner,
         tuple(written[name].digest for name in boxes),
         tuple(store.places[name] for name in names if name in store.places),
-        _joined_crcs(shape, chunks, [(box, written[name].crcs) for name, box in boxes.items()]),
+        _joined_crcs(shape, chunks, [(box, written[name].crcs) for name, box in boxes.items()])
+        if is_recorded(shape, chunks)
+        else b"",
     )
 
 
@@ -548,7 +581,7 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     check_metadata(metadata, f"{directory}/{METADATA_FILE}")
     arrays, chunks, places, crcs = {}, {}, {}, {}
     for leaf in metadata.leaves:
-        if leaf.has_array:
+        if leaf.name in metadata.arrays:
             stored = metadata.arrays[leaf.name]
             arrays[leaf.name] = _array_info(leaf.shape, leaf.dtype)
             chunks[leaf.name] = _chunks(stored.outer, stored.inner)
@@ -556,6 +589,11 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
             if stored.places:
                 keys = _chunk_keys(leaf.name, leaf.shape, stored.outer)
                 places.update(zip(keys, stored.places, strict=True))
+    leaf_of = {leaf.name: leaf for leaf in metadata.leaves} if metadata.stacks else {}
+    for stack, names in metadata.stacks.items():
+        stored, leaf = metadata.arrays[stack], leaf_of[names[0]]
+        arrays[stack] = stack_info(_array_info(leaf.shape, leaf.dtype), len(names))
+        chunks[stack], crcs[stack] = Chunks(stored.outer, stored.inner, is_stack=True), stored.crcs
     return metadata, ZarrStore(directory, arrays, chunks, places, crcs)
 
 
@@ -645,12 +683,12 @@ def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
     return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 
-def _is_whole(written: Written | None, box: Box, chunks: Chunks) -> bool:
-    """Whether it is known of an outer chunk what was written, with the crc32c of each inner one."""
-    return (
-        written is not None
-        and len(written.crcs) == math.prod(_inner_grid(box.shape, chunks)) * CRC.itemsize
-    )
+def _is_whole(written: Written | None, box: Box, shape: Shape, chunks: Chunks) -> bool:
+    """Whether it is known of an outer chunk what was written, with the crc32c of each inner one if
+    these are recorded.
+    """
+    inner = math.prod(_inner_grid(box.shape, chunks)) if is_recorded(shape, chunks) else 0
+    return written is not None and len(written.crcs) == inner * CRC.itemsize
 
 
 def _inner_places(box: Box, chunks: Chunks) -> tuple[slice, ...]:
@@ -688,11 +726,11 @@ def _pack_faults(store: ZarrStore) -> list[str]:
     ]
 
 
-def _ranges(store: ZarrStore) -> dict[str, Range]:
-    """Where each outer chunk is, by its key."""
+def _ranges(store: ZarrStore, keys: Iterable[str]) -> dict[str, Range]:
+    """Where each outer chunk of arrays is, by its key."""
     ranges: dict[str, Range] = {}
-    for key, info in store.arrays().items():
-        chunks = store.chunks[key]
+    for key in keys:
+        info, chunks = store.arrays()[key], store.chunks[key]
         for box in grid_boxes(info.shape, chunks.outer):
             name = f"{key}/{chunk_name(grid_place(box, chunks.outer))}"
             file, offset = store.find(name)

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import google_crc32c
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
-from helpers import boxes_in, numbered
+from helpers import boxes_in, boxes_of_hosts, numbered
+from jax_ucp.files import remote
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes
-from jax_ucp.sharding import save
+from jax_ucp.sharding import reads, save
 from jax_ucp.universal.store import chunk_name
 from remote_files import counted
 
@@ -52,7 +54,7 @@ def stored(root: Path, chunks: Chunks, array: np.ndarray) -> Path:
     save._writers.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save, "chunk_shapes", lambda *arguments: chunks)
-        ucp.CheckpointHandler().save(root / "saved", ucp.args.Save({"w": array}))
+        ucp.CheckpointHandler().save(root / "saved", ucp.args.Save({"w": jnp.asarray(array)}))
     save._writers.cache_clear()
     return root / "saved"
 
@@ -93,3 +95,50 @@ def test_any_boxes_of_any_chunks_come_in_whatever_order_inner_chunks_lie(tmp_pat
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, array[box.index])
     np.testing.assert_array_equal(ucp.open(path).restore()["w"], array)
+
+
+@pytest.fixture
+def small_requests(monkeypatch):
+    """Requests as of a network that is very near, so that small arrays take several."""
+    for module in (remote, reads):
+        monkeypatch.setattr(module, "GAP_BYTES", 40)
+        monkeypatch.setattr(module, "REQUEST_BYTES", 150)
+    monkeypatch.setattr(reads, "SMALL_BYTES", 0)
+    reads._reads.cache_clear()
+    yield
+    reads._reads.cache_clear()
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_plan_counts_the_requests_that_each_host_makes(tmp_path_factory, small_requests, data):
+    inner = tuple(data.draw(st.integers(1, 9), label="inner") for _ in range(2))
+    chunks = Chunks(tuple(i * data.draw(st.integers(1, 4), label="parts") for i in inner), inner)
+    array = numbered((8, 16), np.int32)
+    path = stored(tmp_path_factory.mktemp("planned"), chunks, array)
+    spec, hosts = data.draw(st.sampled_from(SPECS)), data.draw(st.sampled_from([1, 2, 4, 8]))
+    with counted() as far:
+        checkpoint = ucp.open(f"counted://{path}")
+        rules = [("", PartitionSpec(*spec))]
+        planned = checkpoint.plan_reads(MESH, rules=rules, hosts=hosts)
+        asked = []
+        for boxes in boxes_of_hosts(MESH, array.shape, spec, hosts):
+            far.asked.clear()
+            outs = [np.empty(box.shape, np.int32) for box in boxes]
+            checkpoint._contents.arrays.read_into("w", list(boxes), outs)
+            asked.append(far.asked["fetch"])
+    assert planned.requests.tolist() == asked
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(SPECS, SPECS)))
+def test_a_plan_counts_the_requests_of_a_restore(tmp_path, before, after):
+    saved(tmp_path / "saved", before)
+    rules = [("", PartitionSpec(*after))]
+    with counted() as far:
+        checkpoint = ucp.open(f"counted://{tmp_path}/saved")
+        planned = checkpoint.plan_reads(MESH, rules=rules)
+        far.asked.clear()
+        checkpoint.restore(mesh=MESH, rules=rules)
+        assert far.asked["fetch"] == planned.requests.tolist()[0]
