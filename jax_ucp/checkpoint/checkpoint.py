@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import local_path, switch, whole_number
+from jax_ucp.arguments import switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.looked import Asked
-from jax_ucp.files.path import file_path
+from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
+from jax_ucp.formats.huggingface.given_config import require_tied
 from jax_ucp.formats.options import Options, require_used
 from jax_ucp.formats.peft.config import with_config
 from jax_ucp.formats.peft.merging import merged
@@ -98,8 +99,14 @@ def require_mesh(mesh: object, rules: Sequence[Rule], hosts: int) -> None:
 
 
 class Checkpoint:
-    """An opened checkpoint. Nothing but metadata has been read; the files must stay where they
-    are.
+    """An opened checkpoint, as `jax_ucp.open` gives it.
+
+    Nothing but metadata has been read; the files must stay where they are. As a mapping its keys
+    are the labels of its arrays: `checkpoint["param/w"]` is a lazy array.
+
+    Args:
+        contents: what a reader found.
+        opener: how another process finds the same, where it can.
     """
 
     def __init__(self, contents: Contents, opener: Opener | None = None):
@@ -112,8 +119,21 @@ class Checkpoint:
         """A pytree in memory as a checkpoint: to be exported, mapped or saved without having been
         saved before.
 
-        The arrays are copied to host memory. Raises UnsupportedLeaf for a leaf that could not be
-        saved, and where there are several processes, none of which has it all.
+        Args:
+            tree: arrays, numbers, strings and None in any registered containers. Arrays are copied
+                to host memory.
+
+        Returns:
+            A checkpoint of the format `memory`.
+
+        Raises:
+            UnsupportedLeaf: for a leaf that could not be saved, and where there are several
+                processes, none of which has it all.
+
+        Example:
+            >>> import jax_ucp as ucp, numpy as np
+            >>> ucp.Checkpoint.of({"w": np.zeros((2, 3), np.float32)})["w"].shape
+            (2, 3)
         """
         import jax
 
@@ -221,8 +241,17 @@ class Checkpoint:
         return Parameters(named)
 
     def where(self, leaf: str | Leaf) -> Sequence[Piece]:
-        """Which files hold the bytes of a leaf, or of that with a label
-        (`param/layers.0.mlp.weight`).
+        """Which files hold the bytes of a leaf.
+
+        Args:
+            leaf: one of `leaves`, or its label (`param/layers.0.mlp.weight`).
+
+        Returns:
+            A piece for each box of the array that lies in one file, with the file and the place in
+            it.
+
+        Raises:
+            KeyError: where no array has that label, or several have it.
         """
         return self._contents.locate(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
@@ -232,16 +261,38 @@ class Checkpoint:
         Before the first read of a leaf a sample of what is stored twice of it is compared, as
         `restore` does.
 
-        Raises CorruptData where it differs, or where bytes are not what was written, and
-        QuantizedWeights for a part of a quantised weight.
+        Args:
+            label: of the leaf, such as `param/layers.0.mlp.weight`.
+            box: where the elements lie that are wanted; unsaid, all.
+
+        Returns:
+            An array of the box's shape and the stored dtype.
+
+        Raises:
+            KeyError: where no array has that label, or several have it.
+            CorruptData: where copies differ, or bytes are not what was written.
+            QuantizedWeights: for a part of a quantised weight.
         """
         return self._read(self._leaf(label), box)
 
     def __getitem__(self, label: str) -> LazyArray:
-        """The array of the leaf with a label, such as `param/layers.0.mlp.weight`, to be read where
-        it is indexed: `checkpoint["param/w"][:10]`.
+        """The array of the leaf with a label, to be read where it is indexed.
 
-        Raises KeyError where no array has that label, or several have it.
+        Args:
+            label: such as `param/layers.0.mlp.weight`.
+
+        Returns:
+            A lazy array with `shape` and `dtype`; ints and slices read just those elements,
+            `numpy.asarray` all.
+
+        Raises:
+            KeyError: where no array has that label, or several have it.
+
+        Example:
+            >>> import jax_ucp as ucp
+            >>> weight = ucp.open("tests/data/deepspeed/z1_bf16_dp2")["param/head.weight"]
+            >>> weight.shape, weight[:2, :3].shape
+            ((101, 16), (2, 3))
         """
         return LazyArray(self._leaf(label), self._read)
 
@@ -280,9 +331,7 @@ class Checkpoint:
         return {leaf.label: leaf for leaf in arrays if counts[leaf.label] == 1}
 
     def abstract(self) -> Any:
-        """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a
-        target.
-        """
+        """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `restore`."""
         from jax_ucp.sharding.restore import abstract_leaf
 
         return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
@@ -399,8 +448,24 @@ class Checkpoint:
         share_reads: bool = False,
         narrow_integers: bool = False,
     ) -> RestorePlan:
-        """What `restore` with the same arguments would do: a placement for each leaf, and what
-        was given up.
+        """What `restore` with the same arguments would do. Reads nothing.
+
+        Args:
+            target: as for `restore`, like all the others.
+            mesh: as there.
+            rules: as there.
+            cast: as there.
+            partial: as there.
+            missing: as there.
+            share_reads: as there.
+            narrow_integers: as there.
+
+        Returns:
+            A placement for each leaf, and in `notes` what was given up of shardings.
+
+        Raises:
+            TreeMismatch: with everything in which target and checkpoint differ.
+            QuantizedWeights: where what is asked for is stored as codes.
         """
         from jax_ucp.sharding.restore import plan_restore, shared_plan
 
@@ -434,34 +499,53 @@ class Checkpoint:
         verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
-        """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays;
-        with `mesh="saved"`, what has no sharding in the target goes on the devices it was saved
-        from.
+        """The tree on devices, or as numpy arrays where neither `target` nor `mesh` says otherwise.
 
-        `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis
-        name, mesh axes). What had to be given up of a sharding is a ShardingWarning, and in the
-        `notes` of `plan`. `cast=True` converts to the target's dtypes, a dtype all floating arrays
-        to that. With `partial`, leaves that the target lacks are left out; with `missing="keep"`
-        those that the checkpoint lacks keep the value that the target has: new heads, adapters,
-        averages. With `missing="leave"` they stay as the target has them, a ShapeDtypeStruct too,
-        as in a partial load of Orbax's. `budget_bytes` bounds what is in flight. JAX has no 64-bit
-        integers unless jax_enable_x64 is set. Without, a leaf of them that goes on devices is
-        refused, or with `narrow_integers` comes as 32-bit ones, if every value fits.
+        What the source stores twice of the leaves that are asked for is compared. What had to be
+        given up of a sharding is a ShardingWarning, and in the `notes` of `plan`.
 
-        What the source stores twice of the leaves that are asked for is compared: with
-        `verify="sample"` a few kilobytes of each array, in every file that holds a part of it,
-        which finds files that were exchanged, or are of another step, rank or run; with
-        `verify="full"` all of it, and every checksum of what is read.
+        Args:
+            target: a pytree of arrays or `jax.ShapeDtypeStruct`s, whose form and shardings the
+                result has; unsaid, the form is the checkpoint's own, and other nodes than dicts,
+                lists and tuples are dicts.
+            mesh: for leaves that have no sharding in the target: the specs that they were saved
+                with, fitted to this mesh. `"saved"`: the devices that they were saved from.
+            rules: pairs of a regular expression on a leaf's label and a PartitionSpec, or of the
+                name of a logical axis and mesh axes. The first that matches goes before a saved
+                spec.
+            cast: True converts to the target's dtypes, a dtype all floating arrays to that one;
+                otherwise dtypes must be equal.
+            partial: leave out leaves that the target lacks.
+            missing: of leaves that the checkpoint lacks: `"refuse"` them; `"keep"` the value that
+                the target has (new heads, adapters, averages); `"leave"` them as the target has
+                them, a ShapeDtypeStruct too, as in a partial load of Orbax's.
+            share_reads: of what several processes hold each reads a part, and their devices
+                exchange the parts: each stored byte is read about once over all of them. That is
+                for storage slower than the interconnect. All processes must then make this call,
+                with the same arguments; where they share anything, an error in one is raised in
+                all, in the others with its words. In one process it changes nothing.
+            narrow_integers: 64-bit integers, which JAX does not have unless `jax_enable_x64` is set
+                and which are refused on devices without, come as 32-bit ones, if every value fits.
+            verify: `"sample"` compares a few kilobytes of each array that is stored twice, in every
+                file that holds a part of it, which finds files that were exchanged, or are of
+                another step, rank or run; `"full"` compares all of it, and every checksum of what
+                is read.
+            budget_bytes: bounds what is in flight beside the result.
 
-        With `share_reads`, of what several processes hold each reads a part, and their devices
-        exchange the parts: each stored byte is read about once over all of them. That is for
-        storage slower than the interconnect. All processes must then make this call, with the same
-        arguments; where they share anything, an error in one is raised in all, in the others with
-        its words. In one process it changes nothing.
+        Returns:
+            The pytree.
 
-        Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where
-        bytes are not what was written, or a file is no longer the one that was opened,
-        QuantizedWeights where what is asked for is stored as codes.
+        Raises:
+            TreeMismatch: with everything in which target and checkpoint differ.
+            CorruptData: where bytes are not what was written, or a file is no longer the one that
+                was opened.
+            QuantizedWeights: where what is asked for is stored as codes.
+
+        Example:
+            >>> import jax_ucp as ucp
+            >>> state = ucp.open("tests/data/deepspeed/z1_bf16_dp2").restore()
+            >>> state["exp_avg"]["head.weight"].shape
+            (101, 16)
         """
         from jax_ucp.sharding.restore import dealt_out, run_restore
 
@@ -491,15 +575,22 @@ class Checkpoint:
         """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that
         wrote the checkpoint.
 
-        `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those
-        below `param` here: after `map`, as a rule. `step` is the number of updates done, for a
-        checkpoint that does not say it (torch's SGD counts none). With `check`, `tx` is asked
-        whether what has the type of Adam's moments is summed as Adam does, and whether it decays
-        the weights that `groups` say were decayed. `plan.restore()` gives the state.
+        Args:
+            tx: the optax optimizer.
+            params: the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those
+                below `param` here: after `map`, as a rule.
+            step: the number of updates done, for a checkpoint that does not say it (torch's SGD
+                counts none).
+            check: ask `tx` whether what has the type of Adam's moments is summed as Adam does, and
+                whether it decays the weights that `groups` say were decayed.
 
-        Raises TreeMismatch with everything that has no source: a state of a type that is not known,
-        a parameter without the moment, steps that differ or are not there; and with everything that
-        `tx` does otherwise.
+        Returns:
+            The plan: `report()` says where each leaf comes from, `restore()` gives the state.
+
+        Raises:
+            TreeMismatch: with everything that has no source: a state of a type that is not known, a
+                parameter without the moment, steps that differ or are not there; and with
+                everything that `tx` does otherwise.
         """
         from jax_ucp.optimizers import plan_optimizer
 
@@ -519,21 +610,30 @@ class Checkpoint:
         """The checkpoint of a JAX training run as a torch trainer would have it: the way back of
         `plan_optimizer`.
 
-        The state of the optax optimizer `tx`, which is at the label `opt_state`, becomes `exp_avg`,
-        `exp_avg_sq`, `step`, `momentum_buffer` of the parameters at `params`, found by type. The
-        result has the tree `{state: {parameter: array}}`, to be mapped by the inverse of a mapping,
-        and exported. Only single numbers are read: schedules' counts and hyperparameters are
-        extras. Of anything else its inventory says why it is left.
+        The state of the optimizer becomes `exp_avg`, `exp_avg_sq`, `step`, `momentum_buffer` of the
+        parameters, found by type. Only single numbers are read: schedules' counts and
+        hyperparameters are extras. Of anything else the inventory of the result says why it is
+        left.
 
-        `model` is the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; without it
-        nested dicts and lists of what is stored, which will do unless a mask of `tx` is a tree of
-        another kind. `step_dtype` is that of `step`, int32 for an optimizer of DeepSpeed that
-        counts in ints; unsaid, float32, and int32 for Lion. `step` is the number of updates done,
-        for a run in which schedules count otherwise.
+        Args:
+            tx: the optax optimizer.
+            model: the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; unsaid, nested
+                dicts and lists of what is stored, which will do unless a mask of `tx` is a tree of
+                another kind.
+            params: the label of the parameters in the run's tree.
+            opt_state: the label of the optimizer's state.
+            step: the number of updates done, for a run in which schedules count otherwise.
+            step_dtype: that of `step`: int32 for an optimizer of DeepSpeed that counts in ints;
+                unsaid, float32, and int32 for Lion.
 
-        Raises TreeMismatch with everything that is not of this optimizer, that torch has no equal
-        of, or that counts otherwise: a type of state that is not known, gradients being gathered, a
-        leaf too many or too few.
+        Returns:
+            A checkpoint with the tree `{state: {parameter: array}}`, to be mapped by the inverse of
+            a mapping, and exported.
+
+        Raises:
+            TreeMismatch: with everything that is not of this optimizer, that torch has no equal of,
+                or that counts otherwise: a type of state that is not known, gradients being
+                gathered, a leaf too many or too few.
         """
         from jax_ucp.optimizers import torch_states
 
@@ -552,13 +652,25 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
     ) -> HostReads:
-        """What each of `hosts` processes would read in `restore(mesh=mesh, rules=rules)`, if each
-        has a chunk once.
+        """What each of several processes would read to restore the checkpoint onto a mesh.
 
-        `mesh` may be axis sizes by name: no devices are needed. Its devices are shared out evenly
-        and in order.
+        Args:
+            mesh: a mesh, or the sizes of its axes by name: no devices are needed. Its devices are
+                shared out evenly and in order.
+            rules: as for `restore`.
+            hosts: the number of processes, each of which has a chunk once.
 
-        Raises ValueError where they cannot be.
+        Returns:
+            By host the bytes that it needs, those that it reads, and the files that it opens.
+
+        Raises:
+            ValueError: for a mesh, rules or hosts that cannot be meant.
+
+        Example:
+            >>> import jax_ucp as ucp
+            >>> checkpoint = ucp.open("tests/data/deepspeed/z1_bf16_dp2")
+            >>> checkpoint.plan_reads({"data": 4, "model": 2}, hosts=2).files
+            array([2, 2])
         """
         from jax_ucp.sharding.reads import HostMesh, checkpoint_reads
 
@@ -576,11 +688,21 @@ class Checkpoint:
     ) -> CopyPlan:
         """What `save` with the same arguments would write, and the memory it would take.
 
-        Its `notes` say what the mesh does not have of saved specs and rules. With `path`, what
-        `save` refuses to write to is refused here.
+        Args:
+            budget_bytes: as for `save`.
+            path: what `save` would refuse to write to is refused here.
+            mesh: as for `save`.
+            rules: as for `save`.
+            hosts: as for `save`.
 
-        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant, QuantizedWeights
-        where weights are stored as codes, and for `path` what `save` raises.
+        Returns:
+            The plan; its `notes` say what the mesh does not have of saved specs and rules.
+
+        Raises:
+            ValueError: for a rule, or a mesh and hosts, that cannot be meant.
+            QuantizedWeights: where weights are stored as codes.
+            FileExistsError: if `path` is in use.
+            UnsupportedPath: for a `path` that cannot be written to.
         """
         if path is not None:
             require_target(self._contents, file_path(path))
@@ -611,32 +733,47 @@ class Checkpoint:
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
 
-        For a framework's own loader: `root` is the label at which it has the parameters, in place
-        of `param` (`""`: they are the whole tree); `variables` puts each in a node `value`, as Flax
-        NNX's states are stored; and with `step`, `path` is a run, to which the item `item` of that
-        step is added, unsaid `default`. MaxText's `load_parameters_path` wants `root="params",
-        step=0, item="items"`, tunix's manager `root="", variables=True, step=0,
-        item="model_params"`.
+        What is stored twice is compared on the way. Stopped at any moment it leaves no checkpoint
+        at `path`, and the same call takes up where it was stopped.
 
-        With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would
-        write, its arrays placed by their saved specs and `rules`, its devices shared out evenly to
-        `hosts`: a restore onto it then reads the bytes it needs and no others. Any other mesh reads
-        the checkpoint too. What the mesh does not have of a spec is a ShardingWarning, and in the
-        `notes` of `plan_save`.
+        Args:
+            path: a new folder or URL; with `step`, the folder of a run.
+            mesh: a mesh, or the sizes of its axes by name, whose chunks are written: those of a
+                save from it, its arrays placed by their saved specs and `rules`, its devices shared
+                out evenly to `hosts`. A restore onto it then reads the bytes it needs and no
+                others; any other mesh reads the checkpoint too. What the mesh does not have of a
+                spec is a ShardingWarning.
+            rules: as for `restore`, on `mesh`.
+            hosts: the number of processes of `mesh`.
+            budget_bytes: at most about so many bytes of blocks are in memory at once.
+            progress: hears of each block that is written.
+            executor: runs the work, in threads or in other processes, which must see source and
+                `path` by the same names; each then has at most one block in memory at once. The
+                checkpoint is the same, byte for byte.
+            root: the label at which a framework's own loader has the parameters, in place of
+                `param`; `""`: they are the whole tree. MaxText's `load_parameters_path` wants
+                `root="params", step=0, item="items"`, tunix's manager `root="", variables=True,
+                step=0, item="model_params"`.
+            variables: put each parameter in a node `value`, as Flax NNX's states are stored.
+            step: the step of the run at `path` to which the result is added.
+            item: the name that it has in that step; unsaid, `default`.
 
-        At most about `budget_bytes` of blocks are in memory at once; `progress` hears of each block
-        on disk. What is stored twice is compared on the way. Stopped at any moment it leaves no
-        checkpoint at `path`, and the same call takes up where it was stopped.
+        Returns:
+            The checkpoint that was written, opened.
 
-        `executor` runs the work, in threads or in other processes, which must see source and `path`
-        by the same names; the checkpoint is the same, byte for byte. Each other process then has at
-        most one block in memory at once.
+        Raises:
+            FileExistsError: if `path` is in use.
+            UnsupportedPath: for a URL that cannot be written to.
+            CorruptData: if the source contradicts itself or changes meanwhile.
+            QuantizedWeights: where weights are stored as codes.
+            ValueError: for an item without a step, and a mesh, rules or hosts that cannot be meant.
+            WorkerError: where the executor's processes cannot open the checkpoint, or one has
+                ended.
 
-        Raises FileExistsError if `path` is in use, UnsupportedPath for a URL that cannot be written
-        to, CorruptData if the source contradicts itself or changes meanwhile, QuantizedWeights
-        where weights are stored as codes, ValueError for an item without a step, and WorkerError
-        where the executor's processes cannot open the checkpoint, or one of them has ended.
+        Example:
+            >>> ucp.open("tests/data/deepspeed/z1_bf16_dp2").save("converted")  # doctest: +SKIP
         """
+        target = target_path(path)
         if item is not None and step is None:
             raise ValueError(f"item={item!r} is of a step: give step= too")
         laid_out = self._laid_out(root, variables)
@@ -646,15 +783,15 @@ class Checkpoint:
 
             warn_given_up(plan.notes, stacklevel=2)
 
-        def write(place: str | os.PathLike[str]) -> object:
+        def write(place: FilePath) -> object:
             workers = Workers(executor, laid_out._opener)
-            return copy(laid_out._contents, plan, file_path(place), progress, workers)
+            return copy(laid_out._contents, plan, place, progress, workers)
 
         if step is None:
-            write(path)
+            write(target)
             return opened(path)
         name = "default" if item is None else item
-        return opened(write_step(local_path(path), step, name, write))
+        return opened(str(write_step(target, step, name, write)))
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
         """The checkpoint with its parameters at another root, or itself."""
@@ -674,19 +811,33 @@ class Checkpoint:
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[Block], None] = lambda block: None,
     ) -> Checkpoint | None:
-        """`save`, by processes that know nothing of one another: this one does share (i, n), i from
-        0 to n - 1, of about an n-th of the bytes. The last to finish commits.
+        """`save`, by processes that know nothing of one another, each of which writes a share.
 
-        All give the same arguments, and see source and `path` alike. Any may be run again, then or
-        later: what is there is looked at, and left. The checkpoint is that of `save`, byte for
-        byte, and has `ucp.conversion.json` beside it, which says of which copy it is the result.
-        Where the source contradicts itself there is never a checkpoint.
+        The last to finish commits. All give the same arguments, and see source and `path` alike.
+        Any may be run again, then or later: what is there is looked at, and left. The checkpoint is
+        that of `save`, byte for byte, and has `ucp.conversion.json` beside it, which says of which
+        copy it is the result. Where the source contradicts itself there is never a checkpoint.
 
-        Returns the checkpoint if it is committed, None while other shares are not done. Raises what
-        `save` raises, ValueError for a share that is none, and FormatError where `path` has an
-        unfinished copy of another source or in another number of shares.
+        Args:
+            path: as for `save`.
+            share: (i, n): this process does the i-th, from 0 to n - 1, of n shares of about as many
+                bytes.
+            mesh: as for `save`.
+            rules: as for `save`.
+            hosts: as for `save`.
+            budget_bytes: as for `save`.
+            progress: as for `save`.
+
+        Returns:
+            The checkpoint if it is committed, None while other shares are not done.
+
+        Raises:
+            ValueError: for a share that is none.
+            FormatError: where `path` has an unfinished copy of another source or in another number
+                of shares.
+            UCPError: as `save` does.
         """
-        target = file_path(path)
+        target = target_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         is_whole = copy_share(self._contents, plan, target, Share(*share), progress)
         return opened(path) if is_whole else None
@@ -701,8 +852,22 @@ class Checkpoint:
         adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
-        """What `export` with the same arguments would write, and in its `notes` what would be
-        left out.
+        """What `export` with the same arguments would write.
+
+        Args:
+            format: as for `export`, like all the others.
+            dtype: as there.
+            max_shard_bytes: as there.
+            zero_stage: as there.
+            adapter_config: as there.
+            budget_bytes: as there.
+
+        Returns:
+            The plan; its `notes` say what would be left out.
+
+        Raises:
+            UCPError: as `export` does.
+            ValueError: for an argument that is for another format.
         """
         require_weights(self._contents)
         contents = self._contents
@@ -730,30 +895,52 @@ class Checkpoint:
         """Write the parameters, and where the format has a place for them their states, to the new
         folder `path`.
 
-        `format` is `safetensors` (weights, as transformers loads them), `dcp`
-        (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder). `dtype` casts
-        floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
-        for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
-        unsaid that of the source. `config` is the config.json of the model, of a source that has
-        none: a dict, the file, or its folder, whose tokenizer, licence and the like go along.
-        `adapter_config` is peft's config for the factors of an adapter that was trained in JAX, a
-        dict or its file: with it safetensors are a folder that peft loads. Safetensors are beside
-        the files that go with the model, and its config, where the checkpoint has them. What is
-        stored twice is compared on the way. `progress` hears of bytes written. Stopped at any
-        moment, nothing is at `path`. `executor` is that of `save`.
+        What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`; in
+        a bucket, a process that is killed leaves files, without the one that makes the folder
+        whole, which is created last. Safetensors are beside the files that go with the model, and
+        its config, where the checkpoint has them.
 
-        Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
-        every parameter that the format cannot hold, FileExistsError if `path` is in use,
-        UnsupportedPath if it is a URL, ValueError for an argument that is for another format,
-        CorruptData if the source contradicts itself or changes meanwhile, QuantizedWeights where
-        weights are stored as codes, WorkerError as `save` does.
+        Args:
+            path: a folder that is not there, or a URL.
+            format: `safetensors` (weights, as transformers loads them), `dcp`
+                (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
+            dtype: floating parameters are cast to it, rounded to the nearest; unsaid, every bit
+                stays.
+            max_shard_bytes: of one file of safetensors; unsaid, 50 GB.
+            zero_stage: of the DeepSpeed run to be resumed; unsaid, that of the source.
+            config: the config.json of the model, of a source that has none: a dict, the file, or
+                its folder, whose tokenizer, licence and the like go along.
+            adapter_config: peft's config, a dict or its file, for the factors of an adapter that
+                was trained in JAX: with it safetensors are a folder that peft loads.
+            budget_bytes: at most about so many bytes of blocks are in memory at once.
+            progress: hears of the bytes that are written.
+            executor: as for `save`.
+
+        Returns:
+            The exported checkpoint, opened.
+
+        Raises:
+            TreeMismatch: if the tree is not `{state: {parameter: array}}`.
+            UnsupportedLeaf: with every parameter that the format cannot hold.
+            FileExistsError: if `path` is in use.
+            UnsupportedPath: for a URL that cannot be written to.
+            ValueError: for an argument that is for another format.
+            CorruptData: if the source contradicts itself or changes meanwhile.
+            QuantizedWeights: where weights are stored as codes.
+            LayoutError: for a config of another number of layers, or one that ties a head to the
+                embedding from which it differs.
+            WorkerError: as `save` does.
+
+        Example:
+            >>> ucp.open("run/100").export("hf", "safetensors", dtype="bfloat16")  # doctest: +SKIP
         """
-        target = local_path(path)
+        target = target_path(path)
         described = self
         if config is not None:
             if format != "safetensors":
                 raise ValueError(f"config is for safetensors: {format} has no place for it")
             described = self._view(partial(with_model_config, config=config))
+            require_tied(described._contents, described.config)
         plan = described.plan_export(
             format,
             dtype=dtype,
@@ -767,12 +954,23 @@ class Checkpoint:
         return opened(path)
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
-        """Read everything that has a checksum or a duplicate: (what was looked at, what is wrong
-        with it or None).
+        """Read everything that has a checksum or a duplicate.
 
-        A file that is no longer the one that was opened is wrong too. `executor` is that of `save`.
+        Args:
+            executor: as for `save`.
 
-        Raises WorkerError as `save` does.
+        Returns:
+            An iterator of pairs: what was looked at, and what is wrong with it or None. A file that
+            is no longer the one that was opened is wrong too.
+
+        Raises:
+            WorkerError: as `save` does.
+
+        Example:
+            >>> import jax_ucp as ucp
+            >>> checkpoint = ucp.open("tests/data/deepspeed/z1_bf16_dp2")
+            >>> [fault for what, fault in checkpoint.verify() if fault]
+            []
         """
         yield from verify(self._contents, Workers(executor, self._opener))
         for change in self._contents.files.changes():

@@ -28,43 +28,56 @@ def open(
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
-    What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not
-    record the true vocabulary; unsaid, the padded rows stay). `spec` says how shards form
-    parameters, for sources that do not: a file in the universal checkpoint language, or a
-    `jax_ucp.Spec`.
-    `weights_only` leaves the optimizer aside. Where a source stores something twice and
-    differently, `save` refuses it; `on_conflict` says what to take instead: the `master` (and the
-    first of several replicas), or the `copy` that the model computed with, in its dtype.
+    What a checkpoint does not say is said by name, and what is said is used or refused: a name in
+    `sizes` that the checkpoint has no use for, a `spec` where it says itself how shards form
+    parameters.
 
-    What is given is used, or refused: a name in `sizes` that the checkpoint has no use for, a
-    `spec` where it says itself how shards form parameters. Where nothing is stored twice, a note
-    says that `on_conflict` changed nothing.
+    Args:
+        path: a file or folder, local or a URL (`s3://`, `gs://`, `az://`, `https://`, `hf://`).
+        sizes: lengths by name, such as `{"vocab": 50257}`: Megatron does not record the true
+            vocabulary; unsaid, the padded rows stay.
+        spec: how shards form parameters, for sources that do not say it: a file in the universal
+            checkpoint language, or a `jax_ucp.Spec`.
+        weights_only: leave the optimizer aside.
+        on_conflict: what to take where a source stores something twice and differently, which
+            `save` refuses otherwise: the `master` (and the first of several replicas), or the
+            `copy` that the model computed with, in its dtype. Where nothing is stored twice, a note
+            says that it changed nothing.
+        dequantize: what weights stored as codes and scales become, which are named in the notes and
+            refused wherever weights are asked for, if this is None. `"bfloat16"`, `"float16"` or
+            `"float32"` gives the numbers that they stand for, computed in float32 by the rule of
+            the library that wrote them and rounded once, box by box as they are read; weights that
+            are not quantised keep their dtypes. False gives the parts as they are stored, under the
+            state `stored` in place of `param`, to be read, restored or saved.
+        optimizer_groups: which parameters an optimizer has whose states go by numbers:
+            `"module-order"`, if every group lists its parameters in the order of the model;
+            `"hf-decay"`, if transformers' Trainer made the two groups (what decays; biases and
+            norms); the names of each group in order; or a function that makes such lists of the
+            names of the model's parameters. Where files do not have the model's order, it is that
+            of the class of transformers that they name, or of the one that is said:
+            `"hf-decay:llama"`. Unsaid, such states are kept under `other`, unless shapes or masters
+            prove whose they are. What was said is in `source` and `notes`.
+        model: the one that is meant where a file or folder has several, such as a teacher and a
+            student, or the items of a step of Orbax.
+        step: the one to open of the folder of a run; unsaid, the last that is finished.
 
-    Weights that are stored quantised, as codes and scales, are named in the notes and refused
-    wherever weights are asked for. `dequantize="bfloat16"`, `"float16"` or `"float32"` gives the
-    numbers that they stand for, computed in float32 by the rule of the library that wrote them and
-    rounded once, box by box as they are read; weights that are not quantised keep their dtypes.
-    `dequantize=False` gives the parts as they are stored, under the state `stored` in place of
-    `param`, to be read, restored or saved.
+    Returns:
+        The checkpoint, of which nothing but metadata has been read.
 
-    `optimizer_groups` says which parameters an optimizer has whose states go by numbers:
-    `"module-order"`, if every group lists its parameters in the order of the model; `"hf-decay"`,
-    if transformers' Trainer made the two groups (what decays; biases and norms); the names of each
-    group in order; or a function that makes such lists of the names of the model's parameters.
-    Where files do not have the model's order, it is that of the class of transformers that they
-    name, or of the one that is said: `"hf-decay:llama"`. Unsaid, such states are kept under
-    `other`, unless shapes or masters prove whose they are. What was said is in `source` and
-    `notes`.
+    Raises:
+        NotACheckpoint: where there is none, or more than one.
+        FormatError: where a file is not what it should be, or does not fit what was said.
+        SpecError: for `sizes` and a `spec` that are not used, and `optimizer_groups` that cannot be
+            meant.
+        UnsupportedPath: for a URL of an unknown kind.
+        QuantizedWeights: where weights are to be dequantised and nothing says how they are meant.
+        ValueError: for another `on_conflict` or `dequantize` than these.
 
-    `model` names the one that is meant where a file or folder has several, such as a teacher and a
-    student, or the items of a step of Orbax. `step` is the one to open of the folder of a run;
-    unsaid, that is the last that is finished.
-
-    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or
-    does not fit what was said, SpecError for `sizes` and a `spec` that are not used and
-    `optimizer_groups` that cannot be meant, UnsupportedPath for a URL, QuantizedWeights where
-    weights are to be dequantised and nothing says how they are meant, and ValueError for another
-    `dequantize`.
+    Example:
+        >>> import jax_ucp as ucp
+        >>> checkpoint = ucp.open("tests/data/deepspeed/z1_bf16_dp2")
+        >>> checkpoint.format, len(checkpoint.leaves), checkpoint.nbytes
+        ('deepspeed', 124, 89092)
     """
     options = Options.of(
         sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, model, step

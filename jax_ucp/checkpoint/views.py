@@ -9,6 +9,7 @@ from typing import Any
 
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.huggingface.companions import companions_in
+from jax_ucp.formats.huggingface.given_config import described
 from jax_ucp.formats.options import Options, Sizes
 from jax_ucp.formats.peft.config import saved_modules
 from jax_ucp.formats.peft.merging import merged
@@ -108,8 +109,4 @@ def with_model_config(
     given = given_config(config)
     known = joined(config_of(contents.extras), given, frozenset(given))
     beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
-    return replace(
-        contents,
-        extras={**contents.extras, "config.json": {"config": known}},
-        companions={**beside, **contents.companions},
-    )
+    return replace(described(contents, known), companions={**beside, **contents.companions})

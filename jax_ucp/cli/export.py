@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 import jax_ucp
-from jax_ucp.arguments import local_path
 from jax_ucp.cli.mapping import imported
 from jax_ucp.cli.options import (
     Size,
@@ -25,6 +24,7 @@ from jax_ucp.cli.options import (
 from jax_ucp.cli.output import console, print_json, progress, to_stderr
 from jax_ucp.cli.workers import worker_options
 from jax_ucp.errors import NotACheckpoint, TreeMismatch
+from jax_ucp.files.path import target_path
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
 from jax_ucp.inspection import report
 from jax_ucp.inspection.words import size
@@ -102,12 +102,13 @@ def export(
     --config is the config.json of the model, or the folder that has it, and is written beside
     them. --optimizer names a function that returns the optax optimizer of the run, or it and the
     abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
-    compared on the way. Stopped at any moment, nothing is at TARGET.
+    compared on the way. Stopped at any moment, nothing is at TARGET; in a bucket, one that
+    is killed leaves files, without the one that makes the folder whole.
     """
     options = _taken(others, *_OPTIONS)
     optimizer = _taken(others, "optimizer", "opt_state", "step_dtype")
     _check_options(format, options, optimizer)
-    local_path(target)
+    target_path(target)  # refuses what is none
     # --inverse says what happens anyway
     of_model = require_mapping(
         mapping, others.pop("config"), others.pop("assume"), None, others.pop("inverse")

@@ -1,22 +1,56 @@
-"""A folder that is there whole, or not at all."""
+"""A folder that is there whole, or not at all; or in a bucket, objects of which the last is
+there when all are.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from jax_ucp.errors import StoreError
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.local import remove, sync_file_system
+from jax_ucp.files.path import FilePath
+from jax_ucp.universal.store import WRITER_FILE, claimed
 
 
-def check_free(target: Path) -> None:
+def check_free(target: FilePath) -> None:
     """Raises FileExistsError where something other than an empty folder is at `target`."""
-    is_empty_folder = target.is_dir() and not any(target.iterdir())
-    if target.is_symlink() or (target.exists() and not is_empty_folder):
+    is_empty = not any(child.name != WRITER_FILE for child in target.children())
+    if target.link() is not None or (target.exists() and not (target.is_dir() and is_empty)):
         raise FileExistsError(f"{target} is in use; give another path")
+
+
+@contextmanager
+def new_objects(target: FilePath, names: Sequence[str]) -> Iterator[None]:
+    """While this lasts, a folder of a bucket is kept for one writer. On an error the objects of
+    these names are deleted.
+
+    The caller creates the last of them when all others are there, on the condition that it is not.
+    One that is killed leaves what it wrote, and `ucp.writer.json`, which names it.
+
+    Raises FileExistsError if `target` is in use, or kept by another.
+    """
+    check_free(target)
+    files = target.folder()
+    with claimed(files):
+        check_free(target)
+        try:
+            yield
+        except FileExistsError:
+            raise FileExistsError(
+                f"{target} was written by another meanwhile: its files may be of both. Delete it,"
+                " and export again, one writer to each path"
+            ) from None
+        except BaseException:
+            with suppress(StoreError):
+                files.delete(names[-1])
+                each_file(files, files.delete, names[:-1])
+            raise
 
 
 @contextmanager
@@ -25,10 +59,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     It is on disk by then. What a killed process left there is deleted by the next one.
 
-    Raises FileExistsError if `target` is in use, or another process is writing it, OSError for what
-    the disk did not take.
+    Raises FileExistsError if another process is writing it, OSError for what the disk did not take,
+    or if `target` is in use.
     """
-    check_free(target)
     partial = target.parent / f".{target.name}.partial"
     partial.mkdir(parents=True, exist_ok=True)
     lock = os.open(partial, os.O_RDONLY)

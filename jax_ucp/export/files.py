@@ -11,14 +11,17 @@ import itertools
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, fault_lines
 from jax_ucp.files.crc import Part, crc_of
+from jax_ucp.files.in_flight import stat_all
+from jax_ucp.files.protocol import Files
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -28,6 +31,7 @@ from jax_ucp.sources.work import TASK_BOXES, TASK_BYTES, Coordinator, Job, Opene
 from jax_ucp.universal.copy import COPIES_IN_FLIGHT, block_cost
 
 Bytes = tuple[int, bytes]
+Tail = Callable[[Sequence[int]], Sequence[Bytes]]
 
 FAULTS_SHOWN = 8
 
@@ -54,22 +58,39 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class File:
-    """A file: `tensors` and `literals` at their offsets; `tail` computes the rest from CRCs.
+class Section:
+    """A run of a file: `tensors` and `literals` at their offsets in the file; `tail`, if there is
+    one, computes the rest from the CRC-32 of each tensor.
+    """
 
-    Literals and tail are written when the tensors of all files are, so that what was begun and not
-    completed has no header, or no directory, and is not taken for a file of its format.
+    tensors: Sequence[tuple[int, Tensor]] = ()
+    literals: Sequence[Bytes] = ()
+    tail: Tail | None = None
+
+    def rest(self, crcs: Sequence[int]) -> Sequence[Bytes]:
+        """All but the tensors, whose CRC-32 are given."""
+        return [*self.literals, *(self.tail(crcs) if self.tail else ())]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file: sections that follow one another, zeros where nothing is.
+
+    What is no tensor is written to a disk when the tensors of all files are, so that what was begun
+    and not completed has no header, or no directory, and is not taken for a file of its format.
     """
 
     name: str
     size: int
-    tensors: Sequence[tuple[int, Tensor]] = ()
-    literals: Sequence[Bytes] = ()
-    tail: Callable[[Sequence[int]], Sequence[Bytes]] = field(default=lambda crcs: ())
+    sections: Sequence[Section]
 
     @classmethod
     def literal(cls, name: str, data: bytes) -> File:
-        return cls(name, len(data), literals=[(0, data)])
+        return cls(name, len(data), [Section(literals=[(0, data)])])
+
+    @cached_property
+    def tensors(self) -> Sequence[tuple[int, Tensor]]:
+        return list(itertools.chain.from_iterable(section.tensors for section in self.sections))
 
 
 @dataclass(frozen=True)
@@ -97,10 +118,8 @@ class TensorTask:
         with open(Path(self.folder, self.file), "r+b", buffering=0) as out:
             out.seek(self.at)
             for box in self.boxes:
-                read = opened.contents.arrays.read(self.tensor.key, box)
+                raw = block_bytes(opened.contents.arrays, self.tensor, box)
                 proofs.require_sound_so_far()
-                data = np.ascontiguousarray(read.astype(self.tensor.dtype, copy=False))
-                raw = data.reshape(-1).view(np.uint8).data
                 crc = zlib.crc32(raw, crc)
                 while raw:
                     raw = raw[out.write(raw) :]
@@ -130,11 +149,13 @@ def write_files(
         _create(folder / file.name, file.size)
     coordinator.run(_tasks(folder, files, coordinator, budget_bytes), finish, budget_bytes)
     for f, file in enumerate(files):
+        numbers = itertools.count()
         with open(folder / file.name, "r+b") as out:
-            tail = file.tail([crc_of(sorted(written[f, t])) for t in range(len(file.tensors))])
-            for at, data in (*file.literals, *tail):
-                out.seek(at)
-                out.write(data)
+            for section in file.sections:
+                crcs = [crc_of(sorted(written[f, next(numbers)])) for _ in section.tensors]
+                for at, data in section.rest(crcs):
+                    out.seek(at)
+                    out.write(data)
             out.flush()
             os.fsync(out.fileno())
 
@@ -145,7 +166,7 @@ def _tasks(
     infos = coordinator.opened.contents.arrays.arrays()
     for f, file in enumerate(files):
         for t, (at, tensor) in enumerate(file.tensors):
-            boxes, cost = _cut(tensor, infos[tensor.key], budget_bytes)
+            boxes, cost = blocks_of(tensor, infos[tensor.key], budget_bytes)
             for together in _together(boxes, tensor, infos[tensor.key]):
                 task = TensorTask(
                     coordinator.job, str(folder), file.name, (f, t), at, tensor, together, cost
@@ -179,18 +200,21 @@ def _create(path: Path, size: int) -> None:
         ) from None
 
 
-def require_written(folder: Path, files: Sequence[File]) -> None:
-    """Raise CorruptData unless the folder has exactly these files, each with its size."""
-    paths = itertools.filterfalse(Path.is_dir, folder.rglob("*"))
-    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in paths}
+def require_written(folder: Files, files: Sequence[File], beside: Collection[str] = ()) -> None:
+    """Raise CorruptData unless the folder has exactly these files, each with its size, and those
+    `beside` them.
+    """
+    names = [file.name for file in files]
     missing, resized = [], []
-    for file in files:
-        size = sizes.pop(file.name, None)
-        if size is None:
+    for file, found in zip(files, stat_all(folder, names), strict=True):
+        if found is None or found.kind != "file":
             missing.append(f"{file.name} is missing")
-        elif size != file.size:
-            resized.append(f"{file.name} has {size} bytes, not the {file.size} that were written")
-    faults = [*missing, *(f"{name} is no file of this export" for name in sizes), *resized]
+        elif found.size != file.size:
+            resized.append(
+                f"{file.name} has {found.size} bytes, not the {file.size} that were written"
+            )
+    others = {file.name for file in folder.walk()}.difference(names, beside)
+    faults = [*missing, *(f"{name} is no file of this export" for name in others), *resized]
     if faults:
         lines = fault_lines(faults, FAULTS_SHOWN)
         raise CorruptData(
@@ -203,16 +227,22 @@ def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) ->
     """The most memory that blocks in flight can take."""
     infos = source.arrays()
     tensors = (tensor for file in files for _, tensor in file.tensors)
-    costs = sorted((_cut(t, infos[t.key], budget_bytes)[1] for t in tensors), reverse=True)
+    costs = sorted((blocks_of(t, infos[t.key], budget_bytes)[1] for t in tensors), reverse=True)
     return min(sum(costs[: threads()]), max(budget_bytes, *costs[:1], 0))
 
 
-def _cut(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> tuple[Sequence[Box], int]:
+def blocks_of(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> tuple[Sequence[Box], int]:
     """The blocks in which a tensor is written, and the memory that one of them takes."""
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
     return boxes, max((block_cost(box, info.chunk or (), size) for box in boxes), default=0)
+
+
+def block_bytes(source: ArraySource, tensor: Tensor, box: Box) -> memoryview:
+    """The bytes of a block as a target stores them."""
+    data = source.read(tensor.key, box).astype(tensor.dtype, copy=False)
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 
 
 def row_major_boxes(

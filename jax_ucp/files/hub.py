@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jax_ucp.arguments import require_extra
 from jax_ucp.errors import StoreError, UnsupportedPath
 from jax_ucp.files.protocol import FileInfo
-from jax_ucp.files.remote import RemoteFiles, Unanswered
+from jax_ucp.files.remote import ReadOnlyFiles, Unanswered
 
 _TIMEOUT_S = 30
 _MESSAGE_CHARS = 300
@@ -52,7 +52,7 @@ def _version(file: Any) -> str:
     return file.lfs.sha256 if file.lfs else file.blob_id
 
 
-class Hub(RemoteFiles):
+class Hub(ReadOnlyFiles):
     """The files of a model at a commit, below the folder `prefix`. It is read only."""
 
     def __init__(
@@ -128,21 +128,6 @@ class Hub(RemoteFiles):
         said = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if said is None or tuple(map(int, said.groups())) != (start, stop - 1, file.size):
             raise Unanswered(f"{answer.headers.get('Content-Range')} came, of {start} to {stop}")
-
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> NoReturn:
-        self._refuse(name)
-
-    def create(self, name: str, data: bytes) -> NoReturn:
-        self._refuse(name)
-
-    def delete(self, name: str) -> NoReturn:
-        self._refuse(name)
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise UnsupportedPath(
-            f"{self.url(name)}: the hub is read from. Export to a local folder, and upload it:"
-            " hf upload"
-        )
 
     def spec(self, name: str = "") -> NoReturn:
         raise UnsupportedPath(

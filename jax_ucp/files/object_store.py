@@ -7,7 +7,8 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,9 +17,10 @@ from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import RemoteFiles, Unanswered
 
-# A file of more bytes is uploaded in parts of so many, some of them at once. S3 takes 10,000 parts,
-# none but the last below 5 MiB.
+# A file of more bytes is uploaded in parts of so many, some of them at once. S3 and Google Cloud
+# Storage take 10,000 parts, none but the last below 5 MiB.
 PART_BYTES, PARTS_AT_ONCE = 16 << 20, 8
+LEAST_PART_BYTES, MOST_PARTS = 5 << 20, 10_000
 
 # What the library does by itself for one request, before we ask again.
 RETRIES = 4
@@ -30,6 +32,7 @@ _RETRY = {
 _TIMEOUTS = {"timeout": "30s", "connect_timeout": "10s"}
 _MESSAGE_CHARS = 300
 
+Chunk = bytes | bytearray
 R = TypeVar("R")
 
 
@@ -40,7 +43,8 @@ class Refused(StoreError):
 class Bucket(RemoteFiles):
     """The objects of a bucket whose keys begin with `prefix`.
 
-    Nothing is a folder but what the keys of objects have before a slash.
+    Nothing is a folder but what the keys of objects have before a slash. An empty object whose key
+    ends in one, as consoles write it, marks a folder and is no file.
     """
 
     def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
@@ -65,6 +69,7 @@ class Bucket(RemoteFiles):
         # a key may be a file and what others begin with: the file is what has a name of its own
         names = {file.name for file in files} | {folder}
         folders = [entry for entry in folders if entry.name not in names]
+        files = [file for file in files if file.name != folder]  # an object that marks the folder
         return sorted((*folders, *files), key=lambda entry: entry.name)
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
@@ -73,7 +78,9 @@ class Bucket(RemoteFiles):
         inside = len(f"{self._prefix}/") if self._prefix else 0
         pages = self._ask(folder, lambda: [*obstore().list(self._store, prefix)])
         found = [_info(meta["path"][inside:], meta) for page in pages for meta in page]
-        yield from sorted(found, key=lambda file: file.name)
+        files = sorted(found, key=lambda file: file.name)
+        folders = {folder}.union(*(_folders(file.name) for file in files))
+        yield from (file for file in files if file.size or file.name not in folders)
 
     def stat(self, name: str) -> FileInfo | None:
         key = self.key(name)
@@ -98,30 +105,57 @@ class Bucket(RemoteFiles):
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
         """It is whole or not there, whether `durable` or not."""
-        chunks = _chunks(parts)
-        first, second = next(chunks, b""), next(chunks, None)
-        key = self.key(name)
-        if second is None:
-            self._ask(name, lambda: _put(self._store, key, first, use_multipart=False))
-            return
-        self._upload(name, itertools.chain([first, second], chunks))
+        self._write(name, parts, PART_BYTES, PARTS_AT_ONCE)
 
-    def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
+    def write_large(
+        self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
+    ) -> None:
+        """Parts are as large as so large a file needs them."""
+        wanted = max(LEAST_PART_BYTES, min(PART_BYTES, max_bytes // 4))
+        part_bytes = max(wanted, -(-size // MOST_PARTS))
+        # one is put together, and one waits
+        at_once = max(1, min(PARTS_AT_ONCE, max_bytes // part_bytes - 2))
+        self._write(name, parts, part_bytes, at_once)
+
+    def _write(
+        self, name: str, parts: Iterable[bytes | memoryview], part_bytes: int, at_once: int
+    ) -> None:
+        key = self.key(name)
+        with contextlib.closing(_chunks(parts, part_bytes)) as chunks:
+            first = [next(chunks, b"")]
+            if len(first[0]) < part_bytes:
+                self._ask(name, lambda: _put(self._store, key, first[0], use_multipart=False))
+                return
+            options = {"chunk_size": part_bytes, "max_concurrency": at_once}
+            self._upload(name, itertools.chain(_popped(first), chunks), options)
+
+    def _upload(
+        self, name: str, chunks: Iterator[bytes | bytearray], options: Mapping[str, int]
+    ) -> None:
         """Write a file in parts, each of which the library sends again; the whole cannot be."""
         size, key = 0, self.key(name)
+        failed: list[Exception] = []  # of what makes the parts, which is none of the store
 
-        def counted() -> Iterator[bytes]:
+        def counted() -> Iterator[Chunk]:
             nonlocal size
-            for chunk in chunks:
-                size += len(chunk)
-                yield chunk
+            try:
+                while chunk := maker.submit(next, chunks, b"").result():
+                    size += len(chunk)
+                    yield chunk
+            except Exception as error:
+                failed.append(error)
+                raise
 
-        options = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
         try:
-            with _Asking(self.url(name)):
+            # the library refuses to be asked for anything else in the thread in which it takes them
+            with _Asking(self.url(name)), ThreadPoolExecutor(1) as maker:
                 _put(self._store, key, counted(), use_multipart=True, **options)
-        except Unanswered as error:
-            raise StoreError(f"{self.url(name)} was not written: {error}") from error
+        except Exception as error:
+            if failed:
+                raise failed[0] from failed[0].__cause__
+            if isinstance(error, Unanswered):
+                raise StoreError(f"{self.url(name)} was not written: {error}") from error
+            raise
         info = self.stat(name)
         if info is None or info.size != size:
             raise StoreError(f"{self.url(name)} was written with {size} bytes, and has {info}")
@@ -207,7 +241,11 @@ class _Asking:
 
 
 def _may_pass(text: str) -> bool:
-    """Whether asking again may help: what the server said is not that the request is wrong."""
+    """Whether asking again may help: what the server said is not that the request is wrong, and
+    not a key that the library has no path for, such as one with two slashes together.
+    """
+    if "invalid path" in text:
+        return False
     _, _, status = text.partition("status code: ")
     return not status.startswith(("4", "501")) or status.startswith(("408", "425", "429"))
 
@@ -328,24 +366,40 @@ def _exceptions() -> Any:
     return require_extra("obstore.exceptions", "cloud", "a bucket")
 
 
-def _put(store: Any, key: str, data: bytes | Iterator[bytes], **options: Any) -> None:
+def _put(
+    store: Any, key: str, data: bytes | bytearray | Iterator[bytes | bytearray], **options: Any
+) -> None:
     obstore().put(store, key, data, **options)
 
 
-def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The same bytes in runs of PART_BYTES, the last of which is shorter."""
+def _popped(chunks: list[Chunk]) -> Iterator[Chunk]:
+    """Those of a list, which does not keep them."""
+    while chunks:
+        yield chunks.pop(0)
+
+
+def _chunks(
+    parts: Iterable[bytes | memoryview], part_bytes: int
+) -> Generator[bytearray, None, None]:
+    """The same bytes in runs of so many, the last of which is shorter."""
     room = bytearray()
     for part in parts:
         rest = memoryview(part).cast("B")
         while rest:
-            taken = rest[: PART_BYTES - len(room)]
+            taken = rest[: part_bytes - len(room)]
             room += taken
             rest = rest[len(taken) :]
-            if len(room) == PART_BYTES:
-                yield bytes(room)
-                room.clear()
+            if len(room) == part_bytes:
+                yield room
+                room = bytearray()
     if room:
-        yield bytes(room)
+        yield room
+
+
+def _folders(name: str) -> Iterator[str]:
+    """The folders that a file is in."""
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:

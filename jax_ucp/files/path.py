@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jax_ucp.files.local import check_name
-from jax_ucp.files.locations import locate
+from jax_ucp.files.locations import locate, require_writable
 from jax_ucp.files.looked import look, look_inside
 from jax_ucp.files.protocol import FileInfo, Files, read_bytes
 from jax_ucp.files.source_files import note
@@ -124,3 +124,11 @@ class FilePath:
 def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:
     """The path or the URL that somebody gives. Raises UnsupportedPath for what is neither."""
     return path if isinstance(path, FilePath) else FilePath(*locate(path))
+
+
+def target_path(path: str | os.PathLike[str]) -> FilePath:
+    """The path or the URL that somebody gives to be written to. Raises UnsupportedPath, before
+    anything is asked, for what is neither, and where nothing can be written.
+    """
+    require_writable(path)
+    return file_path(path)

@@ -97,6 +97,12 @@ class Files(Protocol):
         """
         ...
 
+    def write_large(
+        self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
+    ) -> None:
+        """Write a durable file of `size` bytes, of which about `max_bytes` are on their way."""
+        self.write(name, parts, durable=True)
+
     @abstractmethod
     def create(self, name: str, data: bytes) -> None:
         """Write a file that is whole or not there, and durable, where there is none yet.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData, StoreError
+from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.in_flight import request_all
 from jax_ucp.files.local import check_name
 from jax_ucp.files.looked import count_request
@@ -169,3 +169,33 @@ class RemoteFiles(Files):
 
     def sync(self) -> None:
         """A file that was written is durable."""
+
+
+class ReadOnlyFiles(RemoteFiles):
+    """Files behind a network to which nothing is written."""
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> NoReturn:
+        self._refuse(name)
+
+    def write_large(
+        self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
+    ) -> NoReturn:
+        self._refuse(name)
+
+    def create(self, name: str, data: bytes) -> NoReturn:
+        self._refuse(name)
+
+    def delete(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise UnsupportedPath(f"{self.url(name)}: {READ_ONLY[self.url().partition(':')[0]]}")
+
+
+_WEB = "a web server is read from, and not written to"
+# By scheme, what to say to who wants to write there.
+READ_ONLY = {
+    "hf": "the hub is read from. Export to a local folder, and upload it: hf upload",
+    "http": _WEB,
+    "https": _WEB,
+}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
-from typing import Any, NoReturn
+from typing import Any
 
-from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.in_flight import request_all
 from jax_ucp.files.object_store import Bucket, Refused, obstore, version_of
 from jax_ucp.files.protocol import FileInfo, Files
+from jax_ucp.files.remote import ReadOnlyFiles
 
 
-class Web(Bucket):
+class Web(ReadOnlyFiles, Bucket):
     """What a web server has below `prefix`. It is read only."""
 
     def url(self, name: str = "") -> str:
@@ -50,18 +50,6 @@ class Web(Bucket):
     def _page(self, name: str, head: bool) -> Any:
         key = self.key(name)
         return self._ask(name, lambda: obstore().get(self._store, key, options={"head": head}))
-
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> NoReturn:
-        self._refuse(name)
-
-    def create(self, name: str, data: bytes) -> NoReturn:
-        self._refuse(name)
-
-    def delete(self, name: str) -> NoReturn:
-        self._refuse(name)
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise UnsupportedPath(f"{self.url(name)}: a web server is read from, and not written to")
 
 
 def _is_list(answer: Any) -> bool:

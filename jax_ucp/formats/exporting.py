@@ -18,19 +18,25 @@ import numpy as np
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
-from jax_ucp.export.atomic_folder import check_free, new_folder
+from jax_ucp.export.atomic_folder import check_free, new_folder, new_objects
 from jax_ucp.export.files import File, peak_bytes, require_written, write_files
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
+from jax_ucp.export.streams import file_parts, share_of, upload_files, write_parts
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
 from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
+from jax_ucp.formats.huggingface.quantization import declared, undeclared
 from jax_ucp.formats.safetensors import writer as safetensors
 from jax_ucp.formats.torch_save.from_json import values
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
-from jax_ucp.sources.work import HERE, Workers, shared_out
+from jax_ucp.sources.work import HERE, Coordinator, Workers, shared_out
+from jax_ucp.universal.copy import require_outside
+from jax_ucp.universal.store import WRITER_FILE
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
 Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
@@ -105,8 +111,8 @@ def plan_export(
 
 @dataclass(frozen=True)
 class _Content:
-    """The files of a format, what to say of them, and the extras without a place in them: (file,
-    name).
+    """The files of a format, of which the last makes the folder whole to its readers, what to say
+    of them, and the extras without a place in them: (file, name).
     """
 
     files: Sequence[File]
@@ -128,9 +134,12 @@ class _Request:
 def _as_safetensors(request: _Request) -> _Content:
     params = request.params
     max_shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
-    configs, notes = model_configs(request.contents.extras, params)
-    files = safetensors.safetensors_files(params, configs, max_shard_bytes)
-    files += companion_files(request.contents.companions)
+    extras = request.contents.extras
+    configs, notes = model_configs(undeclared(extras), params)
+    if method := declared(extras):
+        notes.append(f"the config declares {method}, which is left out: no weight is stored so")
+    files = [*companion_files(request.contents.companions)]
+    files += safetensors.safetensors_files(params, configs, max_shard_bytes)
     if params.moments:
         states = ", ".join(params.moments)
         notes.append(
@@ -214,7 +223,7 @@ def _of_trainers(contents: Contents) -> Iterator[None]:
 def run_export(
     contents: Contents,
     plan: ExportPlan,
-    target: Path,
+    target: FilePath,
     progress: Callable[[int], None] = lambda nbytes: None,
     workers: Workers = HERE,
 ) -> None:
@@ -224,15 +233,46 @@ def run_export(
     What the source stores twice is compared while it is read, the rest of it after that, and its
     files are looked at again before the end. The folder is there whole at the end, and not before.
     """
-    if target.resolve().is_relative_to(Path(contents.path).resolve()):
-        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    require_outside(target, contents)
     check_free(target)
     again = f"Nothing is at {target}: export again, with a new executor."
-    with shared_out(contents, workers, again) as coordinator, new_folder(target) as folder:
+    write = _into_bucket if target.files.is_remote else _into_folder
+    with shared_out(contents, workers, again) as coordinator:
+        write(plan, target, coordinator, progress)
+
+
+def _into_folder(
+    plan: ExportPlan, target: FilePath, coordinator: Coordinator, progress: Callable[[int], None]
+) -> None:
+    with new_folder(Path(str(target))) as folder:
         with proved(coordinator.opened.proofs):
             write_files(folder, plan.files, coordinator, plan.budget_bytes, progress)
-        contents.files.require_unchanged()
-        require_written(folder, plan.files)
+        coordinator.opened.contents.files.require_unchanged()
+        require_written(LocalFiles(folder), plan.files)
+
+
+def _into_bucket(
+    plan: ExportPlan, target: FilePath, coordinator: Coordinator, progress: Callable[[int], None]
+) -> None:
+    """The last file comes when all others are there. It ends when all is proved: a file whose
+    bytes do not end is none.
+    """
+    *others, last = plan.files
+    opened, folder = coordinator.opened, target.folder()
+    room = share_of(plan.budget_bytes)
+
+    def proved_parts() -> Iterator[bytes | memoryview]:
+        with proved(opened.proofs):
+            upload_files(folder, others, coordinator, plan.budget_bytes, progress)
+            yield from file_parts(opened, last, room, progress)
+        opened.contents.files.require_unchanged()
+        require_written(folder, others, beside=[WRITER_FILE])
+
+    with new_objects(target, [file.name for file in plan.files]):
+        if last.tensors:
+            write_parts(folder, last, proved_parts(), room)
+        else:
+            folder.create(last.name, b"".join(proved_parts()))
 
 
 def _cast_notes(contents: Contents, params: Parameters, dtype: str | None) -> list[str]:

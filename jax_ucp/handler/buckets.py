@@ -18,8 +18,13 @@ def in_bucket(options: Options) -> Options:
 
     Orbax saves a step under another name and renames it, and no bucket renames. With these options
     it writes each step where it belongs and a file `commit_success.txt` at its end, without which
-    the step is unfinished. It does so by itself on Google Cloud Storage; S3 and Azure need
-    it. Everything else stays as it is in `options`.
+    the step is unfinished. It does so by itself on Google Cloud Storage; S3 and Azure need it.
+
+    Args:
+        options: of the manager, or a context; everything else in it stays as it is.
+
+    Returns:
+        A copy with that one thing set.
 
     Example:
         >>> import jax_ucp as ucp, orbax.checkpoint as ocp

@@ -11,6 +11,7 @@ Facts: orbax-checkpoint 0.12.8, `_src/handlers/pytree_checkpoint_handler.py` (v0
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -22,6 +23,12 @@ from jax_ucp.handler.versions import HAS_V1
 
 Methods = dict[str, Callable[..., Any]]
 
+# Contexts that overlap need not end in the order in which they began, so the first of them puts our
+# methods there, and the last takes them away.
+_LOCK = threading.Lock()
+_PATCHES = contextlib.ExitStack()
+_entered: list[None] = []
+
 
 @contextlib.contextmanager
 def orbax_everywhere() -> Iterator[None]:
@@ -30,18 +37,31 @@ def orbax_everywhere() -> Iterator[None]:
     For frameworks that build their managers themselves: call them within it, unmodified. It holds
     for the whole process, for v0 and v1, and for managers that were made before. Handlers for which
     every host is its own primary, as managers that save to each host's own disk have them, stay as
-    they are. Saves in the background end (`wait`, `close`) before it does.
+    they are. Saves in the background end (`wait`, `close`) before it does. Of several that overlap,
+    as in several threads, it holds until the last one ends.
 
     Example:
         >>> import jax_ucp as ucp
         >>> with ucp.orbax_everywhere():
         ...     train()  # doctest: +SKIP
     """
-    with contextlib.ExitStack() as stack:
-        for handler, methods in _in_the_place_of_stock():
-            for name, method in methods.items():
-                stack.enter_context(mock.patch.object(handler, name, method))
+    with _LOCK:
+        if not _entered:
+            _patch()
+        _entered.append(None)
+    try:
         yield
+    finally:
+        with _LOCK:
+            _entered.pop()
+            if not _entered:
+                _PATCHES.close()
+
+
+def _patch() -> None:
+    for handler, methods in _in_the_place_of_stock():
+        for name, method in methods.items():
+            _PATCHES.enter_context(mock.patch.object(handler, name, method))
 
 
 def _in_the_place_of_stock() -> Iterator[tuple[type, Methods]]:

@@ -35,13 +35,16 @@ from jax_ucp.universal.store import claimed
 
 @dataclass
 class Save(ocp.args.CheckpointArgs):
-    """A pytree to save: arrays, numbers, strings and None in any registered containers.
+    """A pytree to save.
 
-    `budget_bytes` bounds what is in flight while it is written; None leaves it to the handler.
+    Args:
+        item: arrays, numbers, strings and None in any registered containers.
+        budget_bytes: bounds what is in flight while it is written; None leaves it to the handler.
 
-    Raises UnsupportedLeaf for a leaf that could not be restored as what it was. Among several
-    processes the save does, in the process that has the leaf; the others, which would wait for that
-    one, raise SaveFailed with its words.
+    Raises:
+        UnsupportedLeaf: for a leaf that could not be restored as what it was. Among several
+            processes the save does, in the process that has the leaf; the others, which would wait
+            for that one, raise SaveFailed with its words.
     """
 
     item: Any
@@ -61,7 +64,20 @@ class Save(ocp.args.CheckpointArgs):
 
 @dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """What to restore, and where: the arguments of `Checkpoint.restore`; a budget may be None."""
+    """What to restore, and where: the arguments of `Checkpoint.restore`.
+
+    Args:
+        item: the `target` there.
+        mesh: as there.
+        rules: as there.
+        cast: as there.
+        partial: as there.
+        missing: as there.
+        share_reads: as there.
+        verify: as there.
+        budget_bytes: as there; None leaves it to the handler.
+        narrow_integers: as there.
+    """
 
     item: Any = None
     mesh: Mesh | Literal["saved"] | None = None

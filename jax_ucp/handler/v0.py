@@ -28,8 +28,19 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
     PyTrees. `async_save` returns when this process's part of the tree is in host memory; the rest
     happens in the background. A save of which any process cannot do its part, or would save another
     tree or step than the others, raises in all of them, and is no checkpoint. `restore` also reads
-    what stock Orbax wrote. `budget_bytes` bounds what is in flight in either direction, where the
-    arguments of a save or a restore do not.
+    what stock Orbax wrote.
+
+    Args:
+        budget_bytes: bounds what is in flight in either direction, where the arguments of a save or
+            a restore do not.
+
+    Raises:
+        ValueError: for a budget that is none.
+
+    Example:
+        >>> import jax_ucp as ucp, orbax.checkpoint as ocp
+        >>> manager = ocp.CheckpointManager(
+        ...     "/tmp/run", item_handlers=ucp.CheckpointHandler())  # doctest: +SKIP
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET):
@@ -43,6 +54,15 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         return "jax_ucp.CheckpointHandler"
 
     async def async_save(self, directory: os.PathLike[str], args: Any) -> list[Any]:
+        """Copy this process's part of the tree to host memory, and write it in the background.
+
+        Args:
+            directory: of the item, which Orbax has made or will make.
+            args: `ucp.args.Save`, or stock Orbax's arguments for PyTrees.
+
+        Returns:
+            What Orbax waits for: one future.
+        """
         begun = begin(directory, save_args(args), self._budget_bytes)
         return [
             CommitFutureAwaitingContractedSignals(
@@ -51,14 +71,35 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         ]
 
     def save(self, directory: os.PathLike[str], args: Any) -> None:
+        """Write the tree, and return when it is a checkpoint.
+
+        Args:
+            directory: of the item.
+            args: as for `async_save`.
+        """
         begin(directory, save_args(args), self._budget_bytes).finish()
 
     def restore(self, directory: os.PathLike[str], args: Any = None) -> Any:
+        """The tree in a directory, ours or stock Orbax's.
+
+        Args:
+            directory: of the item.
+            args: `ucp.args.Restore`, or stock Orbax's arguments for PyTrees; unsaid, as numpy
+                arrays.
+
+        Returns:
+            The pytree, as `Checkpoint.restore` gives it.
+        """
         return restore(directory, restore_args(directory, args), self._budget_bytes)
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
-        """What stock Orbax says of the item: shapes, dtypes and shardings in `.tree`, which may be
-        the target of a restore.
+        """What stock Orbax says of the item.
+
+        Args:
+            directory: of the item.
+
+        Returns:
+            Shapes, dtypes and shardings in `.tree`, which may be the target of a restore.
         """
         return ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory))
 
@@ -75,8 +116,16 @@ def handler_registry(budget_bytes: int = DEFAULT_BUDGET) -> Any:
     `PyTreeRestore`, or by `ucp.args`, goes through our handler; other items, such as JSON, through
     their own.
 
+    Args:
+        budget_bytes: as for `CheckpointHandler`.
+
+    Returns:
+        A new registry.
+
     Example:
-        `CheckpointManager(path, handler_registry=ucp.handler_registry())`
+        >>> import jax_ucp as ucp, orbax.checkpoint as ocp
+        >>> manager = ocp.CheckpointManager(
+        ...     "/tmp/run", handler_registry=ucp.handler_registry())  # doctest: +SKIP
     """
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     handler = CheckpointHandler(budget_bytes)

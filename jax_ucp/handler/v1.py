@@ -120,8 +120,16 @@ PyTreeHandler.__qualname__ = v1.handlers.PyTreeHandler.__qualname__
 def orbax_context(context: v1.Context | None = None) -> v1.Context:
     """A context of Orbax v1 in which pytrees are kept in the universal format, under any name.
 
-    It is a copy of `context`, if there is one, whose other options stay as they are. What is not a
-    pytree of arrays, such as a dataset iterator, is saved by its own handler.
+    What is not a pytree of arrays, such as a dataset iterator, is saved by its own handler.
+
+    Args:
+        context: is copied, if given; its other options stay as they are.
+
+    Returns:
+        The context, for `with` or for `training.Checkpointer(context=...)`.
+
+    Raises:
+        ImportError: where orbax-checkpoint has no v1 as it is now.
 
     Example:
         >>> import jax_ucp as ucp

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import grid_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
@@ -97,8 +99,19 @@ class Side:
     groups: Sequence[Group]
 
     def by_path(self, only: str | None, rename: Mapping[str, str]) -> dict[_Path, Leaf]:
-        """The leaves whose labels `only` matches, by their paths, as `rename` has them."""
-        leaves = {_renamed(tuple(map(str, leaf.path)), rename): leaf for leaf in self.leaves}
+        """The leaves whose labels `only` matches, by their paths, as `rename` has them.
+
+        Raises TreeMismatch where two have one path then.
+        """
+        leaves: dict[_Path, Leaf] = {}
+        for leaf in self.leaves:
+            path = _renamed(tuple(map(str, leaf.path)), rename)
+            if path in leaves:
+                label = "/".join(path)
+                raise TreeMismatch(
+                    f"by rename, {leaves[path].label} and {leaf.label} would both be {label}"
+                )
+            leaves[path] = leaf
         return {
             path: leaf
             for path, leaf in leaves.items()
@@ -119,7 +132,8 @@ def difference(
     """What differs between two opened checkpoints; the arguments are those of `jax_ucp.diff`."""
     budget_bytes = whole_number("budget_bytes", budget_bytes)
     ours, theirs = first.by_path(only, rename or {}), second.by_path(only, {})
-    both = {"/".join(path): (leaf, theirs[path]) for path, leaf in ours.items() if path in theirs}
+    labels = _labels(filter(theirs.__contains__, ours))
+    both = {label: (ours[path], theirs[path]) for path, label in labels.items()}
     values: list[Values] = []
     if not headers:
         values = _compared(first.read, second.read, both, budget_bytes, progress)
@@ -146,6 +160,13 @@ _Path = tuple[str, ...]
 def _labels_absent(paths: Iterable[_Path], other: Container[_Path]) -> tuple[str, ...]:
     """The labels of paths that the other checkpoint lacks."""
     return tuple("/".join(path) for path in paths if path not in other)
+
+
+def _labels(paths: Iterable[_Path]) -> dict[_Path, str]:
+    """A label for each path; the path itself where another has its label."""
+    labels = {path: "/".join(path) for path in paths}
+    counts = Counter(labels.values())
+    return {p: label if counts[label] == 1 else str([*p]) for p, label in labels.items()}
 
 
 def _renamed(path: _Path, rename: Mapping[str, str]) -> _Path:

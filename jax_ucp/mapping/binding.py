@@ -342,6 +342,7 @@ def _claimed(
         of_rule = _instances(rule, shapes, lengths, contested)
         faults += _missing_instances(rule, of_rule, lengths)
         instances += of_rule
+    faults += _uneven(instances, lengths)
     skipped: dict[str, str] = {}
     claims: dict[str, list[str]] = defaultdict(list)
     for skip in _plain_skips(mapping):
@@ -392,6 +393,44 @@ def _missing_instances(
         missing = (str(i) for i in range(length) if str(i) not in found)
         if first := next(missing, None):
             yield f"{rule.label} finds no parameter with {key} = {first}, of {length}"
+
+
+def _uneven(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:
+    """Faults: a layer that some rules find and others do not, where leaves have its number too.
+
+    Of names that begin alike up to a number, as `blk.{layer}` does, every rule finds the same ones.
+    Where `lengths` has how many there are, each rule is held against that.
+    """
+    found: dict[str, dict[str, str]] = defaultdict(dict)  # by beginning, each with who finds it
+    of_rules: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for instance in instances:
+        label = instance.rule.label
+        for beginning, filled in _numbered(instance, lengths):
+            found[beginning].setdefault(filled, label)
+            if not instance.rule.optional:
+                of_rules[label, beginning].add(filled)
+    for (label, beginning), mine in of_rules.items():
+        missing = [filled for filled in found[beginning] if filled not in mine]
+        if missing:
+            yield (
+                f"{label} finds no parameter at {missing[0]}, but {found[beginning][missing[0]]}"
+                " does; write optional: true if not all have one"
+            )
+
+
+def _numbered(instance: _Instance, lengths: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Each beginning of a parameter's name that ends in a number that leaves have too, as the rule
+    has it, and with its numbers. One whose numbers are all counted by `lengths` is left out.
+    """
+    for pattern in instance.rule.params:
+        name = parse_name(pattern)
+        for i, placeholder in enumerate(name.placeholders, 1):
+            numbers = [instance.shared.get(index, "") for index in placeholder.names]
+            if not all(map(_NUMBER.fullmatch, numbers)):
+                break
+            beginning = name.until(i)
+            if not lengths.keys() >= {*beginning.indices}:
+                yield str(beginning), beginning.filled(instance.shared)
 
 
 def _instances(

@@ -26,7 +26,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 # A stride and an offset are numbers, or names of sizes.
 _PLACEHOLDER = re.compile(
     r"(?:(?P<stride>\d{1,9}|[A-Za-z_]\w*)\*(?P<outer>[A-Za-z_]\w*))?"
-    r"(?:(?:\+|^)(?P<index>[A-Za-z_]\w*))?"
+    r"(?:(?(stride)\+)(?P<index>[A-Za-z_]\w*))?"
     r"(?:\+(?P<offset>\d{1,9}|[A-Za-z_]\w*))?",
     re.ASCII,
 )
@@ -138,6 +138,10 @@ class Name:
     def with_numbers(self, sizes: Mapping[str, int]) -> Name:
         return Name(self.texts, tuple(one.with_numbers(sizes) for one in self.placeholders))
 
+    def until(self, count: int) -> Name:
+        """The name up to and with so many of its placeholders."""
+        return Name(self.texts[:count], self.placeholders[:count])
+
     def filled(self, values: Mapping[str, str]) -> str:
         """The name with its placeholders replaced, as far as there are values for them."""
         filled = [one.text(values) for one in self.placeholders]
@@ -167,7 +171,8 @@ def _placeholder(inner: str, name: str) -> Placeholder:
     match = _PLACEHOLDER.fullmatch(inner)
     fields: dict[str, str] = match.groupdict() if match else {}
     placeholder = Placeholder(**dict(filter(operator.itemgetter(1), fields.items())))
-    if not placeholder.names:
+    names = placeholder.names
+    if not names or len({*names}) < len(names):
         raise SpecError(
             f"{{{inner}}} in {name!r} is no placeholder; write a name in braces, {{name+1}},"
             " or {6*block+name}"

@@ -190,8 +190,19 @@ class Skip:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Rules that turn the parameters of a checkpoint into a model's leaves, and back. `leaf_skips`
-    are leaves that make no parameters: the inverse skips them.
+    """Rules that turn the parameters of a checkpoint into a model's leaves, and back.
+
+    Made by `load`, `from_dict` or `parse`, as a rule; `docs/mappings.md` describes the language.
+
+    Args:
+        rules: which parameters form which leaves.
+        skips: parameters that are left aside, each with the reason.
+        sizes: lengths by name, in numbers, expressions or keys of the model's config.
+        name: what errors call it.
+        requires: conditions on the model's config, without which leaves would mean something else.
+        variants: other names of the leaves, by what the variant is called.
+        about: which `model` it is for, and which `target`, in words.
+        leaf_skips: leaves that make no parameters, which the inverse skips.
     """
 
     rules: Sequence[Rule]
@@ -207,8 +218,20 @@ class Mapping:
     def load(cls, source: str | PathLike[str]) -> Mapping:
         """The mapping in a YAML file, or one that comes with the package, by its name.
 
-        `NAME:VARIANT` is a variant of it, and `NAME:to-VARIANT` takes its leaves to those of the
-        variant. Raises SpecError, with every fault and its line, where a file is no mapping.
+        Args:
+            source: a path or a name. `NAME:VARIANT` is a variant of it, and `NAME:to-VARIANT` takes
+                its leaves to those of the variant.
+
+        Returns:
+            The mapping.
+
+        Raises:
+            SpecError: where a file is no mapping, with every fault and its line.
+
+        Example:
+            >>> import jax_ucp as ucp
+            >>> len(ucp.Mapping.load("hf-llama-to-tunix").rules)
+            13
         """
         base, colon, variant = str(source).rpartition(":")
         if colon and not local_path(source).is_file():
@@ -230,12 +253,34 @@ class Mapping:
 
     @classmethod
     def from_dict(cls, content: Dict[str, Any], name: str = "mapping") -> Mapping:
-        """The mapping that the content of a YAML file says."""
+        """The mapping that the content of a YAML file says.
+
+        Args:
+            content: as PyYAML would read it.
+            name: what errors call it.
+
+        Returns:
+            The mapping.
+
+        Raises:
+            SpecError: with every fault.
+        """
         return cls.parse(dumped(content), name)
 
     @classmethod
     def parse(cls, text: str, name: str = "mapping") -> Mapping:
-        """The mapping that a text in YAML says; `name` is what errors call it."""
+        """The mapping that a text in YAML says.
+
+        Args:
+            text: the content of a file.
+            name: what errors call it.
+
+        Returns:
+            The mapping.
+
+        Raises:
+            SpecError: with every fault and its line.
+        """
         top = document(text, name)
         top.refuse_other_sections(_SECTIONS, f"there are {', '.join(_SECTIONS)}")
         sizes = top.sizes()
@@ -280,6 +325,15 @@ class Mapping:
 
         What begins a leaf's name there begins it otherwise; an index that the name has then is no
         axis of the leaf any more.
+
+        Args:
+            name: of the variant, such as `unscanned`.
+
+        Returns:
+            The mapping from the same parameters.
+
+        Raises:
+            SpecError: where there is no such variant, or it does not fit.
         """
         if name not in self.variants:
             known = ", ".join(self.variants) or "none"
@@ -299,7 +353,16 @@ class Mapping:
 
     def rearranged(self, name: str) -> Mapping:
         """From the leaves of this mapping to those of a variant: a run whose layers were scanned
-        goes on with layers of their own. It moves elements alone, so nothing is required.
+        becomes one whose layers were not. It moves elements alone, so nothing is required.
+
+        Args:
+            name: of the variant.
+
+        Returns:
+            The mapping from leaves to leaves.
+
+        Raises:
+            SpecError: where there is no such variant, or it does not fit.
         """
         rules: dict[tuple[tuple[str, str], ...], Rule] = {}
         for rule, other in zip(self.rules, self.variant(name).rules, strict=True):

@@ -72,10 +72,16 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Spec:
-    """Rules of its own, and the spec it extends: that one claims only what no rule of its own does.
+    """How shards form parameters, for `jax_ucp.open(path, spec=...)`.
 
-    A rule of its own must claim something. Of a spec that is extended any rule may be unused: it is
-    written for a family of models, not for one.
+    Made by `Spec.of`, or of a file in the universal checkpoint language (`docs/language.md`). A
+    rule of its own must claim something; of a spec that is extended any rule may be unused, since
+    it is written for a family of models, not for one.
+
+    Args:
+        own: its rules, each a pattern for the parameters that it claims.
+        sizes: lengths by name.
+        extends: a spec that claims only what no rule of its own does.
     """
 
     own: tuple[Sentence, ...] = ()
@@ -86,11 +92,20 @@ class Spec:
     def of(cls, rules: Mapping[str, Pattern], extends: Spec | None = None) -> Spec:
         """The spec whose rules are patterns by the parameters that they claim.
 
-        Raises SpecError for a pattern that is none, or a name that no rule may have.
+        Args:
+            rules: patterns of `jax_ucp.patterns` by names, in which `*` is any text.
+            extends: a spec that claims only what no rule of these does.
 
-        >>> from jax_ucp.layout.patterns import Replicated, Sharded
-        >>> str(Spec.of({"*.weight": Sharded(0), "*.bias": Replicated()}))
-        'of 2 rules'
+        Returns:
+            The spec.
+
+        Raises:
+            SpecError: for a pattern that is none, or a name that no rule may have.
+
+        Example:
+            >>> from jax_ucp.layout.patterns import Replicated, Sharded
+            >>> str(Spec.of({"*.weight": Sharded(0), "*.bias": Replicated()}))
+            'of 2 rules'
         """
         for param, pattern in rules.items():
             if not isinstance(pattern, Pattern):

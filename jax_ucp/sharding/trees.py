@@ -176,12 +176,18 @@ def match(
     lacks. With `cast`, dtypes may differ, and with `narrow` the target may have what JAX makes of
     64-bit integers. A leaf `...` of the target is left as it is, as Orbax leaves it.
 
-    Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
+    Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf; and where all of the
+    target would stay as it is, since the two have no leaf in common.
     """
     aligned = _aligned(leaves, target)
     kept = [node for node in aligned.unfilled if _stays(node, missing)]
     lacking = [node for node in aligned.unfilled if not _stays(node, missing)]
     extra = [] if partial else aligned.left
+    if kept and aligned.left and not (aligned.pairs or lacking or extra):
+        raise TreeMismatch(
+            f"no leaf of the target is in the checkpoint: the target has {kept[0].label}, the"
+            f" checkpoint {aligned.left[0].label}. Give a target with the checkpoint's names"
+        )
     faults = [_missing(node, aligned.left, missing == "keep") for node in lacking]
     faults += _differences(aligned.pairs, cast, narrow)
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]

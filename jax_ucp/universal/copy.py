@@ -291,14 +291,19 @@ def require_target(contents: Contents, target: FilePath) -> None:
     # like any other.
     if (target / METADATA_FILE).exists() and not Ledger.begun(target):
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
-    if _lies_in(target, contents.path):
-        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    require_outside(target, contents)
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
     if target.is_dir() and target.children() and not Ledger.begun(target):
         raise FileExistsError(
             f"{target} has files in it that are no unfinished copy; give another path"
         )
+
+
+def require_outside(target: FilePath, contents: Contents) -> None:
+    """Raises FileExistsError where a target is the source, or lies in it."""
+    if _lies_in(target, contents.path):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
 
 
 def _lies_in(target: FilePath, source: str) -> bool:

@@ -1,7 +1,8 @@
 """A checkpoint as an item of a step of a run, where the managers of Orbax look for one.
 
 Facts: `_src/metadata/step_metadata_serialization.py` and `_src/path/atomicity.py` of
-orbax-checkpoint 0.12.8. A folder with this suffix is of a step that is not finished.
+orbax-checkpoint 0.12.8. A folder with this suffix is of a step that is not finished; in a bucket,
+one without the file of `CommitFileTemporaryPath`.
 """
 
 from __future__ import annotations
@@ -10,31 +11,66 @@ import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.files.local import LocalFiles, name_fault
+from jax_ucp.files.local import name_fault
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import Files, file_size
 
-STEP_FILE = "_CHECKPOINT_METADATA"
+STEP_FILE, COMMIT_FILE = "_CHECKPOINT_METADATA", "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def write_step(run: Path, step: int, item: str, write: Callable[[Path], object]) -> Path:
-    """The path of the item that `write` writes; no step is there before it is whole.
+def write_step(
+    run: FilePath, step: int, item: str, write: Callable[[FilePath], object]
+) -> FilePath:
+    """The path of the item that `write` writes; no step is there before it is whole. On a disk it
+    is renamed then; in a bucket `commit_success.txt` is created.
 
-    Raises FileExistsError where the run has that step already, ValueError for an item that is no
-    name.
+    Raises FileExistsError where the run has that step already, or another is writing it, ValueError
+    for an item that is no name.
     """
     step = whole_number("step", step, least=0)
     fault = name_fault(item) or ("it has a slash" if "/" in item else None)
     if fault:
         raise ValueError(f"item={item!r:.80} is no name: {fault}")
-    target, unfinished = run / str(step), run / f"{step}{_UNFINISHED}"
+    target = run / str(step)
+    if run.files.is_remote:
+        _write_objects(target, item, write)
+    else:
+        _write_folder(target, item, write)
+    return target / item
+
+
+def _write_folder(target: FilePath, item: str, write: Callable[[FilePath], object]) -> None:
     if target.exists():
         raise FileExistsError(f"{target} is there already; give another step")
+    unfinished = target.with_name(f"{target.name}{_UNFINISHED}")
     begun = time.time_ns()
     write(unfinished / item)
+    _describe(unfinished.folder(), item, begun)
+    os.replace(str(unfinished), str(target))
+    target.parent.folder().sync()
+
+
+def _write_objects(target: FilePath, item: str, write: Callable[[FilePath], object]) -> None:
+    files = target.folder()
+    others = [entry.name for entry in files.list() if entry.name != item]
+    if file_size(files, COMMIT_FILE) is not None or others:
+        raise FileExistsError(
+            f"{target} is there already, or is being written ({', '.join(others)}); give another"
+            " step"
+        )
+    begun = time.time_ns()
+    write(target / item)
+    _describe(files, item, begun)
+    for folder in (f"{item}/", ""):
+        said = f"Checkpoint commit was successful to {target}/{folder}".rstrip("/")
+        files.create(f"{folder}{COMMIT_FILE}", said.encode())
+
+
+def _describe(files: Files, item: str, begun: int) -> None:
     metadata = {
         "item_handlers": {item: _HANDLER},
         "metrics": {},
@@ -43,9 +79,5 @@ def write_step(run: Path, step: int, item: str, write: Callable[[Path], object])
         "commit_timestamp_nsecs": time.time_ns(),
         "custom_metadata": {},
     }
-    files = LocalFiles(unfinished)
     files.write(STEP_FILE, [json.dumps(metadata).encode()], durable=True)
     files.sync()
-    os.replace(unfinished, target)
-    LocalFiles(run).sync()
-    return target / item

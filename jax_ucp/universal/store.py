@@ -417,8 +417,9 @@ def claimed(directory: Files) -> Iterator[None]:
     except FileExistsError:
         other = (read_file(directory, WRITER_FILE) or b"").decode(errors="replace")
         raise FileExistsError(
-            f"{directory} is being written by another save, or was left by one that was killed:"
-            f" {WRITER_FILE} there says {other:.200}. Save to another path, or delete the folder"
+            f"{directory} is being written by another save or export, or was left by one that was"
+            f" killed: {WRITER_FILE} there says {other:.200}. Give another path, or delete the"
+            " folder"
         ) from None
     try:
         yield

@@ -19,6 +19,7 @@ import jax_ucp as ucp
 from deepspeed_cases import word
 from helpers import MemoryStore, differences, memory
 from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.errors import LayoutError
 from jax_ucp.export.files import Tensor, row_major_boxes
 from jax_ucp.formats.json_values import as_json
 from jax_ucp.formats.torch_save.file import Record, StoredTensor, TorchFile
@@ -330,10 +331,11 @@ def test_a_zip_of_torch_is_one_to_any_reader(tmp_path):
         }
     )
     data = bytearray(made.size)
-    ((at, tensor),) = made.tensors
+    section = made.section(at=0)
+    ((at, tensor),) = section.tensors
     assert at % 64 == 0
     data[at : at + tensor.nbytes] = array.tobytes()
-    for offset, part in made.tail([zlib.crc32(array.tobytes())]):
+    for offset, part in section.rest([zlib.crc32(array.tobytes())]):
         assert not any(data[offset : offset + len(part)])
         data[offset : offset + len(part)] = part
     assert len(data) == made.size
@@ -347,3 +349,42 @@ def test_a_zip_of_torch_is_one_to_any_reader(tmp_path):
     np.testing.assert_array_equal(read.read("w", Box((0,), (5,))), array)
     assert read.tree["n"] == [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"]
     assert [fault for _, fault in verdicts(read.checks("full"))] == [None]
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def exported_with(config, tmp_path, **params):
+    """The config that is written beside these weights, of two layers, where it is accepted."""
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    names = (EMBEDDING, "model.layers.0.w", "model.layers.1.w")
+    weights = ucp.Checkpoint.of({"param": dict.fromkeys(names, rows) | params})
+    weights.export(tmp_path / "out", "safetensors", config=config)
+    return json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_given_config_of_another_number_of_layers_is_refused(tmp_path, layers):
+    """A loader would make the third of random numbers, or leave out the second."""
+    with pytest.raises(LayoutError, match=rf"num_hidden_layers = {layers}, .* of 2 layers"):
+        exported_with({"num_hidden_layers": layers}, tmp_path)
+    config = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    assert exported_with(config, tmp_path) == config
+
+
+def test_a_given_config_that_ties_another_head_is_refused(tmp_path):
+    tied = {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    other = rows.copy()
+    other[-1, -1] += 1
+    with pytest.raises(LayoutError, match=r"lm_head\.weight differs from param/model\.embed"):
+        exported_with(tied, tmp_path, **{HEAD: other})
+    assert not (tmp_path / "out").exists()
+    assert exported_with(tied, tmp_path, **{HEAD: rows}) == tied
+
+
+def test_a_config_that_declares_codes_does_not_go_beside_numbers(tmp_path):
+    """As of a model in fp8, from which a run began that has its weights in float32."""
+    codes = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {"num_hidden_layers": 2, "quantization_config": codes}
+    assert exported_with(config, tmp_path) == {"num_hidden_layers": 2}

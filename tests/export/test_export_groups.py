@@ -15,6 +15,7 @@ import jax_ucp as ucp
 from deepspeed_cases import word
 from helpers import contents_of
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.exporting import plan_export, run_export
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.sources.optimizer_groups import Group, groups_of
@@ -145,7 +146,8 @@ def test_deepspeed_is_given_the_groups_of_its_source_in_their_order_and_more_tha
         {"a.weight": alike, "a.bias": alike, "norm": {"lr": 0.3}, "head": {"lr": 0.3}}
     )
     contents = replace(checkpoint._contents, extras=extras)
-    run_export(contents, plan_export(contents, "deepspeed", zero_stage=1), tmp_path / "out")
+    plan = plan_export(contents, "deepspeed", zero_stage=1)
+    run_export(contents, plan, file_path(tmp_path / "out"))
     groups = optimizer_state(tmp_path / "out")["param_groups"]
     assert len(groups) == 256
     assert [group.get("lr") for group in groups[:4]] == [0.1, 0.1, 0.3, None]

@@ -83,6 +83,18 @@ def test_outside_of_it_stock_is_as_it_was(tmp_path):
     assert not (tmp_path / "c" / "ucp.json").exists()
 
 
+def test_contexts_that_overlap_leave_stock_as_it_was():
+    """As two threads have them: the first to begin need not be the last to end."""
+    before = vars(ocp.PyTreeCheckpointHandler)["save"]
+    first, second = ucp.orbax_everywhere(), ucp.orbax_everywhere()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert vars(ocp.PyTreeCheckpointHandler)["save"] is not before
+    second.__exit__(None, None, None)
+    assert vars(ocp.PyTreeCheckpointHandler)["save"] is before
+
+
 def test_what_every_host_saves_for_itself_stays_with_stock(tmp_path):
     options = ocp.options.MultiprocessingOptions(primary_host=None)
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)

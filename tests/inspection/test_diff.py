@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 import jax_ucp as ucp
 from commands import run, run_json
+from jax_ucp.errors import TreeMismatch
 from jax_ucp.inspection.diff import Difference, _block
 from jax_ucp.layout.blocks import grid_boxes
 
@@ -95,6 +96,24 @@ def test_what_is_not_in_both_or_is_something_else_is_named():
     assert {x.label for x in found.replaced} == {"s", "n"}
     assert found.equal == 1
     assert not found.same
+
+
+def test_a_rename_that_would_make_two_leaves_one_is_refused(tmp_path):
+    a, b = {"param": {"w": np.ones(2)}, "params": {"w": np.zeros(2)}}, {"params": {"w": np.ones(2)}}
+    with pytest.raises(TreeMismatch, match=r"param/w and params/w would both be params/w"):
+        compare(a, b, rename={"param": "params"})
+    for name, tree in (("a", a), ("b", b)):
+        ucp.Checkpoint.of(tree).save(tmp_path / name)
+    refused = run("diff", tmp_path / "a", tmp_path / "b", "--rename", "param=params", code=1)
+    assert "Error: by rename" in refused
+
+
+def test_leaves_that_share_a_label_are_compared_each_by_its_path():
+    a, b = ({"a": {"b/c": np.full(2, n)}, "a/b": {"c": np.ones(2)}} for n in (2.0, 3.0))
+    assert compare(a, a).equal == 2
+    found = compare(a, b)
+    assert [each.label for each in found.values] == ["['a', 'b/c']"]
+    assert found.equal == 1
 
 
 def test_headers_alone_read_no_element():

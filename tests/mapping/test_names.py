@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.mapping.binding import bind
 from jax_ucp.mapping.names import parse_name, values_in
-from jax_ucp.mapping.rules import Mapping
+from jax_ucp.mapping.rules import Mapping, shipped
 
 COUNTS = st.integers(0, 50)
 STRIDES = st.integers(1, 12)
@@ -43,7 +43,21 @@ def test_ranges_that_meet_claim_every_number_once(dense, layers):
 
 @pytest.mark.parametrize(
     "text",
-    ["{}", "{3}", "{+3}", "{a*b*c}", "{6*block+}", "{a+b+c}", "{a b}", "{*b}", "{a", "a}", "{é}"],
+    [
+        "{}",
+        "{3}",
+        "{+3}",
+        "{+a}",
+        "{a*b*c}",
+        "{6*block+}",
+        "{6*block+block}",
+        "{a+b+c}",
+        "{a b}",
+        "{*b}",
+        "{a",
+        "a}",
+        "{é}",
+    ],
 )
 def test_what_is_no_placeholder_is_refused(text):
     with pytest.raises(SpecError, match=r"placeholder|brace"):
@@ -137,3 +151,41 @@ def test_an_axis_of_a_billion_does_not_become_so_many_leaves():
     mapping = Mapping.parse("leaves:\n- {param: w, axes: layer e, leaf: {'h/{layer}': e}}")
     with pytest.raises(LayoutError, match="would be 1000000000 leaves"):
         bind(mapping, {"w": (10**9, 1)}, {}, {})
+
+
+UNSTACKED = """\
+leaves:
+- {param: 'h.{layer}.a', leaf: 'x/{layer}/a'}
+- {param: 'h.{layer}.e.{expert}.b', leaf: 'x/{layer}/{expert}/b'}
+- {param: 'h.{layer}.e.{expert}.c', leaf: 'x/{layer}/{expert}/c'}
+- {param: 'h.{layer}.d', optional: true, leaf: 'x/{layer}/d'}
+"""
+BLOCK = ("a", "e.0.b", "e.0.c", "e.1.b", "e.1.c")
+
+
+@pytest.mark.parametrize("missing", BLOCK)
+def test_a_layer_that_lacks_what_others_have_is_refused_though_each_is_a_leaf(missing):
+    names = {f"h.{layer}.{part}": (2,) for layer in range(3) for part in BLOCK} | {"h.1.d": (2,)}
+    assert len(bind(Mapping.parse(UNSTACKED), names, {}, {}).leaves) == len(names)
+    del names[f"h.1.{missing}"]
+    with pytest.raises(
+        LayoutError, match=rf"finds no parameter at h\.1{missing[:-2].replace('e', '.e')}, but"
+    ):
+        bind(Mapping.parse(UNSTACKED), names, {}, {})
+
+
+def test_layers_of_other_names_may_be_others():
+    mapping = Mapping.parse(
+        "leaves:\n- {param: 'encoder.{i}.w', leaf: 'e/{i}'}\n- {param: 'decoder.{i}.w', leaf: 'd/{i}'}"
+    )
+    assert len(bind(mapping, {"encoder.0.w": (2,), "decoder.1.w": (2,)}, {}, {}).leaves) == 2
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_mapping_of_a_hugging_face_model_counts_its_layers(name):
+    """Otherwise a file without the last layers would be a whole model of fewer."""
+    mapping = Mapping.load(name)
+    indices = set[str]().union(*(parse_name(p).indices for r in mapping.rules for p in r.params))
+    counts = {"num_hidden_layers", "num_layers", "n_layer"}
+    without_config = name == "deepspeed-gpt-to-reference"
+    assert without_config or "layer" not in indices or mapping.sizes["layer"] in counts

@@ -10,7 +10,9 @@ import os
 import uuid
 from collections.abc import Iterator
 
+import fsspec
 import pytest
+from etils.epath.backend import fsspec_backend
 
 from servers import stores
 from servers.fault_proxy import FaultProxy
@@ -84,6 +86,10 @@ def faulty_s3(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stor
 
 
 def _entered(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    # Orbax's paths remember the server of another test
+    fsspec_backend._get_filesystem.cache_clear()
+    for library in fsspec.registry.values():
+        library.clear_instance_cache()
     for key, value in store.env.items():
         monkeypatch.setenv(key, value)
     return store.below(uuid.uuid4().hex)

@@ -1,12 +1,17 @@
 """Checkpoints of every format in buckets of real servers: the same bits as from the disk."""
 
+from urllib.parse import urlsplit
+
+import boto3
 import numpy as np
 import pytest
 
 import jax_ucp as ucp
 from cases import every
 from jax_ucp.errors import StoreError, UnsupportedPath
+from jax_ucp.files.looked import looking_once
 from jax_ucp.files.path import file_path
+from servers.stores import BUCKET
 
 # One of each format, and what has arrays that TensorStore reads.
 NAMES = ["deepspeed/z2_bf16_dp3", "deepspeed_universal/autoep2_dp4_z3_fp32", "torch/hf_llama"]
@@ -29,6 +34,12 @@ def upload(case, url):
 
 def bits(checkpoint):
     return {label: checkpoint.read(label).tobytes() for label in checkpoint}
+
+
+def put(store, key):
+    """Create an empty object of a key that has no path."""
+    client = boto3.client("s3", endpoint_url=f"http://{store.endpoint}")
+    client.put_object(Bucket=BUCKET, Key=key)
 
 
 def require_same(case, store):
@@ -60,6 +71,27 @@ def test_files_of_a_bucket_are_found_by_folder(store):
     assert [(root / "b").is_dir(), (root / "bc").is_file(), (root / "c").exists()] == [1, 1, 0]
     assert [file.name for file in root.folder().walk()] == ["b/y", "b/z/w", "bc", "x"]
     assert (root / "b/z/w").read_text() == "b/z/w"
+
+
+def test_an_object_that_marks_a_folder_is_no_file_in_it(s3):
+    """As the web pages of clouds write one for a folder that somebody makes there."""
+    root, key = file_path(f"{s3.url}/a"), urlsplit(s3.url).path.removeprefix("/")
+    put(s3, f"{key}/a/")
+    assert root.children() == list(root.folder().walk()) == []
+    saved = ucp.Checkpoint.of({"w": np.arange(3.0)}).save(f"{s3.url}/a")
+    assert saved.read("w").tolist() == [0, 1, 2]
+    for folder in ("", "of/", "of/these/"):
+        put(s3, f"{key}/b/{folder}")
+    root.files.write((file_path(f"{s3.url}/b") / "of/these/x").key, [b"x"], durable=True)
+    assert [file.name for file in file_path(f"{s3.url}/b").folder().walk()] == ["of/these/x"]
+
+
+def test_a_key_that_has_no_path_is_named_at_once(s3):
+    key = urlsplit(s3.url).path.removeprefix("/")
+    put(s3, f"{key}/a//b")
+    with looking_once() as asked, pytest.raises(StoreError, match=r"a: .*invalid path"):
+        ucp.open(f"{s3.url}/a")
+    assert asked.requests < 6
 
 
 def test_a_file_is_created_once(store):

@@ -481,6 +481,16 @@ def test_what_has_no_value_is_not_kept(tmp_path):
         checkpoint.restore(missing="keep")
 
 
+@pytest.mark.parametrize("missing", ["keep", "leave"])
+def test_a_target_that_shares_no_leaf_is_refused_though_each_could_stay(tmp_path, missing):
+    checkpoint = save(tmp_path / "c", {"params": {"w": jnp.arange(4.0)}})
+    target = {"model": {"w": np.zeros(4)}}
+    with pytest.raises(TreeMismatch, match=r"has model/w, the checkpoint params/w"):
+        checkpoint.restore(target, missing=missing, partial=True)
+    target = {"model": ...}  # the user's own word
+    assert checkpoint.restore(target, missing=missing, partial=True) == target
+
+
 def test_what_has_no_value_may_be_left_without_one(tmp_path):
     checkpoint = save(tmp_path / "c", {"w": jnp.ones(2), "v": jnp.ones(2)})
     target = {"w": jnp.zeros(2), "head": jax.ShapeDtypeStruct((2,), np.float32), "n": 7}

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
-from jax_ucp.export.files import Bytes, File, Tensor
+from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, named, torch_groups
 from jax_ucp.formats.torch_save.pickle_writer import (
     Call,
@@ -166,27 +166,8 @@ def _files(tree: Mapping[Steps, Any]) -> list[File]:
         ),
         version="1.0.0",
     )
-    return [_data(zips, at), File.literal(METADATA_FILE, dumps(metadata))]
-
-
-def _data(zips: Sequence[tuple[int, TorchZip]], size: int) -> File:
-    """The file in which the items lie."""
-
-    def tail(crcs: Sequence[int]) -> list[Bytes]:
-        left, parts = iter(crcs), []
-        for at, made in zips:
-            parts += [
-                (at + offset, data)
-                for offset, data in made.tail([next(left) for _ in made.tensors])
-            ]
-        return parts
-
-    return File(
-        DATA_FILE,
-        size,
-        [(at + offset, t) for at, made in zips for offset, t in made.tensors],
-        tail=tail,
-    )
+    data = File(DATA_FILE, at, [made.section(start) for start, made in zips])
+    return [data, File.literal(METADATA_FILE, dumps(metadata))]
 
 
 def _tensor_entry(tensor: Tensor) -> Instance:

@@ -267,15 +267,20 @@ def _undeclared(contents: Contents, settings: Mapping[str, Any]) -> Contents:
     """The checkpoint, whose config declares no quantisation any more; what it declared is in
     `source`.
     """
-    extras = {file: {**named} for file, named in contents.extras.items()}
-    for file, key in _DECLARED:
-        config = extras.get(file, {}).get("config")
-        if isinstance(config, Mapping) and key:
-            extras[file]["config"] = _without(config, key)
-        elif not key:
-            extras.pop(file, None)
     source = {**contents.source, "quantization": settings}
-    return replace(contents, extras=extras, source=source)
+    return replace(contents, extras=undeclared(contents.extras), source=source)
+
+
+def undeclared(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The extras, among which no config declares a quantisation."""
+    left = {file: {**named} for file, named in extras.items()}
+    for file, key in _DECLARED:
+        config = left.get(file, {}).get("config")
+        if isinstance(config, Mapping) and key:
+            left[file]["config"] = _without(config, key)
+        elif not key:
+            left.pop(file, None)
+    return left
 
 
 def _without(config: Mapping[str, Any], key: str) -> dict[str, Any]:

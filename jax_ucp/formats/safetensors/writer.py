@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.export.files import File, Tensor
+from jax_ucp.export.files import File, Section, Tensor
 from jax_ucp.export.parameters import Parameters, named
 
 INDEX = "model.safetensors.index.json"
@@ -50,18 +50,18 @@ def safetensors_files(
     """
     tensors = parameters.model
     _require_storable(tensors)
-    files = [
+    described = [
         File.literal(name, json.dumps(config, indent=2).encode() + b"\n")
         for name, config in configs.items()
     ]
     if ADAPTER in configs:  # which peft never cuts
-        return [*files, _file("adapter_model.safetensors", tensors)]
+        return [_file("adapter_model.safetensors", tensors), *described]
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
-        return [*files, _file("model.safetensors", shards[0])]
+        return [_file("model.safetensors", shards[0]), *described]
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     named_shards = dict(zip(names, shards, strict=True))
-    return [*files, *itertools.starmap(_file, named_shards.items()), _index(named_shards)]
+    return [*itertools.starmap(_file, named_shards.items()), _index(named_shards), *described]
 
 
 def _require_storable(tensors: Mapping[str, Tensor]) -> None:
@@ -131,4 +131,5 @@ def _file(name: str, tensors: Mapping[str, Tensor]) -> File:
         )
     begin = 8 + len(text)
     literals = [(0, len(text).to_bytes(8, "little") + text)]
-    return File(name, begin + at, [(begin + offset, tensor) for offset, tensor in places], literals)
+    placed = [(begin + offset, tensor) for offset, tensor in places]
+    return File(name, begin + at, [Section(placed, literals)])

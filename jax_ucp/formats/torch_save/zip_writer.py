@@ -11,11 +11,12 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jax_ucp.export.files import Bytes, File, Tensor
+from jax_ucp.export.files import Bytes, File, Section, Tensor
 from jax_ucp.formats.torch_save.pickle_writer import dumps
 
 ALIGNMENT = 64
@@ -79,13 +80,15 @@ class TorchZip:
         )
         self.size = at + entries + _END64.size + _LOCATOR64.size + _END.size
 
-    @property
-    def tensors(self) -> list[tuple[int, Tensor]]:
-        """Each tensor and where its bytes go."""
-        return [(m.start, m.content) for m in self._members if isinstance(m.content, Tensor)]
+    def section(self, at: int = 0) -> Section:
+        """Its bytes, from `at` on in a file."""
+        tensors = [(m.start, m.content) for m in self._members if isinstance(m.content, Tensor)]
+        return Section(
+            [(at + start, tensor) for start, tensor in tensors], tail=partial(self._tail, at)
+        )
 
-    def tail(self, crcs: Sequence[int]) -> list[Bytes]:
-        """Everything but the bytes of tensors, whose CRC-32 are given in the order of `tensors`."""
+    def _tail(self, at: int, crcs: Sequence[int]) -> list[Bytes]:
+        """Everything but the bytes of tensors, whose CRC-32 are given."""
         left, parts, directory = iter(crcs), [], bytearray()
         for member in self._members:
             crc = next(left) if isinstance(member.content, Tensor) else zlib.crc32(member.content)
@@ -118,13 +121,14 @@ class TorchZip:
         )
         directory += _LOCATOR64.pack(b"PK\6\7", 0, end, 1)
         directory += _END.pack(b"PK\5\6", 0, 0, _MAX16, _MAX16, _MAX32, _MAX32, 0)
-        return [*parts, (self._directory, bytes(directory))]
+        parts.append((self._directory, bytes(directory)))
+        return [(at + start, data) for start, data in parts]
 
 
 def torch_file(name: str, value: Any) -> File:
     """The file `name` with what torch.save would write for a value."""
     made = TorchZip(value, name.rpartition("/")[2].removesuffix(".pt"))
-    return File(name, made.size, made.tensors, tail=made.tail)
+    return File(name, made.size, [made.section()])
 
 
 def _local(member: _Member, crc: int) -> bytes:

@@ -1,0 +1,85 @@
+"""A config that somebody gives for weights that have none: what of it the weights can disprove.
+
+A loader makes what a config has and a file lacks of random numbers, and leaves out what the config
+lacks, each time with no more than a warning. Fact: `from_pretrained` of transformers 4 and 5; with
+`tie_word_embeddings` version 4 takes the embedding for the head, whatever is stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import LayoutError
+from jax_ucp.layout.blocks import row_boxes
+from jax_ucp.sources.checks import CHECK_BYTES
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.contents import Contents
+from jax_ucp.tree import Leaf
+
+# How the names of a decoder's layers begin, and what a config calls their number.
+_LAYERS = {
+    "num_hidden_layers": re.compile(r"model\.layers\.(\d{1,6})\."),
+    "n_layer": re.compile(r"transformer\.h\.(\d{1,6})\."),
+}
+_MORE_LAYERS = "num_nextn_predict_layers"  # DeepSeek's, stored after the others or not at all
+_HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "transformer.wte.weight")
+
+
+def described(contents: Contents, config: Mapping[str, Any]) -> Contents:
+    """The weights with a config that somebody gave for them.
+
+    Raises LayoutError where it is of another number of layers.
+    """
+    params = _parameters(contents)
+    for key, pattern in _LAYERS.items():
+        _require_layers(contents.path, key, config, filter(None, map(pattern.match, params)))
+    return replace(contents, extras={**contents.extras, "config.json": {"config": config}})
+
+
+def require_tied(contents: Contents, config: Mapping[str, Any]) -> None:
+    """Raise LayoutError where a head is stored that is not the embedding to which the config ties
+    it. Reads both.
+    """
+    params = _parameters(contents)
+    embedding = next(filter(None, map(params.get, _EMBEDDINGS)), None)
+    head = params.get(_HEAD)
+    if not config.get("tie_word_embeddings") or head is None or embedding is None:
+        return
+    boxes = row_boxes(head.shape, np.dtype(head.dtype).itemsize, CHECK_BYTES)
+    read = contents.arrays.read
+    is_same = head.shape == embedding.shape and all(
+        same_bits(read(head.name, box), read(embedding.name, box)) for box in boxes
+    )
+    if not is_same:
+        raise LayoutError(
+            f"{contents.path}: {head.label} differs from {embedding.label}, and the given config"
+            " has tie_word_embeddings: a loader may take one for the other. Give a config in which"
+            " it is false"
+        )
+
+
+def _parameters(contents: Contents) -> dict[str, Leaf]:
+    """The parameters of an import by name."""
+    leaves = [leaf for leaf in contents.leaves if len(leaf.path) == 2 and leaf.has_array]
+    return {str(leaf.path[1].name): leaf for leaf in leaves if leaf.path[0].name == "param"}
+
+
+def _require_layers(
+    path: str, key: str, config: Mapping[str, Any], names: Iterator[re.Match[str]]
+) -> None:
+    """Raise LayoutError where weights are of more or fewer layers than the config has."""
+    said, more = config.get(key), config.get(_MORE_LAYERS)
+    count = max((int(name[1]) + 1 for name in names), default=0)
+    if not count or type(said) is not int:
+        return
+    most = said + more if type(more) is int else said
+    if not said <= count <= most:
+        raise LayoutError(
+            f"the given config has {key} = {said}, and {path} has weights of {count} layers: it is"
+            " of another model"
+        )

@@ -1,0 +1,245 @@
+"""Exports into buckets: the files of the local export, byte for byte, and whole or not there."""
+
+import itertools
+import tracemalloc
+
+import boto3
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from commands import run
+from helpers import contents_of, memory, numbered
+from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.errors import CorruptData, StoreError, UCPError, UnsupportedPath
+from jax_ucp.files.object_store import Bucket
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import read_file
+from jax_ucp.formats import exporting
+from jax_ucp.formats.exporting import EXPORT_FORMATS
+from jax_ucp.sources.checks import Check
+from jax_ucp.universal.store import WRITER_FILE, claimed
+from servers.stores import BUCKET, Store
+
+STATES = {
+    "param": {"w": numbered((700, 900), np.float32), "b": numbered((5,), np.float32)},
+    "exp_avg": {"w": numbered((700, 900), np.float32) + 1, "b": numbered((5,), np.float32)},
+    "buffer": {"table": numbered((3, 4), np.int64), "empty": np.zeros((0, 3), np.float32)},
+}
+CONFIG = {"model_type": "llama", "dtype": "float32"}
+
+
+def source(folder):
+    """A folder of a model with its config and what goes with it."""
+    memory(STATES, {"config.json": {"config": CONFIG}}).save(folder / "source")
+    return ucp.open(folder / "source")
+
+
+def local_files(folder) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def objects(url: str) -> dict[str, bytes]:
+    files = file_path(url).folder()
+    return {file.name: read_file(files, file.name) for file in files.walk()}
+
+
+def bits(checkpoint) -> dict[str, bytes]:
+    return {label: checkpoint.read(label).tobytes() for label in checkpoint}
+
+
+CASES = [(format, {}) for format in EXPORT_FORMATS]
+CASES += [("safetensors", {"max_shard_bytes": 10_000}), ("deepspeed", {"zero_stage": 3})]
+
+
+@pytest.mark.parametrize(("format", "options"), CASES)
+def test_an_export_into_a_bucket_has_the_bytes_of_the_local_one(format, options, store, tmp_path):
+    checkpoint = source(tmp_path)
+    here = checkpoint.export(tmp_path / "out", format, **options)
+    there = checkpoint.export(f"{store.url}/out", format, **options)
+    assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
+    assert there.path.startswith(store.url)
+    assert bits(there) == bits(here)
+
+
+def large(rows: int = 3000) -> dict[str, dict[str, np.ndarray]]:
+    """Two arrays of 12 MB, each of two parts of a file at least."""
+    return {"param": {name: numbered((rows, 1000), np.float32) + n for n, name in enumerate("ab")}}
+
+
+class Counting:
+    """Reads of a checkpoint in memory, in bytes; the array of a key may change between two."""
+
+    def __init__(self, checkpoint: ucp.Checkpoint, monkeypatch: pytest.MonkeyPatch):
+        arrays = checkpoint._contents.arrays
+        read = arrays.read
+        self.nbytes, self.changes = 0, False
+
+        def counted(key, box):
+            self.nbytes += (data := read(key, box)).nbytes
+            return data + (self.changes and self.nbytes > 12_000_000)
+
+        monkeypatch.setattr(arrays, "read", counted, raising=False)
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("budget", [1 << 20, 512 << 20])
+def test_what_a_header_sums_is_held_where_it_fits_and_else_read_twice(
+    format, budget, s3, tmp_path, monkeypatch
+):
+    checkpoint = memory(large())
+    checkpoint.export(tmp_path / "out", format)
+    counting = Counting(checkpoint, monkeypatch)
+    heard: list[int] = []
+    checkpoint.export(s3.url, format, budget_bytes=budget, progress=heard.append)
+    assert objects(s3.url) == local_files(tmp_path / "out")
+    twice = format != "safetensors" and budget == 1 << 20
+    assert counting.nbytes == (2 if twice else 1) * checkpoint.nbytes
+    assert sum(heard) == checkpoint.nbytes
+    assert uploads(s3) == []
+
+
+def uploads(store: Store) -> list:
+    """What was begun to be uploaded in parts, and not ended."""
+    client = boto3.client("s3", endpoint_url=f"http://{store.endpoint}")
+    prefix = store.url.removeprefix(f"s3://{BUCKET}/")
+    return client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", [])
+
+
+def test_an_array_that_changes_between_two_reads_is_refused(s3, monkeypatch):
+    checkpoint = memory(large())
+    Counting(checkpoint, monkeypatch).changes = True
+    with pytest.raises(CorruptData, match="was read twice, and was not the same"):
+        checkpoint.export(s3.url, "dcp", budget_bytes=1 << 20)
+    assert objects(s3.url) == {}
+    assert uploads(s3) == []
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_no_more_than_the_budget_is_in_memory(format, s3):
+    """Beside the least that a store takes as a part: 5 MiB, of which there are three."""
+    checkpoint = memory({"param": {str(n): large()["param"]["a"] + n for n in range(8)}})
+    budget = 32 << 20
+    tracemalloc.start()
+    try:
+        checkpoint.export(s3.url, format, budget_bytes=budget)
+        assert tracemalloc.get_traced_memory()[1] < budget < checkpoint.nbytes / 2
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("nbytes", [1, 50 << 30, 1 << 40])
+@pytest.mark.parametrize("max_bytes", [1, 1 << 30])
+def test_a_file_has_no_more_parts_than_a_store_takes(nbytes, max_bytes, s3, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        Bucket, "_write", lambda files, name, parts, size, at_once: taken.append((size, at_once))
+    )
+    file_path(s3.url).folder().write_large("a", [], nbytes, max_bytes)
+    ((part_bytes, at_once),) = taken
+    assert part_bytes >= 5 << 20
+    assert nbytes <= 10_000 * part_bytes
+    assert at_once == 1 or (at_once + 2) * part_bytes <= max_bytes
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_what_is_there_is_not_written_over(format, store, tmp_path):
+    checkpoint = source(tmp_path)
+    written = checkpoint.export(f"{store.url}/out", format)
+    before = objects(store.url)
+    with pytest.raises(FileExistsError, match="is in use"):
+        checkpoint.export(f"{store.url}/out", format)
+    with pytest.raises(FileExistsError, match="is in use"):
+        checkpoint.export(f"{store.url}/out/{min(before)[4:]}", format)
+    with pytest.raises(FileExistsError, match="lies in the source"):
+        written.export(f"{written.path}/below", format)
+    assert objects(store.url) == before
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_the_second_of_two_exports_writes_nothing(format, store, tmp_path):
+    checkpoint = source(tmp_path)
+    with claimed(file_path(store.url).folder()):
+        with pytest.raises(FileExistsError, match=r"another save or export.*writer.*begun"):
+            checkpoint.export(store.url, format)
+        assert objects(store.url).keys() == {WRITER_FILE}
+    checkpoint.export(store.url, format)
+    assert WRITER_FILE not in objects(store.url)
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_who_ends_second_is_told_and_deletes_nothing(format, s3, tmp_path, monkeypatch):
+    """A writer that nothing keeps away ends first."""
+    checkpoint = source(tmp_path)
+    last = checkpoint.plan_export(format).files[-1].name
+    files = file_path(s3.url).folder()
+    monkeypatch.setattr(
+        exporting, "require_written", lambda *args, **options: files.create(last, b"another's")
+    )
+    with pytest.raises(FileExistsError, match="was written by another meanwhile"):
+        checkpoint.export(s3.url, format)
+    assert objects(s3.url)[last] == b"another's"
+    assert len(objects(s3.url)) == len(checkpoint.plan_export(format).files)
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("rows", [1, 3000])
+def test_a_source_that_contradicts_itself_leaves_nothing(format, rows, s3):
+    """Known when all was read: the last file must not be there before."""
+    fault = Check("a copy", frozenset(), 0, lambda: "it differs")
+    checkpoint = Checkpoint(contents_of(large(rows), checks=lambda extent: [fault]))
+    with pytest.raises(CorruptData, match="it differs"):
+        checkpoint.export(s3.url, format)
+    assert objects(s3.url) == {}
+    assert uploads(s3) == []
+
+
+def test_an_export_that_the_store_ends_leaves_nothing(s3, tmp_path, monkeypatch):
+    checkpoint = source(tmp_path)
+    total = len(checkpoint.plan_export("deepspeed").files)
+    for failing in range(1, total):
+        count = itertools.count()
+        write = Bucket._write
+
+        def stopped(*args, write=write, count=count, failing=failing):
+            if next(count) == failing:
+                raise StoreError("no more")
+            write(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Bucket, "_write", stopped)
+            if failing < total - 1:
+                with pytest.raises(StoreError, match="no more"):
+                    checkpoint.export(s3.url, "deepspeed")
+                assert objects(s3.url) == {}
+
+
+@pytest.mark.parametrize(("format", "options"), CASES)
+def test_without_one_of_its_files_nothing_opens_with_other_bits(format, options, s3, tmp_path):
+    """A kill leaves some of the files, and not the last."""
+    whole = bits(source(tmp_path).export(tmp_path / "out", format, **options))
+    written = local_files(tmp_path / "out")
+    for number, missing in enumerate(written):
+        files = file_path(f"{s3.url}/{number}").folder()
+        for name in written.keys() - {missing}:
+            files.write(name, [written[name]], durable=True)
+        try:
+            opened = ucp.open(f"{s3.url}/{number}")
+        except UCPError:
+            continue
+        assert bits(opened) == whole, missing
+
+
+@pytest.mark.parametrize("url", ["hf://org/name", "https://host/x", "ftp://host/x"])
+def test_where_nothing_can_be_written_an_export_is_refused(url, tmp_path):
+    with pytest.raises(UnsupportedPath):
+        memory(STATES).export(url, "dcp")
+
+
+def test_the_command_exports_into_a_bucket(s3, tmp_path):
+    source(tmp_path).export(tmp_path / "out", "safetensors")
+    text = run("export", tmp_path / "source", f"{s3.url}/out")
+    assert f"{s3.url}/out: 4 tensors" in text
+    assert objects(f"{s3.url}/out") == local_files(tmp_path / "out")
+    assert "is in use" in run("export", tmp_path / "source", f"{s3.url}/out", code=1)
