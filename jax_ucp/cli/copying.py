@@ -205,6 +205,9 @@ def _print_mesh_plan(summary: Report) -> None:
         console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
     amplification, balance = summary["amplification"], summary["balance"]
     console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
+    if is_remote:
+        most = max(host["requests"] for host in hosts)
+        console.print(f"requests: about {summary['requests']} of all hosts, {most} of one")
     heads = ("leaf", "shape", "spec", "on each device", "given up")
     console.print(folded_table(heads, map(_placement_row, summary["leaves"])))
 
