@@ -291,12 +291,41 @@ def test_a_tensor_that_does_not_fit_the_base_is_named(fault: str, tmp_path: Path
         base_of("lora").merge(folder)
 
 
-def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path) -> None:
-    head = {"base_model.model.lm_head.weight": np.ones((40, 16), np.float32)}
-    adapter = write_adapter(tmp_path, head, modules_to_save=["lm_head"])
-    with pytest.raises(FormatError, match="tie_word_embeddings"):
+ROWS = np.ones((40, 16), np.float32)
+TIED = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+
+
+@pytest.mark.parametrize("module", TIED)
+def test_a_head_and_an_embedding_that_are_one_are_not_changed_alone(
+    module: str, tmp_path: Path
+) -> None:
+    tensor = {f"base_model.model.{TIED[module]}": ROWS}
+    adapter = write_adapter(tmp_path, tensor, modules_to_save=[module])
+    with pytest.raises(FormatError, match=f"changes {TIED[module]} alone"):
         base_of("embedding_tied").merge(adapter)
-    assert base_of("lora").merge(adapter).read("param/lm_head.weight").all()
+    assert base_of("lora").merge(adapter).read(f"param/{TIED[module]}").all()
+
+
+def test_a_head_and_an_embedding_that_an_adapter_has_both_are_tied_no_more(tmp_path: Path) -> None:
+    base, names = base_of("embedding_tied"), [f"base_model.model.{name}" for name in TIED.values()]
+    both = dict(zip(names, (ROWS, 2 * ROWS), strict=True))
+    whole = base.merge(write_adapter(tmp_path, both, modules_to_save=[*TIED]))
+    assert whole.config == {**base.config, "tie_word_embeddings": False}
+    assert any("tie_word_embeddings" in note for note in whole.notes)
+    exported = whole.export(tmp_path / "out", "safetensors")
+    assert (exported.read("param/lm_head.weight") == 2).all()
+    assert not exported.config["tie_word_embeddings"]
+
+
+def test_a_square_weight_is_not_taken_for_a_linear_where_the_base_has_conv1d(
+    tmp_path: Path,
+) -> None:
+    """peft writes so where an adapter is for GPT-2's head too, the last module that it looked at:
+    the flag is that of the head.
+    """
+    folder = changed("conv1d", tmp_path, lambda arrays: None, fan_in_fan_out=False)
+    with pytest.raises(FormatError, match=r"attn\.c_proj\.weight is square, .* Conv1D"):
+        base_of("conv1d").merge(folder)
 
 
 def test_experts_of_which_nothing_tells_the_axes_are_refused(tmp_path: Path) -> None:

@@ -152,6 +152,9 @@ case("bias_lora_only", "qwen2", r=4, target_modules=["q_proj"], bias="lora_only"
 case("lora_bias", "qwen2", r=4, target_modules=["q_proj", "v_proj"], lora_bias=True)
 case("experts", "gpt_oss", r=2, target_modules=["q_proj"],
      target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])  # fmt: skip
+case("router_patterns", "gpt_oss", r=2,
+     target_parameters=["mlp.router.weight", "mlp.experts.down_proj"],
+     alpha_pattern={"router": 5, "router.weight": 3, "down_proj": 7})  # fmt: skip
 case("convolution", "vit", head="", r=4, target_modules=["projection", "query"],
      make=peft.LoraConfig)  # fmt: skip
 case("convolution_dora", "vit", head="", r=4, target_modules=["projection"], use_dora=True)

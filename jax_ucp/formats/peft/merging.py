@@ -25,8 +25,9 @@ from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _BASE = "base "  # begins the names of the base's arrays
-_HEAD = "lm_head.weight"
+_CONFIG, _HEAD = "config.json", "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_UNTIED = ["tie_word_embeddings is false from here on: an adapter has an embedding and a head"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     shapes = {name: leaf.shape for name, leaf in params.items()}
     read = [_adapter(f"adapter {i} ", contents, shapes) for i, contents in enumerate(adapters)]
     changed = _changed(read)
-    _refuse_untied(base, changed)
+    extras = _untied(base, changed)
     made = {name: _merged_weight(params.get(name), steps) for name, steps in changed.items()}
     leaves, names = _leaves(base, params, made)
     view = _view(base, read, leaves, {names[name]: weight for name, weight in made.items()})
@@ -66,8 +67,9 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         base,
         leaves=leaves,
         arrays=view,
+        extras=extras,
         inventory=[*base.inventory, *itertools.chain.from_iterable(map(_items, read))],
-        notes=[*base.notes, *_notes(read, new)],
+        notes=[*base.notes, *_notes(read, new), *_UNTIED * (extras is not base.extras)],
         source=_source(base, read),
         checks=partial(_checks, base, read, view.users()),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
@@ -163,18 +165,30 @@ def _adapter(key: str, contents: Contents, base: Mapping[str, tuple[int, ...]]) 
     return _Adapter(key, contents, leaves, changes(shapes, base, config))
 
 
-def _refuse_untied(base: Contents, changed: Mapping[str, object]) -> None:
-    """Raises FormatError where only the head of a model is changed whose config says that it is the
-    embedding: a loader would take the embedding for it.
+def _untied(base: Contents, changed: Mapping[str, Sequence[_Step]]) -> Mapping[str, Any]:
+    """The extras of what is merged. A config that ties a model's head to its embedding does not any
+    more where an adapter has one for each.
+
+    Raises FormatError where it has only the head, or takes the place of the embedding alone, beside
+    which it was trained with the head as it was: a loader would take the embedding for the head.
     """
-    config = base.extras.get("config.json", {}).get("config")
+    config = base.extras.get(_CONFIG, {}).get("config")
     if not isinstance(config, Mapping) or not config.get("tie_word_embeddings"):
-        return
-    if _HEAD in changed and not any(name.endswith(_EMBEDDINGS) for name in changed):
-        raise FormatError(
-            f"{base.path}: an adapter changes {_HEAD}, which is the embedding by the base's config"
-            " (tie_word_embeddings): a merged model would be loaded without the change"
-        )
+        return base.extras
+    embedding = next((name for name in changed if name.endswith(_EMBEDDINGS)), "")
+    steps = changed.get(embedding, ())
+    # what is added to an embedding, peft adds to the head that is the same tensor
+    is_replaced = bool(steps) and all(change.replaced for _, change in steps)
+    if _HEAD not in changed and not is_replaced:
+        return base.extras
+    if _HEAD in changed and embedding:
+        untied = {**config, "tie_word_embeddings": False}
+        return {**base.extras, _CONFIG: {**base.extras[_CONFIG], "config": untied}}
+    raise FormatError(
+        f"{base.path}: an adapter changes {embedding or _HEAD} alone, and the base's config says"
+        " that head and embedding are one (tie_word_embeddings): a merged model would be loaded"
+        " with another head than it was trained with. Merge it with peft"
+    )
 
 
 def _merged_weight(leaf: Leaf | None, steps: Sequence[_Step]) -> MergedWeight:

@@ -15,6 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jax_ucp.errors import FormatError, UCPError, fault_lines
 from jax_ucp.formats.peft.config import PREFIX, LoraConfig
@@ -152,7 +153,8 @@ class _Reader:
         embeds = _EMBEDDING_A in roles or _EMBEDDING_B in roles
         a, b = self._pair(module, roles, embeds)
         rank = self.tensors[a][0]
-        scale = self.config.scale(module, rank)
+        # patterns have the name of a parameter where that, and not its module, is the target
+        scale = self.config.scale(weight if weight in self._targets(module) else module, rank)
         out_axis = self._out_axis(weight, shape, a, b, embeds)
         outputs = shape[out_axis]
         shapes = {a: self.tensors[a], b: (outputs, rank)}
@@ -267,9 +269,28 @@ class _Reader:
                 f"{weight} has shape {list(shape)}, and its factors {list(of_a)} and {list(of_b)}:"
                 " the adapter is not for this base"
             )
-        if is_turned and is_plain:
-            return int(self.config.fan_in_fan_out)
-        return int(is_turned)
+        if not (is_turned and is_plain):
+            return int(is_turned)
+        if self._has_conv1d and not self.config.fan_in_fan_out:
+            raise FormatError(
+                f"{weight} is square, and nothing tells whether its rows are inputs: the base has"
+                " Conv1D modules, of which fan_in_fan_out=false does not hold. If this is one of"
+                f" them, write fan_in_fan_out=true in {self.config.where}"
+            )
+        return int(self.config.fan_in_fan_out)
+
+    @cached_property
+    def _has_conv1d(self) -> bool:
+        """Whether the base has weights whose outputs, as their biases count them, come last.
+
+        Then `fan_in_fan_out` decides nothing: peft writes what the module that it looked at last
+        is, also where others are Linear, as GPT-2's head (`dispatch_default`, `lora/layer.py`).
+        """
+        return any(map(self._is_conv1d, self.base))
+
+    def _is_conv1d(self, weight: str) -> bool:
+        shape, bias = self.base[weight], self.base.get(f"{weight.removesuffix('weight')}bias")
+        return len(shape) == 2 and bias == shape[1:] != shape[:1]
 
     def _require_outputs(self, magnitude: str, outputs: int) -> None:
         shape = self.tensors[magnitude]
