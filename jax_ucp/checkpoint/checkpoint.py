@@ -75,12 +75,20 @@ if TYPE_CHECKING:
 
 
 def open_with(
-    path: str | os.PathLike[str], options: Options, also_used: Collection[str] = ()
+    path: str | os.PathLike[str],
+    options: Options,
+    also_used: Collection[str] = (),
+    share_reads: bool = False,
 ) -> Checkpoint:
     """`open`, with all that is said in one value; of its sizes those in `also_used` are for
     somebody else.
     """
-    contents = open_contents(path, options)
+    if share_reads:
+        from jax_ucp.sharding.open_together import open_together
+
+        contents = open_together(file_path(path), lambda at: open_contents(at, options))
+    else:
+        contents = open_contents(path, options)
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))

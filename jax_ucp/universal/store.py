@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,8 +40,8 @@ from jax_ucp.sources.watched import Passed, Watched
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
 from jax_ucp.universal.metadata import Metadata, StoredArray, decode, digest, encode
-from jax_ucp.universal.ocdbt import Range
-from jax_ucp.universal.packs import index_files, is_indexed, pack_name
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, Value, index_parts
+from jax_ucp.universal.packs import INDEX_FILE, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (
     CRC,
     Shard,
@@ -74,7 +74,7 @@ PACKS_READ = 8  # at once, over a network
 Place = tuple[int, int]  # number of a pack, offset in it
 
 
-class Written(msgspec.Struct, frozen=True):
+class Written(msgspec.Struct, frozen=True, gc=False):
     """An outer chunk on disk: the digest of its elements, and the crc32c of each inner chunk, if
     they are recorded.
     """
@@ -110,7 +110,7 @@ class ZarrStore(Watched):
         self.seen: dict[str, FileInfo] = {}
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
-        self._packs: dict[str, ReadAhead] = {}
+        self._packs: dict[FileInfo, ReadAhead] = {}
         self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -169,16 +169,12 @@ class ZarrStore(Watched):
     def _chunk_key(self, key: str, box: Box) -> str:
         """The key of the outer chunk that a box is. Raises ValueError where it is none."""
         outer, shape = self.chunks[key].outer, self._arrays[key].shape
-        place = grid_place(box, outer)
-        start = tuple(p * c for p, c in zip(place, outer, strict=True))
-        if box != Box(
-            start, tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))
-        ):
-            raise ValueError(
-                f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
-                " writer"
-            )
-        return f"{key}/{chunk_name(place)}"
+        if name := _chunk_name(box, outer, shape):
+            return f"{key}/{name}"
+        raise ValueError(
+            f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
+            " writer"
+        )
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array. Every inner chunk that they meet is read once
@@ -206,7 +202,7 @@ class ZarrStore(Watched):
         """The outer chunks that a box meets, each whole."""
         outer = self.chunks[key].outer
         for chunk in outer_boxes(self._arrays[key].shape, outer, [box]):
-            name = f"{key}/{chunk_name(grid_place(chunk, outer))}"
+            name = self._chunk_key(key, chunk)
             file, offset = self.find(name)
             item = "" if offset is None else name
             yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
@@ -218,7 +214,7 @@ class ZarrStore(Watched):
         its inner chunks, if any.
         """
         chunks = self.chunks[key]
-        file, offset = self.find(f"{key}/{chunk_name(grid_place(box, chunks.outer))}")
+        file, offset = self.find(self._chunk_key(key, box))
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
         dtype = self._arrays[key].dtype
         return Shard(self._file(file), box, chunks, dtype, wanted, grid, offset)
@@ -236,13 +232,11 @@ class ZarrStore(Watched):
                 " checkpoint."
             ) from None
 
-    def _of_pack(self, file: FileInfo) -> Files | ReadAhead:
+    def _of_pack(self, file: FileInfo) -> ReadAhead:
         """What reads a pack, of which most chunks are wanted, each a few bytes."""
-        if not self.directory.is_remote:
-            return self.directory
-        if file.name not in self._packs and len(self._packs) == PACKS_READ:
+        if file not in self._packs and len(self._packs) == PACKS_READ:
             self._packs.clear()
-        return self._packs.setdefault(file.name, ReadAhead(self.directory, file))
+        return self._packs.setdefault(file, ReadAhead(self.directory, file))
 
     def content(self, name: str) -> bytes | None:
         """A file beside the arrays; None if there is none."""
@@ -297,12 +291,10 @@ class ZarrStore(Watched):
             return self._fault(key, box, want) if passing.passed.rest([box]) else None
 
         watcher = passing if self._crcs.get(key) else None
-        for box, want in zip(
-            grid_boxes(self._arrays[key].shape, stored.outer), stored.digests, strict=True
-        ):
+        outer = _outer_chunks(self._arrays[key], self.chunks[key])
+        for (box, text, *_), want in zip(outer, stored.digests, strict=True):
             work = partial(run, box, Written(want, self._recorded(key, box)))
-            nbytes = box.size * itemsize
-            yield Check(f"{label} {box}", frozenset(leaves), nbytes, work, watcher)
+            yield Check(f"{label} {text}", frozenset(leaves), box.size * itemsize, work, watcher)
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -353,7 +345,8 @@ class _Passing:
 
 # Thousands of arrays have few shapes: what follows from the shape alone is made once for them.
 @functools.lru_cache(maxsize=1024)
-def _array_info(shape: Shape, dtype: str) -> ArrayInfo:
+def array_info(shape: Shape, dtype: str) -> ArrayInfo:
+    """What is known of a leaf's array; one value for all that are alike."""
     return ArrayInfo(shape, np.dtype(dtype))
 
 
@@ -469,17 +462,15 @@ class Commit:
         directory = store.directory
         written = _gathered(store, self.processes)
         arrays = {key: _stored_array(store, key, written[key]) for key in store.arrays()}
-        zarr_jsons = {
-            key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()
-        }
         digests = {
-            f"{key}/zarr.json": digest(data)
-            for key, data in zarr_jsons.items()
+            f"{key}/zarr.json": digest(zarr_json(info, store.chunks[key]))
+            for key, info in store.arrays().items()
             if key not in self.packed
         }
-        for name, data in (_index(store, zarr_jsons, self.stacks) | dict(self.files)).items():
-            directory.write(name, [data], durable=True)
-            digests[name] = digest(data)
+        files = {name: [data] for name, data in self.files.items()}
+        for name, parts in itertools.chain(_index(store, self.stacks), files.items()):
+            directory.write(name, parts, durable=True)
+            digests[name] = _digest_of(parts)
         metadata = Metadata(
             tuple(self.leaves),
             arrays,
@@ -523,42 +514,65 @@ def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Wri
     return written
 
 
-def _index(store: ZarrStore, zarr_jsons: Mapping[str, bytes], stacks: Stacks) -> dict[str, bytes]:
-    """The files by which stock Orbax finds every array; none where an index cannot have them."""
-    if not is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
-        return {}
-    jsons = {key: text for key, text in zarr_jsons.items() if key not in stacks}
-    ranges = _ranges(store, [key for key in store.arrays() if key not in stacks])
-    for stack, names in stacks.items():
-        info, chunks = store.arrays()[stack], store.chunks[stack]
-        member, member_chunk = member_info(info), member_chunks(chunks)
-        nbytes = chunk_bytes(chunks, info.dtype)
-        for i, name in enumerate(names):
-            jsons[name] = zarr_json(member, member_chunk)
-            for place, outer, offset in member_places(info, chunks, i):
-                file = f"{stack}/{chunk_name(outer)}"
-                ranges[f"{name}/{chunk_name(place)}"] = Range(file, offset, nbytes)
-    return index_files(jsons, ranges)
+def _index(store: ZarrStore, stacks: Stacks) -> Iterator[tuple[str, list[bytes]]]:
+    """The files by which stock Orbax finds every array, in the order to write them in; none where
+    an index cannot have them.
+    """
+    if is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
+        parts, manifest = index_parts(INDEX_FILE, _index_entries(store, stacks))
+        yield INDEX_FILE, parts
+        yield MANIFEST_FILE, [manifest]
+
+
+def _index_entries(store: ZarrStore, stacks: Stacks) -> Iterator[tuple[bytes, Value]]:
+    """Each key of the index with its value: a `zarr.json`, or where an outer chunk is. Of a stack
+    there are the arrays, each by itself.
+    """
+    homes = {name: (stack, i) for stack, names in stacks.items() for i, name in enumerate(names)}
+    keys = [key for key in store.arrays() if key not in stacks]
+    # what an array has is below its name and a slash: no key of another lies between
+    for key in sorted([*keys, *homes], key="{}/".format):
+        values = _values_of_member(store, *homes[key]) if key in homes else _values(store, key)
+        found = {f"{key}/{name}".encode(): value for name, value in values}
+        yield from ((name, found[name]) for name in sorted(found))
+
+
+def _values(store: ZarrStore, key: str) -> Iterator[tuple[str, Value]]:
+    info, chunks = store.arrays()[key], store.chunks[key]
+    yield "zarr.json", zarr_json(info, chunks)
+    for _, _, name, nbytes in _outer_chunks(info, chunks):
+        file, offset = store.find(f"{key}/{name}")
+        yield name, Range(file, offset or 0, nbytes)
+
+
+def _values_of_member(store: ZarrStore, stack: str, i: int) -> Iterator[tuple[str, Value]]:
+    info, chunks = store.arrays()[stack], store.chunks[stack]
+    nbytes = chunk_bytes(chunks, info.dtype)
+    yield "zarr.json", zarr_json(member_info(info), member_chunks(chunks))
+    for place, outer, offset in member_places(info, chunks, i):
+        yield chunk_name(place), Range(f"{stack}/{chunk_name(outer)}", offset, nbytes)
 
 
 def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) -> StoredArray:
     """What there is to say of an array. Raises CorruptData if a chunk of it was not written."""
     shape, chunks = store.arrays()[key].shape, store.chunks[key]
-    boxes = {str(box): box for box in grid_boxes(shape, chunks.outer)}
+    outer = _outer_chunks(store.arrays()[key], chunks)
     if missing := [
-        name for name, box in boxes.items() if not _is_whole(written.get(name), box, shape, chunks)
+        chunk.text
+        for chunk in outer
+        if not _is_whole(written.get(chunk.text), chunk.box, shape, chunks)
     ]:
         raise CorruptData(
-            f"{store.directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not"
+            f"{store.directory}/{key}: {missing[:4]} and others of {len(outer)} chunks were not"
             " written"
         )
-    names = _chunk_keys(key, shape, chunks.outer)
+    places = [store.places.get(f"{key}/{chunk.name}") for chunk in outer]
     return StoredArray(
         chunks.outer,
         chunks.inner,
-        tuple(written[name].digest for name in boxes),
-        tuple(store.places[name] for name in names if name in store.places),
-        _joined_crcs(shape, chunks, [(box, written[name].crcs) for name, box in boxes.items()])
+        tuple([written[chunk.text].digest for chunk in outer]),
+        tuple(filter(None, places)),
+        _joined_crcs(shape, chunks, [(chunk.box, written[chunk.text].crcs) for chunk in outer])
         if is_recorded(shape, chunks)
         else b"",
     )
@@ -584,16 +598,17 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     for leaf in metadata.leaves:
         if leaf.name in metadata.arrays:
             stored = metadata.arrays[leaf.name]
-            arrays[leaf.name] = _array_info(leaf.shape, leaf.dtype)
+            arrays[leaf.name] = array_info(leaf.shape, leaf.dtype)
             chunks[leaf.name] = _chunks(stored.outer, stored.inner)
             crcs[leaf.name] = stored.crcs
             if stored.places:
-                keys = _chunk_keys(leaf.name, leaf.shape, stored.outer)
+                outer = _outer_chunks(arrays[leaf.name], chunks[leaf.name])
+                keys = [f"{leaf.name}/{chunk.name}" for chunk in outer]
                 places.update(zip(keys, stored.places, strict=True))
     leaf_of = {leaf.name: leaf for leaf in metadata.leaves} if metadata.stacks else {}
     for stack, names in metadata.stacks.items():
         stored, leaf = metadata.arrays[stack], leaf_of[names[0]]
-        arrays[stack] = stack_info(_array_info(leaf.shape, leaf.dtype), len(names))
+        arrays[stack] = stack_info(array_info(leaf.shape, leaf.dtype), len(names))
         chunks[stack], crcs[stack] = Chunks(stored.outer, stored.inner, is_stack=True), stored.crcs
     return metadata, ZarrStore(directory, arrays, chunks, places, crcs)
 
@@ -610,8 +625,8 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     expected: dict[str, int | None] = dict.fromkeys(beside)
     for key, stored in metadata.arrays.items():
         if not stored.places:
-            named = _chunk_files(store.arrays()[key], store.chunks[key])
-            expected |= {f"{key}/{name}": nbytes for name, nbytes in named}
+            outer = _outer_chunks(store.arrays()[key], store.chunks[key])
+            expected |= {f"{key}/{chunk.name}": chunk.nbytes for chunk in outer}
     found = stat_all(directory, list(expected))
     faults = [
         _file_fault(store, name, nbytes, file)
@@ -635,13 +650,38 @@ def _file_fault(
     return f"{directory}/{key}: {chunk} has {file.size} bytes, but its chunk takes {nbytes}"
 
 
+class _OuterChunk(NamedTuple):
+    """An outer chunk: what of it lies in the array, and that as text; its file in the array's
+    directory, and how many bytes that has.
+    """
+
+    box: Box
+    text: str
+    name: str
+    nbytes: int
+
+
 @functools.lru_cache(maxsize=64)
-def _chunk_files(info: ArrayInfo, chunks: Chunks) -> Sequence[tuple[str, int]]:
-    """Each outer chunk of an array as a file: its name, and how many bytes it has."""
+def _outer_chunks(info: ArrayInfo, chunks: Chunks) -> Sequence[_OuterChunk]:
+    """Each outer chunk of an array, in row-major order."""
     return [
-        (chunk_name(grid_place(box, chunks.outer)), shard_bytes(box, chunks, info.dtype))
+        _OuterChunk(
+            box,
+            str(box),
+            chunk_name(grid_place(box, chunks.outer)),
+            shard_bytes(box, chunks, info.dtype),
+        )
         for box in grid_boxes(info.shape, chunks.outer)
     ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunk_name(box: Box, outer: Shape, shape: Shape) -> str | None:
+    """The file of the outer chunk that a box is; None where it is none."""
+    place = grid_place(box, outer)
+    start = tuple(p * c for p, c in zip(place, outer, strict=True))
+    stop = tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))
+    return chunk_name(place) if box == Box(start, stop) else None
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -649,9 +689,14 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     digests.
     """
     faults = missing_files(metadata, store)
-    found = each_file(store.directory, store.content, metadata.files)
-    for (name, want), data in zip(metadata.files.items(), found, strict=True):
-        if data is not None and digest(data) != want:
+
+    def digest_now(name: str) -> str | None:
+        data = store.content(name)
+        return None if data is None else digest(data)
+
+    found = each_file(store.directory, digest_now, metadata.files)
+    for (name, want), now in zip(metadata.files.items(), found, strict=True):
+        if now not in (None, want):
             faults.append(
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
                 " recorded"
@@ -664,17 +709,6 @@ def chunk_name(place: Sequence[int]) -> str:
     separator `.`.
     """
     return ".".join(["c", *map(str, place)])
-
-
-def _chunk_keys(key: str, shape: Shape, outer: Shape) -> list[str]:
-    """The keys of the outer chunks of an array, in row-major order."""
-    return [f"{key}/{name}" for name in _chunk_names(shape, outer)]
-
-
-@functools.lru_cache(maxsize=64)
-def _chunk_names(shape: Shape, outer: Shape) -> Sequence[str]:
-    places = itertools.product(*(range(-(-n // c)) for n, c in zip(shape, outer, strict=True)))
-    return list(map(chunk_name, places))
 
 
 def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
@@ -713,30 +747,26 @@ def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]
 
 def _pack_faults(store: ZarrStore) -> list[str]:
     """What packs end elsewhere than their last chunk does."""
-    ends: dict[str, int] = {}
+    ends: dict[int, int] = {}
     for key, info in store.arrays().items() if store.places else []:
         nbytes = chunk_bytes(store.chunks[key], info.dtype)
-        for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
-            if name in store.places:
-                number, offset = store.places[name]
-                ends[pack_name(number)] = max(ends.get(pack_name(number), 0), offset + nbytes)
+        for chunk in _outer_chunks(info, store.chunks[key]):
+            if place := store.places.get(f"{key}/{chunk.name}"):
+                number, offset = place
+                ends[number] = max(ends.get(number, 0), offset + nbytes)
     return [
         f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
-        for name, end in ends.items()
+        for name, end in ((pack_name(number), end) for number, end in ends.items())
         if (size := file_size(store.directory, name)) not in (None, end)
     ]
 
 
-def _ranges(store: ZarrStore, keys: Iterable[str]) -> dict[str, Range]:
-    """Where each outer chunk of arrays is, by its key."""
-    ranges: dict[str, Range] = {}
-    for key in keys:
-        info, chunks = store.arrays()[key], store.chunks[key]
-        for box in grid_boxes(info.shape, chunks.outer):
-            name = f"{key}/{chunk_name(grid_place(box, chunks.outer))}"
-            file, offset = store.find(name)
-            ranges[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
-    return ranges
+def _digest_of(parts: Iterable[bytes]) -> str:
+    """The xxh3_64 of the bytes of a file, given in parts."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def _digest(parts: Iterable[np.ndarray]) -> str:
