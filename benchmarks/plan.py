@@ -55,7 +55,7 @@ def saved(mesh: HostMesh) -> Iterator[tuple[Stored, tuple[Axes, ...]]]:
     info = {shape: ArrayInfo(shape, np.dtype(np.float32)) for shape, _, _ in alike}
     cells = {(shape, spec): planned_cell(shape, ITEMSIZE, spec, mesh) for shape, _, spec in alike}
     pieces = {
-        f"{i} {j}": (info[shape], math.prod(cells[shape, spec]) * ITEMSIZE, (shape, wanted, spec))
+        f"{i} {j}": (info[shape], cells[shape, spec], (shape, wanted, spec))
         for i, ((shape, wanted, spec), count) in enumerate(alike.items())
         for j in range(count * STATES)
     }

@@ -310,10 +310,13 @@ class _Reading:
             yield check.memory, partial(require, check)
         in_blocks: list[tuple[int, ReadRequest]] = []
         most = min(TOGETHER_BYTES, self._budget_bytes // threads())
-        for group in self._groups():
+        single, groups = self._groups()
+        for i, request, cost in self._at_once(single, in_blocks):
+            yield cost, partial(self._read_whole, i, request)
+        for group in groups:
             wholes = self._at_once(group, in_blocks)
             for batch in batches(wholes, operator.itemgetter(2), most, TOGETHER):
-                yield sum(cost for _, _, cost in batch), partial(self._read_whole, batch)
+                yield sum(cost for _, _, cost in batch), partial(self._read_together, batch)
         for i, request in in_blocks:
             for block in request.blocks(self._block_bytes):
                 yield request.cost(block), partial(self._read_block, i, block)
@@ -341,26 +344,31 @@ class _Reading:
             self._buffers[i] = place
             in_blocks.append((i, request))
 
-    def _groups(self) -> Iterable[Sequence[int]]:
-        """The numbers of the placements that this process reads for itself, in groups that are read
-        together.
+    def _groups(self) -> tuple[Sequence[int], Iterable[Sequence[int]]]:
+        """The numbers of the placements that this process reads for itself: those that are read
+        one by one, and groups that are read together.
         """
         alone = [
             i for i, p in enumerate(self._plan.placements) if p.leaf.has_array and not p.shared
         ]
         if not self._remote:
-            return ([i] for i in alone)
+            return alone, ()
         groups: dict[str, list[int]] = {}
         for i in alone:
             name = self._plan.placements[i].leaf.name
             groups.setdefault(self._source.lies_in(name), []).append(i)
-        return groups.values()
+        single = [group[0] for group in groups.values() if len(group) == 1]
+        return single, [group for group in groups.values() if len(group) > 1]
 
     @property
     def _block_bytes(self) -> int:
         return min(BLOCK_BYTES, self._budget_bytes // threads())
 
-    def _read_whole(self, batch: Sequence[_Whole]) -> None:
+    def _read_whole(self, i: int, request: ReadRequest) -> None:
+        with enable_x64(self._x64):
+            self._arrays[i] = request.array()
+
+    def _read_together(self, batch: Sequence[_Whole]) -> None:
         with enable_x64(self._x64):
             arrays = read_at_once(self._source, [request for _, request, _ in batch])
             self._arrays |= zip((i for i, _, _ in batch), arrays, strict=True)

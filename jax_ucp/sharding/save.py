@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,10 +153,10 @@ def _stacks(
 ) -> dict[str, list[str]]:
     """Which arrays are stacked: those that the same processes hold in the same pieces."""
 
-    def piece(name: str, info: ArrayInfo) -> tuple[ArrayInfo, int, Sharding | None]:
+    def piece(name: str, info: ArrayInfo) -> tuple[ArrayInfo, Shape, Sharding | None]:
         sharding = _sharding(arrays[name])
         cells = _cells(sharding, info.shape, info.dtype.itemsize, jax.process_count())
-        return info, math.prod(cells.shape) * info.dtype.itemsize, sharding
+        return info, cells.shape, sharding
 
     return stacks_of({name: piece(name, info) for name, info in infos.items()})
 

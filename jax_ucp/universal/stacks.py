@@ -13,9 +13,10 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from jax_ucp.layout.blocks import SMALL_BYTES, Chunks
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, stack_chunks
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal.ocdbt import MAX_ENTRIES
 from jax_ucp.universal.shard_codec import chunk_bytes
 
 # With fewer arrays than that, files of their own cost little, and any zarr reader finds them.
@@ -30,20 +31,36 @@ MAX_RECORDED = 1 << 20
 Stacks = Mapping[str, Sequence[str]]
 
 
-def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, int, Hashable]]) -> dict[str, list[str]]:
+def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, Shape, Hashable]]) -> dict[str, list[str]]:
     """Which arrays are stacked, by the name of the stack, in the order in which they are given.
 
-    Of each array there are what it is, the bytes of a writer's piece, and what arrays that lie
-    alike have in common.
+    Of each array there are what it is, the shape of a writer's piece, and what arrays that lie
+    alike have in common. None are where that would be too many keys for an index, by which stock
+    Orbax finds arrays, and files of their own are not.
     """
-    alike: dict[Hashable, list[str]] = defaultdict(list)
-    for name, (info, nbytes, common) in pieces.items():
-        if info.nbytes > SMALL_BYTES and nbytes <= STACK_CELL_BYTES:
-            alike[info, common].append(name)
-    groups = [names for names in alike.values() if len(names) > 1]
-    if sum(map(len, groups)) < STACK_FROM:
+    alike: dict[tuple[ArrayInfo, Shape, Hashable], list[str]] = defaultdict(list)
+    for name, (info, cell, common) in pieces.items():
+        is_small = math.prod(cell) * info.dtype.itemsize <= STACK_CELL_BYTES
+        if is_small and info.nbytes > SMALL_BYTES:
+            alike[info, cell, common].append(name)
+    groups = {kind: names for kind, names in alike.items() if len(names) > 1}
+    if sum(map(len, groups.values())) < STACK_FROM:
         return {}
-    return {stack_name(i): names for i, names in enumerate(groups)}
+    alone = sum(math.prod(_grid(info.shape, cell)) for info, cell, _ in pieces.values())
+    more = sum(len(names) * _more_keys(info, cell) for (info, cell, _), names in groups.items())
+    if alone + len(pieces) <= MAX_ENTRIES < alone + more + len(pieces):
+        return {}
+    return {stack_name(i): names for i, names in enumerate(groups.values())}
+
+
+def _more_keys(info: ArrayInfo, cell: Shape) -> int:
+    """How many more chunks stock readers see of an array if it is stacked."""
+    inner = stack_chunks(2, info.shape, info.dtype.itemsize, cell).inner[1:]
+    return math.prod(_grid(info.shape, inner)) - math.prod(_grid(info.shape, cell))
+
+
+def _grid(shape: Shape, chunk: Shape) -> Shape:
+    return tuple(-(-n // max(1, c)) for n, c in zip(shape, chunk, strict=True))
 
 
 def stack_name(i: int) -> str:
@@ -75,8 +92,7 @@ def as_leaves(
 
 def is_recorded(shape: Sequence[int], chunks: Chunks) -> bool:
     """Whether `ucp.json` has the crc32c of each inner chunk of an array."""
-    sides = zip(shape, chunks.inner, strict=True)
-    return not chunks.is_stack or math.prod(-(-n // c) for n, c in sides) <= MAX_RECORDED
+    return not chunks.is_stack or math.prod(_grid(tuple(shape), chunks.inner)) <= MAX_RECORDED
 
 
 def member_chunks(chunks: Chunks) -> Chunks:
@@ -91,8 +107,7 @@ def member_places(info: ArrayInfo, chunks: Chunks, i: int) -> Iterator[tuple[Sha
     first, within = divmod(i, chunks.outer[0])
     count = min(chunks.outer[0], info.shape[0] - first * chunks.outer[0])
     parts = [o // n for o, n in zip(chunks.outer[1:], chunks.inner[1:], strict=True)]
-    sides = zip(info.shape[1:], chunks.inner[1:], strict=True)
-    for place in itertools.product(*(range(-(-n // c)) for n, c in sides)):
+    for place in itertools.product(*map(range, _grid(info.shape[1:], chunks.inner[1:]))):
         number = 0
         for p, n in zip(place, parts, strict=True):
             number = number * n + p % n

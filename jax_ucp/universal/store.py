@@ -185,18 +185,25 @@ class ZarrStore(Watched):
             if not box.within(Box.whole(shape)):
                 raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
-        with self._telling_of(key):
+        try:
             shards = [
                 self._shard(key, chunk, wanted, self._recorded(key, chunk))
                 for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
             ]
-            # of a pack many arrays are read, one after the other; a stack's index is long
-            is_packed = bool(shards) and shards[0].offset is not None
-            if self.chunks[key].is_stack or (self.directory.is_remote and not is_packed):
-                shards = read_at_once(self.directory, shards)
-            for shard in shards:
+            for shard in self._read_at_once(key, shards):
                 self._read_shard(shard)
+        except CorruptData as error:
+            raise self._told_of(key, error) from None
         self._show(key, boxes, outs)
+
+    def _read_at_once(self, key: str, shards: Sequence[Shard]) -> Sequence[Shard]:
+        """Read what is best read without the index, and return the rest."""
+        # of a pack many arrays are read, one after the other
+        is_packed = bool(shards) and shards[0].offset is not None
+        is_far = self.directory.is_remote and not is_packed
+        if is_far or self.chunks[key].is_stack:  # whose index is long
+            return read_at_once(self.directory, shards)
+        return shards
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         """The outer chunks that a box meets, each whole."""
@@ -222,15 +229,11 @@ class ZarrStore(Watched):
     def _read_shard(self, shard: Shard) -> None:
         read_shard(self.directory if shard.offset is None else self._of_pack(shard.file), shard)
 
-    @contextmanager
-    def _telling_of(self, key: str) -> Iterator[None]:
-        try:
-            yield
-        except CorruptData as error:
-            raise CorruptData(
-                f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
-                " checkpoint."
-            ) from None
+    def _told_of(self, key: str, error: CorruptData) -> CorruptData:
+        return CorruptData(
+            f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
+            " checkpoint."
+        )
 
     def _of_pack(self, file: FileInfo) -> ReadAhead:
         """What reads a pack, of which most chunks are wanted, each a few bytes."""
@@ -316,8 +319,10 @@ class ZarrStore(Watched):
             box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))
         ):
             out = np.empty(part.shape, info.dtype)
-            with self._telling_of(key):
+            try:
                 self._read_shard(self._shard(key, box, [(part.shift(box.start), out)], crcs))
+            except CorruptData as error:
+                raise self._told_of(key, error) from None
             yield out
 
 

@@ -215,6 +215,18 @@ def test_few_arrays_are_not_stacked_and_the_file_is_of_the_first_version(tmp_pat
     assert "stacks" not in said
 
 
+def test_where_an_index_could_not_have_the_parts_but_the_files_arrays_are_not_stacked(
+    tmp_path, monkeypatch
+):
+    """Stock Orbax finds arrays by the index."""
+    monkeypatch.setattr(stacks, "MAX_ENTRIES", 40)  # 8 parts of each of 10 arrays, or one file
+    path = save(tmp_path, tree())
+    assert json.loads((path / "ucp.json").read_bytes())["version"] == 1
+    monkeypatch.setattr(stacks, "MAX_ENTRIES", 20)  # not even the files
+    path = save(tmp_path / "more", tree())
+    assert json.loads((path / "ucp.json").read_bytes())["version"] == 2
+
+
 def test_of_many_inner_chunks_none_is_recorded_and_all_are_read(tmp_path, monkeypatch):
     want = tree()
     monkeypatch.setattr(stacks, "MAX_RECORDED", 1)
