@@ -29,13 +29,14 @@ from jax_ucp.sharding.fit import (
     unused_rules,
 )
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import TOGETHER, TOGETHER_BYTES
+from jax_ucp.sources.protocol import TOGETHER, TOGETHER_BYTES, Piece
 from jax_ucp.tree import Axes, Leaf
 from jax_ucp.universal.shard_codec import CRC_BYTES
 from jax_ucp.universal.stack_view import Unstacked
 from jax_ucp.universal.store import ZarrStore
 
 MAX_DEVICES = 1 << 24  # a plan takes memory for each
+MOST_COUNTED = 1 << 20  # inner chunks of an array of which requests are counted, not estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,31 +172,39 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
     """
     check_rules(rules)
     check_logical_rules(rules, contents.leaves)
-    infos = contents.arrays.arrays()
-    source = contents.arrays
-    own = source.chunks if isinstance(source, ZarrStore | Unstacked) else {}
-
-    def stored(leaf: Leaf) -> Stored:
-        info, chunks = infos[leaf.name], own.get(leaf.name)
-        about = leaf.shape, info.dtype.itemsize
-        spec = planned_fit(leaf, mesh, rules).spec
-        if chunks and chunks.is_stack:
-            return Stored(*about, chunks, spec)
-        # of what is near a small file is read whole
-        unit = chunks.inner if chunks and contents.files.is_remote else info.chunk
-        inner = unit or (1,) * len(leaf.shape)
-        pieces = contents.locate(leaf)
-        if pieces and not any(piece.item for piece in pieces):
-            # files of a grid, of which the first is whole
-            outer = chunks.outer if chunks else pieces[0].target.shape
-            return Stored(*about, Chunks(outer, inner), spec)
-        first = {piece.target: piece.file for piece in reversed(pieces)}
-        files = tuple((file, box) for box, file in first.items())
-        return Stored(*about, Chunks(leaf.shape, inner), spec, files, packed=bool(chunks))
-
-    arrays = Counter(stored(leaf) for leaf in contents.leaves if leaf.has_array)
+    arrays = Counter(
+        _stored(contents, leaf, planned_fit(leaf, mesh, rules).spec)
+        for leaf in contents.leaves
+        if leaf.has_array
+    )
     reads = planned_reads(itertools.chain.from_iterable(starmap(_alike, arrays.items())), mesh)
     return replace(reads, notes=fit_notes(contents.leaves, mesh, rules))
+
+
+def _stored(contents: Contents, leaf: Leaf, spec: tuple[Axes, ...]) -> Stored:
+    """How the array of a leaf lies on disk."""
+    source = contents.arrays
+    info = source.arrays()[leaf.name]
+    about = leaf.shape, info.dtype.itemsize
+    chunks = source.chunks[leaf.name] if isinstance(source, ZarrStore | Unstacked) else None
+    if chunks and chunks.is_stack:
+        return Stored(*about, chunks, spec)
+    # of what is near a small file is read whole
+    unit = chunks.inner if chunks and contents.files.is_remote else info.chunk
+    inner = unit or (1,) * len(leaf.shape)
+    pieces = contents.locate(leaf)
+    if _are_files(pieces):
+        # of a grid, of which the first is whole
+        outer = chunks.outer if chunks else pieces[0].target.shape
+        return Stored(*about, Chunks(outer, inner), spec)
+    first = {piece.target: piece.file for piece in reversed(pieces)}
+    files = tuple((file, box) for box, file in first.items())
+    return Stored(*about, Chunks(leaf.shape, inner), spec, files, packed=bool(chunks))
+
+
+def _are_files(pieces: Sequence[Piece]) -> bool:
+    """Whether each piece is a file, a chunk."""
+    return bool(pieces) and not any(piece.item for piece in pieces)
 
 
 def _alike(array: Stored, count: int) -> Iterable[Stored]:
@@ -305,6 +314,9 @@ class _Asked:
 
     def _of(self, boxes: np.ndarray, grid: np.ndarray, parts: np.ndarray) -> int:
         """The requests of a host that reads these boxes, of inner chunks."""
+        if math.prod(grid.tolist()) > MOST_COUNTED:
+            nbytes = _union(boxes) * math.prod(self.inner.tolist()) * self.itemsize
+            return -(-self.count * nbytes // REQUEST_BYTES)
         covered = np.zeros(grid, bool)
         for low, high in zip(*np.split(boxes, 2, axis=1), strict=True):
             covered[tuple(map(slice, low, high))] = True

@@ -11,7 +11,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -49,34 +50,43 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     yield from _value_faults(metadata)
     names = [leaf.name for leaf in metadata.leaves if leaf.has_array]
     yield from name_faults(names)
-    stacked = list(itertools.chain.from_iterable(metadata.stacks.values()))
-    if stray := (metadata.arrays.keys() - metadata.stacks.keys()) ^ (set(names) - {*stacked}):
+    alone = metadata.arrays.keys() - metadata.stacks.keys()
+    stacked = Counter(itertools.chain.from_iterable(metadata.stacks.values()))
+    if stray := alone ^ (set(names) - stacked.keys()):
         yield f"the array {min(stray)!r:.200} has no leaf, or the leaf no array"
-    if len(set(stacked)) < len(stacked) or not set(stacked) <= set(names):
+    if stacked - Counter(names):
         yield "a stack has what is no array of a leaf, or an array twice"
     for leaf in metadata.leaves:
         if fault := leaf_fault(leaf):
             yield f"{leaf.name!r:.200} is {fault}"
-        elif leaf.name in metadata.arrays and (
-            fault := array_fault(leaf.shape, metadata.arrays[leaf.name])
-        ):
-            yield f"{leaf.name!r:.200} {fault}"
+    yield from _array_faults(metadata, alone)
     yield from _stack_faults(metadata)
 
 
+def _array_faults(metadata: Metadata, alone: Collection[str]) -> Iterator[str]:
+    for leaf in metadata.leaves:
+        if leaf.name in alone and (fault := array_fault(leaf.shape, metadata.arrays[leaf.name])):
+            yield f"{leaf.name!r:.200} {fault}"
+
+
 def _stack_faults(metadata: Metadata) -> Iterator[str]:
-    leaf_of = {leaf.name: leaf for leaf in metadata.leaves} if metadata.stacks else {}
+    kind_of = {leaf.name: (leaf.shape, leaf.dtype) for leaf in metadata.leaves if metadata.stacks}
     for i, (stack, names) in enumerate(metadata.stacks.items()):
-        stored = metadata.arrays.get(stack)
-        kinds = {(leaf_of[name].shape, leaf_of[name].dtype) for name in names}
-        if stack != stack_name(i) or stored is None or len(kinds) != 1:
+        kinds = {kind_of[name] for name in names}
+        if len(kinds) != 1 or stack not in metadata.arrays or stack != stack_name(i):
             yield f"the stack {stack!r:.200} is none, or has arrays of {len(kinds)} kinds"
             return
         ((shape, _),) = kinds
-        if fault := array_fault((len(names), *shape), stored):
+        if fault := _stack_fault((len(names), *shape), metadata.arrays[stack]):
             yield f"{stack!r:.200} {fault}"
-        elif stored.inner[0] != 1 or stored.places:
-            yield f"the stack {stack!r:.200} has chunks of several arrays, or is packed"
+
+
+def _stack_fault(shape: Shape, stored: StoredArray) -> str | None:
+    if fault := array_fault(shape, stored):
+        return fault
+    if stored.inner[0] != 1 or stored.places:
+        return "is a stack, and has chunks of several arrays, or is packed"
+    return None
 
 
 def _value_faults(metadata: Metadata) -> Iterator[str]:

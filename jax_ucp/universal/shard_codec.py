@@ -152,17 +152,17 @@ def read_at_once(files: Files, shards: Sequence[Shard]) -> list[Shard]:
     that was recorded of it, or was written in another order, or is damaged. Where none is recorded,
     the index is asked.
     """
-    pieces = [piece for shard in shards for piece in _placed(shard)]
-    left = [shard for shard in shards if not _is_placed(shard)]
+    left = {id(shard): shard for shard in shards if not _is_placed(shard)}
+    pieces = list(itertools.chain.from_iterable(map(_placed, shards)))
     for batch in batches(pieces, lambda piece: piece.nbytes, REMOTE_BATCH_BYTES, len(pieces)):
-        room = np.empty(sum(piece.nbytes for piece in batch), np.uint8)
-        ends = itertools.accumulate(piece.nbytes for piece in batch)
-        parts = np.split(room, list(ends)[:-1])
-        files.read_into(
-            [RangeRead(p.shard.file, p.at, out) for p, out in zip(batch, parts, strict=True)]
-        )
-        left += [p.shard for p, data in zip(batch, parts, strict=True) if not p.deliver(data)]
-    return list({id(shard): shard for shard in left}.values())
+        ends = list(itertools.accumulate(piece.nbytes for piece in batch))
+        parts = np.split(np.empty(ends[-1], np.uint8), ends[:-1])
+        both = list(zip(batch, parts, strict=True))
+        files.read_into([RangeRead(piece.shard.file, piece.at, part) for piece, part in both])
+        for piece, part in both:
+            if not piece.deliver(part):
+                left[id(piece.shard)] = piece.shard
+    return list(left.values())
 
 
 @dataclass(frozen=True, slots=True)
