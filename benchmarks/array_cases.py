@@ -31,17 +31,17 @@ def saved(folder: Path, arrays: int) -> None:
         checkpointer.save(folder, args=jax_ucp.args.Save(small_tree(arrays)))
 
 
-def deepspeed(folder: Path, parameters: int) -> None:
-    """What ZeRO-3 stores of so many parameters on two ranks, in one group, before copies of
+def deepspeed(folder: Path, parameters: int, ranks: int = RANKS) -> None:
+    """What ZeRO-3 stores of so many parameters on some ranks, in one group, before copies of
     anything.
     """
     shapes = {
         f"layers.{i // LAYER}.weight_{i % LAYER}": (HIDDEN, HIDDEN) for i in range(parameters)
     }
-    length = parameters * HIDDEN * HIDDEN // RANKS
+    length = parameters * -(-HIDDEN * HIDDEN // ranks)
     folder.mkdir(parents=True)
     (folder / "latest").write_text("global_step1")
-    for rank in range(RANKS):
+    for rank in range(ranks):
         flat = {
             state: np.full(length, place + rank, np.float32)
             for place, state in enumerate(("param", "exp_avg", "exp_avg_sq"))
@@ -53,7 +53,7 @@ def deepspeed(folder: Path, parameters: int) -> None:
         }
         zero = {
             "zero_stage": 3,
-            "partition_count": RANKS,
+            "partition_count": ranks,
             "optimizer_state_dict": optimizer,
             "fp32_flat_groups": [masters],
         }
@@ -65,7 +65,7 @@ def deepspeed(folder: Path, parameters: int) -> None:
             "frozen_param_fragments": {},
             "shared_params": {},
             "global_steps": 1,
-            "dp_world_size": RANKS,
+            "dp_world_size": ranks,
             "mp_world_size": 1,
         }
         at = f"global_step1/zero_pp_rank_{rank}_mp_rank_00"

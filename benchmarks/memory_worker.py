@@ -68,8 +68,7 @@ def _save(peer: str, path: Path, state: Any, budget: int | None) -> None:
         _peer(peer).save(path, state)
         return
     snapshot = take_snapshot(describe(state))
-    write_snapshot(snapshot, LocalFiles(path), budget)
-    commit_snapshot(snapshot, LocalFiles(path))
+    commit_snapshot(write_snapshot(snapshot, LocalFiles(path), budget))
 
 
 def _restore(peer: str, path: Path, target: Any, budget: int | None) -> Any:

@@ -20,11 +20,16 @@ pytest_plugins = ["servers.fixtures"]
 TESTS = Path(__file__).parent
 
 # Integers, texts and small files in memory: under a minute in all.
-FAST = ("layout", "shard_spec", "mapping", "sources", "universal", "files")
+FAST = ("layout/", "shard_spec/", "mapping/", "sources/", "universal/", "files/")
 FAST += ("test_name_patterns.py", "test_visible.py")
-# Campaigns: kills, faults, hostile inputs, mistakes, and training that is resumed.
-SLOW = ("test_faults.py", "test_fuzz.py", "test_memory.py", "test_reference_transformer.py")
+# Campaigns: kills, faults, hostile inputs, mistakes.
+SLOW = ("export/test_export_faults.py", "test_faults.py", "test_fuzz.py", "test_memory.py")
 SLOW += ("test_temptations.py",)
+# Whole runs: training that is resumed, several processes, pages and notebooks that are executed.
+SLOW += ("test_examples.py", "test_processes.py", "test_reference_transformer.py")
+SLOW += ("test_notebooks.py", "test_screens.py", "test_tutorials.py")
+# Neither: checkpoints of thousands of arrays, or of every format.
+DEFAULT = ("universal/test_shares.py", "universal/test_small_arrays.py", "universal/test_copy.py")
 
 
 ORBAX = tuple(map(int, version("orbax-checkpoint").split(".")[:2]))
@@ -40,9 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put each test in its lane, by the file that it is in."""
     for item in items:
-        path = item.path
-        place = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
-        if place in SLOW:
+        inside = item.path.is_relative_to(TESTS)
+        place = item.path.relative_to(TESTS).as_posix() if inside else ""
+        if place.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
-        elif place in FAST:
+        elif place.startswith(FAST) and place not in DEFAULT:
             item.add_marker(pytest.mark.fast)

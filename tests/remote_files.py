@@ -11,13 +11,15 @@ from jax_ucp.files import locations
 from jax_ucp.files.local import WholeDisk
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import RemoteFiles, Unanswered
+from servers.fault_proxy import Seen
 
 SCHEME = "counted"
 
 
 class CountedFiles(RemoteFiles):
-    """The whole disk at `counted:///`. `asked` counts questions by kind, `nbytes` what was read;
-    an answer takes `latency` seconds, and every `fault_every`th does not come.
+    """The whole disk at `counted:///`. `asked` counts questions by kind, `seen` has each of them,
+    `nbytes` counts what was read; an answer takes `latency` seconds, and every `fault_every`th does
+    not come.
     """
 
     def __init__(self, root: str = "", latency: float = 0, fault_every: int = 0, parent=None):
@@ -25,6 +27,7 @@ class CountedFiles(RemoteFiles):
         self._disk = WholeDisk()
         self._parent = parent
         self.asked: Counter[str] = Counter()
+        self.seen: list[Seen] = []
         self.nbytes = 0
         self.most = 0
         self._now = 0
@@ -40,6 +43,7 @@ class CountedFiles(RemoteFiles):
         if self._parent:
             self._parent.count(kind)
             return
+        begun = time.monotonic()
         with self._lock:
             self.asked[kind] += 1
             self._now += 1
@@ -48,6 +52,7 @@ class CountedFiles(RemoteFiles):
         time.sleep(self.latency)
         with self._lock:
             self._now -= 1
+            self.seen.append(Seen(begun, time.monotonic(), kind, self.root))
         if is_fault:
             raise Unanswered("a fault")
 

@@ -6,28 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
 import jax_ucp as ucp
-import torch_writer
-from dcp_writer import Writer
-from helpers import memory
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.ranges import EDGE_BYTES
-from jax_ucp.layout.box import Box
 from jax_ucp.sources import budget
-
-DATA = Path(__file__).parent / "data"
-BF16 = np.dtype(ml_dtypes.bfloat16)
-ARRAYS = {
-    name: np.random.default_rng(i).standard_normal((1024, 1024), np.float32)
-    for i, name in enumerate("abc")
-}
-STATES = {"param": ARRAYS, "exp_avg": {name: array / 7 for name, array in ARRAYS.items()}}
+from large_sources import DATA, SOURCES, STATES
 
 
 @contextmanager
@@ -60,59 +48,6 @@ def _pread(handle: int, size: int, at: int) -> bytes:
     return bytes(room[: os.preadv(handle, [memoryview(room)], at)])
 
 
-def zero_1(folder: Path) -> None:
-    """Masters in a flat partition of each of two ranks, in a module of 16-bit copies."""
-    flat = np.concatenate([array.reshape(-1) for array in ARRAYS.values()])
-    module = {name: array.astype(BF16) for name, array in ARRAYS.items()}
-    shapes = {name: array.shape for name, array in ARRAYS.items()}
-    torch_writer.save(
-        {"module": module, "param_shapes": [shapes]}, folder / "mp_rank_00_model_states.pt"
-    )
-    for rank, part in enumerate(np.split(flat, 2)):
-        state = {
-            "base_optimizer_state": {"state": {0: {"exp_avg": part / 7, "exp_avg_sq": part**2}}},
-            "single_partition_of_fp32_groups": [part],
-            "zero_stage": 1,
-            "partition_count": 2,
-        }
-        torch_writer.save(
-            {"optimizer_state_dict": state},
-            folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-        )
-
-
-def torch_file(folder: Path) -> None:
-    """Tensors of one storage, transposed ones, and a part of a storage that no tensor has."""
-    a, b, c = ARRAYS.values()
-    storage = torch_writer.Storage("9", np.concatenate([b.reshape(-1), c.reshape(-1)]))
-    views = {
-        "b": torch_writer.Tensor(storage, 0, b.shape, (1024, 1)),
-        "last rows of c": torch_writer.Tensor(storage, b.size + 1024 * 100, (924, 1024), (1024, 1)),
-    }
-    torch_writer.save({"model": {"a": a.T, **views}}, folder / "it")
-
-
-def dcp_replicas(folder: Path) -> None:
-    """What ranks wrote without collectives: each all of it."""
-    for rank in range(2):
-        writer = Writer(folder)
-        for name, array in ARRAYS.items():
-            writer.tensor(name, array, [(f"__{rank}_0.distcp", Box.whole(array.shape))])
-        writer.finish(f"__{rank}.metadata")
-
-
-SOURCES: dict[str, Callable[[Path], object]] = {
-    "deepspeed": zero_1,
-    "torch": torch_file,
-    "dcp replicas": dcp_replicas,
-    "dcp": lambda folder: memory(STATES).export(folder / "it", "dcp"),
-    "safetensors": lambda folder: memory(STATES).export(folder / "it", "safetensors"),
-    "deepspeed universal": lambda folder: memory(STATES).export(folder / "it", "deepspeed"),
-    "universal": lambda folder: memory(STATES).save(folder / "it"),
-    "universal, many chunks": lambda folder: memory(STATES).save(
-        folder / "it", budget_bytes=1 << 20
-    ),
-}
 TARGETS: dict[str, Callable[[ucp.Checkpoint, Path], object]] = {
     "convert": lambda source, target: source.save(target),
     "convert in small blocks": lambda source, target: source.save(target, budget_bytes=24 << 20),

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
-# One share for each rank of Open MPI or MPICH: mpirun -n 16 examples/clusters/mpi.sh
+# Rank 0 of Open MPI or MPICH hands pieces of work to the others. SLURM starts ranks too:
+# srun --mpi=pmix jax-ucp convert "$SOURCE" "$TARGET" --scheduler mpi
 set -euo pipefail
-jax-ucp convert "$SOURCE" "$TARGET" --worker auto
+mpiexec -n "${RANKS:-16}" jax-ucp convert "$SOURCE" "$TARGET" --scheduler mpi

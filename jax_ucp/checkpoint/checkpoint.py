@@ -18,12 +18,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import switch, whole_number
+from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.files.looked import Asked
+from jax_ucp.files.looked import Asked, looking_once
 from jax_ucp.files.path import FilePath, file_path, target_path
-from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
+from jax_ucp.formats.exporting import (
+    ExportFormat,
+    ExportPlan,
+    plan_export,
+    run_export,
+    run_export_share,
+)
 from jax_ucp.formats.huggingface.given_config import require_tied
 from jax_ucp.formats.options import Options, require_used
 from jax_ucp.formats.peft.config import with_config
@@ -83,16 +89,18 @@ def open_with(
     """`open`, with all that is said in one value; of its sizes those in `also_used` are for
     somebody else.
     """
-    if share_reads:
-        from jax_ucp.sharding.open_together import open_together
+    with looking_once():  # to find out where a path leads is a request, too
+        at = file_path(path)
+        if share_reads:
+            from jax_ucp.sharding.open_together import open_together
 
-        contents = open_together(file_path(path), lambda at: open_contents(at, options))
-    else:
-        contents = open_contents(path, options)
+            contents = open_together(at, lambda at: open_contents(path, options, at))
+        else:
+            contents = open_contents(path, options, at)
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, Opened(str(file_path(path)), options))
+    return Checkpoint(contents, Opened(str(at), options))
 
 
 def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -904,12 +912,12 @@ class Checkpoint:
         folder `path`.
 
         What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`; in
-        a bucket, a process that is killed leaves files, without the one that makes the folder
-        whole, which is created last. Safetensors are beside the files that go with the model, and
-        its config, where the checkpoint has them.
+        a bucket, a process that is killed leaves files, but not the one that makes the folder
+        whole, which comes last, and the next export there is refused. Safetensors are beside the
+        files that go with the model, and its config, where the checkpoint has them.
 
         Args:
-            path: a folder that is not there, or a URL.
+            path: a folder or URL where nothing is.
             format: `safetensors` (weights, as transformers loads them), `dcp`
                 (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
             dtype: floating parameters are cast to it, rounded to the nearest; unsaid, every bit
@@ -943,12 +951,7 @@ class Checkpoint:
             >>> ucp.open("run/100").export("hf", "safetensors", dtype="bfloat16")  # doctest: +SKIP
         """
         target = target_path(path)
-        described = self
-        if config is not None:
-            if format != "safetensors":
-                raise ValueError(f"config is for safetensors: {format} has no place for it")
-            described = self._view(partial(with_model_config, config=config))
-            require_tied(described._contents, described.config)
+        described = self._with_config(format, config)
         plan = described.plan_export(
             format,
             dtype=dtype,
@@ -960,6 +963,62 @@ class Checkpoint:
         workers = Workers(executor, described._opener)
         run_export(described._contents, plan, target, progress, workers)
         return opened(path)
+
+    def _with_config(
+        self, format: ExportFormat, config: Mapping[str, Any] | str | os.PathLike[str] | None
+    ) -> Checkpoint:
+        """The checkpoint with the config.json of its model, or itself."""
+        if config is None:
+            return self
+        if format != "safetensors":
+            raise ValueError(f"config is for safetensors: {format} has no place for it")
+        described = self._view(partial(with_model_config, config=config))
+        require_tied(described._contents, described.config)
+        return described
+
+    def export_share(
+        self,
+        path: str | os.PathLike[str],
+        format: ExportFormat,
+        share: tuple[int, int],
+        *,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        **options: Any,
+    ) -> Checkpoint | None:
+        """`export`, by processes that know nothing of one another: this one does share (i, n), i
+        from 0 to n - 1, of about an n-th of the bytes. The last to finish makes the folder.
+
+        All give the same arguments, and see source and `path` alike. Any may be run again, then or
+        later: what is there is looked at, and left. The files are those of `export`, byte for byte,
+        and beside them is `ucp.conversion.json`, which says of which export they are the result.
+        Until it is whole, all is in a hidden folder beside `path`.
+
+        Args:
+            path: as for `export`, but a folder, no URL.
+            format: as for `export`.
+            share: the number of this share, from 0 on, and how many there are.
+            config: as for `export`.
+            progress: as for `export`.
+            **options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config` and
+                `budget_bytes`, as for `plan_export`.
+
+        Returns:
+            The exported checkpoint if it is there, None while other shares are not done.
+
+        Raises:
+            ValueError: for a share that is none.
+            FormatError: where an unfinished export in shares to `path` is of another source, or in
+                another number of shares.
+            UnsupportedPath: for a URL: files in a bucket are written by one process each.
+            UCPError: what `export` raises.
+            FileExistsError: if something else is at `path`.
+        """
+        target, part = local_path(path), Share(*share)
+        described = self._with_config(format, config)
+        plan = described.plan_export(format, **options)
+        is_there = run_export_share(described._contents, plan, target, part, progress)
+        return opened(path) if is_there else None
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
         """Read everything that has a checksum or a duplicate.

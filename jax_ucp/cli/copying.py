@@ -24,11 +24,12 @@ from jax_ucp.cli.output import (
     print_head,
     print_inventory,
     print_json,
+    print_share,
     progress,
     to_stderr,
 )
 from jax_ucp.cli.text_table import TextTable
-from jax_ucp.cli.workers import share_option, worker_options
+from jax_ucp.cli.workers import progress_option, share_option, worker_options
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
@@ -110,6 +111,7 @@ def plan(
 @budget
 @worker_options
 @share_option
+@progress_option
 @as_json
 def convert(
     source: str,
@@ -124,6 +126,7 @@ def convert(
     item: str | None,
     executor: Executor | None,
     share: tuple[int, int] | None,
+    progress_style: str,
     **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
@@ -150,7 +153,7 @@ def convert(
     total, save = checkpoint.nbytes, partial(checkpoint.save, executor=executor, **place)
     if share:
         total, save = total // share[1], partial(checkpoint.save_share, share=share)
-    with progress("converting", total) as advance, warnings.catch_warnings():
+    with progress("converting", total, progress_style, share) as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardingWarning)  # what it says are the notes above
         result = save(
             target,
@@ -160,10 +163,8 @@ def convert(
         )
     if result is not None:
         _print_result(target, result, checkpoint.notes, json_)
-    elif json_:
-        print_json({"path": target, "share": share, "committed": False})
     else:
-        console.print(f"{target}: this share is done; it is a checkpoint when all are")
+        print_share(target, share, json_)
 
 
 def _place(

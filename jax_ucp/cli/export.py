@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from jax_ucp.cli.options import (
     require_mapping,
     source_options,
 )
-from jax_ucp.cli.output import console, print_json, progress, to_stderr
-from jax_ucp.cli.workers import worker_options
+from jax_ucp.cli.output import console, print_json, print_share, progress, to_stderr
+from jax_ucp.cli.workers import progress_option, share_option, worker_options
 from jax_ucp.errors import NotACheckpoint, TreeMismatch
 from jax_ucp.files.path import target_path
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
@@ -82,6 +83,8 @@ _FOR = {
 @source_options
 @budget
 @worker_options
+@share_option
+@progress_option
 @as_json
 def export(
     source: str,
@@ -91,6 +94,8 @@ def export(
     budget: int,
     json_: bool,
     executor: Executor | None,
+    share: tuple[int, int] | None,
+    progress_style: str,
     **others: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
@@ -103,12 +108,15 @@ def export(
     them. --optimizer names a function that returns the optax optimizer of the run, or it and the
     abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
     compared on the way. Stopped at any moment, nothing is at TARGET; in a bucket, one that
-    is killed leaves files, without the one that makes the folder whole.
+    is killed leaves files, without the one that makes the folder whole. With --worker the same
+    command takes up a share that was stopped.
     """
     options = _taken(others, *_OPTIONS)
     optimizer = _taken(others, "optimizer", "opt_state", "step_dtype")
     _check_options(format, options, optimizer)
     target_path(target)  # refuses what is none
+    if share and executor:
+        raise click.UsageError("--worker is one process among others: give it without workers")
     # --inverse says what happens anyway
     of_model = require_mapping(
         mapping, others.pop("config"), others.pop("assume"), None, others.pop("inverse")
@@ -125,17 +133,20 @@ def export(
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
-    with progress("exporting", planned.write_bytes) as advance:
-        checkpoint.export(
-            target,
-            format,
-            **options,
-            config=config,
-            budget_bytes=budget,
-            progress=advance,
-            executor=executor,
+    total, write = planned.write_bytes, partial(checkpoint.export, executor=executor)
+    if share:
+        total, write = total // share[1], partial(checkpoint.export_share, share=share)
+    with progress("exporting", total, progress_style, share) as advance:
+        result = write(
+            target, format, **options, config=config, budget_bytes=budget, progress=advance
         )
-    summary = report.export_plan(planned, target)
+    if result is None:
+        print_share(target, share, json_)
+    else:
+        _print_result(report.export_plan(planned, target), target, json_)
+
+
+def _print_result(summary: report.Report, target: str, json_: bool) -> None:
     if json_:
         print_json(summary)
     else:

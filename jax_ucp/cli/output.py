@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +61,14 @@ def print_head(report: Report) -> None:
         console.print(f"note: {note}")
 
 
+def print_share(target: str, share: tuple[int, int] | None, json_: bool) -> None:
+    """That a share is done, and others are not."""
+    if json_:
+        print_json({"path": target, "share": share, "committed": False})
+    else:
+        console.print(f"{target}: this share is done; it is a checkpoint when all are")
+
+
 def print_skipped(items: list[Report]) -> None:
     """Why items are skipped, each reason once."""
     rows = skipped_reasons(items)
@@ -89,9 +99,20 @@ def folded_table(
     return TextTable((*heads, ""), cells)
 
 
+LINE_S = 1.0  # between two lines of progress
+
+
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; nothing where stderr is a file or a pipe."""
+def progress(
+    what: str, total: int, style: str = "bar", share: tuple[int, int] | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, and nothing where stderr is a file or a pipe; or in the style `json`
+    lines of JSON.
+    """
+    if style == "json":
+        with _progress_lines(what, total, share) as advance:
+            yield advance
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -103,3 +124,30 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextmanager
+def _progress_lines(
+    what: str, total: int, share: tuple[int, int] | None
+) -> Iterator[Callable[[int], None]]:
+    """A line on stderr at most each second, and one at the end, however it ends."""
+    begin, lock = time.monotonic(), threading.Lock()
+    done, said = 0, begin
+
+    def say() -> None:
+        line = {"doing": what, "bytes": done, "of": total, "seconds": round(said - begin, 1)}
+        click.echo(json.dumps({**line, **({"share": share} if share else {})}), err=True)
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, said
+        with lock:
+            done += nbytes
+            if time.monotonic() - said >= LINE_S:
+                said = time.monotonic()
+                say()
+
+    try:
+        yield advance
+    finally:
+        said = time.monotonic()
+        say()

@@ -22,9 +22,9 @@ _WORKERS = click.option(
 )
 _SCHEDULER = click.option(
     "--scheduler",
-    metavar="URL",
-    help="Let the workers of a Dask scheduler do it: tcp://HOST:8786. They must see the same"
-    " files by the same names.",
+    metavar="URL|mpi",
+    help="Let the workers of a Dask scheduler do it: tcp://HOST:8786; or, in a command that mpiexec"
+    " starts, the other ranks: mpi. They must see the same files by the same names.",
 )
 
 
@@ -84,6 +84,16 @@ share_option = click.option(
     " Kubernetes' indexed jobs.",
 )
 
+progress_option = click.option(
+    "--progress",
+    "progress_style",
+    type=click.Choice(["bar", "json"]),
+    default="bar",
+    show_default=True,
+    help="How far all workers are, or with --worker this one: a bar on a terminal, or each second a"
+    " line of JSON on stderr.",
+)
+
 
 def worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--workers` and `--scheduler`; the command gets an `executor`, or None for threads here."""
@@ -111,7 +121,7 @@ def _executor(workers: int | None, scheduler: str | None) -> Iterator[Executor |
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
             yield pool
     elif scheduler:
-        with _dask(scheduler) as executor:
+        with _mpi() if scheduler == "mpi" else _dask(scheduler) as executor:
             yield executor
     else:
         yield None
@@ -133,3 +143,23 @@ def _dask(address: str) -> Iterator[Executor]:
     with client:
         # each task is run, also where Dask has the result of one that looks the same
         yield client.get_executor(pure=False)
+
+
+@contextmanager
+def _mpi() -> Iterator[Executor]:
+    """The other ranks of this MPI job, each of which runs this command too. They work here until
+    rank 0 has no more for them, and then end.
+    """
+    try:
+        from mpi4py import MPI
+        from mpi4py.futures import MPICommExecutor
+    except (ImportError, RuntimeError) as error:  # of mpi4py, or of a library that it does not find
+        raise WorkerError(
+            f"--scheduler mpi needs mpi4py and an MPI library: pip install 'jax_ucp[mpi]' ({error})"
+        ) from None
+    executor: Any  # whose type is not that which `with` gives
+    with MPICommExecutor(MPI.COMM_WORLD) as executor:
+        if executor is not None:
+            yield executor
+    if executor is None:
+        raise click.exceptions.Exit(0)

@@ -15,6 +15,7 @@ from jax_ucp.errors import StoreError
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.local import remove, sync_file_system
 from jax_ucp.files.path import FilePath
+from jax_ucp.universal.ledger import LEDGER_FILE
 from jax_ucp.universal.store import WRITER_FILE, claimed
 
 
@@ -62,31 +63,58 @@ def new_folder(target: Path) -> Iterator[Path]:
     Raises FileExistsError if another process is writing it, OSError for what the disk did not take,
     or if `target` is in use.
     """
-    partial = target.parent / f".{target.name}.partial"
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        _take(lock, partial, target)
+    partial = partial_folder(target)
+    with being_written(partial, target, fcntl.LOCK_EX) as handle:
+        if (partial / LEDGER_FILE).exists():
+            raise FileExistsError(
+                f"{partial} has what shares of an export to {target} have written: run all of them,"
+                " or delete that folder"
+            )
         for path in partial.iterdir():
             remove(path)
         try:
             yield partial
-            for folder, _, _ in os.walk(partial):
-                _sync(Path(folder))
-            sync_file_system(lock, str(partial))
-            os.rename(partial, target)  # onto an empty folder too, and onto nothing else
+            put_in_place(handle, partial, target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _sync(target.parent)
-    finally:
-        os.close(lock)
 
 
-def _take(lock: int, partial: Path, target: Path) -> None:
+def partial_folder(target: Path) -> Path:
+    """Where it is written before it is there."""
+    return target.parent / f".{target.name}.partial"
+
+
+@contextmanager
+def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
+    """A handle of the folder, which is made if need be, and is locked in that way meanwhile.
+
+    Raises FileExistsError if another process is writing there.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    handle = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
-        if not partial.exists() or not os.path.samestat(partial.stat(), os.fstat(lock)):
+        _take(handle, lock, partial, target)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def put_in_place(handle: int, partial: Path, target: Path) -> None:
+    """Make a folder durable, of which `handle` was opened before it was written, and then the
+    target.
+    """
+    for folder, _, _ in os.walk(partial):
+        _sync(Path(folder))
+    sync_file_system(handle, str(partial))
+    os.rename(partial, target)  # onto an empty folder too, and onto nothing else
+    _sync(target.parent)
+
+
+def _take(handle: int, lock: int, partial: Path, target: Path) -> None:
+    try:
+        fcntl.flock(handle, lock | fcntl.LOCK_NB)  # gone with the process, however it ends
+        if not partial.exists() or not os.path.samestat(partial.stat(), os.fstat(handle)):
             raise BlockingIOError
     except BlockingIOError:
         raise FileExistsError(f"another export is writing to {target}; give another path") from None

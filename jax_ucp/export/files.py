@@ -11,7 +11,7 @@ import itertools
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -146,8 +146,17 @@ def write_files(
         progress(task.nbytes)
 
     for file in files:
-        _create(folder / file.name, file.size)
-    coordinator.run(_tasks(folder, files, coordinator, budget_bytes), finish, budget_bytes)
+        create(folder / file.name, file.size)
+    coordinator.run(tensor_tasks(folder, files, coordinator, budget_bytes), finish, budget_bytes)
+    complete_files(folder, files, written)
+
+
+def complete_files(
+    folder: Path, files: Sequence[File], written: Mapping[tuple[int, int], Sequence[Part]]
+) -> None:
+    """Write what is no tensor, durably, when all tensors are there: `written` has, by place, the
+    CRC-32 of their parts.
+    """
     for f, file in enumerate(files):
         numbers = itertools.count()
         with open(folder / file.name, "r+b") as out:
@@ -160,9 +169,10 @@ def write_files(
             os.fsync(out.fileno())
 
 
-def _tasks(
+def tensor_tasks(
     folder: Path, files: Sequence[File], coordinator: Coordinator, budget_bytes: int
 ) -> Iterator[TensorTask]:
+    """What writes the tensors of all files, in their order."""
     infos = coordinator.opened.contents.arrays.arrays()
     for f, file in enumerate(files):
         for t, (at, tensor) in enumerate(file.tensors):
@@ -187,10 +197,11 @@ def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator
     yield from batches(boxes, lambda box: box.size * size, TASK_BYTES, TASK_BOXES)
 
 
-def _create(path: Path, size: int) -> None:
+def create(path: Path, size: int, is_shared: bool = False) -> None:
+    """Make a file of `size` zeros. One that `is_shared` may be there, with what others wrote."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(path, "xb") as out:
+        with open(path, "ab" if is_shared else "xb") as out:
             out.truncate(size)
     except FileExistsError:
         raise FileExistsError(

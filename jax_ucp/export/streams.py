@@ -70,7 +70,7 @@ def upload_files(
             progress(sum(tensor.nbytes for _, tensor in task.file.tensors))
 
     heard = progress if is_here else unheard
-    most = share_of(budget_bytes)
+    most = share_of(budget_bytes, files)
     tasks = (
         FileTask(coordinator.job, folder.url(), file, _cost(file, coordinator, most), most, heard)
         for file in files
@@ -78,9 +78,11 @@ def upload_files(
     coordinator.run(tasks, finish, budget_bytes, remote=True)
 
 
-def share_of(budget_bytes: int) -> int:
-    """What a large file may take of a budget."""
-    return min(budget_bytes, max(LEAST_BYTES, budget_bytes // FILES_AT_ONCE))
+def share_of(budget_bytes: int, files: Sequence[File]) -> int:
+    """What a large file may take of a budget, of which several of these are written at once."""
+    large = sum(file.size > LEAST_BYTES for file in files)
+    at_once = max(1, min(FILES_AT_ONCE, large))
+    return min(budget_bytes, max(LEAST_BYTES, budget_bytes // at_once))
 
 
 def _cost(file: File, coordinator: Coordinator, most: int) -> int:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 from jax_ucp.arguments import require_extra
@@ -17,9 +18,10 @@ from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import RemoteFiles, Unanswered
 
-# A file of more bytes is uploaded in parts of so many, some of them at once. S3 and Google Cloud
-# Storage take 10,000 parts, none but the last below 5 MiB.
-PART_BYTES, PARTS_AT_ONCE = 16 << 20, 8
+# A file of more than so many bytes is uploaded in parts, some of them at once. S3 and Google Cloud
+# Storage take 10,000 parts, none but the last below 5 MiB. An upload in parts waits for two
+# requests more, so a chunk of 16 MiB and its checksums are one.
+PUT_BYTES, PART_BYTES, PARTS_AT_ONCE = 24 << 20, 16 << 20, 8
 LEAST_PART_BYTES, MOST_PARTS = 5 << 20, 10_000
 
 # What the library does by itself for one request, before we ask again.
@@ -28,8 +30,9 @@ _RETRY = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)},
 }
-# A request of ours has at most a few MiB: what takes longer has stopped.
-_TIMEOUTS = {"timeout": "30s", "connect_timeout": "10s"}
+# What we ask for has at most a few MiB: what takes longer has stopped. What we send has more, and
+# many requests share what may be a narrow way up.
+READ_TIMEOUT, WRITE_TIMEOUT, CONNECT_TIMEOUT = "30s", "5min", "10s"
 _MESSAGE_CHARS = 300
 
 Chunk = bytes | bytearray
@@ -50,6 +53,10 @@ class Bucket(RemoteFiles):
     def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
         self._scheme, self._bucket, self._prefix = scheme, bucket, prefix
         self._store = store or open_store(scheme, bucket)
+
+    @cached_property
+    def _writer(self) -> Any:
+        return open_store(self._scheme, self._bucket, timeout=WRITE_TIMEOUT)
 
     def __reduce__(self) -> tuple[Any, ...]:  # each process has credentials of its own
         return type(self), (self._scheme, self._bucket, self._prefix)
@@ -83,13 +90,16 @@ class Bucket(RemoteFiles):
         yield from (file for file in files if file.size or file.name not in folders)
 
     def stat(self, name: str) -> FileInfo | None:
+        if found := self.find(name):
+            return found
+        return FileInfo(name, 0, "", "folder") if self.list(name) else None
+
+    def find(self, name: str) -> FileInfo | None:
         key = self.key(name)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if key:
                 return _info(name, self._ask(name, lambda: obstore().head(self._store, key)))
-        except FileNotFoundError:
-            pass
-        return FileInfo(name, 0, "", "folder") if self.list(name) else None
+        return None
 
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         key, options = self.key(file.name), {"range": (start, stop)}
@@ -103,9 +113,11 @@ class Bucket(RemoteFiles):
                 raise Unanswered(f"bytes {answer.range} came, of {start} to {stop}")
             return memoryview(answer.bytes())
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
+    def write(
+        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
+    ) -> FileInfo | None:
         """It is whole or not there, whether `durable` or not."""
-        self._write(name, parts, PART_BYTES, PARTS_AT_ONCE)
+        return self._write(name, parts, PUT_BYTES, PART_BYTES, PARTS_AT_ONCE)
 
     def write_large(
         self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
@@ -115,23 +127,31 @@ class Bucket(RemoteFiles):
         part_bytes = max(wanted, -(-size // MOST_PARTS))
         # one is put together, and one waits
         at_once = max(1, min(PARTS_AT_ONCE, max_bytes // part_bytes - 2))
-        self._write(name, parts, part_bytes, at_once)
+        self._write(name, parts, part_bytes, part_bytes, at_once)
 
     def _write(
-        self, name: str, parts: Iterable[bytes | memoryview], part_bytes: int, at_once: int
-    ) -> None:
+        self,
+        name: str,
+        parts: Iterable[bytes | memoryview],
+        put_bytes: int,
+        part_bytes: int,
+        at_once: int,
+    ) -> FileInfo | None:
+        """Write a file of less than `put_bytes` by one request, and others in parts."""
         key = self.key(name)
-        with contextlib.closing(_chunks(parts, part_bytes)) as chunks:
+        with contextlib.closing(_chunks(parts, put_bytes)) as chunks:
             first = [next(chunks, b"")]
-            if len(first[0]) < part_bytes:
-                self._ask(name, lambda: _put(self._store, key, first[0], use_multipart=False))
-                return
+            if len(first[0]) < put_bytes:
+                put = self._ask(
+                    name, lambda: _put(self._writer, key, first[0], use_multipart=False)
+                )
+                return FileInfo(name, len(first[0]), _etag(put)) if put["e_tag"] else None
             options = {"chunk_size": part_bytes, "max_concurrency": at_once}
-            self._upload(name, itertools.chain(_popped(first), chunks), options)
+            return self._upload(name, itertools.chain(_popped(first), chunks), options)
 
     def _upload(
         self, name: str, chunks: Iterator[bytes | bytearray], options: Mapping[str, int]
-    ) -> None:
+    ) -> FileInfo:
         """Write a file in parts, each of which the library sends again; the whole cannot be."""
         size, key = 0, self.key(name)
         failed: list[Exception] = []  # of what makes the parts, which is none of the store
@@ -149,16 +169,17 @@ class Bucket(RemoteFiles):
         try:
             # the library refuses to be asked for anything else in the thread in which it takes them
             with _Asking(self.url(name)), ThreadPoolExecutor(1) as maker:
-                _put(self._store, key, counted(), use_multipart=True, **options)
+                _put(self._writer, key, counted(), use_multipart=True, **options)
         except Exception as error:
             if failed:
                 raise failed[0] from failed[0].__cause__
             if isinstance(error, Unanswered):
                 raise StoreError(f"{self.url(name)} was not written: {error}") from error
             raise
-        info = self.stat(name)
+        info = self.find(name)
         if info is None or info.size != size:
             raise StoreError(f"{self.url(name)} was written with {size} bytes, and has {info}")
+        return info
 
     def create(self, name: str, data: bytes) -> None:
         """Raises FileExistsError where there is an object of that key, as `Files` has it.
@@ -182,7 +203,7 @@ class Bucket(RemoteFiles):
         self.persist(name, ask)
 
     def _holds(self, name: str, data: bytes) -> bool:
-        info = self.stat(name)
+        info = self.find(name)
         return info is not None and info.size == len(data) and read_bytes(self, info) == bytes(data)
 
     def delete(self, name: str) -> None:
@@ -250,7 +271,9 @@ def _may_pass(text: str) -> bool:
     return not status.startswith(("4", "501")) or status.startswith(("408", "425", "429"))
 
 
-def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
+def open_store(
+    scheme: str, bucket: str, retries: int = RETRIES, timeout: str = READ_TIMEOUT
+) -> Any:
     """The library's store for a bucket, with the credentials and endpoint that the cloud's own
     tools would take.
     """
@@ -259,7 +282,11 @@ def open_store(scheme: str, bucket: str, retries: int = RETRIES) -> Any:
     container, settings = config(bucket)
     return getattr(obstore_store, make)(
         container,
-        client_options=_TIMEOUTS | {"allow_http": True},
+        client_options={
+            "timeout": timeout,
+            "connect_timeout": CONNECT_TIMEOUT,
+            "allow_http": True,
+        },
         retry_config={**_RETRY, "max_retries": retries},
         **settings,
     )
@@ -270,8 +297,10 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
     environment, containers and instances.
     """
     environment = os.environ
+    endpoint: dict[str, Any] = {"endpoint": _s3_endpoint(bucket)} if _is_virtual_hosted() else {}
+    endpoint = {key: value for key, value in endpoint.items() if value}
     if "AWS_ACCESS_KEY_ID" in environment or environment.get("AWS_SKIP_SIGNATURE"):
-        return bucket, {}
+        return bucket, endpoint
     try:
         import boto3
     except ImportError:
@@ -280,13 +309,30 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
                 f"s3://{bucket}: AWS_PROFILE is set, and profiles are read by boto3, which is not"
                 " installed: pip install boto3"
             ) from None
-        return bucket, {}
+        return bucket, endpoint
     session = boto3.Session()
+    settings = endpoint | _region(session)
     if session.get_credentials() is None:
-        return bucket, {"skip_signature": True} | _region(session)
+        return bucket, settings | {"skip_signature": True}
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    return bucket, {"credential_provider": Boto3CredentialProvider(session)} | _region(session)
+    return bucket, settings | {"credential_provider": Boto3CredentialProvider(session)}
+
+
+def _s3_endpoint(bucket: str) -> str | None:
+    """The address that the environment gives. Where buckets are hosts, that of the bucket: the
+    library would send what is for it to the store itself.
+    """
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not endpoint or not _is_virtual_hosted():
+        return endpoint
+    scheme, _, host = endpoint.partition("://")
+    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
+
+
+def _is_virtual_hosted() -> bool:
+    said = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "")
+    return said.lower() in ("1", "true", "on", "yes", "y")
 
 
 def _region(session: Any) -> dict[str, str]:
@@ -337,12 +383,15 @@ _STORES: Mapping[str, tuple[str, Callable[[str], tuple[str, Mapping[str, Any]]]]
 
 
 def _s3_kvstore(bucket: str) -> dict[str, Any]:
-    environment = os.environ
+    environment, endpoint = os.environ, _s3_endpoint(bucket)
+    # where buckets are hosts, it takes none beside the endpoint
+    is_host = endpoint is not None and _is_virtual_hosted()
     said = {
-        "endpoint": environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"),
+        "endpoint": endpoint,
+        "bucket": "" if is_host else bucket,
         "aws_region": environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"),
     }
-    return {"driver": "s3", "bucket": bucket} | {key: value for key, value in said.items() if value}
+    return {"driver": "s3"} | {key: value for key, value in said.items() if value}
 
 
 def _gcs_kvstore(bucket: str) -> dict[str, Any]:
@@ -368,8 +417,8 @@ def _exceptions() -> Any:
 
 def _put(
     store: Any, key: str, data: bytes | bytearray | Iterator[bytes | bytearray], **options: Any
-) -> None:
-    obstore().put(store, key, data, **options)
+) -> Any:
+    return obstore().put(store, key, data, **options)
 
 
 def _popped(chunks: list[Chunk]) -> Iterator[Chunk]:
@@ -408,5 +457,8 @@ def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
 
 def version_of(meta: Mapping[str, Any]) -> str:
     """The object's etag; where a web server has none, when it was changed."""
-    # Azure's lists have etags without quotes
-    return (meta["e_tag"] or "").strip('"') or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+    return _etag(meta) or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+
+
+def _etag(meta: Mapping[str, Any]) -> str:
+    return (meta["e_tag"] or "").strip('"')  # Azure's lists have them without quotes

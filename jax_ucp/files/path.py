@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from jax_ucp.files.local import check_name
 from jax_ucp.files.locations import locate, require_writable
-from jax_ucp.files.looked import look, look_inside
-from jax_ucp.files.protocol import FileInfo, Files, read_bytes
+from jax_ucp.files.looked import look, look_for_file, look_inside, read_once
+from jax_ucp.files.protocol import FileInfo, Files
 from jax_ucp.files.source_files import note
 
 
@@ -67,8 +67,7 @@ class FilePath:
         return info is not None and (info.kind != "other" or self.link() is None)
 
     def is_file(self) -> bool:
-        info = self.info()
-        return info is not None and info.kind == "file"
+        return look_for_file(self.files, self.key) is not None
 
     def is_dir(self) -> bool:
         info = self.info()
@@ -108,13 +107,14 @@ class FilePath:
         """The bytes of the file from `start` to `stop`, or to its end if that comes before."""
         file = self.file()
         note(self.files, file)
-        return read_bytes(self.files, file, start, min(file.size, stop or file.size))
+        return read_once(self.files, file, start, min(file.size, stop or file.size))
 
     def read_pointer(self) -> str:
         """The text of a file that names another, and may name the next one meanwhile: it is not
         noted as one that the checkpoint is read from.
         """
-        return read_bytes(self.files, self.file()).decode(errors="replace")
+        file = self.file()
+        return read_once(self.files, file, 0, file.size).decode(errors="replace")
 
     def read_text(self) -> str:
         """The text of the file, what is not UTF-8 replaced."""

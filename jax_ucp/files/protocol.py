@@ -75,6 +75,11 @@ class Files(Protocol):
         """What has that name; None if nothing has."""
         ...
 
+    def find(self, name: str) -> FileInfo | None:
+        """The file that has that name; None if there is none. A folder is not looked for."""
+        info = self.stat(name)
+        return info if info is not None and info.kind == "file" else None
+
     @abstractmethod
     def link(self, name: str) -> str | None:
         """Where a link leads; None of what is no link."""
@@ -89,8 +94,10 @@ class Files(Protocol):
         ...
 
     @abstractmethod
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
-        """Write a file from its parts.
+    def write(
+        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
+    ) -> FileInfo | None:
+        """Write a file from its parts. Returns what it is then, where whoever stores it says so.
 
         A durable one is whole or not there, and survives the machine. Another is so after `sync`;
         until then a kill may leave a part of it.
@@ -137,14 +144,17 @@ class Files(Protocol):
 
 def file_size(files: Files, name: str) -> int | None:
     """How many bytes a file has; None if there is none."""
-    info = files.stat(name)
-    return info.size if info is not None and info.kind == "file" else None
+    info = files.find(name)
+    return info and info.size
 
 
 def read_file(files: Files, name: str) -> bytes | None:
-    """All bytes of a file; None if there is none."""
-    info = files.stat(name)
-    return read_bytes(files, info) if info is not None and info.kind == "file" else None
+    """All bytes of a file; None if there is none, or none any more."""
+    info = files.find(name)
+    try:
+        return info and read_bytes(files, info)
+    except FileNotFoundError:
+        return None
 
 
 def read_bytes(files: Files, file: FileInfo, start: int = 0, stop: int | None = None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,13 +17,14 @@ from jax_ucp.files.source_files import note
 # So many positions are read together where few bytes of each are wanted.
 _BATCH = 1 << 12
 
-EDGE_BYTES = 2 << 10
+EDGE_BYTES, AFTER_HEAD_BYTES = 2 << 10, 256
 
 
 class ByteRange(Protocol):
     """Bytes by position, from 0 to `size`."""
 
     size: int
+    is_remote: bool = False
 
     @abstractmethod
     def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
@@ -64,6 +66,7 @@ class FileRange(ByteRange):
     ):
         self._path = path
         self.file = file or _file(path)
+        self.is_remote = path.files.is_remote
         note(path.files, self.file)
         self._offset = min(offset, self.file.size)
         rest = self.file.size - self._offset
@@ -83,31 +86,44 @@ class FileRange(ByteRange):
 class EdgesInMemory(ByteRange):
     """Bytes of which the first and the last have been read, in one go: a file of torch.save has its
     directory at the end, and how most of its members begin near either.
+
+    Over a network the heads that are read are kept too, and a little of what follows each: a member
+    with one number then takes no request of its own.
     """
 
     def __init__(self, inner: ByteRange):
-        self._inner, self.size = inner, inner.size
+        self._inner, self.size, self.is_remote = inner, inner.size, inner.is_remote
         starts = [0] if self.size <= 2 * EDGE_BYTES else [0, self.size - EDGE_BYTES]
         length = self.size if len(starts) == 1 else EDGE_BYTES
-        edges = [np.empty(length, np.uint8) for _ in starts]
-        inner.read_into(list(zip(starts, edges, strict=True)))
-        self._edges = list(zip(starts, edges, strict=True))
+        self._kept: dict[int, np.ndarray] = {at: np.empty(length, np.uint8) for at in starts}
+        inner.read_into(list(self._kept.items()))
+        self._starts = sorted(self._kept)
+
+    def read_heads(self, starts: Sequence[int], length: int) -> list[bytes]:
+        if not self.is_remote:
+            return super().read_heads(starts, length)
+        heads = super().read_heads(starts, length + AFTER_HEAD_BYTES)
+        for start, head in zip(starts, heads, strict=True):
+            self._kept.setdefault(start, np.frombuffer(head, np.uint8))
+        self._starts = sorted(self._kept)
+        return [head[:length] for head in heads]
 
     def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Only arrays of bytes."""
-        outside = []
-        for start, out in reads:
-            edge = next((e for e in self._edges if self._holds(e, start, len(out))), None)
-            if edge is None:
-                outside.append((start, out))
-            else:
-                first = start - edge[0]
-                out[...] = edge[1][first : first + len(out)]
+        outside = [(start, out) for start, out in reads if not self._answer(start, out)]
         if outside:
             self._inner.read_into(outside)
 
-    def _holds(self, edge: tuple[int, np.ndarray], start: int, length: int) -> bool:
-        return edge[0] <= start and start + length <= edge[0] + len(edge[1])
+    def _answer(self, start: int, out: np.ndarray) -> bool:
+        """Fill an array with what is in memory, if all of it is."""
+        at = bisect.bisect_right(self._starts, start) - 1
+        if at < 0:
+            return False
+        first = start - self._starts[at]
+        data = self._kept[self._starts[at]][first : first + out.nbytes]
+        if len(data) < out.nbytes:
+            return False
+        out[...] = data.view(out.dtype).reshape(out.shape)
+        return True
 
 
 class MemoryRange(ByteRange):

@@ -24,6 +24,7 @@ class Recording:
     """Answers, by question. It is written to, or answers, until it is closed."""
 
     infos: dict[Name, FileInfo | None] = field(default_factory=dict)
+    found: dict[Name, FileInfo | None] = field(default_factory=dict)
     folders: dict[Name, list[FileInfo]] = field(default_factory=dict)
     trees: dict[Name, list[FileInfo]] = field(default_factory=dict)
     # ranges by URL and version of the file, start, and length
@@ -40,7 +41,7 @@ class Recording:
     def close(self) -> None:
         """Forget everything: from now on the files themselves are asked."""
         self.is_closed = True
-        for answers in (self.infos, self.folders, self.trees, self.ranges):
+        for answers in (self.infos, self.found, self.folders, self.trees, self.ranges):
             answers.clear()
 
     def answer(self, answers: dict[Any, T], question: object, ask: Callable[[], T]) -> T:
@@ -65,6 +66,10 @@ class RecordedFiles(Files):
     def stat(self, name: str) -> FileInfo | None:
         recording = self._recording
         return recording.answer(recording.infos, (self.url(), name), lambda: self._files.stat(name))
+
+    def find(self, name: str) -> FileInfo | None:
+        recording = self._recording
+        return recording.answer(recording.found, (self.url(), name), lambda: self._files.find(name))
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
         recording = self._recording
@@ -99,8 +104,10 @@ class RecordedFiles(Files):
     def link(self, name: str) -> str | None:
         return self._files.link(name)
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
-        self._files.write(name, parts, durable=durable)
+    def write(
+        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
+    ) -> FileInfo | None:
+        return self._files.write(name, parts, durable=durable)
 
     def create(self, name: str, data: bytes) -> None:
         self._files.create(name, data)

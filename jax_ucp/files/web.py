@@ -47,6 +47,9 @@ class Web(ReadOnlyFiles, Bucket):
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
         return Files.walk(self, folder)
 
+    def find(self, name: str) -> FileInfo | None:
+        return Files.find(self, name)
+
     def _page(self, name: str, head: bool) -> Any:
         key = self.key(name)
         return self._ask(name, lambda: obstore().get(self._store, key, options={"head": head}))

@@ -21,9 +21,10 @@ from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
 from jax_ucp.export.atomic_folder import check_free, new_folder, new_objects
 from jax_ucp.export.files import File, peak_bytes, require_written, write_files
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
+from jax_ucp.export.shares import export_share
 from jax_ucp.export.streams import file_parts, share_of, upload_files, write_parts
 from jax_ucp.files.local import LocalFiles
-from jax_ucp.files.path import FilePath
+from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
 from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
@@ -36,6 +37,7 @@ from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
 from jax_ucp.sources.work import HERE, Coordinator, Workers, shared_out
 from jax_ucp.universal.copy import require_outside
+from jax_ucp.universal.shares import Share
 from jax_ucp.universal.store import WRITER_FILE
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
@@ -241,6 +243,26 @@ def run_export(
         write(plan, target, coordinator, progress)
 
 
+def run_export_share(
+    contents: Contents,
+    plan: ExportPlan,
+    target: Path,
+    share: Share,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> bool:
+    """Do a share of an export to a folder, and make it where all others are done. Whether `target`
+    is there now.
+    """
+
+    def require_free() -> None:
+        require_outside(file_path(target), contents)
+        check_free(file_path(target))
+
+    return export_share(
+        contents, plan.files, plan.budget_bytes, target, share, require_free, progress
+    )
+
+
 def _into_folder(
     plan: ExportPlan, target: FilePath, coordinator: Coordinator, progress: Callable[[int], None]
 ) -> None:
@@ -259,7 +281,7 @@ def _into_bucket(
     """
     *others, last = plan.files
     opened, folder = coordinator.opened, target.folder()
-    room = share_of(plan.budget_bytes)
+    room = share_of(plan.budget_bytes, [last])
 
     def proved_parts() -> Iterator[bytes | memoryview]:
         with proved(opened.proofs):

@@ -252,15 +252,18 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> Contents:
-    """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only.
+def open_contents(
+    path: str | os.PathLike[str] | FilePath, options: Options, at: FilePath | None = None
+) -> Contents:
+    """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only. `at` is where the
+    path leads, where that is known.
 
     Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table,
     FormatError where what is there is not as its format has it, and SpecError for a spec that its
     format has no use for.
     """
     with looking_once() as asked:
-        contents = _open_at(path, file_path(path), options)
+        contents = _open_at(path, at or file_path(path), options)
     contents.files.asked = asked
     return contents
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -181,46 +180,69 @@ def _stored(infos: Mapping[str, ArrayInfo], stacks: Stacks) -> dict[str, ArrayIn
     }
 
 
+@dataclass(frozen=True)
+class Writing:
+    """A snapshot on its way to a directory, and what makes that a checkpoint."""
+
+    snapshot: Snapshot
+    store: ZarrStore
+    commit: Commit
+
+
 def write_snapshot(
     snapshot: Snapshot, directory: Files, budget_bytes: int = DEFAULT_BUDGET
-) -> None:
+) -> Writing:
     """Write this process's chunks and digests. The directory is not yet a checkpoint."""
-    if directory.stat(METADATA_FILE) is not None:
+    if directory.find(METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.stored, snapshot.chunks)
-    run_bounded(_write_jobs(snapshot, store), budget_bytes, directory.is_remote)
-    write_part(store, jax.process_index())
+    writing = Writing(snapshot, store, _commit(snapshot))
+    run_bounded(_write_jobs(writing), budget_bytes, directory.is_remote)
+    if jax.process_index() == 0:
+        directory.sync()
+    else:
+        write_part(store, jax.process_index())
+    return writing
 
 
-def _write_jobs(snapshot: Snapshot, store: ZarrStore) -> Iterator[tuple[int, Callable[[], None]]]:
+def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], None]]]:
     """The writes of this process, each with the bytes in flight while it runs."""
-    stored = store.arrays()
-    packed = packed_arrays(stored, snapshot.chunks)
+    snapshot, store, packed = writing.snapshot, writing.store, writing.commit.packed
     in_pack = [(name, box) for name, box in snapshot.blocks if name in packed]
-    alone = [(name, box) for name, box in snapshot.blocks if name not in packed]
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for name, box in snapshot.blocks:
+        boxes[name].append(box)
 
     def write(name: str, box: Box) -> None:
         store.write(name, box, snapshot.block(name, box), durable=False)
 
     if in_pack:
+        store.place_pack(jax.process_index(), in_pack)
         write_pack = partial(store.write_pack, jax.process_index(), in_pack, snapshot.read)
         yield 2 * SMALL_BYTES, write_pack
-    if jax.process_index() == 0:
-        for name in itertools.filterfalse(packed.__contains__, stored):
+    if jax.process_count() == 1:  # where the chunks of others are is not known yet
+        yield 0, partial(writing.commit.prepare, store)
+    for name, info in store.arrays().items():
+        if name in packed:
+            continue
+        if jax.process_index() == 0:
             yield 0, partial(store.create, name)
-    for name, box in alone:
-        yield 2 * box.size * stored[name].dtype.itemsize, partial(write, name, box)
+        for box in boxes[name]:
+            yield 2 * box.size * info.dtype.itemsize, partial(write, name, box)
 
 
-def commit_snapshot(snapshot: Snapshot, directory: Files) -> Metadata:
-    """Make the directory a checkpoint: one process, after all have written their snapshots."""
-    store = ZarrStore(directory, snapshot.stored, snapshot.chunks)
+def commit_snapshot(writing: Writing) -> Metadata:
+    """Make the directory a checkpoint: process 0, after all have written their snapshots."""
+    return writing.commit.write(writing.store)
+
+
+def _commit(snapshot: Snapshot) -> Commit:
     packed = packed_arrays(snapshot.stored, snapshot.chunks)
     infos, chunks = as_leaves(snapshot.stored, snapshot.chunks, snapshot.stacks)
     outer = {name: chunks[name].outer for name in infos}
     files = orbax_files(snapshot.leaves, outer, ocdbt=is_indexed(infos, chunks))
-    commit = Commit(snapshot.leaves, jax.process_count(), packed, files, stacks=snapshot.stacks)
-    return commit.write(store)
+    parts = range(1, jax.process_count())
+    return Commit(snapshot.leaves, parts, packed, files, stacks=snapshot.stacks)
 
 
 def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:

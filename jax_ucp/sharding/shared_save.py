@@ -104,10 +104,11 @@ class SharedSave:
     def run(
         self,
         content: Callable[[], Content],
-        write: Callable[[], object],
-        commit: Callable[[], object],
+        write: Callable[[], T],
+        commit: Callable[[T], object],
     ) -> None:
-        """Write this process's part if all have the same content, and commit in process 0.
+        """Write this process's part if all have the same content, and commit in process 0 what
+        `write` returned.
 
         Raises SaveFailed in every process where not all have the same content, in which case
         nothing is written, or where another's part was not done. Nothing is committed then.
@@ -116,10 +117,10 @@ class SharedSave:
             self._agree(content)
         self._stage = "parts"
         with self.telling():
-            write()
+            written = write()
 
         def committed(words: Mapping[int, str]) -> str:
-            commit()
+            commit(written)
             return ""
 
         self._conclude("", committed)

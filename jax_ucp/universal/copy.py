@@ -10,12 +10,15 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
@@ -52,7 +55,7 @@ from jax_ucp.sources.work import (
     Workers,
     shared_out,
 )
-from jax_ucp.universal.ledger import Ledger
+from jax_ucp.universal.ledger import LEDGER_FILE, Ledger
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import PACK_BLOCKS, PACK_BYTES, is_indexed, packed_arrays
@@ -64,7 +67,6 @@ from jax_ucp.universal.store import (
     ZarrStore,
     array_info,
     require_storable,
-    write_part,
 )
 
 # A block in flight is held as read, and as TensorStore encodes it. Beside that there is what was
@@ -77,6 +79,16 @@ LARGEST_PART = 512
 # Blocks are waited for together: the disk writes so many bytes while the next ones are read. A
 # conversion that is killed writes at most about so many again.
 GROUP_BYTES = 256 << 20
+
+
+class Sized(Protocol):
+    """Something of so many bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Piece = TypeVar("Piece", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +152,19 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process does of a copy: packs by number, blocks that are files of their own, and
-    the arrays whose `zarr.json` it writes.
+    """What one process does of a copy: packs by number, blocks that are files of their own, the
+    arrays whose `zarr.json` it writes, and what else it writes beside them.
     """
 
     packs: list[tuple[int, Sequence[Block]]]
     alone: list[Block]
     creates: list[str]
+    beside: Sequence[Callable[[], None]] = ()
 
     @staticmethod
-    def whole(plan: CopyPlan) -> Part:
+    def whole(plan: CopyPlan, beside: Sequence[Callable[[], None]] = ()) -> Part:
         creates = [key for key in plan.arrays if key not in plan.packed]
-        return Part(list(enumerate(plan.packs)), list(plan.alone), creates)
+        return Part(list(enumerate(plan.packs)), list(plan.alone), creates, beside)
 
 
 @uncollected()
@@ -267,14 +280,16 @@ def copy(
         store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
         ledger = Ledger(target, identity_of(contents, plan))
         try:
-            if (target / METADATA_FILE).exists() and not ledger.resumed:
+            if not ledger.resumed and (target / METADATA_FILE).is_file():
                 ledger.remove()  # another copy was completed here a moment ago
                 raise FileExistsError(f"{target} is a checkpoint already; give another path")
+            commit = commit_copy(contents, plan)
             with proved(coordinator.opened.proofs, partial(_discard, target, ledger)):
-                copy_part(Part.whole(plan), plan, store, ledger, progress, coordinator)
+                part = Part.whole(plan, [partial(commit.prepare, store)])
+                copy_part(part, plan, store, ledger, progress, coordinator)
             contents.files.require_unchanged()
-            write_part(store, 0)
-            metadata = commit_copy(contents, plan, store)
+            store.directory.sync()
+            metadata = commit.write(store)
             ledger.remove()
         finally:
             ledger.close()
@@ -282,36 +297,36 @@ def copy(
 
 
 @uncollected()
-def commit_copy(
-    contents: Contents, plan: CopyPlan, store: ZarrStore, processes: int = 1
-) -> Metadata:
-    """Make the directory a checkpoint: one process, after all have written their parts."""
+def commit_copy(contents: Contents, plan: CopyPlan, parts: Sequence[int] = ()) -> Commit:
+    """What makes a copy a checkpoint, of which these parts were written by others too."""
     outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
     files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
     for name, file in contents.companions.items():
         files[f"{COMPANIONS}/{name}"] = file.read_bytes()
-    commit = Commit(
+    return Commit(
         contents.leaves,
-        processes,
+        parts,
         packed=plan.packed,
         files=files,
         source=contents.origin,
         extras=contents.extras,
         groups=contents.groups,
     )
-    return commit.write(store)
 
 
 def require_target(contents: Contents, target: FilePath) -> None:
     """Raises FileExistsError where a copy cannot be written to `target`, or taken up there."""
+    looks = [target.is_file, lambda: {child.name for child in target.children()}]
+    is_file, names = each_file(target.files, lambda look: look(), looks)
     # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up
     # like any other.
-    if (target / METADATA_FILE).exists() and not Ledger.begun(target):
+    is_begun = LEDGER_FILE in names
+    if METADATA_FILE in names and not is_begun:
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
     require_outside(target, contents)
-    if target.exists() and not target.is_dir():
+    if is_file:
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
-    if target.is_dir() and target.children() and not Ledger.begun(target):
+    if names and not is_begun:
         raise FileExistsError(
             f"{target} has files in it that are no unfinished copy; give another path"
         )
@@ -414,7 +429,7 @@ def copy_part(
     as it has them.
     """
     # Elsewhere a task is durable when it is done.
-    waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
+    waiting: Waiting[Block] = Waiting(GROUP_BYTES if coordinator.is_here else 0)
 
     def finish(task: CopyTask, results: Sequence[Written]) -> None:
         fresh: list[Block] = []
@@ -436,36 +451,39 @@ def copy_part(
         for block in group:
             progress(block)
 
-    _create_arrays(part, plan, store)
-    tasks = _tasks(part, plan, store, ledger, coordinator)
-    coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
-    settle(waiting.blocks)
-
-
-def _create_arrays(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
-    """Write what describes the arrays of a part, and say where its packed chunks will be."""
-    creations = ((0, partial(store.create, key)) for key in part.creates)
-    run_bounded(creations, plan.budget_bytes, store.directory.is_remote)
     for number, pack in part.packs:
         store.place_pack(number, [block.place for block in pack])
+    tasks = _tasks(part, plan, store, ledger, coordinator)
+    with ThreadPoolExecutor(1) as meanwhile:
+        beside = meanwhile.submit(_write_beside, part, plan, store)
+        coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
+        beside.result()
+    settle(waiting.items)
 
 
-class _Waiting:
-    """Blocks that wait for the disk, until they have so many bytes together."""
+def _write_beside(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
+    """Write what describes the arrays of a part, and what else lies beside them."""
+    creations = (partial(store.create, key) for key in part.creates)
+    jobs = ((0, job) for job in (*creations, *part.beside))
+    run_bounded(jobs, plan.budget_bytes, store.directory.is_remote)
+
+
+class Waiting(Generic[Piece]):
+    """Pieces that wait for the disk, until they have so many bytes together."""
 
     def __init__(self, max_bytes: int):
-        self.blocks: list[Block] = []
+        self.items: list[Piece] = []
         self._nbytes, self._max_bytes = 0, max_bytes
         self._lock = threading.Lock()
 
-    def add(self, blocks: Sequence[Block]) -> Sequence[Block]:
+    def add(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Those that need wait no longer."""
         with self._lock:
-            self.blocks += blocks
-            self._nbytes += sum(block.nbytes for block in blocks)
+            self.items += pieces
+            self._nbytes += sum(piece.nbytes for piece in pieces)
             if self._nbytes < self._max_bytes:
                 return ()
-            ready, self.blocks, self._nbytes = self.blocks, [], 0
+            ready, self.items, self._nbytes = self.items, [], 0
         return ready
 
 

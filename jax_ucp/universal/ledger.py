@@ -67,11 +67,6 @@ class Ledger:
             self._log.close()
             raise
 
-    @staticmethod
-    def begun(directory: FilePath) -> bool:
-        """Whether the directory holds an unfinished conversion."""
-        return (directory / LEDGER_FILE).is_file()
-
     def note(self, blocks: Iterable[tuple[str, Box, Written]]) -> None:
         self._append([_Block(key, str(box), written) for key, box, written in blocks])
 
@@ -104,8 +99,8 @@ class Ledger:
         if recorded != identity:
             raise FormatError(
                 f"{ledger} belongs to a conversion of another source, of files that were"
-                " replaced since, or with another budget or mesh. Delete the directory, or give"
-                " another one."
+                " replaced since, with another budget or mesh, or by a machine with another number"
+                " of processors. Delete the directory, or give another one."
             )
         self.done = {(block.key, block.box): block.written for block in blocks}
 
@@ -238,18 +233,20 @@ class _Objects(_Log):
             ) from None
 
     def remove(self) -> None:
-        for number in range(self._count, 0, -1):
-            self._files.delete(self._part_name(number))
+        each_file(self._files, self._files.delete, self._part_names())
         self._files.delete(self._name)
 
     def discard(self) -> None:
-        own = {self._name, *map(self._part_name, range(1, self._count + 1))}
+        own = {self._name, *self._part_names()}
         others = [file.name for file in self._files.walk() if file.name not in own]
         each_file(self._files, self._files.delete, others)
         self.remove()
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def _part_names(self) -> list[str]:
+        return [self._part_name(number) for number in range(1, self._count + 1)]
 
     def _part_name(self, number: int) -> str:
         return f"{self._name.removesuffix('.jsonl')}.{number}.jsonl"

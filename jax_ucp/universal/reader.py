@@ -7,6 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.files.in_flight import each_file
+from jax_ucp.files.looked import find
 from jax_ucp.files.path import FilePath
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.checks import Check, Extent
@@ -30,9 +32,7 @@ if TYPE_CHECKING:
 
 
 def recognise(path: FilePath) -> bool:
-    file = path / METADATA_FILE
-    info = file.files.stat(file.key)  # itself: a list of the folder may be older
-    return info is not None and info.kind == "file"
+    return find(path.files, (path / METADATA_FILE).key) is not None
 
 
 def open_universal(path: FilePath, options: Options) -> Contents:
@@ -40,7 +40,9 @@ def open_universal(path: FilePath, options: Options) -> Contents:
     or has another size.
     """
     metadata, store = open_store(path)
-    if missing := missing_files(metadata, store):
+    looks = [partial(missing_files, metadata, store), partial(_inventory, path, metadata, store)]
+    missing, inventory = each_file(path.files, lambda look: look(), looks)
+    if missing:
         raise CorruptData(
             f"{len(missing)} files of the checkpoint are missing or have another size; the first:"
             f" {missing[0]}. Restore them from a copy, or use another checkpoint."
@@ -51,7 +53,7 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         str(path),
         metadata.leaves,
         Unstacked(store, metadata.stacks) if metadata.stacks else store,
-        _inventory(path, metadata, store),
+        inventory,
         metadata.extras,
         metadata.groups,
         source=metadata.source,

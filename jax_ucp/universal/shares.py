@@ -8,17 +8,20 @@ done of it, and `ucp.process_I.json` that a share is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from zlib import crc32
 
 import msgspec
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.in_flight import FILES, each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, file_size, read_file
-from jax_ucp.sources.budget import batches
+from jax_ucp.sources.budget import batches, in_threads
 from jax_ucp.sources.checks import Check
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
@@ -27,6 +30,7 @@ from jax_ucp.universal.copy import (
     Block,
     CopyPlan,
     Part,
+    Sized,
     commit_copy,
     copy_part,
     identity_of,
@@ -77,13 +81,18 @@ class _Conversion(msgspec.Struct, forbid_unknown_fields=True):
     identity: str
 
 
+def conversion_note(identity: str) -> bytes:
+    """What a directory says of which copy it is the result."""
+    return msgspec.json.encode(_Conversion(identity))
+
+
 def parts_of(contents: Contents, plan: CopyPlan, count: int) -> Sequence[Part]:
     """The whole copy in parts of about as many bytes: neighbours go together, and a pack, or what
     lies in one stored chunk, is of one part.
     """
     packs = list(enumerate(plan.packs))
     alone = list(batches(plan.alone, lambda block: 1, 1, 1, partial(of_one_chunk, contents)))
-    shares = _by_bytes([*(blocks for _, blocks in packs), *alone], count)
+    shares = shared_evenly([*(blocks for _, blocks in packs), *alone], count)
     parts = [Part([], [], []) for _ in range(count)]
     for pack in packs:
         parts[next(shares)].packs.append(pack)
@@ -99,9 +108,9 @@ def parts_of(contents: Contents, plan: CopyPlan, count: int) -> Sequence[Part]:
     return parts
 
 
-def _by_bytes(groups: Sequence[Sequence[Block]], count: int) -> Iterator[int]:
+def shared_evenly(groups: Sequence[Sequence[Sized]], count: int) -> Iterator[int]:
     """The share of each group: that in which the middle of its bytes lies."""
-    sizes = [sum(block.nbytes for block in group) for group in groups]
+    sizes = [sum(piece.nbytes for piece in group) for group in groups]
     total, before = max(1, sum(sizes)), 0
     for size in sizes:
         yield min(count - 1, count * (2 * before + size) // (2 * total))
@@ -131,9 +140,9 @@ def copy_share(
         _clear(files, share.count)
         return True
     require_target(contents, target)
-    _require_same_copy(files, identity)
+    require_same_copy(files, identity)
     parts = parts_of(contents, plan, share.count)
-    ours = partial(_is_of, _owners(parts), share.index)
+    ours = partial(is_of, _owners(parts), share)
     with (
         shared_out(contents, HERE, "", ours) as coordinator,
         closing(Ledger(target, identity, share.ledger)) as ledger,
@@ -143,7 +152,7 @@ def copy_share(
             copy_part(parts[share.index], plan, store, ledger, progress, coordinator)
         contents.files.require_unchanged()
         write_part(store, share.index)
-    if all(part_is_written(files, process) for process in range(share.count)):
+    if _are_written(files, share.count):
         _commit(contents, plan, target, share.count, identity)
     elif not _is_result(target, identity):
         return False
@@ -157,34 +166,52 @@ def _commit(
 ) -> None:
     """Make the directory a checkpoint. Several processes may do it at once: they write the same."""
     files = target.folder()
-    files.write(CONVERSION_FILE, [msgspec.json.encode(_Conversion(identity))], durable=True)
+    files.write(CONVERSION_FILE, [conversion_note(identity)], durable=True)
     try:
-        commit_copy(contents, plan, ZarrStore(files, plan.arrays, plan.chunks), count)
+        store = ZarrStore(files, plan.arrays, plan.chunks)
+        commit_copy(contents, plan, range(count)).write(store)
     except CorruptData:
         if not _is_result(target, identity):
             raise  # else another has committed it, and cleared away what was to be read
     _clear(files, count)
 
 
+def _are_written(files: Files, count: int) -> bool:
+    """Whether all shares are complete. Few are asked for at once: who is not among the last to
+    finish soon finds one that is not.
+    """
+    for first in range(0, count, FILES):
+        some = range(first, min(first + FILES, count))
+        if not all(each_file(files, partial(part_is_written, files), some)):
+            return False
+    return True
+
+
 def _clear(files: Files, count: int) -> None:
     """Remove the ledgers of a copy that is committed, that of all shares last."""
-    if file_size(files, LEDGER_FILE) is not None:
-        for index in range(count):
-            delete_part(files, index)
-            remove_ledger(files, Share(index, count).ledger)
-        files.delete(LEDGER_FILE)
+    if file_size(files, LEDGER_FILE) is None:
+        return
+
+    def clear(share: Share) -> None:
+        delete_part(files, share.index)
+        remove_ledger(files, share.ledger)
+
+    shares = [partial(clear, Share(index, count)) for index in range(count)]
+    collections.deque(in_threads(shares, files.is_remote), maxlen=0)
+    files.delete(LEDGER_FILE)
 
 
-def _require_same_copy(files: Files, identity: str) -> None:
+def require_same_copy(files: Files, identity: str) -> None:
     """Say which copy the directory is of. Raises FormatError where it is of another."""
-    said = msgspec.json.encode(_Conversion(identity)) + b"\n"
+    said = conversion_note(identity) + b"\n"
     try:
         files.create(LEDGER_FILE, said)
     except FileExistsError:
         if read_file(files, LEDGER_FILE) != said:
             raise FormatError(
                 f"{files} has an unfinished conversion of another source, of files that were"
-                " replaced since, with another budget or mesh, or in another number of shares."
+                " replaced since, with another budget or mesh, in another number of shares, or by a"
+                " machine with another number of processors."
                 " Delete the directory, or give another one."
             ) from None
 
@@ -192,8 +219,7 @@ def _require_same_copy(files: Files, identity: str) -> None:
 def _is_result(target: FilePath, identity: str) -> bool:
     if not (target / METADATA_FILE).is_file():
         return False
-    said = read_file(target.folder(), CONVERSION_FILE)
-    return said == msgspec.json.encode(_Conversion(identity))
+    return read_file(target.folder(), CONVERSION_FILE) == conversion_note(identity)
 
 
 def _owners(parts: Sequence[Part]) -> dict[str, int]:
@@ -206,5 +232,11 @@ def _owners(parts: Sequence[Part]) -> dict[str, int]:
     return owners
 
 
-def _is_of(owners: dict[str, int], index: int, check: Check) -> bool:
-    return min((owners.get(leaf, 0) for leaf in check.leaves), default=0) == index
+def is_of(owners: Mapping[str, int], share: Share, check: Check) -> bool:
+    """Whether a share runs a check: that with the first of its leaves which `owners` have, or where
+    they have none any of all shares.
+    """
+    of_leaves = [owners[leaf] for leaf in check.leaves if leaf in owners]
+    return share.index == (
+        min(of_leaves) if of_leaves else crc32(check.name.encode()) % share.count
+    )

@@ -8,7 +8,6 @@ one. Inner chunks carry a crc32c, so that a flipped bit is an error to every rea
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import socket
@@ -26,10 +25,12 @@ import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedLeaf
 from jax_ucp.files.in_flight import each_file, stat_all
+from jax_ucp.files.looked import find
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
 from jax_ucp.files.read_ahead import ReadAhead
 from jax_ucp.files.source_files import note
+from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -41,6 +42,7 @@ from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
 from jax_ucp.universal.metadata import Metadata, StoredArray, decode, digest, encode
 from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, Value, index_parts
+from jax_ucp.universal.orbax_tree import TREE_FILE
 from jax_ucp.universal.packs import INDEX_FILE, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (
     CRC,
@@ -83,6 +85,15 @@ class Written(msgspec.Struct, frozen=True, gc=False):
     crcs: bytes
 
 
+class Beside(NamedTuple):
+    """A file beside the arrays that was written: its digest, and what it was then, where the store
+    said so.
+    """
+
+    digest: str
+    file: FileInfo | None
+
+
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
@@ -92,7 +103,7 @@ class ZarrStore(Watched):
     Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where
     packed chunks are, by their keys: the number of the pack, and the offset in it. `crcs` are those
     recorded of an array's inner chunks, with which every read compares; `written` is what this
-    process wrote, by array and box.
+    process wrote, by array and box, and `beside` are the other files that it wrote.
     """
 
     def __init__(
@@ -108,6 +119,7 @@ class ZarrStore(Watched):
         self.chunks = chunks
         self.places = dict(places or {})
         self.seen: dict[str, FileInfo] = {}
+        self.beside: dict[str, Beside] = {}
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
         self._packs: dict[FileInfo, ReadAhead] = {}
@@ -120,9 +132,13 @@ class ZarrStore(Watched):
         """Write the array's `zarr.json`. One process does this, once; it is durable after
         `directory.sync`.
         """
-        self.directory.write(
-            f"{key}/zarr.json", [zarr_json(self._arrays[key], self.chunks[key])], durable=False
-        )
+        text = zarr_json(self._arrays[key], self.chunks[key])
+        self.write_beside(f"{key}/zarr.json", text, durable=False)
+
+    def write_beside(self, name: str, *parts: bytes, durable: bool = True) -> None:
+        """Write a file beside the arrays from its parts, and note what it is."""
+        file = self.directory.write(name, parts, durable=durable)
+        self.beside[name] = Beside(_digest_of(parts), file)
 
     def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
         """Write one outer chunk, whole, and note what it is. If not durable now, it is after
@@ -246,6 +262,11 @@ class ZarrStore(Watched):
         if file := self.seen.get(name) if self.directory.is_remote else None:
             return read_bytes(self.directory, file)
         return read_file(self.directory, name)
+
+    def has_kept(self, name: str) -> bool:
+        """Whether a file is by its version the one that was written here."""
+        written = self.beside.get(name)
+        return bool(written and written.file and written.file == self.seen.get(name))
 
     def _file(self, name: str) -> FileInfo:
         """A file as it is now; one behind a network as it was when the checkpoint was opened."""
@@ -427,7 +448,7 @@ def claimed(directory: Files) -> Iterator[None]:
 
 
 def write_part(store: ZarrStore, process: int) -> None:
-    """Make durable what this process wrote, and leave word of it for the process that commits."""
+    """Make durable what this process wrote, and leave word of it for another, which commits."""
     store.directory.sync()
     written = {key: chunks for key, chunks in store.written.items() if chunks}
     part = msgspec.json.encode(_Part(written, store.places))
@@ -446,11 +467,11 @@ def delete_part(directory: Files, process: int) -> None:
 @dataclass(frozen=True)
 class Commit:
     """What makes a directory of arrays a checkpoint: written by one process when all have
-    written their parts.
+    written their parts. `parts` are the processes that left word of theirs, beside this one.
     """
 
     leaves: Sequence[Leaf]
-    processes: int = 1
+    parts: Sequence[int] = ()
     packed: frozenset[str] = frozenset()
     files: Mapping[str, bytes] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
@@ -458,38 +479,46 @@ class Commit:
     groups: Sequence[Group] = ()
     stacks: Stacks = field(default_factory=dict)
 
+    def prepare(self, store: ZarrStore) -> None:
+        """Write what lies beside the arrays, but for the last file. The store has the places of
+        all packed chunks; what is in the chunks need not be written yet.
+        """
+        early = {name: [data] for name, data in self.files.items() if name != TREE_FILE}
+        beside = _index(store, self.stacks) | early
+        each_file(store.directory, lambda name: store.write_beside(name, *beside[name]), beside)
+
+    @uncollected()
     def write(self, store: ZarrStore) -> Metadata:
-        """Write the side files, then `ucp.json`.
+        """Write what was not prepared, then `ucp.json`.
 
         Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was
         written: something else deletes or writes here too. Then there is no `ucp.json`.
         """
         directory = store.directory
-        written = _gathered(store, self.processes)
-        arrays = {key: _stored_array(store, key, written[key]) for key in store.arrays()}
+        _gather(store, self.parts)
+        arrays = {key: _stored_array(store, key) for key in store.arrays()}
+        if not self.files.keys() - {TREE_FILE} <= store.beside.keys():
+            self.prepare(store)
+        # with this file, stock Orbax takes the directory for a checkpoint
+        store.write_beside(TREE_FILE, self.files[TREE_FILE])
         digests = {
             f"{key}/zarr.json": digest(zarr_json(info, store.chunks[key]))
             for key, info in store.arrays().items()
             if key not in self.packed
         }
-        files = {name: [data] for name, data in self.files.items()}
-        for name, parts in itertools.chain(_index(store, self.stacks), files.items()):
-            directory.write(name, parts, durable=True)
-            digests[name] = _digest_of(parts)
         metadata = Metadata(
             tuple(self.leaves),
             arrays,
-            digests,
+            digests | {name: store.beside[name].digest for name in sorted(store.beside)},
             dict(self.source),
             dict(self.extras),
             tuple(self.groups),
             {stack: tuple(names) for stack, names in self.stacks.items()},
         )
         if faults := verify_files(metadata, store):
-            raise CorruptData(_not_kept(directory, faults, self.processes))
+            raise CorruptData(_not_kept(directory, faults, bool(self.parts)))
         _commit(directory, encode(metadata))
-        for process in range(self.processes):
-            directory.delete(_part_name(process))
+        each_file(directory, partial(delete_part, directory), self.parts)
         return metadata
 
 
@@ -508,25 +537,23 @@ def _commit(directory: Files, data: bytes) -> None:
             ) from None
 
 
-def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:
-    """What all processes wrote, by array and box; the store then has the places of all of them."""
-    written: dict[str, dict[str, Written]] = {key: {} for key in store.arrays()}
-    parts = each_file(store.directory, partial(_read_part, store.directory), range(processes))
+def _gather(store: ZarrStore, processes: Sequence[int]) -> None:
+    """Note in the store what those processes wrote."""
+    parts = each_file(store.directory, partial(_read_part, store.directory), processes)
     for part in parts:
         store.places.update(part.places)
         for key, chunks in part.written.items():
-            written[key] |= chunks
-    return written
+            store.written[key] |= chunks
 
 
-def _index(store: ZarrStore, stacks: Stacks) -> Iterator[tuple[str, list[bytes]]]:
-    """The files by which stock Orbax finds every array, in the order to write them in; none where
-    an index cannot have them.
+def _index(store: ZarrStore, stacks: Stacks) -> dict[str, list[bytes]]:
+    """The files by which stock Orbax finds every array, in parts; none where an index cannot have
+    them.
     """
-    if is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
-        parts, manifest = index_parts(INDEX_FILE, _index_entries(store, stacks))
-        yield INDEX_FILE, parts
-        yield MANIFEST_FILE, [manifest]
+    if not is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
+        return {}
+    parts, manifest = index_parts(INDEX_FILE, _index_entries(store, stacks))
+    return {INDEX_FILE: parts, MANIFEST_FILE: [manifest]}
 
 
 def _index_entries(store: ZarrStore, stacks: Stacks) -> Iterator[tuple[bytes, Value]]:
@@ -558,8 +585,9 @@ def _values_of_member(store: ZarrStore, stack: str, i: int) -> Iterator[tuple[st
         yield chunk_name(place), Range(f"{stack}/{chunk_name(outer)}", offset, nbytes)
 
 
-def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) -> StoredArray:
+def _stored_array(store: ZarrStore, key: str) -> StoredArray:
     """What there is to say of an array. Raises CorruptData if a chunk of it was not written."""
+    written = store.written[key]
     shape, chunks = store.arrays()[key].shape, store.chunks[key]
     outer = _outer_chunks(store.arrays()[key], chunks)
     if missing := [
@@ -590,8 +618,8 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     FormatError if it says what no writer does. Reads no array data.
     """
     directory = file_path(path).folder()
-    file = directory.stat(METADATA_FILE)
-    if file is None or file.kind != "file":
+    file = find(directory, METADATA_FILE)
+    if file is None:
         raise NotACheckpoint(
             f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never"
             " finished"
@@ -694,14 +722,15 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     digests.
     """
     faults = missing_files(metadata, store)
+    unknown = [name for name in metadata.files if not store.has_kept(name)]
 
     def digest_now(name: str) -> str | None:
         data = store.content(name)
         return None if data is None else digest(data)
 
-    found = each_file(store.directory, digest_now, metadata.files)
-    for (name, want), now in zip(metadata.files.items(), found, strict=True):
-        if now not in (None, want):
+    found = each_file(store.directory, digest_now, unknown)
+    for name, now in zip(unknown, found, strict=True):
+        if now not in (None, metadata.files[name]):
             faults.append(
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
                 " recorded"
@@ -760,9 +789,9 @@ def _pack_faults(store: ZarrStore) -> list[str]:
                 number, offset = place
                 ends[number] = max(ends.get(number, 0), offset + nbytes)
     return [
-        f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
+        f"{store.directory}/{name} is damaged: it has {file.size} bytes, its chunks end at {end}"
         for name, end in ((pack_name(number), end) for number, end in ends.items())
-        if (size := file_size(store.directory, name)) not in (None, end)
+        if (file := store.seen.get(name)) is not None and file.size != end
     ]
 
 
@@ -822,11 +851,11 @@ _WHO_ELSE = (
 _SHARED_STORAGE = "Or the directory is not on storage that all processes share."
 
 
-def _not_kept(directory: Files, faults: Sequence[str], processes: int) -> str:
+def _not_kept(directory: Files, faults: Sequence[str], is_shared: bool) -> str:
     """What to say of files that were written, and are not as they were written."""
     more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
     lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
-    shared = f" {_SHARED_STORAGE}" if processes > 1 else ""
+    shared = f" {_SHARED_STORAGE}" if is_shared else ""
     return (
         f"{directory} has lost what was just written to it, and is no checkpoint:\n "
         f" {lines}\n{_WHO_ELSE}{shared}"

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import jax_ucp as ucp
 from commands import run, run_json
+from jax_ucp.cli.main import main
 
 CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "z2_bf16_dp3"
 
@@ -216,3 +218,25 @@ def test_the_installed_command_works_without_jax_devices_or_torch(tmp_path):
 def test_metadata_of_another_form_are_refused_without_a_traceback(content, tmp_path):
     (tmp_path / "_METADATA").write_text(content)
     assert f"{tmp_path}" in run("inspect", tmp_path, code=1)
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_how_far_it_is_can_be_lines_of_json(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_ucp.cli.output.LINE_S", 0)
+    source = Path(__file__).parents[1] / "data" / "torch" / "hf_llama" / "ckpt"
+
+    def lines(*options: str) -> list[dict]:
+        arguments = [command, str(source), str(tmp_path / "out"), "--progress", "json", *options]
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 0, done.output
+        return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+
+    shares = [lines("--worker", f"{i}/2") for i in range(2)]
+    shutil.rmtree(tmp_path / "out")
+    whole = lines()
+    assert len(whole) > 2
+    total = whole[-1]["bytes"]
+    assert 0 < total == whole[-1]["of"]
+    assert [line["bytes"] for line in whole] == sorted(line["bytes"] for line in whole)
+    assert sum(lines[-1]["bytes"] for lines in shares) == total
+    assert [lines[-1]["share"] for lines in shares] == [[0, 2], [1, 2]]

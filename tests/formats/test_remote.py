@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import dcp_writer
 import jax_ucp as ucp
+import torch_writer
+from benchmarks import array_cases
 from cases import DATA, every
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UCPError, UnsupportedPath
@@ -14,8 +17,10 @@ from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import RangeRead, read_bytes
 from jax_ucp.files.remote import plan_requests
+from jax_ucp.layout.box import Box
 from remote_files import counted
 from servers import web
+from servers.fault_proxy import depth
 
 CASES = every()
 # One of each format, whose stored arrays are those of TensorStore's drivers too.
@@ -114,6 +119,51 @@ def test_headers_of_many_files_are_read_at_once(tmp_path):
     with counted(latency=0.01) as files:
         ucp.open(f"counted://{tmp_path}/m")
     assert files.most >= 8
+
+
+MANY = 80  # files, or objects, of which none waits for another
+
+
+def _safetensors(folder):
+    tree = {"param": {f"w{i}": np.ones((64, 64), np.float32) for i in range(MANY)}}
+    ucp.Checkpoint.of(tree).export(folder, "safetensors", max_shard_bytes=16 << 10)
+
+
+def _deepspeed_universal(folder):
+    states = ("param", "exp_avg", "exp_avg_sq")
+    tree = {state: {f"w{i}": np.ones(8, np.float32) for i in range(MANY)} for state in states}
+    ucp.Checkpoint.of(tree).export(folder, "deepspeed")
+
+
+def _dcp(folder):
+    writer = dcp_writer.Writer(folder)
+    for i in range(MANY):
+        array = np.ones((64, 64), np.float32)
+        writer.tensor(f"w{i}", array, [(f"__{i}_0.distcp", Box.whole(array.shape))])
+        writer.object(f"about{i}", f"__{i}_0.distcp", {"text": "x" * 20_000, "number": i})
+    writer.finish()
+
+
+def _zero_3(folder):
+    array_cases.deepspeed(folder, 20, ranks=MANY)
+
+
+def _steps(folder):
+    """A number for each of many tensors, which lie far from one another."""
+    states = {i: {"step": np.float32(i), "m": np.ones(16384, np.float32)} for i in range(MANY)}
+    folder.mkdir()
+    torch_writer.save({"state": states}, folder / "states.pt")
+    return folder / "states.pt"
+
+
+@pytest.mark.parametrize("make", [_safetensors, _deepspeed_universal, _dcp, _zero_3, _steps])
+def test_opening_does_not_wait_for_one_file_after_another(make, tmp_path):
+    path = make(tmp_path / "many") or tmp_path / "many"
+    with counted(latency=0.02) as files:
+        opened = ucp.open(f"counted://{path}")
+    assert len(list(opened)) >= 20
+    assert sum(files.asked.values()) > MANY
+    assert depth(files.seen) < MANY // 2
 
 
 def test_faults_that_pass_are_not_seen(large, monkeypatch):

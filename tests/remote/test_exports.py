@@ -1,7 +1,14 @@
 """Exports into buckets: the files of the local export, byte for byte, and whole or not there."""
 
+import contextlib
 import itertools
+import random
+import subprocess
+import sys
 import tracemalloc
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import boto3
 import numpy as np
@@ -19,6 +26,8 @@ from jax_ucp.formats import exporting
 from jax_ucp.formats.exporting import EXPORT_FORMATS
 from jax_ucp.sources.checks import Check
 from jax_ucp.universal.store import WRITER_FILE, claimed
+from remote_faults import hurry, random_faults
+from servers.fault_proxy import Faults
 from servers.stores import BUCKET, Store
 
 STATES = {
@@ -195,6 +204,45 @@ def test_a_source_that_contradicts_itself_leaves_nothing(format, rows, s3):
     assert uploads(s3) == []
 
 
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_what_is_lost_or_changed_meanwhile_leaves_nothing(format, s3, tmp_path, monkeypatch):
+    checkpoint = source(tmp_path)
+    files = file_path(s3.url).folder()
+    upload = exporting.upload_files
+
+    def lost(folder, others, *args):
+        upload(folder, others, *args)
+        files.write("another", [b"x"], durable=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(exporting, "upload_files", lost)
+        with pytest.raises(CorruptData, match="another is no file of this export"):
+            checkpoint.export(s3.url, format)
+    files.delete("another")
+    for path in (tmp_path / "source").rglob("c*"):
+        path.write_bytes(path.read_bytes())
+    with pytest.raises(CorruptData, match="the checkpoint changed while it was read"):
+        checkpoint.export(s3.url, format)
+    assert objects(s3.url) == {}
+
+
+def test_an_error_of_the_source_is_that_of_the_export(s3, monkeypatch):
+    """And not taken for one of the store."""
+    checkpoint = memory(large())
+    read = checkpoint._contents.arrays.read
+
+    def failing(key, box):
+        if key.endswith("b") and box.stop[0] > 2500:  # in the second part of the file
+            raise FileNotFoundError(f"{key} of the source")
+        return read(key, box)
+
+    monkeypatch.setattr(checkpoint._contents.arrays, "read", failing, raising=False)
+    with pytest.raises(FileNotFoundError, match="of the source"):
+        checkpoint.export(s3.url, "safetensors", budget_bytes=64 << 20)
+    assert objects(s3.url) == {}
+    assert uploads(s3) == []
+
+
 def test_an_export_that_the_store_ends_leaves_nothing(s3, tmp_path, monkeypatch):
     checkpoint = source(tmp_path)
     total = len(checkpoint.plan_export("deepspeed").files)
@@ -243,3 +291,87 @@ def test_the_command_exports_into_a_bucket(s3, tmp_path):
     assert f"{s3.url}/out: 4 tensors" in text
     assert objects(f"{s3.url}/out") == local_files(tmp_path / "out")
     assert "is in use" in run("export", tmp_path / "source", f"{s3.url}/out", code=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_processes_export_into_a_bucket(format, s3, tmp_path):
+    checkpoint = source(tmp_path)
+    checkpoint.export(tmp_path / "out", format)
+    heard: list[int] = []
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        checkpoint.export(s3.url, format, executor=executor, progress=heard.append)
+    assert objects(s3.url) == local_files(tmp_path / "out")
+    assert sum(heard) == checkpoint.plan_export(format).write_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_azure(format, azure, tmp_path):
+    checkpoint = source(tmp_path)
+    checkpoint.export(tmp_path / "out", format)
+    checkpoint.export(azure.url, format)
+    assert objects(azure.url) == local_files(tmp_path / "out")
+    with pytest.raises(FileExistsError, match="is in use"):
+        checkpoint.export(azure.url, format)
+
+
+_EXPORT = """
+import sys, jax_ucp as ucp
+checkpoint = ucp.open(sys.argv[1])
+print("begun", flush=True)
+checkpoint.export(sys.argv[2], sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_a_killed_export_leaves_nothing_that_opens_and_is_wrong(format, faulty_s3, tmp_path):
+    store, proxy = faulty_s3
+    proxy.set(Faults(latency_s=0.02))
+    memory(large(300) | {"exp_avg": large(300)["param"]}).save(tmp_path / "source")
+    whole = bits(ucp.open(tmp_path / "source").export(tmp_path / "out", format))
+    dice, ends = random.Random(format), Counter()
+    for number in range(12):
+        url = f"{store.url}/{number}"
+        command = [sys.executable, "-c", _EXPORT, str(tmp_path / "source"), url, format]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(dice.uniform(0, 0.6))
+        process.kill()
+        process.communicate()
+        try:
+            assert bits(ucp.open(url)) == whole
+            ends["whole"] += 1
+        except (UCPError, FileNotFoundError):
+            ends["not there"] += 1
+            if objects(url):
+                with pytest.raises(FileExistsError, match=r"is in use|another save or export"):
+                    ucp.open(tmp_path / "source").export(url, format)
+    assert ends["not there"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_faults_of_a_store_end_in_the_right_bytes_or_an_error(seed, faulty_s3, tmp_path):
+    store, proxy = faulty_s3
+    format = EXPORT_FORMATS[seed % 3]
+    memory(large(1500)).export(tmp_path / "out", format)
+    hurry()
+    proxy.set(random_faults(seed))
+    try:
+        memory(large(1500)).export(store.url, format)
+        is_done = True
+    except (UCPError, FileExistsError):
+        is_done = False
+    proxy.set(Faults())
+    found, wanted = objects(store.url), local_files(tmp_path / "out")
+    found.pop(WRITER_FILE, None)
+    if is_done:
+        assert found == wanted
+    else:
+        assert found == wanted or not any(name in found for name in LAST)
+
+
+LAST = (".metadata", "latest_universal", "model.safetensors")

@@ -9,12 +9,13 @@ import pytest
 
 import jax_ucp as ucp
 from helpers import numbered
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file
 from jax_ucp.universal.ledger import LEDGER_FILE
 from jax_ucp.universal.store import METADATA_FILE, WRITER_FILE, ZarrStore, claimed
 from remote_faults import campaign, kills
+from servers.fault_proxy import Faults, depth
 from servers.stores import Store
 
 BUDGET = 1 << 20  # small, so that there are many blocks
@@ -73,6 +74,50 @@ def test_thousands_of_small_arrays_are_few_requests(faulty_s3):
     restored = ucp.open(store.url).restore()
     assert proxy.met["GET"] + proxy.met["HEAD"] < before + 40
     assert all(np.array_equal(restored[name], want[name]) for name in want)
+
+
+def test_few_requests_wait_for_one_another(faulty_s3):
+    """However many arrays there are. By their order: claim, is it a checkpoint, chunks and what is
+    beside them, the file that stock Orbax goes by, a look at all, commit, the claim's end.
+    """
+    store, proxy = faulty_s3
+    want = {f"w{i}": numbered((8, 8), np.float32) + i for i in range(24)}
+
+    def asked(do) -> tuple[int, int]:
+        proxy.set(Faults(latency_s=0.15))
+        do()
+        return len(proxy.seen), depth(proxy.seen)
+
+    saved, converted = f"{store.url}/saved", f"{store.url}/converted"
+    requests, waits = asked(lambda: save(saved, want))
+    assert waits <= 7 + 1
+    assert requests <= 2 * 24 + 10
+    order = [request.path.rpartition("/")[2] for request in proxy.seen if request.method == "PUT"]
+    assert order[0] == WRITER_FILE
+    assert order[-2:] == ["_METADATA", METADATA_FILE]
+    requests, waits = asked(lambda: ucp.open(saved))
+    assert (waits, requests) <= (3 + 1, 6)
+    opened = ucp.open(saved)
+    requests, waits = asked(lambda: opened.save(converted))
+    assert waits <= 18 + 2
+    assert requests <= 5 * 24 + 30
+
+
+def test_what_was_written_is_looked_at_by_its_version(s3: Store, monkeypatch):
+    """What is beside the arrays is not read again, unless it is not what was written."""
+    from jax_ucp.universal.store import Commit
+
+    write = Commit.write
+
+    def meanwhile(commit, held):
+        held.directory.write("large/zarr.json", [b"another's"], durable=True)
+        return write(commit, held)
+
+    monkeypatch.setattr(Commit, "write", meanwhile)
+    with pytest.raises(CorruptData, match=r"large/zarr.json is damaged"):
+        save(s3.url, tree())
+    with pytest.raises(NotACheckpoint):
+        ucp.open(s3.url)
 
 
 def test_what_is_a_checkpoint_is_not_written_over(store: Store):

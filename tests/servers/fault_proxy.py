@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import http.client
 import json
+import math
 import random
 import re
 import socket
@@ -20,12 +21,12 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
-PIECE = 64 << 10
+PIECE = 256 << 10
 _PER_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
 _LIST = re.compile(r"[?&](list-type=|prefix=|comp=list)")
 _UPLOAD = re.compile(r"(uploadId|upload_id)=[^&]*")
@@ -66,6 +67,29 @@ class Faults:
         return None
 
 
+class Seen(NamedTuple):
+    """A request, and when it came and was answered."""
+
+    begun: float
+    ended: float
+    method: str
+    path: str
+
+
+def depth(seen: Sequence[Seen]) -> int:
+    """How many requests waited for one another: the most of which each came after the answer to the
+    one before. Where each takes a while, those that need not wait overlap.
+
+    >>> depth([Seen(0, 2, "PUT", "a"), Seen(1, 3, "PUT", "b"), Seen(4, 5, "PUT", "c")])
+    2
+    """
+    count, last = 0, -math.inf
+    for request in sorted(seen, key=lambda request: request.ended):
+        if request.begun >= last:
+            count, last = count + 1, request.ended
+    return count
+
+
 class _Pace:
     """Lets so many bytes a second pass."""
 
@@ -86,7 +110,8 @@ class _Pace:
 class FaultProxy:
     """Serves a store at `endpoint` while it is entered. `faults` may be exchanged meanwhile.
 
-    `met` counts requests by method, and faults by kind.
+    `met` counts requests by method, faults by kind, the bytes of bodies that were `sent`, and
+    `bytes` that were read, without lists; `seen` are the requests in the order of their ends.
     """
 
     def __init__(self, backend: str, faults: Faults = Faults(), port: int = 0):
@@ -101,6 +126,7 @@ class FaultProxy:
         self.faults = faults
         self.pace = _Pace(faults.total_rate)
         self.met: Counter[str] = Counter()
+        self.seen: list[Seen] = []
         self._turns: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
 
@@ -115,6 +141,10 @@ class FaultProxy:
             if kind:
                 self.met[kind] += 1
         return kind
+
+    def count(self, what: str, number: int) -> None:
+        with self._lock:
+            self.met[what] += number
 
     def __enter__(self) -> FaultProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -162,10 +192,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Nobody listens."""
 
     def _handle(self) -> None:
+        begun = time.monotonic()
         body = self._read_body()
         kind = self._proxy.fault(self)
         time.sleep(self._proxy.faults.latency_s)
         KINDS.get(kind or "", _Handler._pass_on)(self, body)
+        self._proxy.seen.append(Seen(begun, time.monotonic(), self.command, self.path))
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _handle
 
@@ -225,6 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(answer.length))
         self.end_headers()
         body = memoryview(answer.body)[:stop]
+        self._proxy.count("sent", len(body))
         for start in range(0, len(body), PIECE):
             piece = body[start : start + PIECE]
             self._wait(len(piece))
@@ -232,8 +265,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, body: bytes) -> None:
         answer = self._ask(body)
-        if self.command == "GET" and _LIST.search(self.path) and answer.status == 200:
+        is_list = _LIST.search(self.path)
+        if self.command == "GET" and is_list and answer.status == 200:
             self._proxy.lists.setdefault(self.path, answer)
+        if self.command == "GET" and not is_list and answer.status in (200, 206):
+            self._proxy.count("bytes", len(answer.body))
         self._send(answer)
 
     def _refuse(self, body: bytes, status: int = 503) -> None:

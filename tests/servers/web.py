@@ -6,6 +6,7 @@ import email.utils
 import hashlib
 import json
 import re
+import sys
 import threading
 import urllib.parse
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
@@ -60,14 +62,15 @@ class _Handler(BaseHTTPRequestHandler):
             "Last-Modified": email.utils.formatdate(status.st_mtime, usegmt=True),
             "Accept-Ranges": "bytes",
         }
-        data = path.read_bytes()
         wanted = RANGE.fullmatch(self.headers.get("Range", ""))
         if wanted is None:
-            self.say(200, data, headers)
+            self.say(200, path.read_bytes(), headers)
             return
-        first, last = int(wanted[1]), min(int(wanted[2]), len(data) - 1)
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-        self.say(206, data[first : last + 1], headers)
+        first, last = int(wanted[1]), min(int(wanted[2]), status.st_size - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{status.st_size}"
+        with path.open("rb") as file:
+            file.seek(first)
+            self.say(206, file.read(last + 1 - first), headers)
 
     def say(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
@@ -104,9 +107,16 @@ class _HubHandler(_Handler):
             self.say(429, b"")
             return
         about = re.fullmatch(r"api/models/org/name(?:/revision/(.+))?", name)
+        tree = re.fullmatch(r"api/models/org/name/tree/(.+)", name)
         file = re.fullmatch(rf"org/name/resolve/{commit(self.root)}/(.+)", name)
         if about:
             self._about(about[1] or "main")
+        elif tree:
+            entries = [
+                {"type": "file", "path": f["rfilename"], "size": f["size"], "oid": f["blobId"]}
+                for f in self._siblings()
+            ]
+            self.say(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
         elif file:
             link = f"/cdn/{file[1]}"
             self.links[f"cdn/{file[1]}"] = 0
@@ -114,22 +124,28 @@ class _HubHandler(_Handler):
         else:
             self.say(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
+    def say(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """`huggingface_hub` wants to know of which commit a file is."""
+        super().say(status, body, {"X-Repo-Commit": commit(self.root), **(headers or {})})
+
     def _about(self, revision: str) -> None:
         if revision not in ("main", commit(self.root)):
             self.say(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return
-        files = [path for path in sorted(self.root.rglob("*")) if path.is_file()]
-        siblings = [
+        model = {"id": "org/name", "modelId": "org/name", "sha": commit(self.root)}
+        body = json.dumps(model | {"siblings": self._siblings()}).encode()
+        self.say(200, body, {"Content-Type": "application/json"})
+
+    def _siblings(self) -> list[dict[str, Any]]:
+        return [
             {
                 "rfilename": path.relative_to(self.root).as_posix(),
                 "size": path.stat().st_size,
-                "blobId": hashlib.sha1(path.read_bytes()).hexdigest(),
+                "blobId": hashlib.sha1(path.name.encode()).hexdigest(),
             }
-            for path in files
+            for path in sorted(self.root.rglob("*"))
+            if path.is_file()
         ]
-        model = {"id": "org/name", "modelId": "org/name", "sha": commit(self.root)}
-        body = json.dumps(model | {"siblings": siblings}).encode()
-        self.say(200, body, {"Content-Type": "application/json"})
 
     def _linked(self, name: str) -> None:
         self.links[name] += 1
@@ -140,11 +156,10 @@ class _HubHandler(_Handler):
 
 
 def commit(root: Path) -> str:
-    """The commit that the model is at: another where any of its files is."""
+    """The commit that the model is at: another where any of its files is written to."""
     files = sorted(path for path in root.rglob("*") if path.is_file())
-    names = [path.relative_to(root).as_posix().encode() for path in files]
-    contents = [path.read_bytes() for path in files]
-    return hashlib.sha1(b"\0".join([*names, *contents])).hexdigest()
+    states = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in files]
+    return hashlib.sha1(repr(states).encode()).hexdigest()
 
 
 @contextmanager
@@ -159,16 +174,24 @@ def web(root: Path, pages: int = 200) -> Iterator[tuple[str, Counter[str]]]:
 @contextmanager
 def hub(root: Path, uses: int = 1 << 30, busy: int = 0, token: str = "hf_t") -> Iterator[str]:
     """A hub whose model `org/name` has the files below a folder: its address."""
-    attributes = {"root": root, "counts": Counter(), "links": Counter()}
-    attributes |= {"uses": uses, "busy": busy, "token": token}
-    with _serving(type("Handler", (_HubHandler,), attributes)) as address:
+    attributes = {"uses": uses, "busy": busy, "token": token}
+    with _serving(_hub_handler(root, **attributes)) as address:
         yield address
+
+
+def _hub_handler(root: Path, **attributes: object) -> type[_HubHandler]:
+    about = {"root": root, "counts": Counter(), "links": Counter(), **attributes}
+    return type("Handler", (_HubHandler,), about)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # of fewer, connections are asked for again after a second
 
 
 @contextmanager
 def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -177,3 +200,8 @@ def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+if __name__ == "__main__":  # a hub: python web.py PORT FOLDER
+    hub_handler = _hub_handler(Path(sys.argv[2]), uses=1 << 30, busy=0, token="hf_t")
+    _Server(("127.0.0.1", int(sys.argv[1])), hub_handler).serve_forever()

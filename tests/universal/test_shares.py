@@ -21,10 +21,11 @@ import jax_ucp as ucp
 from helpers import digests, memory
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.files import protocol
 from jax_ucp.universal import copy as copying
 from jax_ucp.universal.copy import plan_copy
 from jax_ucp.universal.packs import PACK_FROM
-from jax_ucp.universal.shares import Share, _by_bytes, parts_of
+from jax_ucp.universal.shares import Share, parts_of, shared_evenly
 from test_read_once import SOURCES
 
 DATA = Path(__file__).parents[1] / "data"
@@ -46,7 +47,7 @@ def but_for_the_note(folder: Path) -> dict[str, str]:
 )
 def test_groups_are_shared_out_in_their_order_and_evenly(sizes, count):
     groups = [[copying.Block("a", None, n, 0) for n in group] for group in sizes]
-    shares = list(_by_bytes(groups, count))
+    shares = list(shared_evenly(groups, count))
     assert shares == sorted(shares)
     assert all(0 <= share < count for share in shares)
     total, largest = sum(map(sum, sizes)), max(map(sum, sizes), default=0)
@@ -172,6 +173,29 @@ def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(shares, "commit_copy", committed_by_another)
     assert source.save_share(out, (1, 2)) is not None
     assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["ucp.process_1.json", "ucp-ledger_1_of_2.jsonl"])
+def test_what_another_clears_away_while_it_is_read_is_gone(name, tmp_path, s3, monkeypatch):
+    """Two commit at once; one finds a file that the other deletes before it is read."""
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), f"{s3.url}/{name}"
+    source.save(tmp_path / "whole")
+    source.save_share(out, (0, 2))
+    read_bytes = protocol.read_bytes
+    reads = []
+
+    def deleted_before(files, file, *run):
+        if file.name == name:
+            reads.append(name)
+            monkeypatch.setattr(protocol, "read_bytes", read_bytes)
+            ucp.open(tmp_path / "source").save_share(out, (1, 2))
+        return read_bytes(files, file, *run)
+
+    monkeypatch.setattr(protocol, "read_bytes", deleted_before)
+    assert source.save_share(out, (1, 2)) is not None
+    assert reads
+    assert [label for label, fault in ucp.open(out).verify() if fault] == []
 
 
 def test_who_is_overtaken_by_the_commit_of_another_share_has_the_checkpoint_too(

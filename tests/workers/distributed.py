@@ -140,7 +140,7 @@ def save_v1() -> dict:
     """
     if rank == processes - 1:
         write = handler.write_snapshot
-        handler.write_snapshot = lambda *args: (time.sleep(0.5), write(*args))
+        handler.write_snapshot = lambda *args: (time.sleep(0.5), write(*args))[1]
     v1.save_checkpointables(
         f"{directory}/sync", {"model": ucp.args.Save(tree()), "config": {"layers": 2}}
     )

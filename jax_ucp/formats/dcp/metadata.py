@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.source_files import note
 from jax_ucp.formats.huggingface.stand_ins import stand_in
@@ -426,9 +427,9 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
     for fqn, span in metadata.spans():
         if fqn not in left:
             by_file[span.file].append((span, fqn))
-    for name, spans in by_file.items():
+    files = stat_all(folder, list(by_file))
+    for (name, spans), file in zip(by_file.items(), files, strict=True):
         path, first = metadata.folder / name, spans[0][1]
-        file = folder.stat(name)
         if file is None:
             raise FormatError(
                 f"{path} is missing: {len(spans)} items lie in it, the first of {first}"

@@ -15,6 +15,7 @@ that the metadata has in one place only may be changed there.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -115,10 +116,15 @@ class Save:
         left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
         return cls(prefix, metadata, DcpSource(metadata), left)
 
+    def open_ahead(self) -> None:
+        """Open the objects, each of which is read next."""
+        self.source.open_ahead(itertools.chain.from_iterable(self.metadata.objects.values()))
+
 
 def _objects(imported: Import, save: Save) -> dict[Steps, Any]:
     """What is no tensor, by path; it is kept as extras."""
     objects: dict[Steps, Any] = {}
+    save.open_ahead()
     for fqn, spans in save.metadata.objects.items():
         for span in spans:
             objects[save.metadata.paths.get(fqn, (fqn,))] = read_object(imported, fqn, span, save)

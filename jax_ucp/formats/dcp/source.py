@@ -4,10 +4,11 @@ a `.distcp` file.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -16,6 +17,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.crc import Part, Tally
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
@@ -136,6 +138,16 @@ class DcpSource(ArraySource):
     def object(self, fqn: str, span: Span) -> TorchFile:
         """The torch.save file of an object that is no tensor; `span` is where it lies."""
         return self._open(span, MAX_OBJECT_BYTES, f"{span.file}:{fqn}@{span.offset}")
+
+    def open_ahead(self, spans: Iterable[Span]) -> None:
+        """Open objects that are wanted next, many at once where they lie behind a network."""
+
+        def attempt(span: Span) -> None:
+            with suppress(FormatError, OSError):  # which whoever wants it is told
+                self._open(span, MAX_OBJECT_BYTES, span.file)
+
+        if self.folder.files.is_remote:
+            each_file(self.folder.files, attempt, itertools.islice(spans, KEPT_FILES))
 
     def _open(self, span: Span, max_bytes: int, key: str) -> TorchFile:
         with self._lock:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import each_file
+from jax_ucp.files.looked import walk
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.facts import check_facts
@@ -110,6 +111,7 @@ def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
 
 
 def _atom_paths(zero: FilePath) -> list[FilePath]:
+    walk(zero.folder())  # one list for the folders of all parameters
     paths = itertools.chain.from_iterable(named.matching(".pt") for named in zero.children())
     return [path for path in paths if not path.name.startswith(".")]
 

@@ -213,6 +213,7 @@ class Reader:
 
     def _objects(self) -> dict[str, Any]:
         """Every object, kept as an extra."""
+        self.save.open_ahead()
         return {
             fqn: read_object(self.importer, fqn, span, self.save)
             for fqn, spans in self.metadata.objects.items()

@@ -21,7 +21,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath, file_path
-from jax_ucp.files.ranges import ByteRange, FileRange
+from jax_ucp.files.ranges import FileRange
 from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.facts import COUNTS, Facts
@@ -171,7 +171,7 @@ class SafetensorsFile(ArraySource):
     def __init__(self, path: str | os.PathLike[str] | FilePath):
         self.path = file_path(path)
         self._bytes = FileRange(self.path, file=self.path.file())
-        header, self._begin = _header(self.path, self._bytes)
+        header, self._begin = _header(self.path, self._bytes.size)
         self.metadata = _metadata(self.path, header.pop("__metadata__", {}))
         entries = [_entry(self.path, name, entry) for name, entry in header.items()]
         entries.sort(key=lambda entry: (entry.begin, entry.end))
@@ -194,14 +194,16 @@ class SafetensorsFile(ArraySource):
             raise CorruptData(f"{self.path}: {error}") from error
 
 
-def _header(path: FilePath, file: ByteRange) -> tuple[dict[str, Any], int]:
-    """What the header says of each tensor, and where the data begins."""
-    head = file.read(0, 8)
+def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
+    """What the header says of each tensor, and where the data begins, of a file of so many
+    bytes.
+    """
+    head = path.read_bytes(0, 8)
     length = int.from_bytes(head, "little") if len(head) == 8 else -1
-    if not 2 <= length <= min(MAX_HEADER_BYTES, file.size - 8):
-        claim = f"its first 8 bytes say that the header has {length} bytes, of {file.size} in all"
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        claim = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
         raise FormatError(f"{path}: {claim}: it is cut short, or no safetensors")
-    data = file.read(8, 8 + length)
+    data = path.read_bytes(8, 8 + length)
     try:
         header = json.loads(data.decode(), object_pairs_hook=_unique) if data[:1] == b"{" else None
     except (ValueError, RecursionError) as error:

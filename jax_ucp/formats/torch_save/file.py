@@ -36,7 +36,7 @@ from jax_ucp.formats.torch_save.tensor_names import (
     unreadable,
 )
 from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown
-from jax_ucp.formats.torch_save.zip_members import Member, member_bytes, zip_members
+from jax_ucp.formats.torch_save.zip_members import Member, member_bytes, zip_members, zip_names
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent, Note
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
@@ -62,9 +62,8 @@ def is_torch_file(path: FilePath) -> bool:
     if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
         return torch_legacy.is_legacy(head)
     try:
-        return any(
-            name.endswith("/data.pkl") for name in zip_members(EdgesInMemory(FileRange(path)))
-        )
+        names = zip_names(EdgesInMemory(FileRange(path)))
+        return any(name.endswith("/data.pkl") for name in names)
     except FormatError:
         return path.suffix in SUFFIXES
 
@@ -114,6 +113,8 @@ class TorchFile(ArraySource):
                 self.saved_as = archive.root
                 self._storages, self._swapped = archive.storages, archive.big_endian
                 self.tree = self._loaded(archive, {} if alike is None else alike)
+            if file_bytes.is_remote:
+                self._bytes = file_bytes
             contents = _TreeContents(self.tree, self.path)
             self._tensors, self.unknown = contents.tensors, frozenset(contents.unknown)
             if contents.refused and not lenient:

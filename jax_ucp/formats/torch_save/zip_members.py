@@ -85,6 +85,11 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
     return members
 
 
+def zip_names(file: ByteRange) -> list[str]:
+    """The names in the directory of a zip file, of which no member is looked at."""
+    return [_text(entry.name) for entry in _directory(file)[1]]
+
+
 def _check_disjoint(spans: Iterable[tuple[int, int, str]], limit: int) -> None:
     """Refuse members, each from one byte to another, of which two overlap or one ends after
     `limit`.

@@ -132,6 +132,7 @@ def test_where_nothing_is_stored_the_run_had_one_rank(tmp_path):
     assert fields["tensor_model_parallel_size"] == fields["pipeline_model_parallel_size"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mla", "pa", "pa_full"])
 def test_the_next_losses_are_those_of_torch(case):
     """Also that another moment gives others."""

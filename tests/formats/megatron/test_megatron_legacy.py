@@ -2,6 +2,7 @@
 before the save.
 """
 
+import functools
 import json
 import shutil
 from itertools import pairwise
@@ -30,10 +31,11 @@ HALVED = "legacy_te_precision_aware_bf16"
 def test_where_says_which_stored_elements_a_parameter_is_made_of(case):
     checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101})
     folder = Path(checkpoint.path)
+    opened = functools.cache(lambda name: TorchFile(folder / name))
     for label, array in truth(case).items():
         out = np.full(array.shape, np.nan, np.float32)
         for piece in checkpoint.where(label) if not label.startswith("step/") else ():
-            file = TorchFile(folder / piece.file)
+            file = opened(piece.file)
             stored = file.read(piece.item, Box.whole(file.arrays()[piece.item].shape))
             data = (stored.ravel() if piece.source.ndim == 1 else stored)[piece.source.index]
             out[piece.target.index] = data.reshape(piece.target.shape)

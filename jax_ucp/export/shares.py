@@ -1,0 +1,257 @@
+"""An export that several processes make, none of which leads: each does its share, and the last to
+finish makes the folder.
+
+Until then all of it is in the hidden folder beside the target: `ucp-ledger.jsonl` says which
+export it is, a ledger of each share what is on disk of it, and `ucp-share_I.json` that a share is
+complete. The files are in `files`, which becomes the target.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import shutil
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from jax_ucp.export.atomic_folder import being_written, partial_folder, put_in_place
+from jax_ucp.export.files import (
+    File,
+    TensorTask,
+    complete_files,
+    create,
+    require_written,
+    tensor_tasks,
+)
+from jax_ucp.files.crc import Part
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import read_file
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.proved import proved
+from jax_ucp.sources.work import HERE, Coordinator, shared_out
+from jax_ucp.universal.copy import GROUP_BYTES, Waiting
+from jax_ucp.universal.ledger import LEDGER_FILE, Ledger
+from jax_ucp.universal.metadata import digest
+from jax_ucp.universal.shares import Share, conversion_note, is_of, require_same_copy, shared_evenly
+from jax_ucp.universal.store import CONVERSION_FILE, Written
+
+_FILES = "files"
+_READ_BYTES = 1 << 20
+
+
+class _Run(msgspec.Struct, array_like=True, frozen=True):
+    """What a task has written: bytes of a file, from `start` to `stop`, and their CRC-32."""
+
+    place: tuple[int, int]
+    file: str
+    start: int
+    stop: int
+    crc: int
+
+    @classmethod
+    def of(cls, task: TensorTask, crc: int) -> _Run:
+        return cls(task.place, task.file, task.at, task.at + task.nbytes, crc)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def noted(self) -> tuple[str, Box, Written]:
+        return self.file, Box((self.start,), (self.stop,)), Written(f"{self.crc:08x}", b"")
+
+
+def export_share(
+    contents: Contents,
+    files: Sequence[File],
+    budget_bytes: int,
+    target: Path,
+    share: Share,
+    require_free: Callable[[], None],
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> bool:
+    """Do a share of an export, and make the folder where all others are done. Whether `target` is
+    there now.
+
+    Each process has the same files. A share that was stopped is taken up by the same call; one that
+    is complete is looked at, and left as it is. A check is of the share that has the first run of
+    an array that it proves. `require_free` raises where something else is at `target`.
+
+    Raises what an export by one process raises, and FormatError where an unfinished one of
+    something else is in the way.
+    """
+    folder = partial_folder(target)
+    owners: dict[str, int] = {}
+    with shared_out(contents, HERE, "", partial(is_of, owners, share)) as coordinator:
+        tasks = list(tensor_tasks(folder / _FILES, files, coordinator, budget_bytes))
+        shares = list(shared_evenly([[task] for task in tasks], share.count))
+        for task, index in zip(tasks, shares, strict=True):
+            owners.setdefault(task.tensor.key, index)
+        work = _Work(
+            coordinator,
+            target,
+            files,
+            [task for task, index in zip(tasks, shares, strict=True) if index == share.index],
+            share,
+            _identity(contents, files, tasks, share.count),
+        )
+        if not work.is_result():
+            require_free()
+            try:
+                work.do(budget_bytes, progress)
+            except (FileExistsError, FileNotFoundError):
+                if not work.is_result():
+                    raise  # else another has made it meanwhile, and cleared away what was here
+        is_result = work.is_result()
+    if is_result:
+        shutil.rmtree(folder, ignore_errors=True)
+    return is_result
+
+
+def _identity(
+    contents: Contents, files: Sequence[File], tasks: Sequence[TensorTask], count: int
+) -> str:
+    """What all shares must agree on: the source as it was opened, the files, and the tasks."""
+    planned = [
+        (file.name, file.size, section.tensors, section.literals)
+        for file in files
+        for section in file.sections
+    ]
+    cut = [(task.file, task.at) for task in tasks]
+    return digest(repr((contents.identity(), planned, cut, count)).encode())
+
+
+class _Work:
+    """A share of one export."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        target: Path,
+        files: Sequence[File],
+        tasks: Sequence[TensorTask],
+        share: Share,
+        identity: str,
+    ):
+        self._coordinator, self._target, self._files = coordinator, target, files
+        self._tasks, self._share, self._identity = tasks, share, identity
+        self._folder = partial_folder(target)
+        self._local = LocalFiles(self._folder)
+
+    def is_result(self) -> bool:
+        """Whether the target is what this export makes."""
+        found = read_file(LocalFiles(self._target), CONVERSION_FILE)
+        return found == conversion_note(self._identity)
+
+    def do(self, budget_bytes: int, progress: Callable[[int], None]) -> None:
+        with self._joined() as lock:
+            if self.is_result():
+                return  # made before this process joined
+            opened = self._coordinator.opened
+            with proved(opened.proofs):
+                runs = self._write(budget_bytes, progress)
+            opened.contents.files.require_unchanged()
+            self._local.write(
+                _done_name(self._share.index), [msgspec.json.encode(runs)], durable=True
+            )
+            done = [self._folder / _done_name(index) for index in range(self._share.count)]
+            if all(map(Path.is_file, done)):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not self.is_result():
+                    self._complete(done)
+
+    @contextmanager
+    def _joined(self) -> Iterator[int]:
+        """A lock that all have who write shares, and one alone who makes the folder."""
+        with being_written(self._folder, self._target, fcntl.LOCK_SH):
+            require_same_copy(self._local, self._identity)
+            lock = os.open(self._folder / LEDGER_FILE, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield lock
+        finally:
+            os.close(lock)
+
+    def _write(self, budget_bytes: int, progress: Callable[[int], None]) -> list[_Run]:
+        """Write what the ledger does not have, or what is not on disk as it has it."""
+        sizes = {file.name: file.size for file in self._files}
+        for name in dict.fromkeys(task.file for task in self._tasks):
+            create(self._folder / _FILES / name, sizes[name], is_shared=True)
+        path = file_path(str(self._folder))
+        with closing(Ledger(path, self._identity, self._share.ledger)) as ledger:
+            runs = list(self._on_disk(ledger))
+            for run in runs:
+                progress(run.nbytes)
+            waiting: Waiting[_Run] = Waiting(GROUP_BYTES)
+
+            def finish(task: TensorTask, crc: int) -> None:
+                settle(waiting.add([_Run.of(task, crc)]))
+
+            def settle(group: Sequence[_Run]) -> None:
+                if group:
+                    self._local.sync()
+                    ledger.note(run.noted for run in group)
+                    runs.extend(group)
+                for run in group:
+                    progress(run.nbytes)
+
+            there = {(run.file, run.start) for run in runs}
+            left = (task for task in self._tasks if (task.file, task.at) not in there)
+            self._coordinator.run(left, finish, budget_bytes)
+            settle(waiting.items)
+        return runs
+
+    def _on_disk(self, ledger: Ledger) -> Iterator[_Run]:
+        """What a process that was stopped has written of this share, and is still there."""
+        for task in self._tasks if ledger.done else ():
+            path = self._folder / _FILES / task.file
+            run = _Run.of(task, _crc_of(path, task.at, task.nbytes))
+            file, box, written = run.noted
+            if ledger.done.get((file, str(box))) == written:
+                yield run
+
+    def _complete(self, done: Sequence[Path]) -> None:
+        """Write what is no tensor, and make the folder the target."""
+        parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
+        for run in itertools.chain.from_iterable(map(_runs, done)):
+            parts[run.place].append(Part(run.start, run.stop, run.crc))
+        folder = self._folder / _FILES
+        for file in self._files:
+            create(folder / file.name, file.size, is_shared=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            complete_files(folder, self._files, parts)
+            note = conversion_note(self._identity)
+            LocalFiles(folder).write(CONVERSION_FILE, [note], durable=True)
+            require_written(LocalFiles(folder), self._files, beside=[CONVERSION_FILE])
+            put_in_place(handle, folder, self._target)
+        finally:
+            os.close(handle)
+
+
+def _done_name(index: int) -> str:
+    return f"ucp-share_{index}.json"
+
+
+def _runs(path: Path) -> list[_Run]:
+    return msgspec.json.decode(path.read_bytes(), type=list[_Run])
+
+
+def _crc_of(path: Path, start: int, nbytes: int) -> int:
+    """The CRC-32 of bytes of a file, or of those that it has of them."""
+    crc = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while data := file.read(min(nbytes, _READ_BYTES)):
+            crc = zlib.crc32(data, crc)
+            nbytes -= len(data)
+    return crc

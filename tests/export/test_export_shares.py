@@ -1,0 +1,195 @@
+"""An export by processes that know nothing of one another."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from commands import run
+from helpers import digests, memory
+from jax_ucp.errors import CorruptData, FormatError, UnsupportedPath
+from jax_ucp.export import shares
+from jax_ucp.export.files import TensorTask
+from test_read_once import SOURCES, STATES
+
+DATA = Path(__file__).parents[1] / "data"
+CASES = [
+    ("deepspeed/tp2_dp2_z1_bf16_swiglu", "safetensors"),
+    ("deepspeed/tp2_dp2_z1_bf16_swiglu", "deepspeed"),
+    ("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt", "dcp"),
+    ("torch/hf_llama/ckpt", "safetensors"),
+]
+BUDGET = 4 << 20  # many blocks
+
+
+def written(folder: Path) -> dict[str, str]:
+    files = digests(folder)
+    assert files.pop("ucp.conversion.json")
+    assert not list(folder.parent.glob(".*"))
+    return files
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Path:
+    """Several tasks of one share."""
+    monkeypatch.setattr("jax_ucp.export.files.TASK_BYTES", 1 << 20)
+    memory(STATES).export(tmp_path / "source", "dcp")
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize(("case", "format"), CASES)
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_in_any_order_the_shares_make_what_one_process_makes(case, format, count, tmp_path):
+    ucp.open(DATA / case).export(tmp_path / "whole", format)
+    out, order = tmp_path / "out", random.Random(count).sample(range(count), count)
+    for index in order[:-1]:
+        assert ucp.open(DATA / case).export_share(out, format, (index, count)) is None
+        assert not out.exists()
+    made = ucp.open(DATA / case).export_share(out, format, (order[-1], count))
+    assert made is not None
+    assert written(out) == digests(tmp_path / "whole") != {}
+    for index in range(count):  # any may be run again
+        assert ucp.open(DATA / case).export_share(out, format, (index, count)) is not None
+    assert written(out) == digests(tmp_path / "whole")
+
+
+def test_of_a_share_that_was_stopped_what_is_on_disk_is_not_written_again(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shares, "GROUP_BYTES", 0)
+    ucp.open(source).export(tmp_path / "whole", "dcp")
+    heard = []
+
+    def stop(nbytes):
+        heard.append(nbytes)
+        if len(heard) == 9:
+            raise KeyboardInterrupt
+
+    how = {"share": (0, 1), "budget_bytes": BUDGET}
+    with pytest.raises(KeyboardInterrupt):
+        ucp.open(source).export_share(tmp_path / "out", "dcp", progress=stop, **how)
+    # of what is on disk one byte is changed by something else
+    ledger = (tmp_path / ".out.partial" / "ucp-ledger_0_of_1.jsonl").read_text().splitlines()
+    boxes = [line.split('"box":"[')[1].split("]")[0].split(":") for line in ledger[1:]]
+    done = [int(stop) - int(start) for start, stop in boxes]
+    assert len(done) >= 9
+    with open(tmp_path / ".out.partial" / "files" / "__0_0.distcp", "r+b") as file:
+        file.seek(int(boxes[0][0]))
+        byte = file.read(1)[0]
+        file.seek(int(boxes[0][0]))
+        file.write(bytes([byte ^ 1]))
+    run, again = TensorTask.run, []
+    monkeypatch.setattr(TensorTask, "run", lambda task, job: again.append(task) or run(task, job))
+    made = ucp.open(source).export_share(tmp_path / "out", "dcp", **how)
+    assert made is not None
+    assert written(tmp_path / "out") == digests(tmp_path / "whole")
+    stored = sum(array.nbytes for arrays in STATES.values() for array in arrays.values())
+    assert sum(task.nbytes for task in again) == stored - sum(done[1:])
+
+
+def test_shares_at_once_make_one_folder(source, tmp_path):
+    ucp.open(source).export(tmp_path / "whole", "dcp")
+    for attempt in range(4):
+        out = tmp_path / f"out {attempt}"
+
+        def share(index, out=out):
+            return ucp.open(source).export_share(out, "dcp", (index, 3))
+
+        with ThreadPoolExecutor(3) as threads:
+            made = list(threads.map(share, range(3)))
+        assert any(one is not None for one in made)
+        assert written(out) == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("when", ["require_same_copy", "complete_files"])
+def test_who_is_overtaken_by_another_has_the_folder_too(when, source, tmp_path, monkeypatch):
+    ucp.open(source).export(tmp_path / "whole", "dcp")
+    out = tmp_path / "out"
+    ucp.open(source).export_share(out, "dcp", (0, 2))
+    original = getattr(shares, when)
+
+    def overtaken(*args):
+        monkeypatch.setattr(shares, when, original)
+        monkeypatch.setattr("fcntl.flock", lambda *args: None)  # the other ends before this one
+        assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+        return original(*args)
+
+    monkeypatch.setattr(shares, when, overtaken)
+    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+    assert written(out) == digests(tmp_path / "whole")
+
+
+def test_one_share_has_one_process_at_a_time(source, tmp_path):
+    refusals = []
+
+    def meanwhile(nbytes):
+        with pytest.raises(FormatError, match="another conversion is writing") as refused:
+            ucp.open(source).export_share(tmp_path / "out", "dcp", (0, 2))
+        refusals.append(refused)
+
+    ucp.open(source).export_share(tmp_path / "out", "dcp", (0, 2), progress=meanwhile)
+    assert refusals
+
+
+def test_another_export_is_refused_and_destroys_nothing(source, tmp_path):
+    memory({"param": {"w": np.zeros((64, 64))}}).export(tmp_path / "other", "dcp")
+    out = tmp_path / "out"
+    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
+    with pytest.raises(FormatError, match="in another number of shares"):
+        ucp.open(source).export_share(out, "dcp", (0, 3))
+    with pytest.raises(FormatError, match="unfinished conversion of another source"):
+        ucp.open(tmp_path / "other").export_share(out, "dcp", (1, 2))
+    with pytest.raises(FormatError):
+        ucp.open(source).export_share(out, "safetensors", (1, 2))
+    with pytest.raises(FileExistsError, match="run all of them, or delete that folder"):
+        ucp.open(source).export(out, "dcp")
+    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+    for format, share in (("dcp", (0, 3)), ("dcp", (0, 1)), ("safetensors", (0, 2))):
+        with pytest.raises(FileExistsError, match="is in use"):
+            ucp.open(source).export_share(out, format, share)
+    with pytest.raises(FileExistsError, match="lies in the source"):
+        ucp.open(source).export_share(source / "x", "dcp", (0, 2))
+    with pytest.raises(UnsupportedPath):
+        ucp.open(source).export_share("s3://bucket/out", "dcp", (0, 2))
+
+
+def test_an_export_by_one_process_is_not_joined(source, tmp_path):
+    refusals = []
+
+    def meanwhile(nbytes):
+        with pytest.raises(FileExistsError, match="another export is writing") as refused:
+            ucp.open(source).export_share(tmp_path / "out", "dcp", (0, 1))
+        refusals.append(refused)
+
+    ucp.open(source).export(tmp_path / "out", "dcp", progress=meanwhile)
+    assert refusals
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_of_a_source_that_contradicts_itself_there_is_no_folder(count, tmp_path):
+    SOURCES["deepspeed"](tmp_path / "source")
+    path = max((tmp_path / "source").glob("*optim_states.pt"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    for format in ("safetensors", "dcp"):  # one of which leaves out what is damaged
+        refused = 0
+        for index in range(count):
+            try:
+                source = ucp.open(tmp_path / "source")
+                assert source.export_share(tmp_path / format, format, (index, count)) is None
+            except CorruptData:
+                refused += 1
+        assert refused == 1
+        assert not (tmp_path / format).exists()
+
+
+def test_the_command_does_a_share(tmp_path):
+    source, out = DATA / CASES[0][0], tmp_path / "out"
+    assert '"committed": false' in run("export", source, out, "--worker", "1/2", "--json")
+    assert "this share is done" in run("export", source, out, "--worker", "1/2")
+    assert '"format": "safetensors"' in run("export", source, out, "--worker", "0/2", "--json")
+    assert "is one process" in run("export", source, out, "--worker", "0/2", "--workers", 2, code=2)

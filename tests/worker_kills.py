@@ -1,0 +1,282 @@
+"""Conversions and exports whose workers are killed: `python tests/worker_kills.py --count 100`.
+
+In every run SIGKILL ends a random worker at a random moment: of a Dask cluster, which starts
+another; of `--workers`; a rank of MPI; one of the processes of `--worker`. The job must then end by
+itself, or by the same command, with the bytes that one process writes. Anything else is a finding,
+and so is a target that is wrong and can be opened meanwhile; the seed of a finding does it again:
+`--count 1 --seed N`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import psutil
+from distributed import LocalCluster
+
+import jax_ucp as ucp
+from helpers import digests
+from jax_ucp.errors import NotACheckpoint
+from test_read_once import SOURCES
+
+RUN_S = 120  # after so long a command is said to hang
+ATTEMPTS = 4
+SHARES = 3
+NOTE = "ucp.conversion.json"
+MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+TARGETS = (("convert", "--budget", "4MiB"), ("export", "--format", "dcp", "--budget", "4MiB"))
+
+
+@dataclass(frozen=True)
+class How:
+    """How a command gets workers: its processes, and those among which one is killed."""
+
+    commands: Sequence[Sequence[str]]
+    victims: Callable[[Sequence[subprocess.Popen[bytes]]], Sequence[int]]
+
+
+def dask(command: Sequence[str], cluster: LocalCluster) -> How:
+    workers = cluster.workers.values()
+    line = [*command, "--scheduler", cluster.scheduler_address]
+    return How([line], lambda processes: [nanny.pid for nanny in workers if nanny.pid])
+
+
+def pool(command: Sequence[str], cluster: LocalCluster) -> How:
+    return How([[*command, "--workers", "2"]], lambda processes: _below(processes, "spawn_main"))
+
+
+def mpi(command: Sequence[str], cluster: LocalCluster) -> How:
+    line = [MPIEXEC, "-n", "3", *command, "--scheduler", "mpi"]
+    return How([line], lambda processes: _below(processes, "-m jax_ucp"))
+
+
+def shares(command: Sequence[str], cluster: LocalCluster) -> How:
+    lines = [[*command, "--worker", f"{i}/{SHARES}"] for i in range(SHARES)]
+    return How(lines, lambda processes: [p.pid for p in processes if p.poll() is None])
+
+
+KINDS: Mapping[str, Callable[[Sequence[str], LocalCluster], How]] = {
+    "dask": dask,
+    "processes": pool,
+    "mpi": mpi,
+    "shares": shares,
+}
+
+
+def _below(processes: Sequence[subprocess.Popen[bytes]], words: str) -> list[int]:
+    """The processes that these have started, by words of their command lines."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in processes:
+            below = psutil.Process(process.pid).children(recursive=True)
+            found += [p.pid for p in below if words in " ".join(p.cmdline())]
+    return found
+
+
+def _wait_for(
+    processes: Sequence[subprocess.Popen[bytes]], has_come: Callable[[Path], bool], out: Path
+) -> None:
+    while not has_come(out) and any(process.poll() is None for process in processes):
+        time.sleep(0.002)
+
+
+def _is_begun(out: Path) -> bool:
+    return out.exists() or (out.parent / f".{out.name}.partial").exists()
+
+
+def _is_there(out: Path) -> bool:
+    """Whether a reader takes it for a checkpoint."""
+    try:
+        ucp.open(out)
+    except (FileNotFoundError, NotACheckpoint):
+        return False
+    return True
+
+
+@dataclass
+class Result:
+    """How runs ended, and what was found."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+
+class Campaign:
+    """Runs on one source, of which one process has made what each run is to make."""
+
+    def __init__(self, folder: Path, cluster: LocalCluster):
+        self._folder, self._cluster = folder, cluster
+        self._source = folder / "source"
+        self._source.mkdir()
+        SOURCES["deepspeed"](self._source)
+        self._whole: dict[str, Mapping[str, str]] = {}
+        self._usual_s: dict[str, float] = {}
+        self.result = Result()
+        for target in TARGETS:
+            self._attempt([self._command(target, "whole")])
+            self._whole[target[0]] = digests(folder / "whole")
+            shutil.rmtree(folder / "whole")
+
+    def run(self, seed: int) -> None:
+        dice = random.Random(seed)
+        kind = list(KINDS)[seed % len(KINDS)]
+        target = TARGETS[seed // len(KINDS) % len(TARGETS)]
+        how = KINDS[kind](self._command(target, "out"), self._cluster)
+        try:
+            end = self._end_of(f"{kind} {target[0]}", how, target[0], dice)
+        except Exception as error:
+            end = f"{type(error).__name__}: {error}"
+            self.result.findings.append(f"{kind} {target[0]} --seed {seed}: {end}")
+        self.result.ends[f"{kind} {target[0]}: {end}"] += 1
+        for path in (*self._folder.glob("out*"), *self._folder.glob(".out*")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _end_of(self, name: str, how: How, target: str, dice: random.Random) -> str:
+        """Run the command, kill one of its workers, and run it again until all is done."""
+        out = self._folder / "out"
+        if name not in self._usual_s:
+            self._usual_s[name] = self._measured(how, out)
+            self._require_whole(out, target)
+            shutil.rmtree(out)
+        from_start = dice.random() < 0.2  # when its processes do not work yet
+        delay = dice.uniform(0, 1 if from_start else self._usual_s[name])
+        killed: list[int] = []
+
+        def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+            if not from_start:
+                _wait_for(processes, _is_begun, out)
+            time.sleep(delay)
+            for victim in dice.sample(victims, 1) if (victims := how.victims(processes)) else ():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(victim, signal.SIGKILL)
+                    killed.append(victim)
+
+        left = self._attempt(how.commands, kill)
+        attempts = 1
+        while left and not self._is_whole(out, target):
+            if attempts == ATTEMPTS:
+                raise AssertionError(f"not done after {ATTEMPTS} attempts: {self._last_words()}")
+            left = self._attempt(left)
+            attempts += 1
+        self._require_whole(out, target)
+        if not killed:
+            return "nobody was there to kill"
+        if left:
+            return "killed when all was done"
+        return "by the same command" if attempts > 1 else "by itself"
+
+    def _measured(self, how: How, out: Path) -> float:
+        """For how long workers are at work."""
+        times: list[float] = []
+
+        def watch(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+            for has_come in (_is_begun, _is_there):
+                _wait_for(processes, has_come, out)
+                times.append(time.monotonic())
+
+        self._attempt(how.commands, watch)
+        return times[1] - times[0]
+
+    def _command(self, target: Sequence[str], out: str) -> list[str]:
+        what, *options = target
+        paths = [str(self._source), str(self._folder / out)]
+        return [sys.executable, "-m", "jax_ucp", what, *paths, *options]
+
+    def _attempt(
+        self,
+        commands: Sequence[Sequence[str]],
+        meanwhile: Callable[[Sequence[subprocess.Popen[bytes]]], None] = lambda processes: None,
+    ) -> Sequence[Sequence[str]]:
+        """Run commands at once. Returns those that failed."""
+        with open(self._folder / "errors.txt", "wb") as errors:
+            processes = [
+                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+                for command in commands
+            ]
+            try:
+                meanwhile(processes)
+                codes = [process.wait(timeout=RUN_S) for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+        return [command for command, code in zip(commands, codes, strict=True) if code]
+
+    def _require_whole(self, out: Path, target: str) -> None:
+        assert self._is_whole(out, target), "there is nothing"
+        beside = sorted(path.name for path in out.parent.glob(".out*"))
+        assert not beside, f"it left {beside}"
+
+    def _is_whole(self, out: Path, target: str) -> bool:
+        """Whether there is what one process makes. Raises AssertionError for anything else that
+        can be opened.
+        """
+        if not _is_there(out):
+            return False
+        written = digests(out)
+        written.pop(NOTE, None)
+        assert written == self._whole[target], "it can be opened, and is not what one process makes"
+        return True
+
+    def _last_words(self) -> str:
+        return (self._folder / "errors.txt").read_text(errors="replace")[-500:]
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[LocalCluster]:
+    """Two Dask workers, each of which is started again when it ends."""
+    import dask
+
+    with (
+        dask.config.set({"distributed.worker.lifetime.restart": True}),
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address=None,
+            silence_logs=60,
+        ) as workers,
+    ):
+        yield workers
+
+
+def campaign(count: int, seed: int) -> Result:
+    """So many runs, of each kind in turn."""
+    with tempfile.TemporaryDirectory() as folder, cluster() as workers:
+        runs = Campaign(Path(folder), workers)
+        for number in range(seed, seed + count):
+            runs.run(number)
+            if number % 20 == 19:
+                print(number + 1, runs.result, file=sys.stderr, flush=True)
+    return runs.result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    result = campaign(options.count, options.seed)
+    for end, count in sorted(result.ends.items()):
+        print(f"{count:6} {end}")
+    print("\n".join(result.findings) or "no findings")
+    sys.exit(bool(result.findings))
+
+
+if __name__ == "__main__":
+    main()
