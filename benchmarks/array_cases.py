@@ -155,7 +155,8 @@ def _arguments(layers: int) -> dict[str, Any]:
 def _save(tree: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     written = TorchZip(tree)
-    data = bytearray(written.size)
-    for start, part in written.tail([]):
+    data, tail = bytearray(written.size), written.section().tail
+    assert tail is not None, "of a tree in memory nothing but a tail is written"
+    for start, part in tail([]):
         data[start : start + len(part)] = part
     path.write_bytes(data)

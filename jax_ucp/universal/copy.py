@@ -522,7 +522,5 @@ def _tasks(
 
 def identity_of(contents: Contents, plan: CopyPlan) -> str:
     """What a ledger must agree with: the source as it was opened, and the blocks."""
-    format, source, files, items, dtypes = contents.identity()
-    chunks = sorted(plan.chunks.items())
-    identity = (format, source, files, chunks, len(plan.packs), items, dtypes)
+    identity = (contents.identity(), sorted(plan.chunks.items()), len(plan.packs))
     return digest(repr(identity).encode())
