@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import ShardingWarning
@@ -26,6 +26,7 @@ from jax_ucp.layout.patterns import (
     Sharded,
     Unique,
 )
+from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents
@@ -107,6 +108,17 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     start = [draw(st.integers(0, max(0, n - 1))) for n in shape]
     stop = [draw(st.integers(min(n, a + 1), n)) for a, n in zip(start, shape, strict=True)]
     return Box(tuple(start), tuple(stop))
+
+
+def boxes_of_hosts(
+    mesh: Mesh, shape: Sequence[int], spec: Sequence[Any], hosts: int
+) -> list[set[Box]]:
+    """The distinct boxes that each of so many hosts needs of an array."""
+    indices = NamedSharding(mesh, PartitionSpec(*spec)).devices_indices_map(tuple(shape))
+    return [
+        {index_box(indices[device] or (), tuple(shape)) for device in devices}
+        for devices in np.split(mesh.devices.ravel(), hosts)
+    ]
 
 
 def contents_of(tree: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Contents:

@@ -2,6 +2,7 @@
 how much they read.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from jax_ucp.errors import ShardingWarning
+from jax_ucp.layout.blocks import grid_boxes
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.universal.store import ZarrStore, open_store
 from torch_writer import change
@@ -109,6 +111,21 @@ def test_a_transposed_restore_in_four_processes_reads_each_byte_once_in_all(save
     # rows of another, and a replica of a third in each process. Beside the data a read fetches the
     # index of each file it opens.
     assert needed <= read <= needed * 1.02, (read, needed)
+
+
+def test_of_arrays_that_are_stacked_each_process_writes_its_own_files_and_reads_what_it_needs(
+    tmp_path,
+):
+    written = [each["written"] for each in run(4, "save_stacked", tmp_path)]
+    assert len(set(map(len, written))) == 1  # as many by each
+    metadata, store = open_store(tmp_path / "0" / "default")
+    assert [len(names) for names in metadata.stacks.values()] == [12]
+    files = list(grid_boxes(store.arrays()["ucp.stack_0"].shape, store.chunks["ucp.stack_0"].outer))
+    assert sorted(itertools.chain(*written)) == sorted(f"ucp.stack_0{box}" for box in files)
+    assert [fault for _, fault in ucp.open(tmp_path / "0" / "default").verify() if fault] == []
+    for processes in (2, 4):
+        for said in run(processes, "restore_stacked", tmp_path):
+            assert said["needed"] <= said["read"] <= 1.02 * said["needed"]
 
 
 @pytest.fixture(scope="module")

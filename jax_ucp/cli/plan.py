@@ -109,6 +109,9 @@ def _print_mesh_plan(summary: Report, all_: bool) -> None:
         console.print(f"and {several(left, 'host')} more, which --all lists")
     amplification, balance = summary["amplification"], summary["balance"]
     console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
+    if is_remote:
+        most = max(host["requests"] for host in hosts)
+        console.print(f"requests: about {summary['requests']} of all hosts, {most} of one")
     heads = ("leaf", "shape", "spec", "on each device")
     _print_leaves(heads, summary["leaves"], _placement_row, all_)
     given_up = counted((note, leaf["leaf"]) for leaf in summary["leaves"] for note in leaf["notes"])

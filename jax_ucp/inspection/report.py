@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_ucp.files.remote import REQUEST_BYTES
 from jax_ucp.formats.exporting import ExportPlan
 from jax_ucp.sources.protocol import Piece
 from jax_ucp.tree import Axes, Leaf
@@ -119,15 +118,20 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
                 "read_bytes": read,
                 "needed_bytes": needed,
                 "files": files,
-                "requests": files + read // REQUEST_BYTES if checkpoint.is_remote else 0,
+                "requests": requests if checkpoint.is_remote else 0,
                 "amplification": read / max(1, needed),
             }
-            for read, needed, files in zip(
-                reads.read.tolist(), reads.needed.tolist(), reads.files.tolist(), strict=True
+            for read, needed, files, requests in zip(
+                reads.read.tolist(),
+                reads.needed.tolist(),
+                reads.files.tolist(),
+                reads.requests.tolist(),
+                strict=True,
             )
         ],
         "amplification": reads.amplification,
         "balance": reads.balance,
+        "requests": int(reads.requests.sum()) if checkpoint.is_remote else 0,
         "leaves": leaves,
         "notes": unused_rules(rules, checkpoint.leaves),
     }

@@ -6,15 +6,20 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 
 SMALL_BYTES = 64 << 10
+STACK_BYTES = 16 << 10
 INNER_BYTES = 1 << 20
 OUTER_BYTES = 64 << 20
 CHUNKS_PER_ARRAY = 64
+
+# A stack's inner chunks are a quarter of a cell on each axis: a mesh four times as fine reads no
+# byte that it does not need.
+PARTS_OF_CELL = 4
 
 # From this length on, an axis may be cut into halves that do not divide it: what is stored past the
 # array's end is less than 1 % of it.
@@ -35,10 +40,21 @@ class Chunks:
 
     `outer` is what one writer writes at once, a file; `inner`, which divides it, is what a reader
     fetches and decodes. Outer chunks at the high edge of the array may reach past it.
+
+    In a file inner chunks lie in row-major order. Of a stack, whose first axis numbers arrays of
+    one shape, that axis is the last in this order: of all arrays what lies at one place is
+    together.
     """
 
     outer: Shape
     inner: Shape
+    is_stack: bool = field(default=False, repr=False)
+
+    def file_order(self, place: Sequence[int]) -> Shape:
+        """A place in the grid of inner chunks, or the grid's shape, with the axes in the order in
+        which a file has them.
+        """
+        return (*place[1:], *place[:1]) if self.is_stack else tuple(place)
 
 
 def chunk_shapes(
@@ -77,6 +93,36 @@ def chunk_shapes(
             _even_share(steps, most) if free[axis] else _largest_divisor(steps, most)
         )
     return Chunks(tuple(outer), tuple(inner))
+
+
+def stack_chunks(count: int, shape: Sequence[int], itemsize: int, cell: Sequence[int]) -> Chunks:
+    """Chunks for a stack of `count` arrays of `shape`, of which each writer holds the same `cell`.
+
+    An outer chunk has one cell of as many arrays as OUTER_BYTES hold. An inner chunk is of one
+    array: a part of its cell, of at least STACK_BYTES, cut first along the axes that the mesh has
+    cut, which a larger mesh will cut again.
+
+    >>> stack_chunks(100_000, (6144, 1536), 4, (12, 1536))
+    Chunks(outer=(910, 12, 1536), inner=(1, 3, 1536))
+    """
+    inner = [max(1, n) for n in cell]
+    while axis := _next_cut_of_cell(shape, cell, inner, itemsize):
+        inner[axis - 1] //= _smallest_prime(inner[axis - 1])
+    most = max(1, OUTER_BYTES // (math.prod(cell) * itemsize))
+    return Chunks((_even_share(count, most), *cell), (1, *inner), is_stack=True)
+
+
+def _next_cut_of_cell(
+    shape: Sequence[int], cell: Sequence[int], inner: Sequence[int], itemsize: int
+) -> int:
+    """The number of the axis, from 1, on which parts of a cell are cut next; 0 if on none."""
+    nbytes, best = math.prod(inner) * itemsize, (0, 0.0, 0, 0)
+    for axis, (n, part) in enumerate(zip(cell, inner, strict=True)):
+        if part > 1 and n // part < PARTS_OF_CELL:
+            prime = _smallest_prime(part)
+            if prime <= MOST_PARTS and nbytes // prime >= STACK_BYTES:
+                best = max(best, (1 + (n < shape[axis]), part / n, part, axis + 1))
+    return best[-1]
 
 
 def _inner_chunk(

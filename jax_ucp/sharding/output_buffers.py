@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.boxes import Device, index_box
-from jax_ucp.sources.gather import aligned_arrays, read_boxes
+from jax_ucp.sources.gather import aligned_arrays, read_boxes, read_boxes_of_each
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
@@ -52,11 +52,10 @@ class ReadRequest:
 
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
         """The elements of each box, in aligned memory of its own; every chunk is read once."""
-        if not boxes:
-            return []
-        return [
-            _cast(self.key, data, self.dtype) for data in read_boxes(self.source, self.key, boxes)
-        ]
+        return self._cast(read_boxes(self.source, self.key, boxes)) if boxes else []
+
+    def _cast(self, parts: Iterable[np.ndarray]) -> list[np.ndarray]:
+        return [_cast(self.key, data, self.dtype) for data in parts]
 
     def array_of(self, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
         """The array made of its boxes, or of one around all of them."""
@@ -109,6 +108,17 @@ class ReadRequest:
         if self.in_place and self.info.dtype == self.dtype:
             return stored
         return max(2 * stored, result) + result
+
+
+def read_at_once(
+    source: ArraySource, requests: Sequence[ReadRequest]
+) -> Iterator[np.ndarray | jax.Array]:
+    """The array of each request, all read at once."""
+    wanted = [request for request in requests if request.boxes]
+    parts = iter(read_boxes_of_each(source, [(r.key, list(r.boxes)) for r in wanted]))
+    for request in requests:
+        data = request._cast(next(parts)) if request.boxes else []
+        yield request.array_of(dict(zip(request.boxes, data, strict=True)))
 
 
 class OutputBuffers(Protocol):

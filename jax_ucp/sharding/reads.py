@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.layout.blocks import Chunks, writer_cells
+from jax_ucp.files.read_ahead import MOST_BYTES
+from jax_ucp.files.remote import GAP_BYTES, REQUEST_BYTES
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.fit import (
@@ -25,9 +30,14 @@ from jax_ucp.sharding.fit import (
     unused_rules,
 )
 from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.protocol import TOGETHER, TOGETHER_BYTES, Piece
 from jax_ucp.tree import Axes, Leaf
+from jax_ucp.universal.shard_codec import CRC_BYTES
+from jax_ucp.universal.stack_view import Unstacked
+from jax_ucp.universal.store import ZarrStore
 
 MAX_DEVICES = 1 << 24  # a plan takes memory for each
+MOST_COUNTED = 1 << 20  # inner chunks of an array of which requests are counted, not estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,8 @@ class Stored:
     """How an array lies on disk, and the spec it is read onto, which fits the mesh.
 
     An element costs the reading of its inner chunk. Outer chunks are files, unless `pieces` say
-    which blocks of the array lie in which files.
+    which blocks of the array lie in which files: those of a file are asked for together where they
+    are `packed`. Chunks of a stack are those of `count` arrays like it.
     """
 
     shape: Shape
@@ -88,12 +99,18 @@ class Stored:
     chunks: Chunks
     spec: tuple[Axes, ...]
     pieces: tuple[tuple[str, Box], ...] = ()
+    packed: bool = False
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class HostReads:
-    """By host: bytes of the boxes it needs, bytes of the chunks with them, and files opened.
+    """By host: bytes of the boxes it needs, bytes of the chunks with them, files opened, and
+    requests where the files are behind a network.
 
+    Of our own format requests are those that a restore makes, but for arrays of which a host needs
+    more than a block: these come in some requests more. Of others a piece is one, or as many as it
+    has bytes for; columns of it may be more, neighbours fewer.
     Checksums and indices, less than 0.1 % of chunks of 64 KiB, are not counted. Of an array that is
     not stored in chunks the bytes wanted are counted; files that are mapped are read by the system
     in whole pages. `notes` say what the mesh does not have of saved specs and rules.
@@ -102,6 +119,7 @@ class HostReads:
     needed: np.ndarray
     read: np.ndarray
     files: np.ndarray
+    requests: np.ndarray
     notes: Sequence[str] = ()
 
     @property
@@ -122,20 +140,29 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
     >>> found = planned_reads([array], HostMesh.of({"x": 4}, hosts=2))
     >>> found.needed.tolist(), found.read.tolist(), found.files.tolist()
     ([128, 128], [128, 128], [2, 2])
+    >>> found.requests.tolist()
+    [2, 2]
     """
-    totals = np.zeros((3, mesh.hosts), np.int64)
+    totals = np.zeros((4, mesh.hosts), np.int64)
     shared: dict[str, np.ndarray] = {}
+    in_packs = np.zeros(mesh.hosts, np.int64)
     for array in arrays:
-        reads = _reads(array.shape, array.itemsize, array.chunks, array.spec, mesh)
+        reads = _reads(array.shape, array.itemsize, array.chunks, array.count, array.spec, mesh)
         totals[:2] += reads[:2]
         if not array.pieces:
-            totals[2] += reads[2]
+            totals[2:] += reads[2:]
             continue
-        for (file, _), by_host in zip(array.pieces, _opened(array, mesh).T, strict=True):
+        opened = _opened(array, mesh)
+        for (file, _), by_host in zip(array.pieces, opened.T, strict=True):
             shared[file] = shared[file] | by_host if file in shared else by_host
+        if array.packed:
+            in_packs += reads[1]
+        else:
+            totals[3] += np.maximum(opened.sum(axis=1), -(-reads[1] // REQUEST_BYTES))
     for by_host in shared.values():
         totals[2] += by_host
-    return HostReads(totals[0], totals[1], totals[2])
+    totals[3] += -(-in_packs // MOST_BYTES)
+    return HostReads(totals[0], totals[1], totals[2], totals[3])
 
 
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
@@ -146,23 +173,44 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
     """
     check_rules(rules)
     check_logical_rules(rules, contents.leaves)
-    infos = contents.arrays.arrays()
-
-    def stored(leaf: Leaf) -> Stored:
-        info, pieces = infos[leaf.name], contents.locate(leaf)
-        spec = planned_fit(leaf, mesh, rules).spec
-        inner = info.chunk or (1,) * len(leaf.shape)
-        # files of a grid, of which the first is whole
-        if pieces and not any(piece.item for piece in pieces):
-            return Stored(
-                leaf.shape, info.dtype.itemsize, Chunks(pieces[0].target.shape, inner), spec
-            )
-        first = {piece.target: piece.file for piece in reversed(pieces)}
-        files = tuple((file, box) for box, file in first.items())
-        return Stored(leaf.shape, info.dtype.itemsize, Chunks(leaf.shape, inner), spec, files)
-
-    reads = planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
+    arrays = Counter(
+        _stored(contents, leaf, planned_fit(leaf, mesh, rules).spec)
+        for leaf in contents.leaves
+        if leaf.has_array
+    )
+    reads = planned_reads(itertools.chain.from_iterable(starmap(_alike, arrays.items())), mesh)
     return replace(reads, notes=fit_notes(contents.leaves, mesh, rules))
+
+
+def _stored(contents: Contents, leaf: Leaf, spec: tuple[Axes, ...]) -> Stored:
+    """How the array of a leaf lies on disk."""
+    source = contents.arrays
+    info = source.arrays()[leaf.name]
+    about = leaf.shape, info.dtype.itemsize
+    chunks = source.chunks[leaf.name] if isinstance(source, ZarrStore | Unstacked) else None
+    if chunks and chunks.is_stack:
+        return Stored(*about, chunks, spec)
+    # of what is near a small file is read whole
+    unit = chunks.inner if chunks and contents.files.is_remote else info.chunk
+    inner = unit or (1,) * len(leaf.shape)
+    pieces = contents.locate(leaf)
+    if _are_files(pieces):
+        # of a grid, of which the first is whole
+        outer = chunks.outer if chunks else pieces[0].target.shape
+        return Stored(*about, Chunks(outer, inner), spec)
+    first = {piece.target: piece.file for piece in reversed(pieces)}
+    files = tuple((file, box) for box, file in first.items())
+    return Stored(*about, Chunks(leaf.shape, inner), spec, files, packed=bool(chunks))
+
+
+def _are_files(pieces: Sequence[Piece]) -> bool:
+    """Whether each piece is a file, a chunk."""
+    return bool(pieces) and not any(piece.item for piece in pieces)
+
+
+def _alike(array: Stored, count: int) -> Iterable[Stored]:
+    """So many arrays that lie alike, or the stack of them."""
+    return [replace(array, count=count)] if array.chunks.is_stack else [array] * count
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
@@ -210,18 +258,109 @@ def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Host
 
 @functools.lru_cache(maxsize=1024)
 def _reads(
-    shape: Shape, itemsize: int, chunks: Chunks, spec: tuple[Axes, ...], mesh: HostMesh
+    shape: Shape, itemsize: int, chunks: Chunks, count: int, spec: tuple[Axes, ...], mesh: HostMesh
 ) -> np.ndarray:
-    """By host: bytes needed, bytes read, and outer chunks opened, of one array."""
+    """By host: bytes needed, bytes read, outer chunks opened, and requests, of one array, or of a
+    stack of so many.
+    """
     start, stop = _bounds(shape, spec, mesh)
-    inner, outer = np.maximum(chunks.inner, 1), np.maximum(chunks.outer, 1)
-    return np.array(
-        [
-            itemsize * _touched(mesh, start, stop, np.ones_like(inner)),
-            itemsize * math.prod(inner.tolist()) * _touched(mesh, start, stop, inner),
-            _touched(mesh, start, stop, outer),
-        ]
+    together = chunks.outer[0] if chunks.is_stack else 1
+    inner, outer = (
+        np.maximum(each[len(each) - len(shape) :], 1) for each in (chunks.inner, chunks.outer)
     )
+    needed = itemsize * _touched(mesh, start, stop, np.ones_like(inner))
+    read = itemsize * math.prod(inner.tolist()) * _touched(mesh, start, stop, inner)
+    files = _touched(mesh, start, stop, outer)
+    small = not chunks.is_stack and math.prod(shape) * itemsize <= SMALL_BYTES
+    asked = _Asked(shape, itemsize, outer, inner, count, together, small)
+    return np.array(
+        [count * needed, count * read, -(-count // together) * files, asked.by(mesh, start, stop)]
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The requests for an array, or for a stack of `count` arrays of which files have `together`.
+
+    `outer` and `inner` are the chunks of one array. Of a `small` one a host reads one box, around
+    all that it needs.
+    """
+
+    shape: Shape
+    itemsize: int
+    outer: np.ndarray
+    inner: np.ndarray
+    count: int
+    together: int
+    small: bool
+
+    def by(self, mesh: HostMesh, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """By host, for the boxes of its devices."""
+        parts = self.outer // self.inner
+        ends = -(-np.array(self.shape, np.int64) // self.inner)
+        first, last = start // self.inner, -(-stop // self.inner)
+        counts = np.empty(mesh.hosts, np.int64)
+        known: dict[bytes, int] = {}  # hosts whose boxes lie alike ask alike
+        for i, here in enumerate(np.split(np.arange(mesh.devices), mesh.hosts)):
+            low, high = first[here], last[here]
+            if self.small:
+                low, high = low.min(axis=0, keepdims=True), high.max(axis=0, keepdims=True)
+            origin = low.min(axis=0) // parts * parts
+            grid = np.minimum(ends - origin, -(-(high.max(axis=0) - origin) // parts) * parts)
+            boxes = np.unique(np.concatenate([low - origin, high - origin], axis=1), axis=0)
+            key = boxes.tobytes() + grid.tobytes()
+            if key not in known:
+                known[key] = self._of(boxes, grid, parts)
+            counts[i] = known[key]
+        return counts
+
+    def _of(self, boxes: np.ndarray, grid: np.ndarray, parts: np.ndarray) -> int:
+        """The requests of a host that reads these boxes, of inner chunks."""
+        if math.prod(grid.tolist()) > MOST_COUNTED:
+            nbytes = _union(boxes) * math.prod(self.inner.tolist()) * self.itemsize
+            return -(-self.count * nbytes // REQUEST_BYTES)
+        covered = np.zeros(grid, bool)
+        for low, high in zip(*np.split(boxes, 2, axis=1), strict=True):
+            covered[tuple(map(slice, low, high))] = True
+        array_bytes = int(covered.sum()) * math.prod(self.inner.tolist()) * self.itemsize
+        most = min(max(1, TOGETHER_BYTES // array_bytes), TOGETHER)
+        requests = 0
+        for file in grid_boxes(grid.tolist(), parts.tolist()):
+            places = np.flatnonzero(covered[file.index])
+            for first in range(0, self.count, most):
+                requests += self._of_file(places, first, min(first + most, self.count))
+        return requests
+
+    def _of_file(self, places: np.ndarray, first: int, last: int) -> int:
+        """The requests for inner chunks at places of a file, of the arrays from `first` on."""
+        nbytes, requests = math.prod(self.inner.tolist()) * self.itemsize + CRC_BYTES, 0
+        for begin in range(first // self.together * self.together, last, self.together):
+            width = min(self.together, self.count - begin)
+            low, high = max(first - begin, 0), min(last - begin, width)
+            requests += _requests([(p * width + low, p * width + high) for p in places], nbytes)
+        return requests
+
+
+def _requests(runs: Iterable[tuple[int, int]], nbytes: int) -> int:
+    """How many requests `files.remote` makes for runs of chunks of so many bytes.
+
+    >>> _requests([(0, 3), (4, 5), (9, 10)], 1 << 20), _requests([(0, 5)], 1 << 20)
+    (3, 2)
+    """
+    if nbytes > REQUEST_BYTES:
+        return sum(last - first for first, last in runs) * -(-nbytes // REQUEST_BYTES)
+    requests, start, stop = 0, 0, -GAP_BYTES - 1
+    for first, last in runs:
+        at = first * nbytes
+        if at - stop > GAP_BYTES or at + nbytes - start > REQUEST_BYTES:
+            requests, start = requests + 1, at
+        joined = max(1, (REQUEST_BYTES - (at - start)) // nbytes)
+        while first + joined < last:
+            requests, first = requests + 1, first + joined
+            start = first * nbytes
+            joined = max(1, REQUEST_BYTES // nbytes)
+        stop = last * nbytes
+    return requests
 
 
 def _bounds(shape: Shape, spec: tuple[Axes, ...], mesh: HostMesh) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,12 +33,12 @@ from jax_ucp.sharding.fit import (
     warn_given_up,
 )
 from jax_ucp.sharding.jax_versions import enable_x64, has_x64
-from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers
+from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers, read_at_once
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Matched, Missing, Node, fill, key_dtype, kind_of, match, narrowed
-from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
+from jax_ucp.sources.budget import DEFAULT_BUDGET, batches, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
-from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import BLOCK_BYTES, TOGETHER, TOGETHER_BYTES, ArrayInfo, ArraySource
 from jax_ucp.tree import Axes, Leaf, tree_of
 
 # Devices to go to: a mesh, those that each leaf was saved from, or what the target says.
@@ -270,6 +271,7 @@ def run_restore(
 
 
 Job = tuple[int, Callable[[], object]]  # bytes in flight while it runs, and what it does
+_Whole = tuple[int, ReadRequest, int]  # the number of a placement, what is read, and its cost
 
 
 class _Reading:
@@ -308,32 +310,70 @@ class _Reading:
         # First, so that what is wrong is known before much is read.
         for check in checks:
             yield check.memory, partial(require, check)
-        for i, placement in enumerate(self._plan.placements):
-            if placement.leaf.has_array and not placement.shared:
-                yield from self._jobs_of(i, _request(placement, self._source))
+        in_blocks: list[tuple[int, ReadRequest]] = []
+        most = min(TOGETHER_BYTES, self._budget_bytes // threads())
+        single, groups = self._groups()
+        for i, request, cost in self._at_once(single, in_blocks):
+            yield cost, partial(self._read_whole, i, request)
+        for group in groups:
+            wholes = self._at_once(group, in_blocks)
+            for batch in batches(wholes, operator.itemgetter(2), most, TOGETHER):
+                yield sum(cost for _, _, cost in batch), partial(self._read_together, batch)
+        for i, request in in_blocks:
+            for block in request.blocks(self._block_bytes):
+                yield request.cost(block), partial(self._read_block, i, block)
 
-    def _jobs_of(self, i: int, request: ReadRequest) -> Iterator[Job]:
-        """An array at once, or in blocks where it takes more than its share of the budget."""
-        nbytes = request.info.nbytes
-        if nbytes <= SMALL_BYTES:
-            yield nbytes, partial(self._read_whole, i, request)
-            return
+    def _at_once(
+        self, numbers: Sequence[int], in_blocks: list[tuple[int, ReadRequest]]
+    ) -> Iterator[_Whole]:
+        """The placements whose arrays are read at once; such as take more than their share of the
+        budget are added to `in_blocks`.
+        """
         share = self._budget_bytes // threads()
-        block_bytes = min(BLOCK_BYTES, share)
-        # Writing into a device's memory takes a program for each shape, so only where the budget
-        # asks for it.
-        whole_bytes = block_bytes if request.in_place else share
-        place = output_buffers(request) if request.cost() > whole_bytes else None
-        if place is None:
-            yield request.cost(), partial(self._read_whole, i, request)
-            return
-        self._buffers[i] = place
-        for block in request.blocks(block_bytes):
-            yield request.cost(block), partial(self._read_block, i, block)
+        for i in numbers:
+            request = _request(self._plan.placements[i], self._source)
+            if request.info.nbytes <= SMALL_BYTES:
+                yield i, request, request.info.nbytes
+                continue
+            # Writing into a device's memory takes a program for each shape, so only where the
+            # budget asks for it.
+            whole_bytes = self._block_bytes if request.in_place else share
+            cost = request.cost()
+            place = output_buffers(request) if cost > whole_bytes else None
+            if place is None:
+                yield i, request, cost
+                continue
+            self._buffers[i] = place
+            in_blocks.append((i, request))
+
+    def _groups(self) -> tuple[Sequence[int], Iterable[Sequence[int]]]:
+        """The numbers of the placements that this process reads for itself: those that are read
+        one by one, and groups that are read together.
+        """
+        alone = [
+            i for i, p in enumerate(self._plan.placements) if p.leaf.has_array and not p.shared
+        ]
+        if not self._remote:
+            return alone, ()
+        groups: dict[str, list[int]] = {}
+        for i in alone:
+            name = self._plan.placements[i].leaf.name
+            groups.setdefault(self._source.lies_in(name), []).append(i)
+        single = [group[0] for group in groups.values() if len(group) == 1]
+        return single, [group for group in groups.values() if len(group) > 1]
+
+    @property
+    def _block_bytes(self) -> int:
+        return min(BLOCK_BYTES, self._budget_bytes // threads())
 
     def _read_whole(self, i: int, request: ReadRequest) -> None:
         with enable_x64(self._x64):
             self._arrays[i] = request.array()
+
+    def _read_together(self, batch: Sequence[_Whole]) -> None:
+        with enable_x64(self._x64):
+            arrays = read_at_once(self._source, [request for _, request, _ in batch])
+            self._arrays |= zip((i for i, _, _ in batch), arrays, strict=True)
 
     def _read_block(self, i: int, block: Box) -> None:
         with enable_x64(self._x64):

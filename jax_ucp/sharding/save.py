@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +18,12 @@ from jax_ucp.files.protocol import Files
 from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
     SMALL_BYTES,
+    Cells,
     Chunks,
     chunk_shapes,
     grid_boxes,
     grid_place,
+    stack_chunks,
     writer_cells,
 )
 from jax_ucp.layout.box import Box
@@ -35,6 +36,7 @@ from jax_ucp.tree import Leaf, SavedSharding, leaf_names, unspeakable_paths
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import is_indexed, packed_arrays
+from jax_ucp.universal.stacks import Stacks, as_leaves, stack_info, stacks_of
 from jax_ucp.universal.store import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
 
@@ -44,7 +46,8 @@ class Snapshot(MakesArrays):
 
     `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process
     writes, `data` the parts of each array that it needs for them, by name. It is an `ArraySource`
-    of those.
+    of those. Of `stacks`, which are several arrays each, there are chunks and blocks, and none of
+    their arrays.
     """
 
     leaves: Sequence[Leaf]
@@ -52,9 +55,25 @@ class Snapshot(MakesArrays):
     chunks: Mapping[str, Chunks]
     blocks: Sequence[tuple[str, Box]]
     data: Mapping[str, Mapping[Box, np.ndarray]]
+    stacks: Stacks = field(default_factory=dict)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self.infos
+
+    @property
+    def stored(self) -> Mapping[str, ArrayInfo]:
+        """The arrays that are written, stacks among them."""
+        return _stored(self.infos, self.stacks)
+
+    def block(self, key: str, box: Box) -> np.ndarray:
+        """What is written for an outer chunk."""
+        if key not in self.stacks:
+            return self.read(key, box)
+        names = self.stacks[key][box.start[0] : box.stop[0]]
+        out = np.empty(box.shape, self.infos[names[0]].dtype)
+        for part, name in zip(out, names, strict=True):
+            part[...] = self.read(name, Box(box.start[1:], box.stop[1:]))
+        return out
 
     def read(self, key: str, box: Box) -> np.ndarray:
         data = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
@@ -113,15 +132,52 @@ def take_snapshot(described: Description) -> Snapshot:
     When it returns, the tree may be changed, donated or deleted.
     """
     arrays = described.arrays
+    infos = {name: ArrayInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
+    stacks = _stacks(arrays, infos)
+    stacked = {name: stack for stack, names in stacks.items() for name in names}
     owners = _Owners(jax.process_count())
     chunks: dict[str, Chunks] = {}
     blocks: list[tuple[str, Box]] = []
     for name, array in arrays.items():
-        chunks[name], owned = owners.assign(array)
-        blocks += [(name, box) for box in owned]
-    data = _to_host(arrays, blocks)
-    infos = {name: ArrayInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
-    return Snapshot(described.leaves, infos, chunks, blocks, data)
+        key = stacked.get(name, name)
+        if key not in chunks:
+            chunks[key], owned = owners.assign(array, len(stacks.get(key, ())))
+            blocks += [(key, box) for box in owned]
+    data = _to_host(arrays, _unstacked(blocks, stacks))
+    return Snapshot(described.leaves, infos, chunks, blocks, data, stacks)
+
+
+def _stacks(
+    arrays: Mapping[str, np.ndarray | jax.Array], infos: Mapping[str, ArrayInfo]
+) -> dict[str, list[str]]:
+    """Which arrays are stacked: those that the same processes hold in the same pieces."""
+
+    def piece(name: str, info: ArrayInfo) -> tuple[ArrayInfo, Shape, Sharding | None]:
+        sharding = _sharding(arrays[name])
+        cells = _cells(sharding, info.shape, info.dtype.itemsize, jax.process_count())
+        return info, cells.shape, sharding
+
+    return stacks_of({name: piece(name, info) for name, info in infos.items()})
+
+
+def _unstacked(blocks: Sequence[tuple[str, Box]], stacks: Stacks) -> Iterator[tuple[str, Box]]:
+    """The block of each array that is in a block of a stack."""
+    for key, box in blocks:
+        if key not in stacks:
+            yield key, box
+            continue
+        part = Box(box.start[1:], box.stop[1:])
+        yield from ((name, part) for name in stacks[key][box.start[0] : box.stop[0]])
+
+
+def _stored(infos: Mapping[str, ArrayInfo], stacks: Stacks) -> dict[str, ArrayInfo]:
+    stacked = {name: stack for stack, names in stacks.items() for name in names}
+    return {
+        stacked.get(name, name): stack_info(info, len(stacks[stacked[name]]))
+        if name in stacked
+        else info
+        for name, info in infos.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -139,7 +195,7 @@ def write_snapshot(
     """Write this process's chunks and digests. The directory is not yet a checkpoint."""
     if directory.find(METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
-    store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
+    store = ZarrStore(directory, snapshot.stored, snapshot.chunks)
     writing = Writing(snapshot, store, _commit(snapshot))
     run_bounded(_write_jobs(writing), budget_bytes, directory.is_remote)
     if jax.process_index() == 0:
@@ -158,7 +214,7 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], None]]]:
         boxes[name].append(box)
 
     def write(name: str, box: Box) -> None:
-        store.write(name, box, snapshot.read(name, box), durable=False)
+        store.write(name, box, snapshot.block(name, box), durable=False)
 
     if in_pack:
         store.place_pack(jax.process_index(), in_pack)
@@ -166,11 +222,13 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], None]]]:
         yield 2 * SMALL_BYTES, write_pack
     if jax.process_count() == 1:  # where the chunks of others are is not known yet
         yield 0, partial(writing.commit.prepare, store)
-    for name in itertools.filterfalse(packed.__contains__, snapshot.infos):
+    for name, info in store.arrays().items():
+        if name in packed:
+            continue
         if jax.process_index() == 0:
             yield 0, partial(store.create, name)
         for box in boxes[name]:
-            yield 2 * box.size * snapshot.infos[name].dtype.itemsize, partial(write, name, box)
+            yield 2 * box.size * info.dtype.itemsize, partial(write, name, box)
 
 
 def commit_snapshot(writing: Writing) -> Metadata:
@@ -179,10 +237,12 @@ def commit_snapshot(writing: Writing) -> Metadata:
 
 
 def _commit(snapshot: Snapshot) -> Commit:
-    packed = packed_arrays(snapshot.infos, snapshot.chunks)
-    outer = {name: chunks.outer for name, chunks in snapshot.chunks.items()}
-    files = orbax_files(snapshot.leaves, outer, ocdbt=is_indexed(snapshot.infos, snapshot.chunks))
-    return Commit(snapshot.leaves, range(1, jax.process_count()), packed, files)
+    packed = packed_arrays(snapshot.stored, snapshot.chunks)
+    infos, chunks = as_leaves(snapshot.stored, snapshot.chunks, snapshot.stacks)
+    outer = {name: chunks[name].outer for name in infos}
+    files = orbax_files(snapshot.leaves, outer, ocdbt=is_indexed(infos, chunks))
+    parts = range(1, jax.process_count())
+    return Commit(snapshot.leaves, parts, packed, files, stacks=snapshot.stacks)
 
 
 def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
@@ -190,8 +250,9 @@ def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
 
     Values are no part of it: those of the host program are taken from process 0.
     """
+    home = {name: stack for stack, names in snapshot.stacks.items() for name in names}
     return [
-        (leaf.name, leaf.label, _about(leaf, snapshot.chunks.get(leaf.name)))
+        (leaf.name, leaf.label, _about(leaf, snapshot.chunks.get(home.get(leaf.name, leaf.name))))
         for leaf in snapshot.leaves
     ]
 
@@ -223,11 +284,12 @@ class _Owners:
     def __init__(self, processes: int):
         self._bytes = [0] * processes
 
-    def assign(self, array: np.ndarray | jax.Array) -> tuple[Chunks, list[Box]]:
-        """The chunks of an array, and which of them this process writes."""
+    def assign(self, array: np.ndarray | jax.Array, count: int = 0) -> tuple[Chunks, list[Box]]:
+        """The chunks of an array, or of a stack of `count` like it, and which of them this process
+        writes.
+        """
         shape, itemsize = tuple(array.shape), np.dtype(array.dtype).itemsize
-        sharding = array.sharding if isinstance(array, jax.Array) else None
-        chunks, boxes = _writers(sharding, shape, itemsize, len(self._bytes))
+        chunks, boxes = _writers(_sharding(array), shape, itemsize, len(self._bytes), count)
         mine: list[Box] = []
         for box, writers in boxes:
             owner = min(writers, key=self._bytes.__getitem__)
@@ -239,17 +301,34 @@ class _Owners:
 
 @functools.lru_cache(maxsize=1024)
 def _writers(
-    sharding: Sharding | None, shape: Shape, itemsize: int, processes: int
+    sharding: Sharding | None, shape: Shape, itemsize: int, processes: int, count: int = 0
 ) -> tuple[Chunks, list[tuple[Box, list[int]]]]:
-    """The chunks of an array, and the processes that could write each outer one."""
+    """The chunks of an array, or of a stack of `count`, and the processes that could write each
+    outer one.
+    """
+    cells = _cells(sharding, shape, itemsize, processes)
+    cell = tuple(max(1, n) for n in cells.shape)
+    if not count:
+        chunks = chunk_shapes(shape, itemsize, cells.shape)
+        boxes = grid_boxes(shape, chunks.outer)
+        return chunks, [(box, sorted(cells.owners[grid_place(box, cell)])) for box in boxes]
+    chunks = stack_chunks(count, shape, itemsize, cell)
+    boxes = grid_boxes((count, *shape), chunks.outer)
+    places = ((box, grid_place(box, chunks.outer)[1:]) for box in boxes)
+    return chunks, [(box, sorted(cells.owners[place])) for box, place in places]
+
+
+@functools.lru_cache(maxsize=1024)
+def _cells(sharding: Sharding | None, shape: Shape, itemsize: int, processes: int) -> Cells:
+    """The blocks of an array that one process writes each."""
     # A value of the host program has no sharding, and is taken from process 0.
     whole = [frozenset({Box.whole(shape)})]
     boxes_of = process_boxes(sharding, shape, processes) if sharding else whole
-    cells = writer_cells(shape, itemsize, boxes_of)
-    chunks = chunk_shapes(shape, itemsize, cells.shape)
-    boxes = grid_boxes(shape, chunks.outer)
-    cell = [max(1, n) for n in cells.shape]
-    return chunks, [(box, sorted(cells.owners[grid_place(box, cell)])) for box in boxes]
+    return writer_cells(shape, itemsize, boxes_of)
+
+
+def _sharding(array: np.ndarray | jax.Array) -> Sharding | None:
+    return array.sharding if isinstance(array, jax.Array) else None
 
 
 def _leaf(node: Node, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:

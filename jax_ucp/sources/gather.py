@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArraySource
+from jax_ucp.sources.protocol import ArraySource, Want
 
 ALIGNMENT = 64
 
@@ -25,14 +25,29 @@ def read_boxes(source: ArraySource, key: str, boxes: Sequence[Box]) -> list[np.n
     Where the array has chunks, each is read once and shared out to the boxes that it meets: the
     columns that eight devices want of one chunk cost one read of it, not eight.
     """
+    want, parts = _wanted(source, key, boxes)
+    source.read_into(*want)
+    return parts
+
+
+def read_boxes_of_each(
+    source: ArraySource, wanted: Iterable[tuple[str, Sequence[Box]]]
+) -> list[list[np.ndarray]]:
+    """The elements of boxes of several arrays, as `read_boxes` has those of one."""
+    wants = [_wanted(source, key, boxes) for key, boxes in wanted]
+    source.read_each([want for want, _ in wants])
+    return [parts for _, parts in wants]
+
+
+def _wanted(source: ArraySource, key: str, boxes: Sequence[Box]) -> tuple[Want, list[np.ndarray]]:
+    """What to read, and the memory of each box."""
     dtype = source.arrays()[key].dtype
     if (whole := _joined(boxes, ALIGNMENT // dtype.itemsize)) is not None:
         (out,) = aligned_arrays([whole.shape], dtype)
-        source.read_into(key, [whole], [out])
-        return [out[box.start[0] - whole.start[0] : box.stop[0] - whole.start[0]] for box in boxes]
+        first = whole.start[0]
+        return (key, [whole], [out]), [out[b.start[0] - first : b.stop[0] - first] for b in boxes]
     outs = aligned_arrays([box.shape for box in boxes], dtype)
-    source.read_into(key, boxes, outs)
-    return outs
+    return (key, list(boxes), outs), outs
 
 
 def _joined(boxes: Sequence[Box], multiple: int) -> Box | None:

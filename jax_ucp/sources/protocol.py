@@ -17,6 +17,11 @@ from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.tree import MAX_ARRAY_BYTES, MAX_AXES
 
 BLOCK_BYTES = 32 << 20
+# Of arrays that lie together so many bytes, and arrays, are read at once.
+TOGETHER_BYTES, TOGETHER = 16 << 20, 4096
+
+# The name of an array, boxes of it, and the array that each goes to.
+Want = tuple[str, Sequence[Box], Sequence[np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,15 @@ class ArraySource(Protocol):
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read each box into its array, of any strides; what several want is read once."""
         ...
+
+    def lies_in(self, key: str) -> str:
+        """What an array lies in, with those that are best read together with it."""
+        return key
+
+    def read_each(self, wants: Sequence[Want]) -> None:
+        """Read boxes of several arrays: what lies together is read together."""
+        for key, boxes, outs in wants:
+            self.read_into(key, boxes, outs)
 
     def read(self, key: str, box: Box) -> np.ndarray:
         """The elements of `box` of array `key`, in the shape of the box: memory of the caller's

@@ -8,9 +8,11 @@ writes a file can make one that has the right digest and says anything.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +23,7 @@ from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import MAX_ARRAY_BYTES, Leaf, SavedSharding, is_leaf_name, tree_fault
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH, Metadata, StoredArray
 from jax_ucp.universal.shard_codec import CRC_BYTES
+from jax_ucp.universal.stacks import stack_name
 
 # No mesh has so many devices.
 MAX_DEVICES = 1 << 20
@@ -47,13 +50,43 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     yield from _value_faults(metadata)
     names = [leaf.name for leaf in metadata.leaves if leaf.has_array]
     yield from name_faults(names)
-    if stray := metadata.arrays.keys() ^ set(names):
+    alone = metadata.arrays.keys() - metadata.stacks.keys()
+    stacked = Counter(itertools.chain.from_iterable(metadata.stacks.values()))
+    if stray := alone ^ (set(names) - stacked.keys()):
         yield f"the array {min(stray)!r:.200} has no leaf, or the leaf no array"
+    if stacked - Counter(names):
+        yield "a stack has what is no array of a leaf, or an array twice"
     for leaf in metadata.leaves:
         if fault := leaf_fault(leaf):
             yield f"{leaf.name!r:.200} is {fault}"
-        elif leaf.has_array and (fault := array_fault(leaf.shape, metadata.arrays[leaf.name])):
+    yield from _array_faults(metadata, alone)
+    yield from _stack_faults(metadata)
+
+
+def _array_faults(metadata: Metadata, alone: Collection[str]) -> Iterator[str]:
+    for leaf in metadata.leaves:
+        if leaf.name in alone and (fault := array_fault(leaf.shape, metadata.arrays[leaf.name])):
             yield f"{leaf.name!r:.200} {fault}"
+
+
+def _stack_faults(metadata: Metadata) -> Iterator[str]:
+    kind_of = {leaf.name: (leaf.shape, leaf.dtype) for leaf in metadata.leaves if metadata.stacks}
+    for i, (stack, names) in enumerate(metadata.stacks.items()):
+        kinds = {kind_of[name] for name in names}
+        if len(kinds) != 1 or stack not in metadata.arrays or stack != stack_name(i):
+            yield f"the stack {stack!r:.200} is none, or has arrays of {len(kinds)} kinds"
+            return
+        ((shape, _),) = kinds
+        if fault := _stack_fault((len(names), *shape), metadata.arrays[stack]):
+            yield f"{stack!r:.200} {fault}"
+
+
+def _stack_fault(shape: Shape, stored: StoredArray) -> str | None:
+    if fault := array_fault(shape, stored):
+        return fault
+    if stored.inner[0] != 1 or stored.places:
+        return "is a stack, and has chunks of several arrays, or is packed"
+    return None
 
 
 def _value_faults(metadata: Metadata) -> Iterator[str]:

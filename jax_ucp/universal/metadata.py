@@ -25,7 +25,8 @@ from jax_ucp.tree import (
     SavedSharding,
 )
 
-VERSION: Literal[1] = 1
+# Stacks came with the second version; without any a file is of the first.
+VERSION, LATEST = 1, 2
 
 
 # Values in `extras` and `source` are walked recursively too. Pickles may be 100 deep, a level of
@@ -61,7 +62,8 @@ class Metadata:
     """What `ucp.json` says.
 
     `files` maps every other file that is not array data to the digest of its bytes; `source` says
-    what the checkpoint was imported from.
+    what the checkpoint was imported from. `stacks` has the arrays of each stack, in order; then
+    `arrays` has the stack, and not them.
     """
 
     leaves: tuple[Leaf, ...]
@@ -70,6 +72,7 @@ class Metadata:
     source: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
+    stacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class _FileLeaf(msgspec.Struct, omit_defaults=True, gc=False):
@@ -102,8 +105,9 @@ class _File(msgspec.Struct):
     source: dict[str, Any]
     extras: dict[str, Any]
     groups: tuple[Group, ...]
+    stacks: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
     format: Literal["jax-ucp"] = "jax-ucp"
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION
     digest: str = ""
 
 
@@ -147,6 +151,8 @@ def encode(metadata: Metadata) -> bytes:
             metadata.source,
             metadata.extras,
             metadata.groups,
+            metadata.stacks or msgspec.UNSET,
+            version=LATEST if metadata.stacks else VERSION,
         )
     )
     return bare.removesuffix(_seal("")) + _seal(digest(bare))
@@ -164,9 +170,9 @@ def decode(data: bytes, where: str) -> Metadata:
         raise CorruptData(
             f"{where} is damaged ({error}); restore it from a copy of the checkpoint"
         ) from None
-    if seal.version > VERSION:
+    if seal.version > LATEST:
         raise FormatError(
-            f"{where} has format version {seal.version}; this jax_ucp reads up to {VERSION}."
+            f"{where} has format version {seal.version}; this jax_ucp reads up to {LATEST}."
             " Upgrade it."
         )
     # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just
@@ -185,7 +191,10 @@ def decode(data: bytes, where: str) -> Metadata:
         raise FormatError(
             f"{where} says what jax_ucp does not write, though its digest is right: {error}"
         ) from None
-    return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups)
+    stacks = file.stacks or {}
+    if bool(stacks) != (file.version > VERSION):
+        raise FormatError(f"{where} has version {file.version}, and {len(stacks)} stacks")
+    return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups, stacks)
 
 
 class _Keys(dict[str | Key, Key]):

@@ -16,6 +16,7 @@ from jax_ucp.sources.contents import About, Contents, Item
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.packs import pack_name
+from jax_ucp.universal.stack_view import Unstacked
 from jax_ucp.universal.store import (
     COMPANIONS,
     CONVERSION_FILE,
@@ -51,7 +52,7 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         "universal",
         str(path),
         metadata.leaves,
-        store,
+        Unstacked(store, metadata.stacks) if metadata.stacks else store,
         inventory,
         metadata.extras,
         metadata.groups,
@@ -90,8 +91,11 @@ def _checks(metadata: Metadata, store: ZarrStore, extent: Extent) -> Iterator[Ch
         0,
         partial(_fault, metadata, store),
     )
-    for leaf in every:
-        yield from store.digest_checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
+    label_of = {leaf.name: leaf.label for leaf in every}
+    for key, stored in metadata.arrays.items():
+        names = metadata.stacks.get(key, (key,))
+        label = label_of.get(key, f"{label_of[names[0]]} and {len(names) - 1} arrays like it")
+        yield from store.digest_checks(key, label, stored, names)
 
 
 def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Item]:

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import google_crc32c
@@ -69,16 +70,21 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
     )
     part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
     room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
-    at = 0
-    for box in grid_boxes(data.shape, chunks.inner):
+    at, every = 0, np.zeros(_stored_grid(data.shape, chunks), CRC)
+    boxes = grid_boxes(data.shape, chunks.inner)
+    if chunks.is_stack:
+        boxes = sorted(boxes, key=lambda box: chunks.file_order(box.start))
+    for box in boxes:
         if box.shape != chunks.inner:
             room[...] = 0
         room[tuple(map(slice, box.shape))] = data[box.index]
         part[-CRC_BYTES:] = np.frombuffer(crc := _crc(room), np.uint8)
-        crcs += crc
-        index[grid_place(box, chunks.inner)] = (at, len(part))
+        place = grid_place(box, chunks.inner)
+        every[place] = int.from_bytes(crc, "little")
+        index[place] = (at, len(part))
         at += len(part)
         yield part.data
+    crcs += every.tobytes()
     if has_index(chunks):
         yield index.tobytes()
         yield _crc(index)
@@ -101,32 +107,111 @@ def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
     return stored * chunk_bytes(chunks, dtype) + index
 
 
-def read_shard(
-    files: Files | ReadAhead,
-    file: FileInfo,
-    box: Box,
-    chunks: Chunks,
-    dtype: np.dtype,
-    wanted: Sequence[tuple[Box, np.ndarray]],
-    crcs: np.ndarray | None,
-    offset: int | None = None,
-) -> None:
-    """Copy from the file of the outer chunk at `box` into each wanted array, which has the elements
-    of its box.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """An outer chunk of which elements are wanted, and where it is.
 
-    A wanted box need not lie in the chunk; what of it does is copied. Each inner chunk that holds a
-    wanted element is read once, and no other. An outer chunk without index may be a part of a
-    larger file, from `offset` on. `crcs` has the crc32c that each inner chunk in `box` was saved
-    with, by its place, as `CRC`; None if that was not recorded.
+    `box` is what lies in the array. A wanted box need not lie in it; what of it does is copied into
+    its array. An outer chunk without index may be a part of a larger file, from `offset` on. `crcs`
+    has the crc32c that each inner chunk in `box` was saved with, by its place, as `CRC`; None if
+    that was not recorded.
+    """
+
+    file: FileInfo
+    box: Box
+    chunks: Chunks
+    dtype: np.dtype
+    wanted: Sequence[tuple[Box, np.ndarray]]
+    crcs: np.ndarray | None
+    offset: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has in its file."""
+        return shard_bytes(self.box, self.chunks, self.dtype)
+
+
+def read_shard(files: Files | ReadAhead, shard: Shard) -> None:
+    """Copy from an outer chunk into the arrays that want some of it. Each inner chunk that holds a
+    wanted element is read once, and no other.
 
     Raises CorruptData where a checksum does not match, or the file has another size.
     """
     # Before anything is made for its inner chunks: with all of them there, there are no more
     # than bytes.
-    url = files.url(file.name)
-    part = _part_of_file(url, file.size, shard_bytes(box, chunks, dtype), offset)
-    reader = _Reader(files, file, url, *part)
-    _decode(reader, box, chunks, dtype, _wanted_chunks(box, chunks, wanted), crcs)
+    url = files.url(shard.file.name)
+    part = _part_of_file(url, shard.file.size, shard.nbytes, shard.offset)
+    _decode(_Reader(files, shard.file, url, *part), shard)
+
+
+def read_at_once(files: Files, shards: Sequence[Shard]) -> list[Shard]:
+    """Copy from outer chunks as `read_shard` does, by requests of which none waits for another.
+    Those that it could not copy from are returned.
+
+    Inner chunks are taken for where our writer puts them, one after the other: each has the crc32c
+    that was recorded of it, or was written in another order, or is damaged. Where none is recorded,
+    the index is asked.
+    """
+    left = {id(shard): shard for shard in shards if not _is_placed(shard)}
+    pieces = list(itertools.chain.from_iterable(map(_placed, shards)))
+    for batch in batches(pieces, lambda piece: piece.nbytes, REMOTE_BATCH_BYTES, len(pieces)):
+        ends = list(itertools.accumulate(piece.nbytes for piece in batch))
+        parts = np.split(np.empty(ends[-1], np.uint8), ends[:-1])
+        both = list(zip(batch, parts, strict=True))
+        files.read_into([RangeRead(piece.shard.file, piece.at, part) for piece, part in both])
+        for piece, part in both:
+            if not piece.deliver(part):
+                left[id(piece.shard)] = piece.shard
+    return list(left.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An inner chunk with its crc32c, taken to be at byte `at` of the file of its outer chunk."""
+
+    shard: Shard
+    place: Shape
+    at: int
+    nbytes: int
+    takers: Sequence[tuple[Box, np.ndarray]]
+
+    def deliver(self, data: np.ndarray) -> bool:
+        """Hand out what the takers want, if this is the inner chunk; whether it is."""
+        shard, crc = self.shard, _crc(data[:-CRC_BYTES])
+        recorded = crc if shard.crcs is None else shard.crcs[self.place].tobytes()
+        if not crc == data[-CRC_BYTES:].tobytes() == recorded:
+            return False
+        inner = data[:-CRC_BYTES].view(shard.dtype).reshape(shard.chunks.inner)
+        _hand_out(inner, _first_element(shard, self.place), self.takers)
+        return True
+
+
+def _is_placed(shard: Shard) -> bool:
+    """Whether it is known without its index where the inner chunks of an outer one should be."""
+    is_sized = shard.offset is not None or shard.file.size == shard.nbytes
+    is_ordered = shard.chunks.is_stack or not has_index(shard.chunks)
+    return is_sized and (is_ordered or shard.crcs is not None)
+
+
+def _placed(shard: Shard) -> Iterator[_Placed]:
+    """The inner chunks that hold a wanted element, in the order in which our writer puts them."""
+    if not _is_placed(shard):
+        return
+    nbytes, order = chunk_bytes(shard.chunks, shard.dtype), shard.chunks.file_order
+    grid = order(_stored_grid(shard.box.shape, shard.chunks))
+    wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
+    for place in sorted(wanted, key=order):
+        number = 0
+        for p, n in zip(order(place), grid, strict=True):
+            number = number * n + p
+        yield _Placed(shard, place, (shard.offset or 0) + number * nbytes, nbytes, wanted[place])
+
+
+def _first_element(shard: Shard, place: Shape) -> Shape:
+    """Where in the array an inner chunk begins."""
+    return tuple(
+        o + p * n for o, p, n in zip(shard.box.start, place, shard.chunks.inner, strict=True)
+    )
 
 
 def _part_of_file(file: str, size: int, nbytes: int, offset: int | None) -> tuple[int, int]:
@@ -164,26 +249,20 @@ def _wanted_chunks(
     return places
 
 
-def _decode(
-    reader: _Reader,
-    box: Box,
-    chunks: Chunks,
-    dtype: np.dtype,
-    places: dict[Shape, list[tuple[Box, np.ndarray]]],
-    crcs: np.ndarray | None,
-) -> None:
-    nbytes = chunk_bytes(chunks, dtype)
-    entries = _entries(reader, chunks)
+def _decode(reader: _Reader, shard: Shard) -> None:
+    nbytes = chunk_bytes(shard.chunks, shard.dtype)
+    entries = _entries(reader, shard.chunks)
+    wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
     pieces: list[_Piece] = []
-    for place in sorted(places):
+    for place in sorted(wanted):
         offset, length = entries[place].tolist()
         if length != nbytes:
             raise CorruptData(f"{reader.url}: inner chunk {place} is not stored as {nbytes} bytes")
-        saved_with = None if crcs is None else crcs[place].tobytes()
+        saved_with = None if shard.crcs is None else shard.crcs[place].tobytes()
         pieces.append(_Piece(offset, offset + nbytes, f"inner chunk {place}", saved_with))
-    for place, raw in zip(sorted(places), reader.checked(pieces), strict=True):
-        start = tuple(o + p * n for o, p, n in zip(box.start, place, chunks.inner, strict=True))
-        _hand_out(raw.view(dtype).reshape(chunks.inner), start, places[place])
+    for place, raw in zip(sorted(wanted), reader.checked(pieces), strict=True):
+        inner = raw.view(shard.dtype).reshape(shard.chunks.inner)
+        _hand_out(inner, _first_element(shard, place), wanted[place])
 
 
 def _hand_out(inner: np.ndarray, start: Shape, takers: Sequence[tuple[Box, np.ndarray]]) -> None:
@@ -292,6 +371,11 @@ def read_unit(chunks: Chunks, itemsize: int) -> Shape:
     count = math.prod(_inner_grid(chunks))
     nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
     return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
+
+
+def _stored_grid(shape: Sequence[int], chunks: Chunks) -> Shape:
+    """How many inner chunks an outer one has along each axis, as far as it lies in the array."""
+    return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 
 def _inner_grid(chunks: Chunks) -> Shape:

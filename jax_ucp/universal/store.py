@@ -46,12 +46,23 @@ from jax_ucp.universal.orbax_tree import TREE_FILE
 from jax_ucp.universal.packs import INDEX_FILE, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (
     CRC,
+    Shard,
     chunk_bytes,
     has_index,
+    read_at_once,
     read_shard,
     read_unit,
     shard_bytes,
     shard_parts,
+)
+from jax_ucp.universal.stacks import (
+    Stacks,
+    as_leaves,
+    is_recorded,
+    member_chunks,
+    member_info,
+    member_places,
+    stack_info,
 )
 
 METADATA_FILE, WRITER_FILE = "ucp.json", "ucp.writer.json"
@@ -138,7 +149,11 @@ class ZarrStore(Watched):
             data = np.asarray(data, dtype=self._arrays[key].dtype)
             crcs = bytearray()
             self.directory.write(name, shard_parts(data, self.chunks[key], crcs), durable=durable)
-            self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
+            recorded = bytes(crcs) if self._is_recorded(key) else b""
+            self.written[key][str(box)] = Written(_digest([data]), recorded)
+
+    def _is_recorded(self, key: str) -> bool:
+        return is_recorded(self._arrays[key].shape, self.chunks[key])
 
     def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> None:
         """Say where a pack has these outer chunks without index: one after the other."""
@@ -186,9 +201,25 @@ class ZarrStore(Watched):
             if not box.within(Box.whole(shape)):
                 raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
-        for chunk in outer_boxes(shape, outer, [box for box, _ in wanted]):
-            self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
+        try:
+            shards = [
+                self._shard(key, chunk, wanted, self._recorded(key, chunk))
+                for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
+            ]
+            for shard in self._read_at_once(key, shards):
+                self._read_shard(shard)
+        except CorruptData as error:
+            raise self._told_of(key, error) from None
         self._show(key, boxes, outs)
+
+    def _read_at_once(self, key: str, shards: Sequence[Shard]) -> Sequence[Shard]:
+        """Read what is best read without the index, and return the rest."""
+        # of a pack many arrays are read, one after the other
+        is_packed = bool(shards) and shards[0].offset is not None
+        is_far = self.directory.is_remote and not is_packed
+        if is_far or self.chunks[key].is_stack:  # whose index is long
+            return read_at_once(self.directory, shards)
+        return shards
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         """The outer chunks that a box meets, each whole."""
@@ -199,32 +230,26 @@ class ZarrStore(Watched):
             item = "" if offset is None else name
             yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
 
-    def _read_chunk(
+    def _shard(
         self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes
-    ) -> None:
-        """Copy from an outer chunk into each wanted array, comparing with the crc32c of its
-        inner chunks, if any.
+    ) -> Shard:
+        """An outer chunk from which to copy into each wanted array, comparing with the crc32c of
+        its inner chunks, if any.
         """
         chunks = self.chunks[key]
         file, offset = self.find(self._chunk_key(key, box))
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
-        try:
-            info = self._file(file)
-            read_shard(
-                self.directory if offset is None else self._of_pack(info),
-                info,
-                box,
-                chunks,
-                self._arrays[key].dtype,
-                wanted,
-                grid,
-                offset,
-            )
-        except CorruptData as error:
-            raise CorruptData(
-                f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
-                " checkpoint."
-            ) from None
+        dtype = self._arrays[key].dtype
+        return Shard(self._file(file), box, chunks, dtype, wanted, grid, offset)
+
+    def _read_shard(self, shard: Shard) -> None:
+        read_shard(self.directory if shard.offset is None else self._of_pack(shard.file), shard)
+
+    def _told_of(self, key: str, error: CorruptData) -> CorruptData:
+        return CorruptData(
+            f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
+            " checkpoint."
+        )
 
     def _of_pack(self, file: FileInfo) -> ReadAhead:
         """What reads a pack, of which most chunks are wanted, each a few bytes."""
@@ -271,10 +296,14 @@ class ZarrStore(Watched):
 
     def holds(self, key: str, box: Box, written: Written) -> bool:
         """Whether an outer chunk is on disk as it was written. Reads it."""
-        return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
+        is_whole = _is_whole(written, box, self._arrays[key].shape, self.chunks[key])
+        return is_whole and self._fault(key, box, written) is None
 
-    def digest_checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
-        """For each outer chunk of an array, whether its elements have the digest recorded.
+    def digest_checks(
+        self, key: str, label: str, stored: StoredArray, leaves: Iterable[str]
+    ) -> Iterator[Check]:
+        """For each outer chunk of an array, whether its elements have the digest recorded. `leaves`
+        are the arrays of leaves that it has something of.
 
         A read compares every inner chunk with the crc32c that is recorded of it, if one is: of an
         outer chunk of which all was read so, the digest says nothing more, and is not asked.
@@ -286,11 +315,10 @@ class ZarrStore(Watched):
             return self._fault(key, box, want) if passing.passed.rest([box]) else None
 
         watcher = passing if self._crcs.get(key) else None
-        leaves = frozenset([key])
         outer = _outer_chunks(self._arrays[key], self.chunks[key])
         for (box, text, *_), want in zip(outer, stored.digests, strict=True):
             work = partial(run, box, Written(want, self._recorded(key, box)))
-            yield Check(f"{label} {text}", leaves, box.size * itemsize, work, watcher)
+            yield Check(f"{label} {text}", frozenset(leaves), box.size * itemsize, work, watcher)
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -312,7 +340,10 @@ class ZarrStore(Watched):
             box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))
         ):
             out = np.empty(part.shape, info.dtype)
-            self._read_chunk(key, box, [(part.shift(box.start), out)], crcs)
+            try:
+                self._read_shard(self._shard(key, box, [(part.shift(box.start), out)], crcs))
+            except CorruptData as error:
+                raise self._told_of(key, error) from None
             yield out
 
 
@@ -446,13 +477,14 @@ class Commit:
     source: Mapping[str, Any] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Group] = ()
+    stacks: Stacks = field(default_factory=dict)
 
     def prepare(self, store: ZarrStore) -> None:
         """Write what lies beside the arrays, but for the last file. The store has the places of
         all packed chunks; what is in the chunks need not be written yet.
         """
         early = {name: [data] for name, data in self.files.items() if name != TREE_FILE}
-        beside = _index(store) | early
+        beside = _index(store, self.stacks) | early
         each_file(store.directory, lambda name: store.write_beside(name, *beside[name]), beside)
 
     @uncollected()
@@ -481,6 +513,7 @@ class Commit:
             dict(self.source),
             dict(self.extras),
             tuple(self.groups),
+            {stack: tuple(names) for stack, names in self.stacks.items()},
         )
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, bool(self.parts)))
@@ -513,26 +546,43 @@ def _gather(store: ZarrStore, processes: Sequence[int]) -> None:
             store.written[key] |= chunks
 
 
-def _index(store: ZarrStore) -> dict[str, list[bytes]]:
+def _index(store: ZarrStore, stacks: Stacks) -> dict[str, list[bytes]]:
     """The files by which stock Orbax finds every array, in parts; none where an index cannot have
     them.
     """
-    if not is_indexed(store.arrays(), store.chunks):
+    if not is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
         return {}
-    parts, manifest = index_parts(INDEX_FILE, _index_entries(store))
+    parts, manifest = index_parts(INDEX_FILE, _index_entries(store, stacks))
     return {INDEX_FILE: parts, MANIFEST_FILE: [manifest]}
 
 
-def _index_entries(store: ZarrStore) -> Iterator[tuple[bytes, Value]]:
-    """Each key of the index with its value: a `zarr.json`, or where an outer chunk is."""
+def _index_entries(store: ZarrStore, stacks: Stacks) -> Iterator[tuple[bytes, Value]]:
+    """Each key of the index with its value: a `zarr.json`, or where an outer chunk is. Of a stack
+    there are the arrays, each by itself.
+    """
+    homes = {name: (stack, i) for stack, names in stacks.items() for i, name in enumerate(names)}
+    keys = [key for key in store.arrays() if key not in stacks]
     # what an array has is below its name and a slash: no key of another lies between
-    for key in sorted(store.arrays(), key="{}/".format):
-        info, chunks = store.arrays()[key], store.chunks[key]
-        values: dict[str, Value] = {f"{key}/zarr.json": zarr_json(info, chunks)}
-        for _, _, name, nbytes in _outer_chunks(info, chunks):
-            file, offset = store.find(f"{key}/{name}")
-            values[f"{key}/{name}"] = Range(file, offset or 0, nbytes)
-        yield from ((name.encode(), values[name]) for name in sorted(values))
+    for key in sorted([*keys, *homes], key="{}/".format):
+        values = _values_of_member(store, *homes[key]) if key in homes else _values(store, key)
+        found = {f"{key}/{name}".encode(): value for name, value in values}
+        yield from ((name, found[name]) for name in sorted(found))
+
+
+def _values(store: ZarrStore, key: str) -> Iterator[tuple[str, Value]]:
+    info, chunks = store.arrays()[key], store.chunks[key]
+    yield "zarr.json", zarr_json(info, chunks)
+    for _, _, name, nbytes in _outer_chunks(info, chunks):
+        file, offset = store.find(f"{key}/{name}")
+        yield name, Range(file, offset or 0, nbytes)
+
+
+def _values_of_member(store: ZarrStore, stack: str, i: int) -> Iterator[tuple[str, Value]]:
+    info, chunks = store.arrays()[stack], store.chunks[stack]
+    nbytes = chunk_bytes(chunks, info.dtype)
+    yield "zarr.json", zarr_json(member_info(info), member_chunks(chunks))
+    for place, outer, offset in member_places(info, chunks, i):
+        yield chunk_name(place), Range(f"{stack}/{chunk_name(outer)}", offset, nbytes)
 
 
 def _stored_array(store: ZarrStore, key: str) -> StoredArray:
@@ -541,7 +591,9 @@ def _stored_array(store: ZarrStore, key: str) -> StoredArray:
     shape, chunks = store.arrays()[key].shape, store.chunks[key]
     outer = _outer_chunks(store.arrays()[key], chunks)
     if missing := [
-        chunk.text for chunk in outer if not _is_whole(written.get(chunk.text), chunk.box, chunks)
+        chunk.text
+        for chunk in outer
+        if not _is_whole(written.get(chunk.text), chunk.box, shape, chunks)
     ]:
         raise CorruptData(
             f"{store.directory}/{key}: {missing[:4]} and others of {len(outer)} chunks were not"
@@ -553,7 +605,9 @@ def _stored_array(store: ZarrStore, key: str) -> StoredArray:
         chunks.inner,
         tuple([written[chunk.text].digest for chunk in outer]),
         tuple(filter(None, places)),
-        _joined_crcs(shape, chunks, [(chunk.box, written[chunk.text].crcs) for chunk in outer]),
+        _joined_crcs(shape, chunks, [(chunk.box, written[chunk.text].crcs) for chunk in outer])
+        if is_recorded(shape, chunks)
+        else b"",
     )
 
 
@@ -575,7 +629,7 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     check_metadata(metadata, f"{directory}/{METADATA_FILE}")
     arrays, chunks, places, crcs = {}, {}, {}, {}
     for leaf in metadata.leaves:
-        if leaf.has_array:
+        if leaf.name in metadata.arrays:
             stored = metadata.arrays[leaf.name]
             arrays[leaf.name] = array_info(leaf.shape, leaf.dtype)
             chunks[leaf.name] = _chunks(stored.outer, stored.inner)
@@ -584,6 +638,11 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
                 outer = _outer_chunks(arrays[leaf.name], chunks[leaf.name])
                 keys = [f"{leaf.name}/{chunk.name}" for chunk in outer]
                 places.update(zip(keys, stored.places, strict=True))
+    leaf_of = {leaf.name: leaf for leaf in metadata.leaves} if metadata.stacks else {}
+    for stack, names in metadata.stacks.items():
+        stored, leaf = metadata.arrays[stack], leaf_of[names[0]]
+        arrays[stack] = stack_info(array_info(leaf.shape, leaf.dtype), len(names))
+        chunks[stack], crcs[stack] = Chunks(stored.outer, stored.inner, is_stack=True), stored.crcs
     return metadata, ZarrStore(directory, arrays, chunks, places, crcs)
 
 
@@ -693,12 +752,12 @@ def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
     return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 
-def _is_whole(written: Written | None, box: Box, chunks: Chunks) -> bool:
-    """Whether it is known of an outer chunk what was written, with the crc32c of each inner one."""
-    return (
-        written is not None
-        and len(written.crcs) == math.prod(_inner_grid(box.shape, chunks)) * CRC.itemsize
-    )
+def _is_whole(written: Written | None, box: Box, shape: Shape, chunks: Chunks) -> bool:
+    """Whether it is known of an outer chunk what was written, with the crc32c of each inner one if
+    these are recorded.
+    """
+    inner = math.prod(_inner_grid(box.shape, chunks)) if is_recorded(shape, chunks) else 0
+    return written is not None and len(written.crcs) == inner * CRC.itemsize
 
 
 def _inner_places(box: Box, chunks: Chunks) -> tuple[slice, ...]:

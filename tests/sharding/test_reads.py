@@ -10,26 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import jax_ucp as ucp
+from helpers import boxes_of_hosts
 from jax_ucp.layout.blocks import Chunks, grid_boxes
-from jax_ucp.layout.box import Box
-from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.reads import HostMesh, Stored, planned_reads
 
 SPECS = [(None, None), ("a", "b"), ("b", "a"), (("b", "a"), None), (None, "b")]
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 DATA = Path(__file__).parents[1] / "data" / "torch"
-
-
-def boxes_of_hosts(shape, spec, hosts: int) -> list[set[Box]]:
-    indices = NamedSharding(MESH, PartitionSpec(*spec)).devices_indices_map(shape)
-    return [
-        {index_box(indices[d], shape) for d in devices}
-        for devices in np.split(MESH.devices.ravel(), hosts)
-    ]
 
 
 @settings(deadline=None, max_examples=40)
@@ -41,7 +32,7 @@ def test_a_plan_counts_what_the_boxes_of_each_host_touch(data):
     spec = fit_spec(data.draw(st.sampled_from(SPECS)), shape, dict(MESH.shape)).spec
     hosts = data.draw(st.sampled_from([1, 2, 4, 8]))
     found = planned_reads([Stored(shape, 2, chunks, spec)] * 3, HostMesh.of(MESH, hosts))
-    for host, boxes in enumerate(boxes_of_hosts(shape, spec, hosts)):
+    for host, boxes in enumerate(boxes_of_hosts(MESH, shape, spec, hosts)):
         inner_ones, outer_ones = (
             [
                 chunk
@@ -69,7 +60,7 @@ def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_
     spec, hosts = data.draw(st.sampled_from(SPECS)), data.draw(st.sampled_from([1, 2, 4]))
     arrays = [Stored((8, 8), 4, Chunks((8, 8), (1, 1)), spec, each) for each in pieces]
     found = planned_reads(arrays, HostMesh.of(MESH, hosts))
-    for host, boxes in enumerate(boxes_of_hosts((8, 8), spec, hosts)):
+    for host, boxes in enumerate(boxes_of_hosts(MESH, (8, 8), spec, hosts)):
         names = {
             name
             for each in pieces
@@ -91,7 +82,7 @@ def test_of_an_imported_checkpoint_each_host_opens_the_files_whose_pieces_its_bo
     files, needed = [set() for _ in range(4)], np.zeros(4, int)
     for leaf in checkpoint.leaves:
         spec = fit_spec(("a",), leaf.shape, dict(MESH.shape)).spec
-        for host, boxes in enumerate(boxes_of_hosts(leaf.shape, spec, 4)):
+        for host, boxes in enumerate(boxes_of_hosts(MESH, leaf.shape, spec, 4)):
             needed[host] += sum(box.size for box in boxes) * np.dtype(leaf.dtype).itemsize
             met = [
                 piece

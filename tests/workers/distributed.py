@@ -37,6 +37,7 @@ from jax_ucp.sharding import restore as restoring
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes
 from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.universal import stacks
 from jax_ucp.universal import store as universal_store
 from jax_ucp.universal.store import ZarrStore
 
@@ -49,11 +50,13 @@ from remote_files import counted
 
 BIG, ODD, TINY = (1536, 768), (24, 330), (24, 10)
 SMALL = [f"small{i:04}" for i in range(1000)]  # so many are packed
+ALIKE = [f"alike{i:02}" for i in range(12)]  # they are stacked where that begins at twelve
 MESH = Mesh(np.array(jax.devices()), ("x",))
 
 
 def want(name: str) -> np.ndarray:
-    shape = BIG if name.startswith("big") else TINY if name in SMALL else ODD
+    shapes = {"big": BIG, "small": TINY, "alike": (192, 256)}
+    shape = next((shapes[kind] for kind in shapes if name.startswith(kind)), ODD)
     return np.random.default_rng(list(name.encode())).normal(size=shape).astype(np.float32)
 
 
@@ -82,6 +85,34 @@ def save(names: list[str] = NAMES) -> dict:
 
 def save_packed() -> dict:
     return save(NAMES + SMALL)
+
+
+def save_stacked() -> dict:
+    stacks.STACK_FROM = len(ALIKE)
+    written: list[str] = []
+    write = ZarrStore.write
+
+    def noting(store, key, box, data, durable=True):
+        written.append(f"{key}{box}")
+        write(store, key, box, data, durable)
+
+    ZarrStore.write = noting
+    return save(NAMES + ALIKE) | {"written": [name for name in written if "stack" in name]}
+
+
+def restore_stacked() -> dict:
+    """Restored as many rows in each process, with the bytes read and needed."""
+    rows = NamedSharding(MESH, P("x"))
+    target = {
+        name: jax.ShapeDtypeStruct(want(name).shape, np.float32, sharding=rows) for name in ALIKE
+    }
+    with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler()) as manager:
+        with bytes_read() as count:
+            got = manager.restore(0, args=ucp.args.Restore(target, partial=True))
+        read = count()
+        check(got)
+        check(manager.restore(0, args=ucp.args.Restore(mesh=MESH)))
+    return {"read": read, "needed": sum(want(name).nbytes for name in ALIKE) // processes}
 
 
 def restore() -> dict:

@@ -1,0 +1,121 @@
+"""Arrays that lie alike in one zarr array, a stack, whose first axis numbers them.
+
+Where each of thousands of hosts holds some kilobytes of each of thousands of arrays, a file for
+each piece is a request for each, both when it is written and when it is read. In a stack one file
+has the pieces of hundreds of arrays, and what lies at one place of all of them is together: what a
+host of another mesh wants of them is a few long ranges.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, stack_chunks
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal.ocdbt import MAX_ENTRIES
+from jax_ucp.universal.shard_codec import chunk_bytes
+
+# With fewer arrays than that, files of their own cost little, and any zarr reader finds them.
+STACK_FROM = 1000
+
+# Pieces of more bytes are worth a request each.
+STACK_CELL_BYTES = 1 << 20
+
+# Of a stack with more inner chunks their crc32c are not in `ucp.json`, which every host reads.
+MAX_RECORDED = 1 << 20
+
+Stacks = Mapping[str, Sequence[str]]
+
+
+def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, Shape, Hashable]]) -> dict[str, list[str]]:
+    """Which arrays are stacked, by the name of the stack, in the order in which they are given.
+
+    Of each array there are what it is, the shape of a writer's piece, and what arrays that lie
+    alike have in common. None are where that would be too many keys for an index, by which stock
+    Orbax finds arrays, and files of their own are not.
+    """
+    alike: dict[tuple[ArrayInfo, Shape, Hashable], list[str]] = defaultdict(list)
+    for name, piece in pieces.items():
+        alike[piece].append(name)
+    groups = {
+        piece: names for piece, names in alike.items() if len(names) > 1 and _is_stacked(*piece)
+    }
+    if sum(map(len, groups.values())) < STACK_FROM:
+        return {}
+    alone = sum(math.prod(_grid(info.shape, cell)) for info, cell, _ in pieces.values())
+    more = sum(len(names) * _more_keys(info, cell) for (info, cell, _), names in groups.items())
+    if alone + len(pieces) <= MAX_ENTRIES < alone + more + len(pieces):
+        return {}
+    return {stack_name(i): names for i, names in enumerate(groups.values())}
+
+
+def _is_stacked(info: ArrayInfo, cell: Shape, common: Hashable) -> bool:
+    """Whether an array is large enough not to be packed, and its pieces are small."""
+    piece_bytes = math.prod(cell) * info.dtype.itemsize
+    return info.nbytes > SMALL_BYTES and piece_bytes <= STACK_CELL_BYTES
+
+
+def _more_keys(info: ArrayInfo, cell: Shape) -> int:
+    """How many more chunks stock readers see of an array if it is stacked."""
+    inner = stack_chunks(2, info.shape, info.dtype.itemsize, cell).inner[1:]
+    return math.prod(_grid(info.shape, inner)) - math.prod(_grid(info.shape, cell))
+
+
+def _grid(shape: Shape, chunk: Shape) -> Shape:
+    return tuple(-(-n // max(1, c)) for n, c in zip(shape, chunk, strict=True))
+
+
+def stack_name(i: int) -> str:
+    """The directory of the i-th stack."""
+    return f"ucp.stack_{i}"
+
+
+def stack_info(info: ArrayInfo, count: int) -> ArrayInfo:
+    """A stack of so many arrays."""
+    return ArrayInfo((count, *info.shape), info.dtype)
+
+
+def member_info(stack: ArrayInfo) -> ArrayInfo:
+    """An array of a stack."""
+    return ArrayInfo(stack.shape[1:], stack.dtype, stack.chunk and stack.chunk[1:])
+
+
+def as_leaves(
+    arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks], stacks: Stacks
+) -> tuple[dict[str, ArrayInfo], dict[str, Chunks]]:
+    """Each array of a checkpoint and its chunks, those of a stack by themselves."""
+    infos = {key: info for key, info in arrays.items() if key not in stacks}
+    cut = {key: chunks[key] for key in infos}
+    for stack, names in stacks.items():
+        infos |= dict.fromkeys(names, member_info(arrays[stack]))
+        cut |= dict.fromkeys(names, member_chunks(chunks[stack]))
+    return infos, cut
+
+
+def is_recorded(shape: Sequence[int], chunks: Chunks) -> bool:
+    """Whether `ucp.json` has the crc32c of each inner chunk of an array."""
+    return not chunks.is_stack or math.prod(_grid(tuple(shape), chunks.inner)) <= MAX_RECORDED
+
+
+def member_chunks(chunks: Chunks) -> Chunks:
+    """The chunks of an array of a stack as stock readers see them: each is an inner one."""
+    return Chunks(chunks.inner[1:], chunks.inner[1:])
+
+
+def member_places(info: ArrayInfo, chunks: Chunks, i: int) -> Iterator[tuple[Shape, Shape, int]]:
+    """Of each inner chunk of the i-th array: its place in the array's grid, the place of the
+    stack's outer chunk that has it, and its offset there. `info` is the stack.
+    """
+    first, within = divmod(i, chunks.outer[0])
+    count = min(chunks.outer[0], info.shape[0] - first * chunks.outer[0])
+    parts = [o // n for o, n in zip(chunks.outer[1:], chunks.inner[1:], strict=True)]
+    for place in itertools.product(*map(range, _grid(info.shape[1:], chunks.inner[1:]))):
+        number = 0
+        for p, n in zip(place, parts, strict=True):
+            number = number * n + p % n
+        outer = (first, *(p // n for p, n in zip(place, parts, strict=True)))
+        yield place, outer, (number * count + within) * chunk_bytes(chunks, info.dtype)

@@ -1,0 +1,144 @@
+"""What a restore asks of a store behind a network: how many requests, and how many bytes."""
+
+import itertools
+import math
+from pathlib import Path
+
+import google_crc32c
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_ucp as ucp
+from helpers import boxes_in, boxes_of_hosts, numbered
+from jax_ucp.files import remote
+from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes
+from jax_ucp.sharding import reads, save
+from jax_ucp.universal.store import chunk_name
+from remote_files import counted
+
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+NOT_STORED = (1 << 64) - 1
+SPECS = [("a", "b"), ("b", "a"), (("a", "b"), None), (None, ("b", "a")), (None, None)]
+
+
+def saved(path: Path, spec: tuple) -> dict:
+    sharding = NamedSharding(MESH, PartitionSpec(*spec))
+    want = {f"w{i}": numbered((1024, 512), np.float32) + i for i in range(3)}
+    tree = {name: jax.device_put(array, sharding) for name, array in want.items()}
+    ucp.CheckpointHandler().save(path, ucp.args.Save(tree))
+    return want
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SPECS, 2)))
+def test_a_restore_asks_once_for_each_file_and_no_index(tmp_path, before, after):
+    want = saved(tmp_path / "saved", before)
+    files = [*(tmp_path / "saved").glob("w*/c.*")]
+    with counted() as far:
+        checkpoint = ucp.open(f"counted://{tmp_path}/saved")
+        far.asked.clear()
+        far.nbytes = 0
+        restored = checkpoint.restore(mesh=MESH, rules=[("", PartitionSpec(*after))])
+        assert far.asked["fetch"] == len(files)
+        assert far.nbytes <= 1.001 * sum(array.nbytes for array in want.values())
+    for name, array in want.items():
+        np.testing.assert_array_equal(restored[name], array)
+
+
+def stored(root: Path, chunks: Chunks, array: np.ndarray) -> Path:
+    """A checkpoint of the array, cut so."""
+    save._writers.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "chunk_shapes", lambda *arguments: chunks)
+        ucp.CheckpointHandler().save(root / "saved", ucp.args.Save({"w": jnp.asarray(array)}))
+    save._writers.cache_clear()
+    return root / "saved"
+
+
+def turn_round(file: Path, count: int, nbytes: int) -> None:
+    """Let the inner chunks of a file lie in the opposite order, as its index then says."""
+    data = file.read_bytes()
+    parts = [data[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
+    index = np.frombuffer(data[count * nbytes : -4], np.uint64).reshape(-1, 2).copy()
+    there = index[:, 0] != NOT_STORED
+    index[there, 0] = (count - 1) * nbytes - index[there, 0]
+    crc = google_crc32c.value(index.tobytes()).to_bytes(4, "little")
+    file.write_bytes(b"".join([*reversed(parts), index.tobytes(), crc]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_boxes_of_any_chunks_come_in_whatever_order_inner_chunks_lie(tmp_path_factory, data):
+    inner = data.draw(st.sampled_from([(2, 3), (4, 4), (8, 6), (5, 7)]), label="inner")
+    chunks = Chunks(
+        tuple(i * data.draw(st.integers(1, 3), label="inner chunks") for i in inner), inner
+    )
+    array = numbered((8, 12), np.int32)
+    boxes = data.draw(st.lists(boxes_in(array.shape), min_size=1, max_size=4), label="boxes")
+    outs = [np.full(box.shape, -1, np.int32) for box in boxes]
+    path = stored(tmp_path_factory.mktemp("far"), chunks, array)
+    turned = data.draw(st.booleans(), label="turned") and chunks.inner != chunks.outer
+    for box in grid_boxes(array.shape, chunks.outer) if turned else ():
+        count = sum(1 for _ in grid_boxes(box.shape, inner))
+        name = chunk_name(grid_place(box, chunks.outer))
+        turn_round(path / "w" / name, count, 4 * math.prod(inner) + 4)
+    with counted() as far:
+        source = ucp.open(f"counted://{path}")._contents.arrays
+        far.asked.clear()
+        source.read_into("w", boxes, outs)
+        met = outer_boxes(array.shape, chunks.outer, boxes)
+        assert turned or far.asked["fetch"] == len(met)
+    for box, out in zip(boxes, outs, strict=True):
+        np.testing.assert_array_equal(out, array[box.index])
+    np.testing.assert_array_equal(ucp.open(path).restore()["w"], array)
+
+
+@pytest.fixture
+def small_requests(monkeypatch):
+    """Requests as of a network that is very near, so that small arrays take several."""
+    for module in (remote, reads):
+        monkeypatch.setattr(module, "GAP_BYTES", 40)
+        monkeypatch.setattr(module, "REQUEST_BYTES", 150)
+    monkeypatch.setattr(reads, "SMALL_BYTES", 0)
+    reads._reads.cache_clear()
+    yield
+    reads._reads.cache_clear()
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_plan_counts_the_requests_that_each_host_makes(tmp_path_factory, small_requests, data):
+    inner = tuple(data.draw(st.integers(1, 9), label="inner") for _ in range(2))
+    chunks = Chunks(tuple(i * data.draw(st.integers(1, 4), label="parts") for i in inner), inner)
+    array = numbered((8, 16), np.int32)
+    path = stored(tmp_path_factory.mktemp("planned"), chunks, array)
+    spec, hosts = data.draw(st.sampled_from(SPECS)), data.draw(st.sampled_from([1, 2, 4, 8]))
+    with counted() as far:
+        checkpoint = ucp.open(f"counted://{path}")
+        rules = [("", PartitionSpec(*spec))]
+        planned = checkpoint.plan_reads(MESH, rules=rules, hosts=hosts)
+        asked = []
+        for boxes in boxes_of_hosts(MESH, array.shape, spec, hosts):
+            far.asked.clear()
+            outs = [np.empty(box.shape, np.int32) for box in boxes]
+            checkpoint._contents.arrays.read_into("w", list(boxes), outs)
+            asked.append(far.asked["fetch"])
+    assert planned.requests.tolist() == asked
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(SPECS, SPECS)))
+def test_a_plan_counts_the_requests_of_a_restore(tmp_path, before, after):
+    saved(tmp_path / "saved", before)
+    rules = [("", PartitionSpec(*after))]
+    with counted() as far:
+        checkpoint = ucp.open(f"counted://{tmp_path}/saved")
+        planned = checkpoint.plan_reads(MESH, rules=rules)
+        far.asked.clear()
+        checkpoint.restore(mesh=MESH, rules=rules)
+        assert far.asked["fetch"] == planned.requests.tolist()[0]
