@@ -3,10 +3,8 @@ them. Clusters are processes of this machine here.
 """
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import jax_ucp as ucp
 from commands import run
 from helpers import digests
 from jax_ucp.cli.main import main
-from test_read_once import SOURCES
+from worker_kills import COMMANDS, KINDS, MPIEXEC, Campaign, two_workers
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "clusters"
@@ -37,21 +35,17 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(
-        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
-    ) as cluster:
+    with two_workers() as cluster:
         yield cluster
 
 
 def mpiexec(*command: object, ranks: int = 3) -> str:
     """What so many ranks print. They are stopped when they take too long."""
-    launcher = Path(sys.executable).with_name("mpiexec")
     process = subprocess.Popen(
-        [launcher, "-n", str(ranks), *map(str, command)],
+        [MPIEXEC, "-n", str(ranks), *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PATH": f"{launcher.parent}:{os.environ['PATH']}"},
     )
     try:
         output, _ = process.communicate(timeout=120)
@@ -152,21 +146,15 @@ def test_the_scripts_for_clusters_work(made, tmp_path, monkeypatch):
         assert digests(tmp_path / name) == digests(whole / "convert"), name
 
 
-@pytest.mark.parametrize("after", [0.05, 0.3, 1.0])
-def test_a_worker_that_is_killed_is_replaced_and_the_result_is_the_same(after, cluster, tmp_path):
-    SOURCES["deepspeed"](tmp_path / "source")
-    checkpoint = ucp.open(tmp_path / "source")
-    checkpoint.save(tmp_path / "here", budget_bytes=4 << 20)
-    with Client(cluster) as client:
-        client.wait_for_workers(2)
-        victim = next(iter(client.run(os.getpid).values()))
-        kill = threading.Timer(after, os.kill, (victim, signal.SIGKILL))
-        kill.start()
-        checkpoint.save(
-            tmp_path / "there", executor=client.get_executor(pure=False), budget_bytes=4 << 20
-        )
-        kill.join()
-    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+@pytest.fixture(scope="module")
+def kills(cluster, tmp_path_factory) -> Campaign:
+    return Campaign(tmp_path_factory.mktemp("kills"), cluster)
+
+
+@pytest.mark.parametrize("seed", range(len(KINDS) * len(COMMANDS)))
+def test_whichever_worker_is_killed_the_job_ends_in_the_same_bytes(seed, kills):
+    kills.run(seed)
+    assert kills.result.findings == []
 
 
 def test_a_scheduler_that_does_not_answer_is_one_error(tmp_path, monkeypatch):
