@@ -471,9 +471,9 @@ class Commit:
     """
 
     leaves: Sequence[Leaf]
-    parts: Sequence[int] = ()
-    packed: frozenset[str] = frozenset()
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    parts: Sequence[int]
+    packed: frozenset[str]
+    files: Mapping[str, bytes]
     source: Mapping[str, Any] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Group] = ()
