@@ -59,7 +59,6 @@ def test_in_any_order_the_shares_make_what_one_process_makes(case, format, count
 def test_of_a_share_that_was_stopped_what_is_on_disk_is_not_written_again(
     source, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(shares, "GROUP_BYTES", 0)
     ucp.open(source).export(tmp_path / "whole", "dcp")
     heard = []
 
