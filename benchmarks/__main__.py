@@ -35,14 +35,19 @@ BENCHMARKS = {
 )
 @click.option("--mib", default=1024, show_default=True, help="Size of the large state.")
 @click.option("--torch-python", help="A Python with torch: without it, PyTorch's rows are absent.")
-def main(name: str, work: Path | None, runs: int, mib: int, torch_python: str | None) -> None:
+@click.option("--counts", default="", help="Of `arrays`: only what each step takes of so many.")
+def main(
+    name: str, work: Path | None, runs: int, mib: int, torch_python: str | None, counts: str
+) -> None:
     """Measure one thing, beside every peer and the physical limit."""
     # before JAX is imported
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
     from benchmarks.race import Options, write
 
     with tempfile.TemporaryDirectory() as temporary:
-        options = Options((work or Path(temporary)).absolute(), runs, torch_python, mib)
+        folder = (work or Path(temporary)).absolute()
+        numbers = [int(count) for count in counts.split(",") if count]
+        options = Options(folder, runs, torch_python, mib, numbers)
         tables = []
         for table in importlib.import_module(BENCHMARKS[name]).run(options):
             tables.append(table)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import jax_ucp
+from benchmarks.count_worker import small_tree
 from jax_ucp.formats.torch_save.pickle_writer import Global, Instance
 from jax_ucp.formats.torch_save.zip_writer import TorchZip
 
@@ -19,7 +20,7 @@ LAYER = 10
 
 def converted(folder: Path, arrays: int) -> None:
     """A universal checkpoint as a conversion writes it: small arrays lie in packs."""
-    jax_ucp.Checkpoint.of(_tree(arrays)).save(folder)
+    jax_ucp.Checkpoint.of(small_tree(arrays)).save(folder)
 
 
 def saved(folder: Path, arrays: int) -> None:
@@ -27,17 +28,7 @@ def saved(folder: Path, arrays: int) -> None:
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(jax_ucp.CheckpointHandler()) as checkpointer:
-        checkpointer.save(folder, args=jax_ucp.args.Save(_tree(arrays)))
-
-
-def _tree(arrays: int) -> dict[str, dict[str, np.ndarray]]:
-    """Parameters and Adam's moments, 12 arrays to a layer."""
-    states = ("param", "exp_avg", "exp_avg_sq")
-    tree: dict[str, dict[str, np.ndarray]] = {state: {} for state in states}
-    for i in range(arrays):
-        name = f"layers.{i // 12}.weight_{i // 3 % 4}"
-        tree[states[i % 3]][name] = np.full((8, 4), i, np.float32)
-    return tree
+        checkpointer.save(folder, args=jax_ucp.args.Save(small_tree(arrays)))
 
 
 def deepspeed(folder: Path, parameters: int, ranks: int = RANKS) -> None:
@@ -164,7 +155,8 @@ def _arguments(layers: int) -> dict[str, Any]:
 def _save(tree: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     written = TorchZip(tree)
-    data = bytearray(written.size)
-    for start, part in written.tail([]):
+    data, tail = bytearray(written.size), written.section().tail
+    assert tail is not None, "of a tree in memory nothing but a tail is written"
+    for start, part in tail([]):
         data[start : start + len(part)] = part
     path.write_bytes(data)

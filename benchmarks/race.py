@@ -32,6 +32,7 @@ class Options:
     runs: int = 5
     torch_python: str | None = None
     mib: int = 1024
+    counts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

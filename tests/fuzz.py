@@ -55,7 +55,7 @@ from jax_ucp.mapping.rules import Mapping, shipped
 from jax_ucp.shard_spec.notation import built_in, parse
 from jax_ucp.sources.checks import verdicts
 from jax_ucp.universal import packs
-from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, index_parts
 from spec_writer import to_yaml
 
 DATA = Path(__file__).parent / "data"
@@ -430,10 +430,12 @@ class Targets:
         end = 0
         for key, value in values.items():
             entries[key], end = Range(file, end, len(value)), end + len(value)
-        node = node_bytes(entries)
+        parts, manifest = index_parts(
+            "node", sorted((key.encode(), at) for key, at in entries.items())
+        )
         (folder / "data").write_bytes(b"".join(values.values()))
-        (folder / "node").write_bytes(node)
-        (folder / MANIFEST_FILE).write_bytes(manifest_bytes(Range("node", 0, len(node)), entries))
+        (folder / "node").write_bytes(b"".join(parts))
+        (folder / MANIFEST_FILE).write_bytes(manifest)
 
     def _done(self, rng: Random, folder: Path) -> Read:
         shutil.rmtree(self.target, ignore_errors=True)

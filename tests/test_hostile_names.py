@@ -19,7 +19,7 @@ from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.local import LocalFiles, name_fault
 from jax_ucp.layout.box import Box
-from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, index_parts
 
 OUTSIDE = [
     "../victim/a",
@@ -139,9 +139,7 @@ def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(
         for key, data in files.items():
             entries[f"{name}/{key}"], end = Range("data", end, len(data)), end + len(data)
         (hostile / "data").write_bytes(b"".join(files.values()))
-        node = node_bytes(entries)
-        (hostile / "node").write_bytes(node)
-        (hostile / MANIFEST_FILE).write_bytes(manifest_bytes(Range("node", 0, len(node)), entries))
+        write_index(hostile, entries)
     result = CliRunner().invoke(main, ["convert", str(hostile), str(tmp_path / "out")])
     assert tree_of_files(victim) == before
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") == [
@@ -155,6 +153,12 @@ def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(
         np.testing.assert_array_equal(
             copy.restore()[name], np.arange(24, dtype=np.float32).reshape(6, 4)
         )
+
+
+def write_index(folder: Path, entries: dict[str, Range]) -> None:
+    parts, manifest = index_parts("node", sorted((key.encode(), at) for key, at in entries.items()))
+    (folder / "node").write_bytes(b"".join(parts))
+    (folder / MANIFEST_FILE).write_bytes(manifest)
 
 
 def _one_leaf(content: dict, name: str, ocdbt: bool) -> None:
@@ -182,10 +186,7 @@ def test_a_link_out_of_stock_s_checkpoint_is_refused(tmp_path, linked):
 def test_a_database_whose_values_lie_outside_is_refused(tmp_path, victim, file):
     hostile = stock(tmp_path / "hostile", "ocdbt")
     shutil.rmtree(hostile / "d")
-    entries = {"params.kernel/.zarray": Range(file, 0, 12)}
-    node = node_bytes(entries)
-    (hostile / "node").write_bytes(node)
-    (hostile / MANIFEST_FILE).write_bytes(manifest_bytes(Range("node", 0, len(node)), entries))
+    write_index(hostile, {"params.kernel/.zarray": Range(file, 0, 12)})
     if file.startswith("link"):
         (hostile / "link").symlink_to(victim)
     with pytest.raises(UCPError):

@@ -637,6 +637,7 @@ TABLE: dict[str, dict[str, str]] = {
         "optimizer_groups": "refused",
         "model": "refused",
         "step": "refused",
+        "share_reads": "harmless: in one process, or on a disk, each reads for itself",
     },
     "diff": {
         "first": "used",

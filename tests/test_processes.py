@@ -297,6 +297,35 @@ def damage(item: Path, at: float) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("saved", ["saved_by_four", "packed_by_four"])
+def test_one_process_asks_a_store_for_what_all_of_them_open(processes, saved, request):
+    path = request.getfixturevalue(saved) / "0" / "default"
+    said = run(processes, "open_shared", path)
+    first, *others = [each["shared"] for each in said]
+    assert 3 < first <= min(each["alone"] for each in said)
+    assert others == [0] * (processes - 1)
+
+
+def test_what_one_process_cannot_open_all_raise_and_none_waits(saved_by_four, tmp_path):
+    shutil.copytree(saved_by_four / "0" / "default", tmp_path / "sound")
+    shutil.copytree(saved_by_four / "0" / "default", tmp_path / "other")
+    said = run(2, "open_shared_faults", tmp_path)
+    for rank, each in enumerate(said):
+        told = "process {} could not open the checkpoint, and no process has it. It says: {}"
+        for case, faulty, raised, words in [
+            ("nowhere", 0, "NotACheckpoint", "does not exist"),
+            ("process 0 fails", 0, "CorruptData", "a fault"),
+            ("process 1 fails", 1, "CorruptData", "a fault"),
+        ]:
+            kind, text = each[case]
+            assert kind == raised, (case, rank, kind)
+            assert words in text, (case, rank, text)
+            assert text.startswith(told.format(faulty, raised)) == (rank != faulty), text
+        assert each["another path"][0] == "TreeMismatch", each
+        assert each["sound"] == ["opened", ""]
+
+
 def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tmp_path):
     for copy in ("sound", "shared", "own", "missing"):
         shutil.copytree(saved_by_four / "0" / "default", tmp_path / copy)

@@ -81,14 +81,22 @@ if TYPE_CHECKING:
 
 
 def open_with(
-    path: str | os.PathLike[str], options: Options, also_used: Collection[str] = ()
+    path: str | os.PathLike[str],
+    options: Options,
+    also_used: Collection[str] = (),
+    share_reads: bool = False,
 ) -> Checkpoint:
     """`open`, with all that is said in one value; of its sizes those in `also_used` are for
     somebody else.
     """
     with looking_once():  # to find out where a path leads is a request, too
         at = file_path(path)
-        contents = open_contents(path, options, at)
+        if share_reads:
+            from jax_ucp.sharding.open_together import open_together
+
+            contents = open_together(at, lambda at: open_contents(path, options, at))
+        else:
+            contents = open_contents(path, options, at)
     require_used(options.sizes, contents.path, also_used)
     if isinstance(options.spec, Path):  # which may change before another process opens it
         options = replace(options, spec=load(options.spec))

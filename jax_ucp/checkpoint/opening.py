@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from jax_ucp.arguments import switch
 from jax_ucp.checkpoint.checkpoint import Checkpoint, open_with, opened
 from jax_ucp.formats.options import Dequantize, GroupsFunction, Options
 from jax_ucp.inspection.diff import Difference, difference
@@ -25,6 +26,7 @@ def open(
     optimizer_groups: str | Sequence[Sequence[str]] | GroupsFunction | None = None,
     model: str | None = None,
     step: int | None = None,
+    share_reads: bool = False,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
@@ -60,6 +62,10 @@ def open(
         model: the one that is meant where a file or folder has several, such as a teacher and a
             student, or the items of a step of Orbax.
         step: the one to open of the folder of a run; unsaid, the last that is finished.
+        share_reads: of a checkpoint in a bucket one process reads the metadata, and the others of
+            `jax.distributed` get them from it. All must make this call, with the same arguments;
+            an error in one is raised in all, in the others with its words. Of files on a disk each
+            process reads its own; in one process it changes nothing.
 
     Returns:
         The checkpoint, of which nothing but metadata has been read.
@@ -72,6 +78,7 @@ def open(
         UnsupportedPath: for a URL of an unknown kind.
         QuantizedWeights: where weights are to be dequantised and nothing says how they are meant.
         ValueError: for another `on_conflict` or `dequantize` than these.
+        TreeMismatch: where processes that share reads open different paths.
 
     Example:
         >>> import jax_ucp as ucp
@@ -82,7 +89,7 @@ def open(
     options = Options.of(
         sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, model, step
     )
-    return open_with(path, options)
+    return open_with(path, options, share_reads=switch("share_reads", share_reads))
 
 
 def diff(

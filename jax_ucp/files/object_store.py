@@ -117,7 +117,7 @@ class Bucket(RemoteFiles):
         self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
     ) -> FileInfo | None:
         """It is whole or not there, whether `durable` or not."""
-        return self._write(name, parts, PUT_BYTES, PART_BYTES, PARTS_AT_ONCE)
+        return self._write(name, parts, PART_BYTES, PARTS_AT_ONCE, PUT_BYTES)
 
     def write_large(
         self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
@@ -127,18 +127,18 @@ class Bucket(RemoteFiles):
         part_bytes = max(wanted, -(-size // MOST_PARTS))
         # one is put together, and one waits
         at_once = max(1, min(PARTS_AT_ONCE, max_bytes // part_bytes - 2))
-        self._write(name, parts, part_bytes, part_bytes, at_once)
+        self._write(name, parts, part_bytes, at_once)
 
     def _write(
         self,
         name: str,
         parts: Iterable[bytes | memoryview],
-        put_bytes: int,
         part_bytes: int,
         at_once: int,
+        put_bytes: int = 0,
     ) -> FileInfo | None:
-        """Write a file of less than `put_bytes` by one request, and others in parts."""
-        key = self.key(name)
+        """Write a file in parts, one of less than a part or `put_bytes` by one request."""
+        key, put_bytes = self.key(name), max(put_bytes, part_bytes)
         with contextlib.closing(_chunks(parts, put_bytes)) as chunks:
             first = [next(chunks, b"")]
             if len(first[0]) < put_bytes:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.errors import SpecError
+from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
@@ -68,6 +69,9 @@ class Sizes(Mapping[str, int]):
 
     def __len__(self) -> int:
         return len(self._given)
+
+    def __repr__(self) -> str:
+        return repr(sorted(self._given.items()))
 
     def of(self, lengths: Collection[str], switches: Collection[str] = ()) -> dict[str, int]:
         """What is given of some names, all of which count as asked for; `switches` may be 0."""
@@ -140,6 +144,15 @@ class Options:
             _model_name(model),
             None if step is None else whole_number("step", step, least=0),
         )
+
+    @property
+    def reading(self) -> str:
+        """What it says of how shards form parameters, the same in every process; empty for nothing.
+
+        Raises SpecError for a spec that cannot be read.
+        """
+        spec = load(self.spec).content if self.spec else ()
+        return repr((spec, self.sizes)) if spec or self.sizes else ""
 
 
 def _model_name(model: object) -> str | None:

@@ -305,7 +305,7 @@ def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
         _require_use(contents, format, options)
         noted = _with_notes(contents, at, format, options)
         settled = settle(noted, options.dequantize)
-    return replace(settled, files=files)
+    return replace(settled, files=files, reading=options.reading)
 
 
 def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> None:

@@ -126,7 +126,7 @@ def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> An
     options["target"] = options.pop("item")
     options["budget_bytes"] = _budget(args, budget_bytes)
     # The program that saved the tree restores it: codes and scales are leaves of it like any other.
-    checkpoint = open(directory, dequantize=False)
+    checkpoint = open(directory, dequantize=False, share_reads=args.share_reads)
     return checkpoint.restore(**options)
 
 

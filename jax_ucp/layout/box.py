@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,7 +105,12 @@ class Box:
             start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+        return _text(self.start, self.stop)
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(start: tuple[int, ...], stop: tuple[int, ...]) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(start, stop, strict=True)) + "]"
 
 
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

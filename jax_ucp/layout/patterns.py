@@ -167,6 +167,10 @@ class Fused:
                 " groups"
             )
 
+    def __repr__(self) -> str:  # the same in every process, in which sets have orders of their own
+        whole, groups = sorted(self.whole), self.groups
+        return f"Fused(axis={self.axis}, parts={dict(self.parts)}, whole={whole}, groups={groups})"
+
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         runs_of = [list(self._runs(rank, shards)) for rank in range(len(shards))]
         shape = _resized(shards[0], self.axis, sum(self._rows.values()))

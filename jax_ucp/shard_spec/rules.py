@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from jax_ucp.errors import LayoutError, SpecError, fault_lines
 from jax_ucp.layout.fragments import ParamLayout, Shape
@@ -130,6 +131,14 @@ class Spec:
     def switches(self) -> set[str]:
         """The names that say whether a rule is there."""
         return {sentence.switch for layer in self.layers for sentence in layer.own} - {""}
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What it says, wherever that was written."""
+        rules = [
+            (rule.param, rule.pattern, rule.when) for layer in self.layers for rule in layer.own
+        ]
+        return rules, sorted(self.known_sizes.items())
 
     @property
     def layers(self) -> tuple[Spec, ...]:

@@ -205,7 +205,7 @@ def read_together(
             alone()
         except Exception as error:
             faults.append(error)
-    _tell(faults[0] if faults else None)
+    tell(faults[0] if faults else None, "could not read its part, and nothing is restored")
     return arrays
 
 
@@ -315,30 +315,29 @@ def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
         for name, r in reads
     ]
     mine = hashlib.sha256(repr(plan).encode(errors="replace")).hexdigest().encode()
-    if others := [process for process, theirs in enumerate(_exchanged(mine)) if theirs != mine]:
+    if others := [process for process, theirs in enumerate(exchanged(mine)) if theirs != mine]:
         raise TreeMismatch(
             f"processes {others[:4]} and this one would share other reads: all must restore the"
             " same checkpoint, to the same target, with the same arguments"
         )
 
 
-def _tell(fault: Exception | None) -> None:
-    """Raise the local error, else the first remote one."""
+def tell(fault: Exception | None, what: str) -> None:
+    """Raise the local error, else the first remote one, in `what` it failed. Every process must
+    call this.
+    """
     text = "" if fault is None else f"{type(fault).__name__}: {fault}"
-    messages = _exchanged(text.encode(errors="replace"))
+    messages = exchanged(text.encode(errors="replace"))
     if fault is not None:
         raise fault
     for process, message in enumerate(messages):
         if message:
             text = message.decode(errors="replace")
             kind = getattr(errors, text.partition(": ")[0], CorruptData)
-            raise kind(
-                f"process {process} could not read its part, and nothing is restored. It says:"
-                f" {text}"
-            )
+            raise kind(f"process {process} {what}. It says: {text}")
 
 
-def _exchanged(words: bytes) -> list[bytes]:
+def exchanged(words: bytes) -> list[bytes]:
     """What each process says, by process: at most `WORDS_BYTES`, without zeros at the end."""
     devices = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([devices[process] for process in sorted(devices)]), ("process",))

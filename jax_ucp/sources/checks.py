@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.garbage import uncollected
 from jax_ucp.sources.budget import in_threads
 
 # A sample is a few kilobytes of each thing that is stored twice. A checksum needs all that it sums,
@@ -90,11 +91,11 @@ def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[st
     """What each check looks at, and what is wrong with it or None; several run at once, and each
     sees what the others read.
     """
-    checks = list(checks)
     with ExitStack() as stack:
-        for check in checks:
-            if check.watcher is not None:
-                stack.enter_context(check.watcher.watch(_alarm, _note))
+        with uncollected():
+            checks = list(checks)
+            for watcher in filter(None, (check.watcher for check in checks)):
+                stack.enter_context(watcher.watch(_alarm, _note))
         faults = faults_of(checks, remote)
     yield from zip((check.label for check in checks), faults, strict=True)
 

@@ -84,7 +84,8 @@ class Contents:
     relies on what was read asks them at the end whether they are as they were. `quantized` are the
     weights that are not stored as what they are; `require_values` refuses to hand them out.
     `about` is for people, and decides nothing. `companions` are the files that go with the model,
-    such as its tokenizer, by the name that each has in the model's folder.
+    such as its tokenizer, by the name that each has in the model's folder. `reading` is what the
+    user said of how stored tensors form parameters, which nothing else here may show.
     """
 
     format: str
@@ -101,6 +102,7 @@ class Contents:
     quantized: Sequence[QuantizedWeight] = ()
     about: About = About()
     companions: Mapping[str, FilePath] = field(default_factory=dict)
+    reading: str = ""
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -129,13 +131,15 @@ class Contents:
 
     def identity(self) -> tuple[Any, ...]:
         """What two openings must agree in to be of one source: the files as they were opened, what
-        became of each item, and the dtypes of the leaves.
+        became of each item, the dtypes of the leaves, and the reading.
 
-        One source has several readings: of what is stored twice, one copy is taken or the other.
+        One source has several readings: of what is stored twice, one copy is taken or the other,
+        and the same slices form another parameter by another spec.
         """
         items = sorted((item.where, item.status, item.reason) for item in self.inventory)
         dtypes = [(leaf.name, leaf.dtype) for leaf in self.leaves]
-        return self.format, self.source, self.files.identities(), items, dtypes
+        files = self.files.identities()
+        return self.format, self.source, files, items, dtypes, self.reading
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.garbage import uncollected
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Watcher, faults_of, require
 from jax_ucp.sources.contents import Contents
@@ -85,7 +86,8 @@ class Proofs:
         self.contents = contents
         self._taking_notes = taking_notes
         self._seen: dict[str, list[Any]] = defaultdict(list)
-        self._checks = list(filter(ours, contents.checks("full")))
+        with uncollected():
+            self._checks = list(filter(ours, contents.checks("full")))
         self._failed = threading.Event()
 
     def require_sound_so_far(self) -> None:
@@ -99,12 +101,10 @@ class Proofs:
     def watching(self) -> Iterator[None]:
         """While this lasts, the checks look at what is read."""
         with ExitStack() as stack:
-            for check in self._checks:
-                if check.watcher is not None:
-                    note = (
-                        partial(self._note, check.watcher.name) if self._taking_notes else _forget
-                    )
-                    stack.enter_context(check.watcher.watch(self._failed.set, note))
+            with uncollected():
+                for watcher in filter(None, (check.watcher for check in self._checks)):
+                    note = partial(self._note, watcher.name) if self._taking_notes else _forget
+                    stack.enter_context(watcher.watch(self._failed.set, note))
             yield
 
     def _note(self, name: str, seen: Any) -> None:

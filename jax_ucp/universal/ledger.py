@@ -98,9 +98,9 @@ class Ledger:
             raise FormatError(f"{ledger} is damaged ({error}); delete the directory") from None
         if recorded != identity:
             raise FormatError(
-                f"{ledger} belongs to a conversion of another source, of files that were"
-                " replaced since, with another budget or mesh, or by a machine with another number"
-                " of processors. Delete the directory, or give another one."
+                f"{ledger} belongs to a conversion of another source or spec, of files that"
+                " were replaced since, with another budget or mesh, or by a machine with another"
+                " number of processors. Delete the directory, or give another one."
             )
         self.done = {(block.key, block.box): block.written for block in blocks}
 

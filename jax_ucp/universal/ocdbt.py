@@ -1,31 +1,36 @@
 """An index of keys over bytes that lie in other files: an OCDBT database, as TensorStore and stock
 Orbax read it.
 
-What is written is one version with one B+tree node. Values are ranges of files below the same
-directory, or lie in the node itself, whose checksum then is theirs. Facts:
-`tensorstore/kvstore/ocdbt/index.rst`; and after the uuid of a manifest there is its kind, a varint,
-of which 0 is a single file (`tensorstore/kvstore/ocdbt/format/config_codec.cc`).
+What is written is one version: a B+tree of one node, or of one node over others where there are
+more keys. Values are ranges of files below the same directory, or lie in a node itself, whose
+checksum then is theirs. Facts: `tensorstore/kvstore/ocdbt/index.rst`; and after the uuid of a
+manifest there is its kind, a varint, of which 0 is a single file
+(`tensorstore/kvstore/ocdbt/format/config_codec.cc`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import google_crc32c
 import xxhash
 
 MANIFEST_FILE = "manifest.ocdbt"
 
-# More entries a node may not have (`kMaxNodeArity`, `tensorstore/kvstore/ocdbt/format/btree.h`).
-MAX_ENTRIES = 1 << 20
+# A node of so many keys has about the 8 MiB of TensorStore's own; it could have 1 << 20
+# (`kMaxNodeArity`, `tensorstore/kvstore/ocdbt/format/btree.h`).
+NODE_ENTRIES = 1 << 15
+
+# More than that no tree of two levels has by far, and nobody who plans a checkpoint.
+MAX_ENTRIES = 1 << 24
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """`nbytes` bytes of a file, from `offset` on."""
 
     file: str
@@ -36,37 +41,99 @@ class Range:
 Value = Range | bytes
 
 
-def node_bytes(entries: Mapping[str, Value]) -> bytes:
-    """The B+tree node, a leaf, that has the value of each key or says where it is: of one key,
-    to MAX_ENTRIES.
+@dataclass(frozen=True)
+class _Node:
+    """A node of the tree as it is written; and of it and all below it how many keys there are,
+    bytes of nodes, and bytes of values in files.
     """
-    pairs = sorted((key.encode(), value) for key, value in entries.items())
-    keys, values = [key for key, _ in pairs], [value for _, value in pairs]
+
+    first: bytes
+    height: int
+    data: bytes
+    keys: int
+    tree_bytes: int
+    value_bytes: int
+
+
+def index_parts(file: str, entries: Iterable[tuple[bytes, Value]]) -> tuple[list[bytes], bytes]:
+    """The bytes of the index, in parts, and the manifest of a database that has it as `file`.
+
+    `entries` are sorted keys, each with its value, or where that is: at least one, and at most
+    MAX_ENTRIES.
+    """
+    nodes = [_leaf(some) for some in _runs(entries, NODE_ENTRIES)]
+    if len(nodes) > 1:
+        nodes.append(_interior(file, nodes))
+    parts = [node.data for node in nodes]
+    root = nodes[-1]
+    at = Range(file, sum(map(len, parts[:-1])), len(root.data))
+    return parts, _manifest(at, root, parts)
+
+
+def _runs(entries: Iterable[tuple[bytes, Value]], most: int) -> Iterator[list[tuple[bytes, Value]]]:
+    every = iter(entries)
+    while some := list(itertools.islice(every, most)):
+        yield some
+
+
+def _leaf(entries: Sequence[tuple[bytes, Value]]) -> _Node:
+    """A node that has the value of each key, or says where it is."""
+    keys, values = [key for key, _ in entries], [value for _, value in entries]
     files = sorted({value.file for value in values if isinstance(value, Range)})
-    height = b"\x00"
-    body = height + _file_table(files) + _key_table(keys) + _value_table(values, files)
-    return _sealed(_NODE_MAGIC, body)
+    body = b"\x00" + _file_table(files) + _key_table(keys) + _value_table(values, files)
+    data = _sealed(_NODE_MAGIC, body)
+    in_files = sum(value.nbytes for value in values if isinstance(value, Range))
+    return _Node(keys[0], 0, data, len(keys), len(data), in_files)
 
 
-def manifest_bytes(node: Range, entries: Mapping[str, Value]) -> bytes:
-    """The manifest of a database whose root is the node of these entries."""
-    uuid = xxhash.xxh3_128_digest(repr(sorted(entries)).encode())
+def _interior(file: str, children: Sequence[_Node]) -> _Node:
+    """The node above others, which lie in the file one after the other. No key of theirs is
+    shortened.
+    """
+    sizes = [len(child.data) for child in children]
+    keys, tree_bytes, value_bytes = zip(
+        *((child.keys, child.tree_bytes, child.value_bytes) for child in children), strict=True
+    )
+    no_prefixes = in_one_file = bytes(len(children))
+    body = b"".join(
+        [
+            b"\x01",
+            _file_table([file]),
+            _key_table([child.first for child in children], no_prefixes),
+            in_one_file,
+            _varints(itertools.accumulate(sizes[:-1], initial=0)),
+            *map(_varints, (sizes, keys, tree_bytes, value_bytes)),
+        ]
+    )
+    data = _sealed(_NODE_MAGIC, body)
+    in_nodes = sum(tree_bytes) + len(data)
+    return _Node(children[0].first, 1, data, sum(keys), in_nodes, sum(value_bytes))
+
+
+def _manifest(at: Range, root: _Node, nodes: Sequence[bytes]) -> bytes:
+    """The manifest of a database whose root lies there, and whose nodes have these bytes."""
+    hasher = xxhash.xxh3_128()
+    for data in nodes:
+        hasher.update(data)
     # No value inline, nodes of 8 MiB, versions of 16, no compression: what a writer would go by,
     # and none does.
-    config = uuid + _varints([0, 0, 8 << 20, 4, 0])
-    in_files = sum(at.nbytes for at in entries.values() if isinstance(at, Range))
-    statistics = [len(entries), node.nbytes, in_files]
-    # One version: generation 1, of height 0, the place of its root in file 0, its statistics;
+    config = hasher.digest() + _varints([0, 0, 8 << 20, 4, 0])
+    statistics = [root.keys, root.tree_bytes, root.value_bytes]
+    # One version: generation 1, its height, the place of its root in file 0, its statistics;
     # committed at no time.
-    version = _varints([1, 1, 0, 0, node.offset, node.nbytes, *statistics]) + bytes(8)
-    return _sealed(_MANIFEST_MAGIC, config + _file_table([node.file]) + version + b"\x00")
+    place = [1, 1, root.height, 0, at.offset, at.nbytes]
+    version = _varints([*place, *statistics]) + bytes(8)
+    return _sealed(_MANIFEST_MAGIC, config + _file_table([at.file]) + version + b"\x00")
 
 
-def _key_table(keys: Sequence[bytes]) -> bytes:
-    """The keys, each without what it shares with the one before."""
+def _key_table(keys: Sequence[bytes], between: bytes = b"") -> bytes:
+    """The keys, each without what it shares with the one before; `between` is what follows the
+    lengths.
+    """
     shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
     suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
-    return b"".join([_varints([len(keys), *shared]), _varints(map(len, suffixes)), *suffixes])
+    lengths = _varints(map(len, suffixes))
+    return b"".join([_varints([len(keys), *shared]), lengths, between, *suffixes])
 
 
 def _value_table(values: Sequence[Value], files: Sequence[str]) -> bytes:
@@ -90,10 +157,14 @@ def _nbytes(value: Value) -> int:
 
 
 def _shared(a: bytes, b: bytes) -> int:
-    """How many bytes at their beginnings are the same."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    """How many bytes at their beginnings are the same.
+
+    >>> _shared(b"layers.0/c", b"layers.10/c"), _shared(b"a", b"b"), _shared(b"a", b"ab")
+    (7, 0, 1)
+    """
+    n = min(len(a), len(b))
+    differing = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
+    return n - (differing.bit_length() + 7) // 8
 
 
 def _file_table(files: Sequence[str]) -> bytes:

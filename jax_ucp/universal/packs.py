@@ -3,7 +3,7 @@ every array is.
 
 A file and a directory for each small array would cost more than its bytes. We find a packed chunk
 by `ucp.json`; stock Orbax and TensorStore find everything, packed or not, by the index, which is an
-OCDBT database. Every `zarr.json` is in its one node, under the checksum of that: a flipped bit in a
+OCDBT database. Every `zarr.json` is in a node of it, under the checksum of that: a flipped bit in a
 shape, which no chunk contradicts, is an error to them too.
 """
 
@@ -14,14 +14,7 @@ from collections.abc import Mapping
 
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks
 from jax_ucp.sources.protocol import ArrayInfo
-from jax_ucp.universal.ocdbt import (
-    MANIFEST_FILE,
-    MAX_ENTRIES,
-    Range,
-    Value,
-    manifest_bytes,
-    node_bytes,
-)
+from jax_ucp.universal.ocdbt import MAX_ENTRIES
 from jax_ucp.universal.shard_codec import has_index
 
 INDEX_FILE = "ucp.index"
@@ -60,17 +53,3 @@ def packed_arrays(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks])
 def pack_name(number: int) -> str:
     """The file of a pack."""
     return f"ucp.pack_{number}"
-
-
-def index_files(zarr_jsons: Mapping[str, bytes], chunks: Mapping[str, Range]) -> dict[str, bytes]:
-    """The index and its manifest, by name and in the order to write them in.
-
-    `zarr_jsons` are by array. `chunks` says where each outer chunk is, by its key.
-    """
-    entries: dict[str, Value] = {f"{key}/zarr.json": text for key, text in zarr_jsons.items()}
-    entries |= chunks
-    node = node_bytes(entries)
-    return {
-        INDEX_FILE: node,
-        MANIFEST_FILE: manifest_bytes(Range(INDEX_FILE, 0, len(node)), entries),
-    }

@@ -216,9 +216,9 @@ def require_same_copy(files: Files, identity: str) -> None:
     except FileExistsError:
         if read_file(files, LEDGER_FILE) != said:
             raise FormatError(
-                f"{files} has an unfinished conversion of another source, of files that were"
-                " replaced since, with another budget or mesh, in another number of shares, or by a"
-                " machine with another number of processors."
+                f"{files} has an unfinished conversion of another source or spec, of files that"
+                " were replaced since, with another budget or mesh, in another number of shares, or"
+                " by a machine with another number of processors."
                 " Delete the directory, or give another one."
             ) from None
 

@@ -16,6 +16,7 @@ from jax_ucp.arguments import whole_number
 from jax_ucp.files.local import name_fault
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, file_size
+from jax_ucp.universal.store import METADATA_FILE
 
 STEP_FILE, COMMIT_FILE = "_CHECKPOINT_METADATA", "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -28,13 +29,15 @@ def write_step(
     """The path of the item that `write` writes; no step is there before it is whole. On a disk it
     is renamed then; in a bucket `commit_success.txt` is created.
 
-    Raises FileExistsError where the run has that step already, or another is writing it, ValueError
-    for an item that is no name.
+    Raises FileExistsError where the run has that step already, or is a checkpoint itself, or where
+    another is writing the step, ValueError for an item that is no name.
     """
     step = whole_number("step", step, least=0)
     fault = name_fault(item) or ("it has a slash" if "/" in item else None)
-    if fault:
-        raise ValueError(f"item={item!r:.80} is no name: {fault}")
+    if fault or item in (STEP_FILE, COMMIT_FILE):
+        raise ValueError(f"item={item!r:.80} is no name: {fault or 'a file of the step has it'}")
+    if (run / METADATA_FILE).is_file():
+        raise FileExistsError(f"{run} is a checkpoint, and no run to which a step could be added")
     target = run / str(step)
     if run.files.is_remote:
         _write_objects(target, item, write)
@@ -47,6 +50,12 @@ def _write_folder(target: FilePath, item: str, write: Callable[[FilePath], objec
     if target.exists():
         raise FileExistsError(f"{target} is there already; give another step")
     unfinished = target.with_name(f"{target.name}{_UNFINISHED}")
+    others = [entry.name for entry in unfinished.children() if entry.name not in (item, STEP_FILE)]
+    if others:
+        raise FileExistsError(
+            f"{unfinished} has another item that is not finished, {others[0]}: finish that, or"
+            " delete the folder"
+        )
     begun = time.time_ns()
     write(unfinished / item)
     _describe(unfinished.folder(), item, begun)

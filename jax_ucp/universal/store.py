@@ -8,7 +8,6 @@ one. Inner chunks carry a crc32c, so that a flipped bit is an error to every rea
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import socket
@@ -31,6 +30,7 @@ from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files, file_size, read_bytes, read_file
 from jax_ucp.files.read_ahead import ReadAhead
 from jax_ucp.files.source_files import note
+from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -41,9 +41,9 @@ from jax_ucp.sources.watched import Passed, Watched
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
 from jax_ucp.universal.metadata import Metadata, StoredArray, decode, digest, encode
-from jax_ucp.universal.ocdbt import Range
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, Value, index_parts
 from jax_ucp.universal.orbax_tree import TREE_FILE
-from jax_ucp.universal.packs import index_files, is_indexed, pack_name
+from jax_ucp.universal.packs import INDEX_FILE, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (
     CRC,
     chunk_bytes,
@@ -65,7 +65,7 @@ PACKS_READ = 8  # at once, over a network
 Place = tuple[int, int]  # number of a pack, offset in it
 
 
-class Written(msgspec.Struct, frozen=True):
+class Written(msgspec.Struct, frozen=True, gc=False):
     """An outer chunk on disk: the digest of its elements, and the crc32c of each inner chunk, if
     they are recorded.
     """
@@ -111,7 +111,7 @@ class ZarrStore(Watched):
         self.beside: dict[str, Beside] = {}
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
-        self._packs: dict[str, ReadAhead] = {}
+        self._packs: dict[FileInfo, ReadAhead] = {}
         self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -124,10 +124,10 @@ class ZarrStore(Watched):
         text = zarr_json(self._arrays[key], self.chunks[key])
         self.write_beside(f"{key}/zarr.json", text, durable=False)
 
-    def write_beside(self, name: str, data: bytes, durable: bool = True) -> None:
-        """Write a file beside the arrays, and note what it is."""
-        file = self.directory.write(name, [data], durable=durable)
-        self.beside[name] = Beside(digest(data), file)
+    def write_beside(self, name: str, *parts: bytes, durable: bool = True) -> None:
+        """Write a file beside the arrays from its parts, and note what it is."""
+        file = self.directory.write(name, parts, durable=durable)
+        self.beside[name] = Beside(_digest_of(parts), file)
 
     def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
         """Write one outer chunk, whole, and note what it is. If not durable now, it is after
@@ -170,16 +170,12 @@ class ZarrStore(Watched):
     def _chunk_key(self, key: str, box: Box) -> str:
         """The key of the outer chunk that a box is. Raises ValueError where it is none."""
         outer, shape = self.chunks[key].outer, self._arrays[key].shape
-        place = grid_place(box, outer)
-        start = tuple(p * c for p, c in zip(place, outer, strict=True))
-        if box != Box(
-            start, tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))
-        ):
-            raise ValueError(
-                f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
-                " writer"
-            )
-        return f"{key}/{chunk_name(place)}"
+        if name := _chunk_name(box, outer, shape):
+            return f"{key}/{name}"
+        raise ValueError(
+            f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
+            " writer"
+        )
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array. Every inner chunk that they meet is read once
@@ -198,7 +194,7 @@ class ZarrStore(Watched):
         """The outer chunks that a box meets, each whole."""
         outer = self.chunks[key].outer
         for chunk in outer_boxes(self._arrays[key].shape, outer, [box]):
-            name = f"{key}/{chunk_name(grid_place(chunk, outer))}"
+            name = self._chunk_key(key, chunk)
             file, offset = self.find(name)
             item = "" if offset is None else name
             yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
@@ -210,7 +206,7 @@ class ZarrStore(Watched):
         inner chunks, if any.
         """
         chunks = self.chunks[key]
-        file, offset = self.find(f"{key}/{chunk_name(grid_place(box, chunks.outer))}")
+        file, offset = self.find(self._chunk_key(key, box))
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
         try:
             info = self._file(file)
@@ -230,13 +226,11 @@ class ZarrStore(Watched):
                 " checkpoint."
             ) from None
 
-    def _of_pack(self, file: FileInfo) -> Files | ReadAhead:
+    def _of_pack(self, file: FileInfo) -> ReadAhead:
         """What reads a pack, of which most chunks are wanted, each a few bytes."""
-        if not self.directory.is_remote:
-            return self.directory
-        if file.name not in self._packs and len(self._packs) == PACKS_READ:
+        if file not in self._packs and len(self._packs) == PACKS_READ:
             self._packs.clear()
-        return self._packs.setdefault(file.name, ReadAhead(self.directory, file))
+        return self._packs.setdefault(file, ReadAhead(self.directory, file))
 
     def content(self, name: str) -> bytes | None:
         """A file beside the arrays; None if there is none."""
@@ -292,12 +286,11 @@ class ZarrStore(Watched):
             return self._fault(key, box, want) if passing.passed.rest([box]) else None
 
         watcher = passing if self._crcs.get(key) else None
-        for box, want in zip(
-            grid_boxes(self._arrays[key].shape, stored.outer), stored.digests, strict=True
-        ):
+        leaves = frozenset([key])
+        outer = _outer_chunks(self._arrays[key], self.chunks[key])
+        for (box, text, *_), want in zip(outer, stored.digests, strict=True):
             work = partial(run, box, Written(want, self._recorded(key, box)))
-            nbytes = box.size * itemsize
-            yield Check(f"{label} {box}", frozenset([key]), nbytes, work, watcher)
+            yield Check(f"{label} {text}", leaves, box.size * itemsize, work, watcher)
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -347,7 +340,8 @@ class _Passing:
 
 # Thousands of arrays have few shapes: what follows from the shape alone is made once for them.
 @functools.lru_cache(maxsize=1024)
-def _array_info(shape: Shape, dtype: str) -> ArrayInfo:
+def array_info(shape: Shape, dtype: str) -> ArrayInfo:
+    """What is known of a leaf's array; one value for all that are alike."""
     return ArrayInfo(shape, np.dtype(dtype))
 
 
@@ -457,10 +451,11 @@ class Commit:
         """Write what lies beside the arrays, but for the last file. The store has the places of
         all packed chunks; what is in the chunks need not be written yet.
         """
-        early = {name: data for name, data in self.files.items() if name != TREE_FILE}
-        beside = _index(store, _zarr_jsons(store)) | early
-        each_file(store.directory, lambda name: store.write_beside(name, beside[name]), beside)
+        early = {name: [data] for name, data in self.files.items() if name != TREE_FILE}
+        beside = _index(store) | early
+        each_file(store.directory, lambda name: store.write_beside(name, *beside[name]), beside)
 
+    @uncollected()
     def write(self, store: ZarrStore) -> Metadata:
         """Write what was not prepared, then `ucp.json`.
 
@@ -475,8 +470,8 @@ class Commit:
         # with this file, stock Orbax takes the directory for a checkpoint
         store.write_beside(TREE_FILE, self.files[TREE_FILE])
         digests = {
-            f"{key}/zarr.json": digest(data)
-            for key, data in _zarr_jsons(store).items()
+            f"{key}/zarr.json": digest(zarr_json(info, store.chunks[key]))
+            for key, info in store.arrays().items()
             if key not in self.packed
         }
         metadata = Metadata(
@@ -518,36 +513,47 @@ def _gather(store: ZarrStore, processes: Sequence[int]) -> None:
             store.written[key] |= chunks
 
 
-def _zarr_jsons(store: ZarrStore) -> dict[str, bytes]:
-    return {key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()}
-
-
-def _index(store: ZarrStore, zarr_jsons: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files by which stock Orbax finds every array; none where an index cannot have them."""
+def _index(store: ZarrStore) -> dict[str, list[bytes]]:
+    """The files by which stock Orbax finds every array, in parts; none where an index cannot have
+    them.
+    """
     if not is_indexed(store.arrays(), store.chunks):
         return {}
-    return index_files(zarr_jsons, _ranges(store))
+    parts, manifest = index_parts(INDEX_FILE, _index_entries(store))
+    return {INDEX_FILE: parts, MANIFEST_FILE: [manifest]}
+
+
+def _index_entries(store: ZarrStore) -> Iterator[tuple[bytes, Value]]:
+    """Each key of the index with its value: a `zarr.json`, or where an outer chunk is."""
+    # what an array has is below its name and a slash: no key of another lies between
+    for key in sorted(store.arrays(), key="{}/".format):
+        info, chunks = store.arrays()[key], store.chunks[key]
+        values: dict[str, Value] = {f"{key}/zarr.json": zarr_json(info, chunks)}
+        for _, _, name, nbytes in _outer_chunks(info, chunks):
+            file, offset = store.find(f"{key}/{name}")
+            values[f"{key}/{name}"] = Range(file, offset or 0, nbytes)
+        yield from ((name.encode(), values[name]) for name in sorted(values))
 
 
 def _stored_array(store: ZarrStore, key: str) -> StoredArray:
     """What there is to say of an array. Raises CorruptData if a chunk of it was not written."""
     written = store.written[key]
     shape, chunks = store.arrays()[key].shape, store.chunks[key]
-    boxes = {str(box): box for box in grid_boxes(shape, chunks.outer)}
+    outer = _outer_chunks(store.arrays()[key], chunks)
     if missing := [
-        name for name, box in boxes.items() if not _is_whole(written.get(name), box, chunks)
+        chunk.text for chunk in outer if not _is_whole(written.get(chunk.text), chunk.box, chunks)
     ]:
         raise CorruptData(
-            f"{store.directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not"
+            f"{store.directory}/{key}: {missing[:4]} and others of {len(outer)} chunks were not"
             " written"
         )
-    names = _chunk_keys(key, shape, chunks.outer)
+    places = [store.places.get(f"{key}/{chunk.name}") for chunk in outer]
     return StoredArray(
         chunks.outer,
         chunks.inner,
-        tuple(written[name].digest for name in boxes),
-        tuple(store.places[name] for name in names if name in store.places),
-        _joined_crcs(shape, chunks, [(box, written[name].crcs) for name, box in boxes.items()]),
+        tuple([written[chunk.text].digest for chunk in outer]),
+        tuple(filter(None, places)),
+        _joined_crcs(shape, chunks, [(chunk.box, written[chunk.text].crcs) for chunk in outer]),
     )
 
 
@@ -571,11 +577,12 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     for leaf in metadata.leaves:
         if leaf.has_array:
             stored = metadata.arrays[leaf.name]
-            arrays[leaf.name] = _array_info(leaf.shape, leaf.dtype)
+            arrays[leaf.name] = array_info(leaf.shape, leaf.dtype)
             chunks[leaf.name] = _chunks(stored.outer, stored.inner)
             crcs[leaf.name] = stored.crcs
             if stored.places:
-                keys = _chunk_keys(leaf.name, leaf.shape, stored.outer)
+                outer = _outer_chunks(arrays[leaf.name], chunks[leaf.name])
+                keys = [f"{leaf.name}/{chunk.name}" for chunk in outer]
                 places.update(zip(keys, stored.places, strict=True))
     return metadata, ZarrStore(directory, arrays, chunks, places, crcs)
 
@@ -592,8 +599,8 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     expected: dict[str, int | None] = dict.fromkeys(beside)
     for key, stored in metadata.arrays.items():
         if not stored.places:
-            named = _chunk_files(store.arrays()[key], store.chunks[key])
-            expected |= {f"{key}/{name}": nbytes for name, nbytes in named}
+            outer = _outer_chunks(store.arrays()[key], store.chunks[key])
+            expected |= {f"{key}/{chunk.name}": chunk.nbytes for chunk in outer}
     found = stat_all(directory, list(expected))
     faults = [
         _file_fault(store, name, nbytes, file)
@@ -617,13 +624,38 @@ def _file_fault(
     return f"{directory}/{key}: {chunk} has {file.size} bytes, but its chunk takes {nbytes}"
 
 
+class _OuterChunk(NamedTuple):
+    """An outer chunk: what of it lies in the array, and that as text; its file in the array's
+    directory, and how many bytes that has.
+    """
+
+    box: Box
+    text: str
+    name: str
+    nbytes: int
+
+
 @functools.lru_cache(maxsize=64)
-def _chunk_files(info: ArrayInfo, chunks: Chunks) -> Sequence[tuple[str, int]]:
-    """Each outer chunk of an array as a file: its name, and how many bytes it has."""
+def _outer_chunks(info: ArrayInfo, chunks: Chunks) -> Sequence[_OuterChunk]:
+    """Each outer chunk of an array, in row-major order."""
     return [
-        (chunk_name(grid_place(box, chunks.outer)), shard_bytes(box, chunks, info.dtype))
+        _OuterChunk(
+            box,
+            str(box),
+            chunk_name(grid_place(box, chunks.outer)),
+            shard_bytes(box, chunks, info.dtype),
+        )
         for box in grid_boxes(info.shape, chunks.outer)
     ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunk_name(box: Box, outer: Shape, shape: Shape) -> str | None:
+    """The file of the outer chunk that a box is; None where it is none."""
+    place = grid_place(box, outer)
+    start = tuple(p * c for p, c in zip(place, outer, strict=True))
+    stop = tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))
+    return chunk_name(place) if box == Box(start, stop) else None
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -632,9 +664,14 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     """
     faults = missing_files(metadata, store)
     unknown = [name for name in metadata.files if not store.has_kept(name)]
-    found = each_file(store.directory, store.content, unknown)
-    for name, data in zip(unknown, found, strict=True):
-        if data is not None and digest(data) != metadata.files[name]:
+
+    def digest_now(name: str) -> str | None:
+        data = store.content(name)
+        return None if data is None else digest(data)
+
+    found = each_file(store.directory, digest_now, unknown)
+    for name, now in zip(unknown, found, strict=True):
+        if now not in (None, metadata.files[name]):
             faults.append(
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
                 " recorded"
@@ -647,17 +684,6 @@ def chunk_name(place: Sequence[int]) -> str:
     separator `.`.
     """
     return ".".join(["c", *map(str, place)])
-
-
-def _chunk_keys(key: str, shape: Shape, outer: Shape) -> list[str]:
-    """The keys of the outer chunks of an array, in row-major order."""
-    return [f"{key}/{name}" for name in _chunk_names(shape, outer)]
-
-
-@functools.lru_cache(maxsize=64)
-def _chunk_names(shape: Shape, outer: Shape) -> Sequence[str]:
-    places = itertools.product(*(range(-(-n // c)) for n, c in zip(shape, outer, strict=True)))
-    return list(map(chunk_name, places))
 
 
 def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
@@ -696,30 +722,26 @@ def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]
 
 def _pack_faults(store: ZarrStore) -> list[str]:
     """What packs end elsewhere than their last chunk does."""
-    ends: dict[str, int] = {}
+    ends: dict[int, int] = {}
     for key, info in store.arrays().items() if store.places else []:
         nbytes = chunk_bytes(store.chunks[key], info.dtype)
-        for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
-            if name in store.places:
-                number, offset = store.places[name]
-                ends[pack_name(number)] = max(ends.get(pack_name(number), 0), offset + nbytes)
+        for chunk in _outer_chunks(info, store.chunks[key]):
+            if place := store.places.get(f"{key}/{chunk.name}"):
+                number, offset = place
+                ends[number] = max(ends.get(number, 0), offset + nbytes)
     return [
         f"{store.directory}/{name} is damaged: it has {file.size} bytes, its chunks end at {end}"
-        for name, end in ends.items()
+        for name, end in ((pack_name(number), end) for number, end in ends.items())
         if (file := store.seen.get(name)) is not None and file.size != end
     ]
 
 
-def _ranges(store: ZarrStore) -> dict[str, Range]:
-    """Where each outer chunk is, by its key."""
-    ranges: dict[str, Range] = {}
-    for key, info in store.arrays().items():
-        chunks = store.chunks[key]
-        for box in grid_boxes(info.shape, chunks.outer):
-            name = f"{key}/{chunk_name(grid_place(box, chunks.outer))}"
-            file, offset = store.find(name)
-            ranges[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
-    return ranges
+def _digest_of(parts: Iterable[bytes]) -> str:
+    """The xxh3_64 of the bytes of a file, given in parts."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def _digest(parts: Iterable[np.ndarray]) -> str:

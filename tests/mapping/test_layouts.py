@@ -56,12 +56,31 @@ def test_parameters_have_the_root_that_is_asked_for_and_states_stay_where_they_w
 
 def test_a_save_that_fails_leaves_no_step(tmp_path):
     checkpoint = ucp.Checkpoint.of({"param": TREE})
-    for item in ("a/b", "", ".."):
+    for item in ("a/b", "", "..", "_CHECKPOINT_METADATA", "commit_success.txt"):
         with pytest.raises(ValueError, match="is no name"):
             checkpoint.save(tmp_path / "run", step=1, item=item)
     with pytest.raises(ValueError, match="step=-1"):
         checkpoint.save(tmp_path / "run", step=-1)
     assert not (tmp_path / "run" / "1").exists()
+
+
+def test_a_checkpoint_is_no_run_and_an_unfinished_step_takes_no_other_item(tmp_path):
+    checkpoint = ucp.Checkpoint.of({"param": TREE})
+    checkpoint.save(tmp_path / "one")
+    with pytest.raises(FileExistsError, match="one is a checkpoint, and no run"):
+        checkpoint.save(tmp_path / "one", step=1)
+
+    def stop(block):
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(run, step=1, item="params", progress=stop)
+    with pytest.raises(FileExistsError, match="another item that is not finished, params"):
+        checkpoint.save(run, step=1, item="others")
+    assert list(run.glob("1/*")) == []
+    checkpoint.save(run, step=1, item="params")
+    assert (run / "1" / "params" / "ucp.json").is_file()
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def require_few(format, place: Place, folder) -> None:
     assert row.is_equal
     assert row.amplification <= MOST
     # nothing here grows with bytes: the arrays have megabytes
-    assert row.opening[0] <= 24 + 3 * entries + row.arrays / 2
+    assert row.opening[0] <= 24 + 3 * entries + row.arrays
     assert row.opening[1] <= (1 << 20) + 4096 * (entries + row.arrays)
 
 

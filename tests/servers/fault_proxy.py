@@ -188,6 +188,12 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # what a reset left
+            super().finish()
+        if self._backend is not None:
+            self._backend.close()
+
     def log_message(self, format: str, *args: Any) -> None:
         """Nobody listens."""
 

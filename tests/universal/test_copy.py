@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.assemble import Import
+from jax_ucp.layout import patterns
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Unique
@@ -373,9 +375,55 @@ def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_u
 
     with pytest.raises(KeyboardInterrupt):
         copy(master, plan_copy(master, 8192), file_path(tmp_path / "out"), stop)
-    with pytest.raises(FormatError, match="belongs to a conversion of another source"):
+    with pytest.raises(FormatError, match="belongs to a conversion of another source or spec"):
         copy(taken, plan_copy(taken, 8192), file_path(tmp_path / "out"))
     copy(master, plan_copy(master, 8192), file_path(tmp_path / "out"))
+
+
+SPEC = {
+    "*word_embeddings.weight": patterns.Padded(patterns.Sharded(0), axis=0, size=101),
+    "*position_embeddings.weight": patterns.Replicated(),
+    "*layernorm.{kind}": patterns.Replicated(),
+    "*.query_key_value.{kind}": patterns.Sharded(0),
+    "*.dense_h_to_4h.{kind}": patterns.Sharded(0),
+    "*.dense.weight": patterns.Sharded(1),
+    "*.dense_4h_to_h.weight": patterns.Sharded(1),
+    "*.dense.bias": patterns.Replicated(),
+    "*.dense_4h_to_h.bias": patterns.Replicated(),
+}
+FUSED = patterns.Fused(0, {"q": 16, "k": 16, "v": 16})
+
+
+def test_an_unfinished_copy_by_another_spec_is_not_taken_up(tmp_path):
+    """Names, shapes and files are the same: only the order of rows is another."""
+    case = Path(__file__).parents[1] / "data" / "deepspeed" / "tp2_dp2_z1_fp32"
+    rows = ucp.open(case, spec=ucp.Spec.of(SPEC))
+    parts = ucp.open(case, spec=ucp.Spec.of(SPEC | {"*.query_key_value.{kind}": FUSED}))
+    label = "param/layers.0.self_attention.query_key_value.weight"
+    assert (rows.read(label) != parts.read(label)).any()
+
+    def stop(block):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rows.save(tmp_path / "out", progress=stop)
+    with pytest.raises(FormatError, match="another source or spec"):
+        parts.save(tmp_path / "out")
+    assert rows.save_share(tmp_path / "shares", (0, 2)) is None
+    with pytest.raises(FormatError, match="another source or spec"):
+        parts.save_share(tmp_path / "shares", (1, 2))
+    again = ucp.open(case, spec=ucp.Spec.of(SPEC)).save(tmp_path / "out")
+    assert (again.read(label) == rows.read(label)).all()
+
+
+def test_what_a_spec_says_is_the_same_in_every_process():
+    whole = patterns.Fused(0, dict.fromkeys("qkvwxyz", 2), frozenset("qkvwxyz"))
+    said = "from jax_ucp.layout.patterns import Fused; print(Fused(0, dict.fromkeys('qkvwxyz', 2),"
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", f"{said} frozenset('qkvwxyz')))"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        printed = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+        assert printed == f"{whole!r}\n"
 
 
 def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
@@ -389,7 +437,7 @@ def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
         copy(source, plan_copy(source, 8192), file_path(tmp_path / "out"), stop)
     (tmp_path / "source").write_text("another source")
     other = contents(tmp_path / "source")
-    with pytest.raises(FormatError, match="belongs to a conversion of another source"):
+    with pytest.raises(FormatError, match="belongs to a conversion of another source or spec"):
         copy(other, plan_copy(other, 8192), file_path(tmp_path / "out"))
 
 

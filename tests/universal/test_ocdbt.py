@@ -9,7 +9,8 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
+from jax_ucp.universal import ocdbt
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, index_parts
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 FILES = {"data": bytes(range(256)) * 2, "deep/er/é": b"0123456789" * 30}
@@ -25,15 +26,15 @@ def ranges() -> st.SearchStrategy[Range]:
     return st.sampled_from(sorted(FILES)).flatmap(within)
 
 
-def write(root, entries, before: bytes = b"123") -> None:
+def write(root, entries) -> None:
     for name, data in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
-    node = node_bytes(entries)
-    (root / "index").write_bytes(before + node)
-    (root / MANIFEST_FILE).write_bytes(
-        manifest_bytes(Range("index", len(before), len(node)), entries)
+    parts, manifest = index_parts(
+        "index", sorted((key.encode(), value) for key, value in entries.items())
     )
+    (root / "index").write_bytes(b"".join(parts))
+    (root / MANIFEST_FILE).write_bytes(manifest)
 
 
 def read(root) -> dict[bytes, bytes]:
@@ -44,10 +45,12 @@ def read(root) -> dict[bytes, bytes]:
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
 )
-@given(st.dictionaries(KEYS, ranges(), min_size=1, max_size=40))
-def test_tensorstore_reads_the_bytes_of_every_range(tmp_path_factory, entries):
+@given(st.dictionaries(KEYS, ranges(), min_size=1, max_size=40), st.sampled_from([1, 3, 40]))
+def test_tensorstore_reads_the_bytes_of_every_range(tmp_path_factory, entries, node_entries):
     root = tmp_path_factory.mktemp("ocdbt")
-    write(root, entries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ocdbt, "NODE_ENTRIES", node_entries)
+        write(root, entries)
     want = {
         key.encode(): FILES[at.file][at.offset : at.offset + at.nbytes]
         for key, at in entries.items()
@@ -55,7 +58,7 @@ def test_tensorstore_reads_the_bytes_of_every_range(tmp_path_factory, entries):
     assert read(root) == want
 
 
-def test_more_entries_than_fit_the_usual_node_are_read(tmp_path):
+def test_more_entries_than_one_node_has_are_read(tmp_path):
     count = 300_000
     entries = {
         f"layers.{i}.attention.output.kernel/c.0": Range("data", i % 256, 8) for i in range(count)
@@ -69,9 +72,11 @@ def test_more_entries_than_fit_the_usual_node_are_read(tmp_path):
         )
 
 
-def test_no_flipped_bit_of_manifest_or_node_passes(tmp_path):
+@pytest.mark.parametrize("node_entries", [6, 20])
+def test_no_flipped_bit_of_manifest_or_nodes_passes(tmp_path, monkeypatch, node_entries):
     entries = {f"w{i}/c.0": Range("data", i, 4) for i in range(20)}
-    write(tmp_path, entries, before=b"")
+    monkeypatch.setattr(ocdbt, "NODE_ENTRIES", node_entries)
+    write(tmp_path, entries)
     want = read(tmp_path)
     for name in ("index", MANIFEST_FILE):
         data = (tmp_path / name).read_bytes()

@@ -126,7 +126,7 @@ def test_another_number_of_shares_or_another_source_is_refused(tmp_path):
     assert source.save_share(out, (0, 2)) is None
     with pytest.raises(FormatError, match="in another number of shares"):
         source.save_share(out, (0, 3))
-    with pytest.raises(FormatError, match="unfinished conversion of another source"):
+    with pytest.raises(FormatError, match="unfinished conversion of another source or spec"):
         ucp.open(tmp_path / "other").save_share(out, (1, 2))
     with pytest.raises(FormatError):
         source.save(out)

@@ -31,7 +31,7 @@ from jax_ucp.sources import budget
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.universal import copy as copying
-from jax_ucp.universal import packs
+from jax_ucp.universal import ocdbt, packs
 from jax_ucp.universal.packs import PACK_FROM
 
 MESH = jax.make_mesh((4, 2), ("data", "model"))
@@ -159,8 +159,9 @@ def packs_of_300(monkeypatch):
 
 
 @stock_warns
-def test_a_conversion_packs_them_too(packs_of_300, numbers, tmp_path):
+def test_a_conversion_packs_them_too(packs_of_300, numbers, tmp_path, monkeypatch):
     item, want = numbers
+    monkeypatch.setattr(ocdbt, "NODE_ENTRIES", 700)  # of the index, which has 2,000
     ucp.open(item).save(tmp_path / "copy")
     assert len(list((tmp_path / "copy").glob("ucp.pack_*"))) == -(-PACK_FROM // 300)
     assert len(list((tmp_path / "copy").iterdir())) < 12

@@ -37,6 +37,7 @@ from jax_ucp.sharding import restore as restoring
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes
 from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.universal import store as universal_store
 from jax_ucp.universal.store import ZarrStore
 
 sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), str(Path(__file__).parents[1])]
@@ -44,6 +45,7 @@ from reads import bytes_read
 from shared_arrays import ARRAYS, KEYS, bits_by_name
 
 import deepspeed_cases
+from remote_files import counted
 
 BIG, ODD, TINY = (1536, 768), (24, 330), (24, 10)
 SMALL = [f"small{i:04}" for i in range(1000)]  # so many are packed
@@ -298,6 +300,49 @@ def share_faults() -> dict:
     ZarrStore.read_into = read_into
     attempt("another target", target if rank else other)
     attempt("sound")
+    return said
+
+
+def open_shared() -> dict:
+    """What a store is asked by this process to open a checkpoint, alone and shared, and to restore
+    what all of them then have.
+    """
+    with counted() as store:
+
+        def asked(share_reads: bool) -> tuple[ucp.Checkpoint, int]:
+            store.asked.clear()
+            checkpoint = ucp.open(f"counted://{directory}", share_reads=share_reads)
+            return checkpoint, store.asked.total()
+
+        (_, alone), (checkpoint, shared) = asked(False), asked(True)
+        store.asked.clear()
+        check(checkpoint.restore(mesh=MESH))
+        return {"alone": alone, "shared": shared, "restore": store.asked.total()}
+
+
+def open_shared_faults() -> dict:
+    """What each process raises where one of them cannot open a checkpoint, or opens another."""
+    said = {}
+
+    def attempt(name: str, path: str = "sound") -> None:
+        try:
+            ucp.open(f"counted://{directory}/{path}", share_reads=True)
+            said[name] = ["opened", ""]
+        except Exception as error:
+            said[name] = [type(error).__name__, str(error)]
+
+    def fault(*args: object) -> None:
+        raise CorruptData("a fault")
+
+    decode = universal_store.decode
+    with counted():
+        attempt("nowhere", "nowhere")
+        for faulty in range(processes):
+            universal_store.decode = fault if rank == faulty else decode
+            attempt(f"process {faulty} fails")
+        universal_store.decode = decode
+        attempt("another path", "sound" if rank else "other")
+        attempt("sound")
     return said
 
 

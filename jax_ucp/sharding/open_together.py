@@ -1,0 +1,81 @@
+"""One checkpoint opened by all processes: one of them asks the store, and the others ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jax_ucp.errors import TreeMismatch
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.recorded import RecordedFiles, Recording
+from jax_ucp.sharding.share import exchanged, tell
+from jax_ucp.universal.metadata import digest
+
+T = TypeVar("T")
+
+# So much at a time is in the memory of a device of each process.
+PART_BYTES = 16 << 20
+
+FAILED = "could not open the checkpoint, and no process has it"
+
+
+def open_together(at: FilePath, open_at: Callable[[FilePath], T]) -> T:
+    """What `open_at` makes of the path; behind a network process 0 asks, and the others hear what
+    it was answered.
+
+    Every process must call this. Where one fails all raise: it its own error, the others that
+    error's class of ours, or else CorruptData, with its words. Raises TreeMismatch where the
+    processes do not open the same path.
+    """
+    if jax.process_count() == 1:
+        return open_at(at)
+    mine = digest(str(at).encode()).encode()
+    if others := [process for process, theirs in enumerate(exchanged(mine)) if theirs != mine]:
+        raise TreeMismatch(
+            f"processes {others[:4]} open another checkpoint than {at}, which this one opens: all"
+            " must open the same path to share what is read of it"
+        )
+    if not at.files.is_remote:
+        return _told(lambda: open_at(at))
+    recording = Recording()
+
+    def open_recorded() -> T:
+        return open_at(FilePath(RecordedFiles(at.files, recording), at.key))
+
+    if jax.process_index() == 0:
+        opened = _told(open_recorded)
+        _broadcast(recording.encode())
+        _told(lambda: None)
+    else:
+        _told(lambda: None)
+        recording = Recording.decode(_broadcast(b""))
+        opened = _told(open_recorded)
+    recording.close()
+    return opened
+
+
+def _told(do: Callable[[], T]) -> T:
+    """What all processes do at once. Raises in all where one fails."""
+    results: list[T] = []
+    fault = None
+    try:
+        results.append(do())
+    except Exception as error:
+        fault = error
+    tell(fault, FAILED)
+    return results[0]
+
+
+def _broadcast(data: bytes) -> bytes:
+    """The bytes that process 0 gives, in every process."""
+    size = int(exchanged(str(len(data)).encode())[0])
+    out = np.zeros(size, np.uint8)
+    out[: len(data)] = np.frombuffer(data, np.uint8)
+    for start in range(0, size, PART_BYTES):
+        part = out[start : start + PART_BYTES]
+        part[...] = multihost_utils.broadcast_one_to_all(part)
+    return out.tobytes()
