@@ -1000,7 +1000,7 @@ class Checkpoint:
             share: the number of this share, from 0 on, and how many there are.
             config: as for `export`.
             progress: as for `export`.
-            **options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config` and
+            options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config` and
                 `budget_bytes`, as for `plan_export`.
 
         Returns:
