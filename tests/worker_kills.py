@@ -34,7 +34,7 @@ from helpers import digests
 from jax_ucp.errors import NotACheckpoint
 from test_read_once import SOURCES
 
-RUN_S = 120  # after so long a command is said to hang
+RUN_S = 300  # after so long a command is said to hang
 ATTEMPTS = 4
 SHARES = 3
 NOTE = "ucp.conversion.json"

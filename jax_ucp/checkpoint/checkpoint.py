@@ -21,6 +21,7 @@ import numpy as np
 from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.export.shares import export_share
 from jax_ucp.files.looked import Asked, looking_once
 from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats.exporting import (
@@ -28,7 +29,6 @@ from jax_ucp.formats.exporting import (
     ExportPlan,
     plan_export,
     run_export,
-    run_export_share,
 )
 from jax_ucp.formats.huggingface.given_config import require_tied
 from jax_ucp.formats.options import Options, require_used
@@ -1000,7 +1000,7 @@ class Checkpoint:
             share: the number of this share, from 0 on, and how many there are.
             config: as for `export`.
             progress: as for `export`.
-            **options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config` and
+            options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config` and
                 `budget_bytes`, as for `plan_export`.
 
         Returns:
@@ -1017,7 +1017,8 @@ class Checkpoint:
         target, part = local_path(path), Share(*share)
         described = self._with_config(format, config)
         plan = described.plan_export(format, **options)
-        is_there = run_export_share(described._contents, plan, target, part, progress)
+        arguments = plan.files, plan.budget_bytes, target, part, progress
+        is_there = export_share(described._contents, *arguments)
         return opened(path) if is_there else None
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:

@@ -96,7 +96,7 @@ class File:
 @dataclass(frozen=True)
 class TensorTask:
     """Blocks of a tensor, which follow one another in its row-major bytes, to be written to `file`
-    of a folder from byte `at` on.
+    of a folder from byte `at` on. Of one that `is_shared`, other processes write other bytes.
     """
 
     job: Job
@@ -107,15 +107,22 @@ class TensorTask:
     tensor: Tensor
     boxes: Sequence[Box]
     cost: int
+    is_shared: bool
 
     @property
     def nbytes(self) -> int:
         return sum(box.size for box in self.boxes) * self.tensor.dtype.itemsize
 
     def run(self, opened: OpenedJob) -> int:
-        """Write the blocks, no more once a proof has failed. Returns the CRC-32 of their bytes."""
+        """Write the blocks, no more once a proof has failed. Returns the CRC-32 of their bytes,
+        which are durable in a shared file.
+        """
         proofs, crc = opened.proofs, 0
-        with open(Path(self.folder, self.file), "r+b", buffering=0) as out:
+        # NFS writes whole pages, with what other machines had written to them before, unless the
+        # file is open for writing only and each write waits. Source: Linux, `fs/nfs/file.c`,
+        # `nfs_want_read_modify_write`, and `write.c`, `nfs_can_extend_write`.
+        flags = os.O_WRONLY | (os.O_DSYNC if self.is_shared else 0)
+        with open(os.open(Path(self.folder, self.file), flags), "wb", buffering=0) as out:
             out.seek(self.at)
             for box in self.boxes:
                 raw = block_bytes(opened.contents.arrays, self.tensor, box)
@@ -123,8 +130,6 @@ class TensorTask:
                 crc = zlib.crc32(raw, crc)
                 while raw:
                     raw = raw[out.write(raw) :]
-            if opened.is_elsewhere:
-                os.fsync(out.fileno())
         return crc
 
 
@@ -147,7 +152,9 @@ def write_files(
 
     for file in files:
         create(folder / file.name, file.size)
-    coordinator.run(tensor_tasks(folder, files, coordinator, budget_bytes), finish, budget_bytes)
+    is_shared = not coordinator.is_here
+    tasks = tensor_tasks(folder, files, coordinator, budget_bytes, is_shared)
+    coordinator.run(tasks, finish, budget_bytes)
     complete_files(folder, files, written)
 
 
@@ -170,7 +177,11 @@ def complete_files(
 
 
 def tensor_tasks(
-    folder: Path, files: Sequence[File], coordinator: Coordinator, budget_bytes: int
+    folder: Path,
+    files: Sequence[File],
+    coordinator: Coordinator,
+    budget_bytes: int,
+    is_shared: bool,
 ) -> Iterator[TensorTask]:
     """What writes the tensors of all files, in their order."""
     infos = coordinator.opened.contents.arrays.arrays()
@@ -179,7 +190,15 @@ def tensor_tasks(
             boxes, cost = blocks_of(tensor, infos[tensor.key], budget_bytes)
             for together in _together(boxes, tensor, infos[tensor.key]):
                 task = TensorTask(
-                    coordinator.job, str(folder), file.name, (f, t), at, tensor, together, cost
+                    coordinator.job,
+                    str(folder),
+                    file.name,
+                    (f, t),
+                    at,
+                    tensor,
+                    together,
+                    cost,
+                    is_shared,
                 )
                 yield task
                 at += task.nbytes

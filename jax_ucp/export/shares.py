@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from jax_ucp.export.atomic_folder import being_written, partial_folder, put_in_place
+from jax_ucp.export.atomic_folder import being_written, check_free, partial_folder, put_in_place
 from jax_ucp.export.files import (
     File,
     TensorTask,
@@ -38,7 +38,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
 from jax_ucp.sources.work import HERE, Coordinator, shared_out
-from jax_ucp.universal.copy import GROUP_BYTES, Waiting
+from jax_ucp.universal.copy import require_outside
 from jax_ucp.universal.ledger import LEDGER_FILE, Ledger
 from jax_ucp.universal.metadata import digest
 from jax_ucp.universal.shares import Share, conversion_note, is_of, require_same_copy, shared_evenly
@@ -62,12 +62,8 @@ class _Run(msgspec.Struct, array_like=True, frozen=True):
         return cls(task.place, task.file, task.at, task.at + task.nbytes, crc)
 
     @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def noted(self) -> tuple[str, Box, Written]:
-        return self.file, Box((self.start,), (self.stop,)), Written(f"{self.crc:08x}", b"")
+    def written(self) -> Written:
+        return Written(f"{self.crc:08x}", b"")
 
 
 def export_share(
@@ -76,7 +72,6 @@ def export_share(
     budget_bytes: int,
     target: Path,
     share: Share,
-    require_free: Callable[[], None],
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> bool:
     """Do a share of an export, and make the folder where all others are done. Whether `target` is
@@ -84,7 +79,7 @@ def export_share(
 
     Each process has the same files. A share that was stopped is taken up by the same call; one that
     is complete is looked at, and left as it is. A check is of the share that has the first run of
-    an array that it proves. `require_free` raises where something else is at `target`.
+    an array that it proves.
 
     Raises what an export by one process raises, and FormatError where an unfinished one of
     something else is in the way.
@@ -92,7 +87,7 @@ def export_share(
     folder = partial_folder(target)
     owners: dict[str, int] = {}
     with shared_out(contents, HERE, "", partial(is_of, owners, share)) as coordinator:
-        tasks = list(tensor_tasks(folder / _FILES, files, coordinator, budget_bytes))
+        tasks = list(tensor_tasks(folder / _FILES, files, coordinator, budget_bytes, True))
         shares = list(shared_evenly([[task] for task in tasks], share.count))
         for task, index in zip(tasks, shares, strict=True):
             owners.setdefault(task.tensor.key, index)
@@ -105,7 +100,8 @@ def export_share(
             _identity(contents, files, tasks, share.count),
         )
         if not work.is_result():
-            require_free()
+            require_outside(file_path(target), contents)
+            check_free(file_path(target))
             try:
                 work.do(budget_bytes, progress)
             except (FileExistsError, FileNotFoundError):
@@ -189,35 +185,27 @@ class _Work:
         path = file_path(str(self._folder))
         with closing(Ledger(path, self._identity, self._share.ledger)) as ledger:
             runs = list(self._on_disk(ledger))
-            for run in runs:
-                progress(run.nbytes)
-            waiting: Waiting[_Run] = Waiting(GROUP_BYTES)
+            progress(sum(run.stop - run.start for run in runs))
+            there = {(run.file, run.start) for run in runs}
 
             def finish(task: TensorTask, crc: int) -> None:
-                settle(waiting.add([_Run.of(task, crc)]))
+                runs.append(run := _Run.of(task, crc))
+                ledger.note([(task.file, _box(task), run.written)])
+                progress(task.nbytes)
 
-            def settle(group: Sequence[_Run]) -> None:
-                if group:
-                    self._local.sync()
-                    ledger.note(run.noted for run in group)
-                    runs.extend(group)
-                for run in group:
-                    progress(run.nbytes)
-
-            there = {(run.file, run.start) for run in runs}
             left = (task for task in self._tasks if (task.file, task.at) not in there)
             self._coordinator.run(left, finish, budget_bytes)
-            settle(waiting.items)
         return runs
 
     def _on_disk(self, ledger: Ledger) -> Iterator[_Run]:
         """What a process that was stopped has written of this share, and is still there."""
-        for task in self._tasks if ledger.done else ():
-            path = self._folder / _FILES / task.file
-            run = _Run.of(task, _crc_of(path, task.at, task.nbytes))
-            file, box, written = run.noted
-            if ledger.done.get((file, str(box))) == written:
-                yield run
+        for task in self._tasks:
+            noted = ledger.done.get((task.file, str(_box(task))))
+            if noted is not None:
+                path = self._folder / _FILES / task.file
+                run = _Run.of(task, _crc_of(path, task.at, task.nbytes))
+                if run.written == noted:
+                    yield run
 
     def _complete(self, done: Sequence[Path]) -> None:
         """Write what is no tensor, and make the folder the target."""
@@ -236,6 +224,11 @@ class _Work:
             put_in_place(handle, folder, self._target)
         finally:
             os.close(handle)
+
+
+def _box(task: TensorTask) -> Box:
+    """Where in the file a task writes."""
+    return Box((task.at,), (task.at + task.nbytes,))
 
 
 def _done_name(index: int) -> str:

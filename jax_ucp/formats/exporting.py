@@ -21,10 +21,9 @@ from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
 from jax_ucp.export.atomic_folder import check_free, new_folder, new_objects
 from jax_ucp.export.files import File, peak_bytes, require_written, write_files
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
-from jax_ucp.export.shares import export_share
 from jax_ucp.export.streams import file_parts, share_of, upload_files, write_parts
 from jax_ucp.files.local import LocalFiles
-from jax_ucp.files.path import FilePath, file_path
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
 from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
@@ -37,7 +36,6 @@ from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
 from jax_ucp.sources.work import HERE, Coordinator, Workers, shared_out
 from jax_ucp.universal.copy import require_outside
-from jax_ucp.universal.shares import Share
 from jax_ucp.universal.store import WRITER_FILE
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
@@ -241,26 +239,6 @@ def run_export(
     write = _into_bucket if target.files.is_remote else _into_folder
     with shared_out(contents, workers, again) as coordinator:
         write(plan, target, coordinator, progress)
-
-
-def run_export_share(
-    contents: Contents,
-    plan: ExportPlan,
-    target: Path,
-    share: Share,
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> bool:
-    """Do a share of an export to a folder, and make it where all others are done. Whether `target`
-    is there now.
-    """
-
-    def require_free() -> None:
-        require_outside(file_path(target), contents)
-        check_free(file_path(target))
-
-    return export_share(
-        contents, plan.files, plan.budget_bytes, target, share, require_free, progress
-    )
 
 
 def _into_folder(

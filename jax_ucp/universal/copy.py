@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -79,16 +78,6 @@ LARGEST_PART = 512
 # Blocks are waited for together: the disk writes so many bytes while the next ones are read. A
 # conversion that is killed writes at most about so many again.
 GROUP_BYTES = 256 << 20
-
-
-class Sized(Protocol):
-    """Something of so many bytes."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-Piece = TypeVar("Piece", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +418,7 @@ def copy_part(
     as it has them.
     """
     # Elsewhere a task is durable when it is done.
-    waiting: Waiting[Block] = Waiting(GROUP_BYTES if coordinator.is_here else 0)
+    waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
 
     def finish(task: CopyTask, results: Sequence[Written]) -> None:
         fresh: list[Block] = []
@@ -458,7 +447,7 @@ def copy_part(
         beside = meanwhile.submit(_write_beside, part, plan, store)
         coordinator.run(tasks, finish, plan.budget_bytes, store.directory.is_remote)
         beside.result()
-    settle(waiting.items)
+    settle(waiting.blocks)
 
 
 def _write_beside(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
@@ -468,22 +457,22 @@ def _write_beside(part: Part, plan: CopyPlan, store: ZarrStore) -> None:
     run_bounded(jobs, plan.budget_bytes, store.directory.is_remote)
 
 
-class Waiting(Generic[Piece]):
-    """Pieces that wait for the disk, until they have so many bytes together."""
+class _Waiting:
+    """Blocks that wait for the disk, until they have so many bytes together."""
 
     def __init__(self, max_bytes: int):
-        self.items: list[Piece] = []
+        self.blocks: list[Block] = []
         self._nbytes, self._max_bytes = 0, max_bytes
         self._lock = threading.Lock()
 
-    def add(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+    def add(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Those that need wait no longer."""
         with self._lock:
-            self.items += pieces
-            self._nbytes += sum(piece.nbytes for piece in pieces)
+            self.blocks += blocks
+            self._nbytes += sum(block.nbytes for block in blocks)
             if self._nbytes < self._max_bytes:
                 return ()
-            ready, self.items, self._nbytes = self.items, [], 0
+            ready, self.blocks, self._nbytes = self.blocks, [], 0
         return ready
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 from zlib import crc32
 
 import msgspec
@@ -30,7 +31,6 @@ from jax_ucp.universal.copy import (
     Block,
     CopyPlan,
     Part,
-    Sized,
     commit_copy,
     copy_part,
     identity_of,
@@ -73,6 +73,13 @@ class Share:
     @property
     def ledger(self) -> str:
         return f"ucp-ledger_{self.index}_of_{self.count}.jsonl"
+
+
+class Sized(Protocol):
+    """Something of so many bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class _Conversion(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """An export by processes that know nothing of one another."""
 
+import fcntl
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +60,6 @@ def test_in_any_order_the_shares_make_what_one_process_makes(case, format, count
 def test_of_a_share_that_was_stopped_what_is_on_disk_is_not_written_again(
     source, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(shares, "GROUP_BYTES", 0)
     ucp.open(source).export(tmp_path / "whole", "dcp")
     heard = []
 
@@ -118,6 +118,25 @@ def test_who_is_overtaken_by_another_has_the_folder_too(when, source, tmp_path, 
         return original(*args)
 
     monkeypatch.setattr(shares, when, overtaken)
+    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+    assert written(out) == digests(tmp_path / "whole")
+
+
+def test_who_waited_while_another_made_the_folder_leaves_it_as_it_is(source, tmp_path, monkeypatch):
+    """The other has not cleared away yet."""
+    ucp.open(source).export(tmp_path / "whole", "dcp")
+    out, flock = tmp_path / "out", fcntl.flock
+    ucp.open(source).export_share(out, "dcp", (0, 2))
+
+    def waited(handle, how):
+        if how == fcntl.LOCK_EX:
+            with monkeypatch.context() as other:
+                other.setattr(fcntl, "flock", lambda *args: None)
+                other.setattr("shutil.rmtree", lambda *args, **how: None)
+                assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", waited)
     assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
     assert written(out) == digests(tmp_path / "whole")
 
