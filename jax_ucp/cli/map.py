@@ -94,14 +94,18 @@ def _print_mapping(report: Report, has_target: bool) -> None:
         console.print(folded_table(("skipped", "because"), report["skipped"]))
     for note in report["notes"]:
         console.print(f"note: {note}")
-    for heading in ("fault", "suggestion"):
-        for row in fold([(line,) for line in report[f"{heading}s"]]):
-            count = f"  x{row.count}" if row.count > 1 else ""
-            to_stderr.print(f"{heading}: {row.name}{count}")
+    _print_faults(report)
     console.print(
         f"{report['mapping']}: {several(len(report['leaves']), 'leaf', 'leaves')},"
         f" {several(len(report['faults']), 'fault')}"
     )
+
+
+def _print_faults(report: Report) -> None:
+    for heading in ("fault", "suggestion"):
+        for row in fold([(line,) for line in report[f"{heading}s"]]):
+            count = f"  x{row.count}" if row.count > 1 else ""
+            to_stderr.print(f"{heading}: {row.name}{count}")
 
 
 def _row(leaf: Report, has_target: bool) -> Row:

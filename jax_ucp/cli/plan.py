@@ -98,6 +98,15 @@ def _print_mesh_plan(summary: Report, all_: bool) -> None:
     console.print(f"on a mesh of {mesh}: {nbytes} on each of {several(devices, 'device')}")
     for note in summary["notes"]:
         console.print(f"note: {note}")
+    _print_hosts(summary, all_)
+    heads = ("leaf", "shape", "spec", "on each device")
+    _print_leaves(heads, summary["leaves"], _placement_row, all_)
+    given_up = counted((note, leaf["leaf"]) for leaf in summary["leaves"] for note in leaf["notes"])
+    if given_up:
+        console.print(TextTable(("leaves", "given up", "such as"), given_up))
+
+
+def _print_hosts(summary: Report, all_: bool) -> None:
     hosts = summary["hosts"]
     heads = ("host", "to read", "needed", "read / needed", "files", "requests")
     is_remote = any(host["requests"] for host in hosts)
@@ -112,11 +121,6 @@ def _print_mesh_plan(summary: Report, all_: bool) -> None:
     if is_remote:
         most = max(host["requests"] for host in hosts)
         console.print(f"requests: about {summary['requests']} of all hosts, {most} of one")
-    heads = ("leaf", "shape", "spec", "on each device")
-    _print_leaves(heads, summary["leaves"], _placement_row, all_)
-    given_up = counted((note, leaf["leaf"]) for leaf in summary["leaves"] for note in leaf["notes"])
-    if given_up:
-        console.print(TextTable(("leaves", "given up", "such as"), given_up))
 
 
 def _host_row(i: int, host: Report) -> Row:

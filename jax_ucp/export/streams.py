@@ -151,12 +151,19 @@ class _Reader:
         held = sum(b.nbytes for b in blocks) + max((b.cost for b in blocks), default=0)
         if section.tail is not None and held <= self._budget:
             yield held, partial(self._at_once, section, tensors)
-            return
+        else:
+            yield from self._one_by_one(section, tensors)
+
+    def _one_by_one(
+        self, section: Section, tensors: Sequence[Sequence[_Block]]
+    ) -> Iterator[tuple[int, Callable[[], Buffers]]]:
+        """What reads each block of a section, in the order of the file."""
         sums = [self._sums(blocks) for blocks in tensors] if section.tail else []
         known = {part.start: part.crc for part in itertools.chain.from_iterable(sums)}
         rest = section.rest([crc_of(parts) for parts in sums])
         jobs = [(at, len(data), partial(list, [(at, data)])) for at, data in rest]
-        jobs += [(b.at, b.cost, partial(self._one, b, known.get(b.at))) for b in blocks]
+        for block in itertools.chain.from_iterable(tensors):
+            jobs.append((block.at, block.cost, partial(self._one, block, known.get(block.at))))
         for _, cost, job in sorted(jobs, key=operator.itemgetter(0)):
             yield cost, job
 

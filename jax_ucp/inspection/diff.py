@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -226,19 +227,25 @@ def _settings_that_differ(ours: _Settings, theirs: _Settings) -> Iterator[Change
     both = [name for name in ours if name in theirs]
     names: dict[tuple[str, str, str], list[str]] = {}
     for name in both:
-        one, other = ours[name], theirs[name]
-        for key in dict.fromkeys((*one, *other)):
-            if key in one and key in other and one[key] == other[key]:
-                continue
-            values = [str(side[key]) if key in side else "" for side in (one, other)]
-            names.setdefault((key, values[0], values[1]), []).append(name)
+        for change in _changed_settings(ours[name], theirs[name]):
+            names.setdefault(change, []).append(name)
     for (key, *values), several in names.items():
-        if len(several) == len(both):
-            yield Change(key, *values)
-        elif len(several) == 1:
-            yield Change(f"{key} of {several[0]}", *values)
-        else:
-            yield Change(f"{key} of {len(several)}, such as {several[0]}", *values)
+        of = "" if len(several) == len(both) else f" of {_some(several)}"
+        yield Change(f"{key}{of}", *values)
+
+
+def _changed_settings(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """The settings of one parameter that differ, with both values; "" where one side lacks it."""
+    for key in dict.fromkeys((*one, *other)):
+        if key not in one or key not in other or one[key] != other[key]:
+            first, second = (str(side[key]) if key in side else "" for side in (one, other))
+            yield key, first, second
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)}, such as {names[0]}"
 
 
 @dataclass
@@ -279,10 +286,12 @@ class _Sums:
             wide_a, wide_b = wide_a[both], wide_b[both]
         pairs = ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))
         self.products += [np.vdot(one, other).real for one, other in pairs]
-        if not count:
-            return
-        apart = _apart(a, b) if _are_integers(a, b) else np.abs(wide_a - wide_b)
-        size = np.maximum(np.abs(wide_a), np.abs(wide_b))
+        if count:
+            apart = _apart(a, b) if _are_integers(a, b) else np.abs(wide_a - wide_b)
+            self._add_distances(apart, np.maximum(np.abs(wide_a), np.abs(wide_b)))
+
+    def _add_distances(self, apart: np.ndarray, size: np.ndarray) -> None:
+        """Count how far elements of a magnitude are from one another."""
         self.largest = max(self.largest, apart.max(initial=0.0))
         relative = np.divide(apart, size, out=np.zeros_like(apart), where=size > 0)
         self.relative = max(self.relative, relative.max(initial=0.0))

@@ -89,10 +89,10 @@ def fold_states(rows: Sequence[Sequence[str]]) -> tuple[str, list[tuple[str, ...
         states[name, *cells].append(state)
     for several in states.values():
         several.sort(key=lambda state: state != "param")  # which people look for first
-    has_names = all(row[0] for row in states)
-    if not has_names or not any("param" in several for several in states.values()):
+    weights = [several for several in states.values() if "param" in several]
+    has_names = all(name for name, *_ in states)
+    if not has_names or not weights:
         return None
-    weights = (several for several in states.values() if "param" in several)
     usual = Counter(map(", ".join, weights)).most_common(1)[0][0]
     names = {row: ", ".join(several) for row, several in states.items()}
     return usual, [(*row, "" if several == usual else several) for row, several in names.items()]

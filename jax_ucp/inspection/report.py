@@ -16,10 +16,8 @@ from jax_ucp.tree import Axes, Leaf
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from jax_ucp.sharding.fit import Rule
-    from jax_ucp.sharding.reads import HostMesh
+    from jax_ucp.sharding.fit import Fit, Rule
+    from jax_ucp.sharding.reads import HostMesh, HostReads
     from jax_ucp.universal.copy import CopyPlan
 
 Report = dict[str, Any]
@@ -89,52 +87,50 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
     from jax_ucp.sharding.fit import unused_rules  # brings in jax, which nothing else here needs
     from jax_ucp.sharding.reads import planned_fit
 
-    leaves = []
-    for leaf in checkpoint.leaves:
-        if leaf.has_array:
-            fit = planned_fit(leaf, mesh, rules)
-            parts = [_parts(axes, mesh.sizes) for axes in fit.spec] + [1] * (
-                len(leaf.shape) - len(fit.spec)
-            )
-            local = [n // p for n, p in zip(leaf.shape, parts, strict=True)]
-            nbytes = math.prod(local) * np.dtype(leaf.dtype).itemsize
-            leaves.append(
-                {
-                    "leaf": leaf.label,
-                    "shape": list(leaf.shape),
-                    "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in fit.spec],
-                    "device_shape": local,
-                    "device_bytes": nbytes,
-                    "notes": list(fit.notes),
-                }
-            )
+    arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]
+    leaves = [_placed(leaf, planned_fit(leaf, mesh, rules), mesh.sizes) for leaf in arrays]
     reads = checkpoint.plan_reads(mesh.sizes, rules=rules, hosts=mesh.hosts)
     return {
         "mesh": mesh.sizes,
         "devices": mesh.devices,
         "device_bytes": sum(leaf["device_bytes"] for leaf in leaves),
-        "hosts": [
-            {
-                "read_bytes": read,
-                "needed_bytes": needed,
-                "files": files,
-                "requests": requests if checkpoint.is_remote else 0,
-                "amplification": read / max(1, needed),
-            }
-            for read, needed, files, requests in zip(
-                reads.read.tolist(),
-                reads.needed.tolist(),
-                reads.files.tolist(),
-                reads.requests.tolist(),
-                strict=True,
-            )
-        ],
+        "hosts": _hosts(reads, checkpoint.is_remote),
         "amplification": reads.amplification,
         "balance": reads.balance,
         "requests": int(reads.requests.sum()) if checkpoint.is_remote else 0,
         "leaves": leaves,
         "notes": unused_rules(rules, checkpoint.leaves),
     }
+
+
+def _placed(leaf: Leaf, fit: Fit, mesh: Mapping[str, int]) -> Report:
+    """Which part of a leaf each device would hold."""
+    uncut = [1] * (len(leaf.shape) - len(fit.spec))
+    parts = [*(_parts(axes, mesh) for axes in fit.spec), *uncut]
+    local = [n // p for n, p in zip(leaf.shape, parts, strict=True)]
+    return {
+        "leaf": leaf.label,
+        "shape": list(leaf.shape),
+        "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in fit.spec],
+        "device_shape": local,
+        "device_bytes": math.prod(local) * np.dtype(leaf.dtype).itemsize,
+        "notes": list(fit.notes),
+    }
+
+
+def _hosts(reads: HostReads, is_remote: bool) -> list[Report]:
+    """What each host would read."""
+    columns = (reads.read, reads.needed, reads.files, reads.requests)
+    return [
+        {
+            "read_bytes": read,
+            "needed_bytes": needed,
+            "files": files,
+            "requests": requests if is_remote else 0,
+            "amplification": read / max(1, needed),
+        }
+        for read, needed, files, requests in np.stack(columns, axis=1).tolist()
+    ]
 
 
 def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> list[str]:

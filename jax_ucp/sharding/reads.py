@@ -30,7 +30,7 @@ from jax_ucp.sharding.fit import (
     unused_rules,
 )
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import TOGETHER, TOGETHER_BYTES, Piece
+from jax_ucp.sources.protocol import TOGETHER, TOGETHER_BYTES, ArrayInfo, Piece
 from jax_ucp.tree import Axes, Leaf
 from jax_ucp.universal.shard_codec import CRC_BYTES
 from jax_ucp.universal.stack_view import Unstacked
@@ -190,9 +190,7 @@ def _stored(contents: Contents, leaf: Leaf, spec: tuple[Axes, ...]) -> Stored:
     chunks = source.chunks[leaf.name] if isinstance(source, ZarrStore | Unstacked) else None
     if chunks and chunks.is_stack:
         return Stored(*about, chunks, spec)
-    # of what is near a small file is read whole
-    unit = chunks.inner if chunks and contents.files.is_remote else info.chunk
-    inner = unit or (1,) * len(leaf.shape)
+    inner = _read_unit(info, chunks, contents.files.is_remote)
     pieces = contents.locate(leaf)
     if _are_files(pieces):
         # of a grid, of which the first is whole
@@ -201,6 +199,12 @@ def _stored(contents: Contents, leaf: Leaf, spec: tuple[Axes, ...]) -> Stored:
     first = {piece.target: piece.file for piece in reversed(pieces)}
     files = tuple((file, box) for box, file in first.items())
     return Stored(*about, Chunks(leaf.shape, inner), spec, files, packed=bool(chunks))
+
+
+def _read_unit(info: ArrayInfo, chunks: Chunks | None, is_remote: bool) -> Shape:
+    """What can be read alone: of what is near a small file is read whole."""
+    unit = chunks.inner if chunks and is_remote else info.chunk
+    return unit or (1,) * len(info.shape)
 
 
 def _are_files(pieces: Sequence[Piece]) -> bool:

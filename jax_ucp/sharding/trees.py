@@ -183,16 +183,22 @@ def match(
     kept = [node for node in aligned.unfilled if _stays(node, missing)]
     lacking = [node for node in aligned.unfilled if not _stays(node, missing)]
     extra = [] if partial else aligned.left
-    if kept and aligned.left and not (aligned.pairs or lacking or extra):
-        raise TreeMismatch(
-            f"no leaf of the target is in the checkpoint: the target has {kept[0].label}, the"
-            f" checkpoint {aligned.left[0].label}. Give a target with the checkpoint's names"
-        )
+    if kept and aligned.left and not (lacking or extra):
+        _require_a_pair(aligned, kept)
     faults = [_missing(node, aligned.left, missing == "keep") for node in lacking]
     faults += _differences(aligned.pairs, cast, narrow)
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
     _require_none(faults, bool(extra))
     return Matched(aligned.pairs, [*kept, *aligned.omitted])
+
+
+def _require_a_pair(aligned: _Aligned, kept: Sequence[Node]) -> None:
+    """Raise TreeMismatch where all of the target would stay as it is."""
+    if not aligned.pairs:
+        raise TreeMismatch(
+            f"no leaf of the target is in the checkpoint: the target has {kept[0].label}, the"
+            f" checkpoint {aligned.left[0].label}. Give a target with the checkpoint's names"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,13 @@ def _untied(base: Contents, changed: Mapping[str, Sequence[_Step]]) -> Mapping[s
     config = base.extras.get(_CONFIG, {}).get("config")
     if not isinstance(config, Mapping) or not config.get("tie_word_embeddings"):
         return base.extras
+    return _untied_config(base, config, changed)
+
+
+def _untied_config(
+    base: Contents, config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]
+) -> Mapping[str, Any]:
+    """`_untied`, of a config that ties them."""
     embedding = next((name for name in changed if name.endswith(_EMBEDDINGS)), "")
     steps = changed.get(embedding, ())
     # what is added to an embedding, peft adds to the head that is the same tensor
