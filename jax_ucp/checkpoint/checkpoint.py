@@ -146,7 +146,7 @@ class Checkpoint:
             UnsupportedLeaf: for a leaf that could not be saved, and where there are several
                 processes, none of which has it all.
 
-        Example:
+        Examples:
             >>> import jax_ucp as ucp, numpy as np
             >>> ucp.Checkpoint.of({"w": np.zeros((2, 3), np.float32)})["w"].shape
             (2, 3)
@@ -304,7 +304,7 @@ class Checkpoint:
         Raises:
             KeyError: where no array has that label, or several have it.
 
-        Example:
+        Examples:
             >>> import jax_ucp as ucp
             >>> weight = ucp.open("tests/data/deepspeed/z1_bf16_dp2")["param/head.weight"]
             >>> weight.shape, weight[:2, :3].shape
@@ -381,7 +381,7 @@ class Checkpoint:
             LayoutError: where the checkpoint is mapped, or has an optimizer's states.
             QuantizedWeights: where weights are stored as codes; open it with `dequantize`.
 
-        Example:
+        Examples:
             >>> ucp.open("base").merge("adapter").save("merged")  # doctest: +SKIP
         """
         if not adapters:
@@ -557,7 +557,7 @@ class Checkpoint:
                 was opened.
             QuantizedWeights: where what is asked for is stored as codes.
 
-        Example:
+        Examples:
             >>> import jax_ucp as ucp
             >>> state = ucp.open("tests/data/deepspeed/z1_bf16_dp2").restore()
             >>> state["exp_avg"]["head.weight"].shape
@@ -682,7 +682,7 @@ class Checkpoint:
         Raises:
             ValueError: for a mesh, rules or hosts that cannot be meant.
 
-        Example:
+        Examples:
             >>> import jax_ucp as ucp
             >>> checkpoint = ucp.open("tests/data/deepspeed/z1_bf16_dp2")
             >>> checkpoint.plan_reads({"data": 4, "model": 2}, hosts=2).files
@@ -786,7 +786,7 @@ class Checkpoint:
             WorkerError: where the executor's processes cannot open the checkpoint, or one has
                 ended.
 
-        Example:
+        Examples:
             >>> ucp.open("tests/data/deepspeed/z1_bf16_dp2").save("converted")  # doctest: +SKIP
         """
         target = target_path(path)
@@ -947,7 +947,7 @@ class Checkpoint:
                 embedding from which it differs.
             WorkerError: as `save` does.
 
-        Example:
+        Examples:
             >>> ucp.open("run/100").export("hf", "safetensors", dtype="bfloat16")  # doctest: +SKIP
         """
         target = target_path(path)
@@ -1034,7 +1034,7 @@ class Checkpoint:
         Raises:
             WorkerError: as `save` does.
 
-        Example:
+        Examples:
             >>> import jax_ucp as ucp
             >>> checkpoint = ucp.open("tests/data/deepspeed/z1_bf16_dp2")
             >>> [fault for what, fault in checkpoint.verify() if fault]
@@ -1080,7 +1080,7 @@ class Checkpoint:
             ValueError: for a mesh, rules or hosts that cannot be meant.
             UCPError: as `diff` does.
 
-        Example:
+        Examples:
             >>> ucp.open("run/100").report().save("report.html")  # doctest: +SKIP
         """
         require_mesh(mesh, rules, hosts)
