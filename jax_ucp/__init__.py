@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jax_ucp.mapping.rules import Mapping as Mapping
     from jax_ucp.shard_spec.rules import Spec as Spec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Checkpoint": "jax_ucp.checkpoint",

@@ -1,5 +1,6 @@
 """What the README shows is what happens."""
 
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jax_ucp as ucp
+from commands import run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -23,6 +25,14 @@ def test_the_example_in_the_readme_prints_what_the_readme_says():
     )
     assert out.returncode == 0, out.stderr
     assert out.stdout == printed
+
+
+def test_the_first_command_in_the_readme_prints_what_the_readme_says():
+    command, printed = re.search(
+        r"^jax-ucp (inspect \S+).*?```text\n(.*?)```", README, re.DOTALL | re.MULTILINE
+    ).groups()
+    text = run(*command.split()).replace(f"{ROOT}/", "")
+    assert text.startswith(printed)
 
 
 def test_the_first_example_script_restores_every_array():
@@ -70,3 +80,25 @@ def test_what_a_page_names_is_there(page):
         assert Path(link).name.startswith(number), link
     for name in re.findall(rf"`((?:{'|'.join(ROOMS)})\.[\w.]+)`", text):
         assert is_there(name), name
+
+
+def test_every_kind_of_error_has_an_entry_that_says_what_to_do():
+    kinds = {
+        name
+        for name, kind in vars(ucp.errors).items()
+        if isinstance(kind, type)
+        and issubclass(kind, Exception)
+        and kind is not ucp.errors.UCPError
+    }
+    _, *entries = re.split(r"^## ", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE)
+    assert kinds == set(re.findall(r"`(\w+)`", " ".join(entry.split("\n")[0] for entry in entries)))
+    assert all(len(entry.splitlines()) > 1 for entry in entries)
+
+
+def test_the_remedies_of_the_faq_are_options_that_there_are():
+    page = (ROOT / "docs" / "faq.md").read_text()
+    named = set(re.findall(r"[`(](\w+)=", page))
+    functions = (ucp.open, ucp.Checkpoint.restore, ucp.Checkpoint.map, ucp.Checkpoint.export)
+    known = {name for each in functions for name in inspect.signature(each).parameters}
+    assert len(named) > 8
+    assert named <= known

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import jax_ucp
 
 PACKAGE = Path(jax_ucp.__file__).parent
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
 
 # The rooms from the bottom up: each may import those above it in this list, besides itself.
 ROOMS = (
@@ -144,10 +147,36 @@ def test_importing_the_package_brings_in_neither_torch_nor_anything_slow():
     assert not {"torch", "optax", "flax"} & everything
 
 
-def test_a_conversion_on_the_command_line_brings_in_no_jax(tmp_path):
-    arguments = ["convert", str(DATA / "deepspeed/tp2_dp2_z3_bf16"), str(tmp_path / "out")]
-    program = f"from jax_ucp.cli.main import main; main({arguments}, standalone_mode=False)"
-    assert not {"torch", "jax", "orbax"} & loaded_after(program)
+SAVED = str(DATA / "deepspeed/tp2_dp2_z3_bf16")
+WITHOUT_JAX = {
+    "inspect": [],
+    "plan": [],
+    "convert": ["out"],
+    "export": ["out", "--format", "safetensors"],
+    "verify": [],
+    "diff": [SAVED],
+    "report": ["-o", "out.html"],
+    "map": ["--mapping", "deepspeed-gpt-to-reference", "--size", "group=4"],
+}
+
+
+@pytest.mark.parametrize("command", WITHOUT_JAX)
+def test_commands_run_where_jax_and_orbax_are_not_installed(command, tmp_path):
+    absent = "import sys; sys.modules['jax'] = sys.modules['orbax'] = None"
+    arguments = [command, SAVED, *WITHOUT_JAX[command]]
+    program = f"{absent}; from jax_ucp.cli.main import main; main({arguments})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documented_install_without_jax_has_every_other_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=\[]", each)[0] for each in project["dependencies"]}
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    [line] = re.findall(r"^pip install (?!-)(.*)$", page, re.MULTILINE)
+    assert set(line.split()) == names - {"jax", "orbax-checkpoint"}
 
 
 def test_layout_brings_in_neither_jax_nor_numpy():
@@ -182,7 +211,6 @@ else:
     assert not [fault for _, fault in kept.verify() if fault]
     print(sum(leaf.has_array for leaf in kept.leaves))
 """
-DATA = Path(__file__).parent / "data"
 
 
 def without_torch(

@@ -1,4 +1,4 @@
-"""`jax-ucp plan` and `jax-ucp convert`: the copy in the universal format, foreseen and done."""
+"""`jax-ucp convert`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,10 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import (
-    console,
-    folded_table,
-    print_head,
-    print_inventory,
-    print_json,
-    print_share,
-    progress,
-    to_stderr,
-)
-from jax_ucp.cli.text_table import TextTable
+from jax_ucp.cli.output import console, print_json, print_share, progress, to_stderr
 from jax_ucp.cli.workers import progress_option, share_option, worker_options
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
-from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import size
 
 if TYPE_CHECKING:
@@ -40,57 +29,7 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostMesh
 
-HOSTS_SHOWN = 16
 _AS_IT_IS = {"root": None, "variables": False, "step": None}
-
-
-@click.command()
-@click.argument("source")
-@click.argument("target", required=False)
-@mesh_options
-@source_options
-@budget
-@as_json
-def plan(
-    source: str,
-    target: str | None,
-    mesh: HostMesh | None,
-    rules: tuple[Rule, ...],
-    budget: int,
-    json_: bool,
-    **options: Any,
-) -> None:
-    """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data.
-
-    With --mesh and TARGET, the chunks are those of `convert --mesh`; what hosts read, they read of
-    SOURCE.
-    """
-    checkpoint = open_checkpoint(source, **options)
-    cut_for = mesh_arguments(mesh if target is not None else None, rules)
-    copy_plan = checkpoint.plan_save(budget, path=target, **cut_for)
-    summary = report.copy_plan(checkpoint, target, copy_plan)
-    if mesh:
-        summary["restore"] = report.mesh_plan(checkpoint, mesh, rules)
-    if json_:
-        print_json(summary)
-        return
-    print_head(summary)
-    console.print(
-        f"to read {size(summary['read_bytes'])}, to write {size(summary['write_bytes'])} in"
-        f" {summary['blocks']} blocks of at most {size(summary['largest_block_bytes'])}; at most"
-        f" {size(summary['peak_bytes_in_flight'])} in flight"
-    )
-    if opening := summary["opening"]["requests"]:
-        console.print(
-            f"opened by {opening} requests, which brought {size(summary['opening']['nbytes'])}"
-        )
-    if mesh:
-        _print_mesh_plan(summary["restore"])
-    else:
-        columns = ("leaf", "dtype", "shape", "pieces", "outer_chunk", "inner_chunk")
-        rows = [[str(leaf[column]) for column in columns] for leaf in summary["leaves"]]
-        console.print(folded_table([column.replace("_", " ") for column in columns], rows))
-    print_inventory(summary["not_mapped"], False)
 
 
 @click.command()
@@ -189,36 +128,3 @@ def _print_result(
     else:
         nbytes, extras = size(summary["bytes"]), len(summary["extras"])
         console.print(f"{target}: {summary['arrays']} arrays, {nbytes}, {extras} extras")
-
-
-def _print_mesh_plan(summary: Report) -> None:
-    mesh = ", ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
-    nbytes, devices = size(summary["device_bytes"]), summary["devices"]
-    console.print(f"on a mesh of {mesh}: {nbytes} on each of {devices} devices")
-    for note in summary["notes"]:
-        console.print(f"note: {note}")
-    hosts = summary["hosts"]
-    rows = [_host_row(i, host) for i, host in enumerate(hosts[:HOSTS_SHOWN])]
-    heads = ("host", "to read", "needed", "read / needed", "files", "requests")
-    is_remote = any(host["requests"] for host in hosts)
-    console.print(TextTable(heads if is_remote else heads[:-1], rows))
-    if len(hosts) > HOSTS_SHOWN:
-        console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
-    amplification, balance = summary["amplification"], summary["balance"]
-    console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
-    if is_remote:
-        most = max(host["requests"] for host in hosts)
-        console.print(f"requests: about {summary['requests']} of all hosts, {most} of one")
-    heads = ("leaf", "shape", "spec", "on each device", "given up")
-    console.print(folded_table(heads, map(_placement_row, summary["leaves"])))
-
-
-def _host_row(i: int, host: Report) -> tuple[str, ...]:
-    read, needed = size(host["read_bytes"]), size(host["needed_bytes"])
-    row = str(i), read, needed, f"{host['amplification']:.3f}", str(host["files"])
-    return (*row, f"about {host['requests']}") if host["requests"] else row
-
-
-def _placement_row(leaf: Report) -> tuple[str, ...]:
-    spec, shape = tuple(leaf["spec"]), leaf["device_shape"]
-    return leaf["leaf"], str(leaf["shape"]), str(spec), str(shape), "; ".join(leaf["notes"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -18,11 +18,18 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import console, folded_table, print_json, progress
+from jax_ucp.cli.output import (
+    console,
+    folded_table,
+    leaf_table,
+    print_json,
+    progress,
+    without_empty,
+)
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.diff import Difference, Values
 from jax_ucp.inspection.fold import fold
-from jax_ucp.inspection.words import changes
+from jax_ucp.inspection.words import changes, several, told
 
 
 @click.command()
@@ -70,31 +77,47 @@ def diff(
     if json_:
         print_json({"first": one.path, "second": other.path, "same": found.same, **asdict(found)})
     else:
-        console.print(f"first   {one.path}\nsecond  {other.path}")
+        console.print(f"first   {one.path}")
+        console.print(f"second  {other.path}")
         _print_difference(found, all_)
     if not found.same:
         sys.exit(1)
 
 
 def _print_difference(found: Difference, all_: bool) -> None:
+    if found.facts:
+        console.print(folded_table(("fact", "first", "second"), told(found), all_))
     rows = list(changes(found))
     if rows:
-        console.print(folded_table(("leaf", "what", "first", "second"), rows, all_))
-    if found.values:
-        console.print(_values_table(found.values, all_))
-    differing = len(rows) - len(found.facts) + len(found.values)
+        console.print(leaf_table(("leaf", "what", "first", "second"), rows, all_))
+    for title, values in _by_state(found.values, all_).items():
+        console.print(_values_table(title, values, all_))
+    differing = len({label for label, *_ in rows} | {each.label for each in found.values})
     compared = "names, shapes and dtypes" if found.headers_only else "all elements"
-    console.print(f"{found.equal} leaves equal in {compared}, {differing} differences")
+    also = f"; {several(len(found.facts), 'fact differs', 'facts differ')}" if found.facts else ""
+    differ = several(differing, "leaf differs", "leaves differ")
+    console.print(f"{differ}, {found.equal:,} equal in {compared}{also}")
 
 
-def _values_table(values: Sequence[Values], all_: bool) -> TextTable:
+def _by_state(values: Sequence[Values], all_: bool) -> dict[str, list[Values]]:
+    """Of a trainer's tree, the arrays of each state, without it in their labels, below a title."""
+    states: dict[str, list[Values]] = {}
+    for each in values:
+        state, _, name = each.label.partition("/")
+        states.setdefault(f"{state} of", []).append(replace(each, label=name))
+    is_folded = not all_ and "param of" in states
+    return states if is_folded else {"leaf": list(values)} if values else {}
+
+
+def _values_table(title: str, values: Sequence[Values], all_: bool) -> TextTable:
     """Arrays with changed elements; folded, the most of each that any has, and the least cosine."""
     groups = [(each.label, [each]) for each in values]
     if not all_:
         folded = fold([(each.label,) for each in values])
         groups = [(row.name, [values[place] for place in row.rows]) for row in folded]
-    heads = ("leaf", "changed", "largest", "relative", "cosine", "not finite", "")
-    return TextTable(heads, [_values_row(name, alike) for name, alike in groups])
+    heads = (title, "changed", "largest", "relative", "cosine", "not finite", "")
+    rows = [_values_row(name, alike) for name, alike in groups]
+    return TextTable(*without_empty(heads, rows))
 
 
 def _values_row(name: str, alike: Sequence[Values]) -> tuple[str, ...]:

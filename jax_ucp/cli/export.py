@@ -28,7 +28,7 @@ from jax_ucp.errors import NotACheckpoint, TreeMismatch
 from jax_ucp.files.path import target_path
 from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
 from jax_ucp.inspection import report
-from jax_ucp.inspection.words import size
+from jax_ucp.inspection.words import several, size
 
 _OPTIONS = ("dtype", "max_shard_bytes", "zero_stage", "adapter_config")
 # those that are for one format
@@ -152,7 +152,8 @@ def _print_result(summary: report.Report, target: str, json_: bool) -> None:
     else:
         nbytes = size(summary["bytes"])
         console.print(
-            f"{target}: {summary['tensors']} tensors, {nbytes}, in {summary['files']} files"
+            f"{target}: {several(summary['tensors'], 'tensor')}, {nbytes}, in"
+            f" {several(summary['files'], 'file')}"
         )
 
 

@@ -6,7 +6,6 @@ import difflib
 import json
 import re
 from collections import Counter
-from itertools import compress
 from typing import Any, NamedTuple
 
 import click
@@ -19,11 +18,13 @@ from jax_ucp.cli.output import (
     print_inventory,
     print_json,
     print_skipped,
+    without_empty,
 )
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
+from jax_ucp.inspection.words import spec_words
 
 
 @click.command()
@@ -142,7 +143,7 @@ def _parameter_table(arrays: list[Report], show: _Show) -> TextTable:
     for (name, states), kind in zip(states_of.items(), kinds, strict=True):
         shape, dtype = str(states[0]["shape"]), states[0]["dtype"]
         rows.append((name, shape, dtype, "" if kind == usual else kind))
-    heads = ("parameter", "shape", "dtype", f"states, if not {usual}")
+    heads = ("parameter", "shape", "dtype", "states, if others")
     return _with_files(heads, rows, list(map(_files, states_of.values())), show)
 
 
@@ -154,8 +155,7 @@ def _with_files(
     heads: tuple[str, ...], rows: list[tuple[str, ...]], files: list[str], show: _Show
 ) -> TextTable:
     """The table, without columns that say nothing, and with the files of each row if asked for."""
-    said = [any(cells) for cells in zip(*rows, strict=True)]
-    heads, *rows = (tuple(compress(row, said)) for row in (heads, *rows))
+    heads, rows = without_empty(heads, rows)
     if show.files:
         heads = (*heads, "stored in")
         rows = [(*row, file) for row, file in zip(rows, files, strict=True)]
@@ -168,4 +168,7 @@ def _files(leaves: list[Report]) -> str:
 
 
 def _spec(leaf: Report) -> str:
-    return f"{tuple(leaf['spec'])} on {leaf['mesh']}" if "spec" in leaf else ""
+    if "spec" not in leaf:
+        return ""
+    mesh = ",".join(f"{axis}={n}" for axis, n in leaf["mesh"].items())
+    return f"{spec_words(leaf['spec'])} on {mesh}"

@@ -12,13 +12,14 @@ from typing import Any
 import click
 
 import jax_ucp
-from jax_ucp.cli.copying import convert, plan
+from jax_ucp.cli.copying import convert
 from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
 from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
 from jax_ucp.cli.mappings import mappings
 from jax_ucp.cli.output import to_stderr
+from jax_ucp.cli.plan import plan
 from jax_ucp.cli.report import report
 from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError
@@ -72,7 +73,18 @@ def main() -> None:
     """Universal checkpoints for JAX: inspect, map, plan, convert, verify, export, compare any."""
 
 
-for command in (inspect, plan, map_, mappings, convert, export, verify, diff, report):
+# What `jax-ucp --help` says of each, in one line.
+for command, command.short_help in (
+    (inspect, "What is in a checkpoint, and where its bytes are."),
+    (plan, "The dry run of a conversion, or of a restore."),
+    (map_, "Check a mapping against a model, or draft one."),
+    (mappings, "List the mappings of the package."),
+    (convert, "Write the universal format."),
+    (export, "Write safetensors, DCP or DeepSpeed's folder."),
+    (verify, "Compare all that is stored twice or has a checksum."),
+    (diff, "What differs between two checkpoints."),
+    (report, "Write a page about a checkpoint for a browser."),
+):
     main.add_command(command)
 
 if __name__ == "__main__":

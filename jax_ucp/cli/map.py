@@ -15,10 +15,19 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import console, folded_table, print_json, to_stderr
+from jax_ucp.cli.output import (
+    Row,
+    console,
+    folded_table,
+    print_json,
+    to_stderr,
+    without_empty,
+)
+from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.mapping_draft import mapping_draft
 from jax_ucp.inspection.mapping_report import mapping_report
 from jax_ucp.inspection.report import Report
+from jax_ucp.inspection.words import several
 from jax_ucp.mapping.rules import shipped
 
 
@@ -72,11 +81,10 @@ def _print_draft(
 
 
 def _print_mapping(report: Report, has_target: bool) -> None:
-    heads = ("leaf", "parameters: axes", "leaves: axes", "shape", "target")
-    columns = 5 if has_target else 4
-    rows = [_row(leaf)[:columns] for leaf in report["leaves"]]
+    heads = ("leaf", "its axes", "parameters: axes", "shape", "target, if other")
+    rows = [_row(leaf, has_target) for leaf in report["leaves"]]
     if rows:
-        console.print(folded_table(heads[:columns], rows))
+        console.print(folded_table(*without_empty(heads, rows)))
     for requirement in report["requires"]:
         values = f", {requirement['found']}" if requirement["state"] == "met" else ""
         console.print(
@@ -86,15 +94,19 @@ def _print_mapping(report: Report, has_target: bool) -> None:
         console.print(folded_table(("skipped", "because"), report["skipped"]))
     for note in report["notes"]:
         console.print(f"note: {note}")
-    for fault in report["faults"]:
-        to_stderr.print(f"fault: {fault}")
-    for suggestion in report["suggestions"]:
-        to_stderr.print(f"suggestion: {suggestion}")
+    for heading in ("fault", "suggestion"):
+        for row in fold([(line,) for line in report[f"{heading}s"]]):
+            count = f"  x{row.count}" if row.count > 1 else ""
+            to_stderr.print(f"{heading}: {row.name}{count}")
     console.print(
-        f"{report['mapping']}: {len(report['leaves'])} leaves, {len(report['faults'])} faults"
+        f"{report['mapping']}: {several(len(report['leaves']), 'leaf', 'leaves')},"
+        f" {several(len(report['faults']), 'fault')}"
     )
 
 
-def _row(leaf: Report) -> tuple[str, ...]:
+def _row(leaf: Report, has_target: bool) -> Row:
     params, _, leaves = leaf["rule"].partition(" -> ")
-    return leaf["leaf"], params, leaves, str(leaf["shape"]), str(leaf["target"] or "-")
+    axes = leaves if " and " in leaves else leaves.partition(": ")[2]  # of this leaf alone
+    shape, target = str(leaf["shape"]), str(leaf["target"] or "missing")
+    is_said = has_target and target != shape
+    return leaf["leaf"], axes, params, shape, target if is_said else ""

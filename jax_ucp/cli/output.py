@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import click
@@ -27,10 +28,12 @@ from rich.progress import (
 from rich.text import Text
 
 from jax_ucp.cli.text_table import TextTable
-from jax_ucp.inspection.fold import fold
+from jax_ucp.inspection.fold import fold, fold_states, with_moments
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import SKIPPED, format_words, head_lines, skipped_reasons
 from jax_ucp.text import visible_lines
+
+Row = tuple[str, ...]
 
 
 class Screen(Console):
@@ -51,10 +54,10 @@ def print_json(report: Report) -> None:
     click.echo(json.dumps(report))
 
 
-def print_head(report: Report) -> None:
-    """What people ask first, a line each; what the files do not say is left out."""
+def print_head(report: Report, lines: Iterable[tuple[str, str]] | None = None) -> None:
+    """What people ask first, or other `lines`; what the files do not say is left out."""
     console.print(f"{report['path']}: {format_words(report)}")
-    for heading, text in head_lines(report):
+    for heading, text in head_lines(report) if lines is None else lines:
         if text:
             console.print(f"{heading:<12}{text}")
     for note in report["notes"]:
@@ -91,12 +94,32 @@ def folded_table(
     """
     if all_:
         return TextTable(heads, rows)
-    folded = fold(rows)
+    folded = with_moments(fold(rows))
     if all(row.count == 1 for row in folded):
         return TextTable(heads, [(row.name, *row.cells) for row in folded])
     counts = (f"x{row.count}" if row.count > 1 else "" for row in folded)
     cells = [(row.name, *row.cells, n) for row, n in zip(folded, counts, strict=True)]
     return TextTable((*heads, ""), cells)
+
+
+def leaf_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], all_: bool = False
+) -> TextTable:
+    """A folded table of leaves (label, *cells), without columns that say nothing. Of a trainer's
+    tree, the states of a parameter with equal cells are one row; `all_` as in `folded_table`.
+    """
+    if not all_ and (folded := fold_states(rows)):
+        usual, rows = folded
+        title = "parameter" if usual == "param" else f"{usual} of"
+        heads = (title, *heads[1:], "states, if others")
+    return folded_table(*without_empty(heads, rows), all_)
+
+
+def without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Row, list[Row]]:
+    """Heads and rows of a table, without columns that say nothing."""
+    said = [any(cells) for cells in zip(*rows, strict=True)]
+    heads, *rows = (tuple(compress(row, said)) for row in (heads, *rows))
+    return heads, rows
 
 
 LINE_S = 1.0  # between two lines of progress
@@ -120,7 +143,11 @@ def progress(
         TransferSpeedColumn(),
     )
     with Progress(
-        *columns, TimeRemainingColumn(), console=to_stderr, disable=not to_stderr.is_terminal
+        *columns,
+        TimeRemainingColumn(),
+        console=to_stderr,
+        disable=not to_stderr.is_terminal,
+        transient=True,
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from textwrap import TextWrapper
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -53,13 +55,23 @@ def _lines(row: Sequence[str], widths: Sequence[int], console: Console) -> list[
     """A row as it is printed: one line, or as many as its longest cell takes."""
     cells = list(zip(row, widths, strict=True))
     if all(_width(cell) <= width for cell, width in cells):
-        return [_GAP.join([_padded(cell, width) for cell, width in cells])]
-    folded = [
-        [line.plain for line in Text(cell).wrap(console, width, overflow="fold")]
-        for cell, width in cells
-    ]
+        return [_GAP.join([_padded(cell, width) for cell, width in cells]).rstrip(" ")]
+    folded = [_wrapped(cell, width, console) for cell, width in cells]
     lines = zip_longest(*folded, fillvalue="")
-    return [_GAP.join(map(_padded, line, widths)) for line in lines]
+    return [_GAP.join(map(_padded, line, widths)).rstrip(" ") for line in lines]
+
+
+class _Wrapper(TextWrapper):
+    """Breaks lines at spaces, and after the punctuation of names."""
+
+    wordsep_re = re.compile(r"( +|(?<=[./,:_-])(?=[^ ]))")
+
+
+def _wrapped(cell: str, width: int, console: Console) -> list[str]:
+    """A cell in lines of at most `width`."""
+    if cell.isascii():
+        return _Wrapper(width).wrap(cell)
+    return [line.plain for line in Text(cell).wrap(console, width, overflow="fold")]
 
 
 def _padded(cell: str, width: int) -> str:

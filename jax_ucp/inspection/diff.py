@@ -209,13 +209,36 @@ def _facts(first: Side, second: Side) -> Iterator[Change]:
     steps = first.about.step, second.about.step
     if None not in steps and steps[0] != steps[1]:
         yield Change("step", *map(str, steps))
-    ours, theirs = (
-        {name: group.settings for group in side.groups for name in group.params}
-        for side in (first, second)
-    )
-    for name, settings in ours.items():
-        if name in theirs and theirs[name] != settings:
-            yield Change(f"settings of {name}", str(settings), str(theirs[name]))
+    yield from _settings_that_differ(*map(_settings_of_params, (first.groups, second.groups)))
+
+
+_Settings = Mapping[str, Mapping[str, object]]
+
+
+def _settings_of_params(groups: Sequence[Group]) -> _Settings:
+    return {name: group.settings for group in groups for name in group.params}
+
+
+def _settings_that_differ(ours: _Settings, theirs: _Settings) -> Iterator[Change]:
+    """Settings of the optimizer that are something else for a parameter of both; one change for all
+    parameters of which it is the same. A setting that one side lacks is "" there.
+    """
+    both = [name for name in ours if name in theirs]
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for name in both:
+        one, other = ours[name], theirs[name]
+        for key in dict.fromkeys((*one, *other)):
+            if key in one and key in other and one[key] == other[key]:
+                continue
+            values = [str(side[key]) if key in side else "" for side in (one, other)]
+            names.setdefault((key, values[0], values[1]), []).append(name)
+    for (key, *values), several in names.items():
+        if len(several) == len(both):
+            yield Change(key, *values)
+        elif len(several) == 1:
+            yield Change(f"{key} of {several[0]}", *values)
+        else:
+            yield Change(f"{key} of {len(several)}, such as {several[0]}", *values)
 
 
 @dataclass
@@ -258,7 +281,7 @@ class _Sums:
         self.products += [np.vdot(one, other).real for one, other in pairs]
         if not count:
             return
-        apart = np.abs(wide_a - wide_b)
+        apart = _apart(a, b) if _are_integers(a, b) else np.abs(wide_a - wide_b)
         size = np.maximum(np.abs(wide_a), np.abs(wide_b))
         self.largest = max(self.largest, apart.max(initial=0.0))
         relative = np.divide(apart, size, out=np.zeros_like(apart), where=size > 0)
@@ -292,11 +315,29 @@ def _changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Which elements differ: in any bit where both have one dtype, in value elsewhere."""
     if a.dtype != b.dtype:
         exact = a.dtype.kind in "biu" and b.dtype.kind in "biu"
-        return a != b if exact else _wide(a) != _wide(b)
+        return a != b if exact else (_wide(a) != _wide(b)) | _is_rounded(a) | _is_rounded(b)
     width = min(8, a.dtype.itemsize)
     shape = (-1, a.dtype.itemsize // width)
     bits = [np.ascontiguousarray(array).view(f"u{width}").reshape(shape) for array in (a, b)]
     return (bits[0] != bits[1]).any(axis=1) if shape[1] > 1 else (bits[0] != bits[1])[:, 0]
+
+
+def _is_rounded(array: np.ndarray) -> np.ndarray:
+    """Which elements are integers that no double has, and so no other float either."""
+    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
+        return np.zeros(array.size, bool)
+    wide = _wide(array)
+    fits = wide < 2.0 ** (64 if array.dtype.kind == "u" else 63)
+    return ~fits | (np.where(fits, wide, 0).astype(array.dtype) != array)
+
+
+def _are_integers(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.dtype.kind in "iu"
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How far integers are from one another, as doubles: subtracted before they are rounded."""
+    return np.where(a > b, a - b, b - a).view(f"u{a.dtype.itemsize}").astype(np.float64)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

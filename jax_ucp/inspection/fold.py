@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 # Numbers as a program counts: `007` is part of a name.
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,17})(?!\d)")
+_MOMENT = re.compile(r"(?<=/)[mn]u(?=/)")
 
 _Numbers = tuple[int, ...]
 _Sets = tuple[tuple[int, ...], ...]
@@ -53,6 +54,48 @@ def fold(rows: Iterable[Sequence[str]]) -> list[Folded]:
         for (texts, cells), places in alike.items()
         for folded in _folded(texts, cells, places)
     ]
+
+
+def with_moments(rows: Iterable[Folded]) -> list[Folded]:
+    """The rows, one for both moments of optax's Adam where they are alike.
+
+    >>> [row] = with_moments(fold([("opt/mu/w", "[8]"), ("opt/nu/w", "[8]")]))
+    >>> row.name, row.count
+    ('opt/{mu,nu}/w', 2)
+    """
+    alike: dict[tuple[str, tuple[str, ...]], list[Folded]] = {}
+    for row in rows:
+        alike.setdefault((_MOMENT.sub("{mu,nu}", row.name), row.cells), []).append(row)
+    merged: list[Folded] = []
+    for (name, cells), several in alike.items():
+        if len(several) == 2:
+            merged.append(Folded(name, cells, several[0].rows + several[1].rows))
+        else:
+            merged += several
+    return merged
+
+
+def fold_states(rows: Sequence[Sequence[str]]) -> tuple[str, list[tuple[str, ...]]] | None:
+    """Of a trainer's tree, {state: {parameter: array}}: the states that most parameters have
+    alike, and rows (parameter, *cells, states), one for those of its states with equal cells; the
+    last is empty where the states are the usual ones. None of another tree.
+
+    >>> fold_states([("param/w", "[8]"), ("exp_avg/w", "[8]"), ("step/w", "[]")])
+    ('param, exp_avg', [('w', '[8]', ''), ('w', '[]', 'step')])
+    """
+    states: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for label, *cells in rows:
+        state, _, name = label.partition("/")
+        states[name, *cells].append(state)
+    for several in states.values():
+        several.sort(key=lambda state: state != "param")  # which people look for first
+    has_names = all(row[0] for row in states)
+    if not has_names or not any("param" in several for several in states.values()):
+        return None
+    weights = (several for several in states.values() if "param" in several)
+    usual = Counter(map(", ".join, weights)).most_common(1)[0][0]
+    names = {row: ", ".join(several) for row, several in states.items()}
+    return usual, [(*row, "" if several == usual else several) for row, several in names.items()]
 
 
 def _folded(

@@ -26,7 +26,15 @@ from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.page_data import Findings, flags_of, page_data
 from jax_ucp.inspection.report import Report, head, inventory_of, pieces_of
 from jax_ucp.inspection.statistics import Statistics
-from jax_ucp.inspection.words import SKIPPED, changes, head_lines, size, skipped_reasons
+from jax_ucp.inspection.words import (
+    SKIPPED,
+    changes,
+    head_lines,
+    size,
+    skipped_reasons,
+    spec_words,
+    told,
+)
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf
@@ -294,7 +302,7 @@ def _mesh_sections(mesh: Report | None) -> Iterator[str]:
         (
             leaf["leaf"],
             str(leaf["shape"]),
-            str(tuple(leaf["spec"])),
+            spec_words(leaf["spec"]),
             str(leaf["device_shape"]),
             size(leaf["device_bytes"]),
         )
@@ -333,6 +341,7 @@ def _difference_sections(about: Report, found: Findings) -> Iterator[str]:
         "Beside the other",
         f"<p>{difference.equal} arrays and values are equal in {compared}.</p>"
         + _table("Two checkpoints", ("", about["path"], other["path"]), rows)
+        + _folded("What they say", ("of", "this", "other"), told(difference))
         + _folded("What differs", ("leaf", "what", "this", "other"), changes(difference))
         + ('<div id="changes"></div>' if difference.values else ""),
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jax_ucp.inspection.diff import Change, Difference
 from jax_ucp.inspection.report import Report
+from jax_ucp.tree import Axes
 
 SKIPPED = "skipped", "because", "such as"
 
@@ -28,20 +28,20 @@ def head_lines(report: Report) -> Iterator[tuple[str, str]]:
     if states:
         weights = states["param"]
         dtypes = ", ".join(weights["dtypes"])
-        yield "parameters", f"{weights['parameters']}, {weights['elements']:,} elements, {dtypes}"
+        yield "parameters", f"{weights['parameters']:,}, {weights['elements']:,} elements, {dtypes}"
         yield (
             "optimizer",
             ", ".join(
-                f"{state} {'/'.join(kind['dtypes'])} of {kind['parameters']}"
+                f"{state} {'/'.join(kind['dtypes'])} of {kind['parameters']:,}"
                 for state, kind in states.items()
                 if state != "param"
             ),
         )
     yield from _group_lines(report["groups"])
-    dtypes = ", ".join(f"{n} {dtype}" for dtype, n in report["dtypes"].items())
-    yield "arrays", f"{report['arrays']} in all ({dtypes}), {report['elements']:,} elements"
-    items = ", ".join(f"{n} {status}" for status, n in report["items"].items())
-    yield "stored", f"{size(report['bytes'])} in {report['files']} files; items: {items}"
+    dtypes = ", ".join(f"{n:,} {dtype}" for dtype, n in report["dtypes"].items())
+    yield "arrays", f"{report['arrays']:,} in all ({dtypes}), {report['elements']:,} elements"
+    items = ", ".join(f"{n:,} {status}" for status, n in report["items"].items())
+    yield "stored", f"{size(report['bytes'])} in {several(report['files'], 'file')}; items: {items}"
 
 
 def _group_lines(groups: list[Report]) -> Iterator[tuple[str, str]]:
@@ -79,21 +79,36 @@ def _settings(values: Report) -> str:
 
 def skipped_reasons(items: Iterable[Report]) -> list[tuple[str, str, str]]:
     """How many items of an inventory are skipped, why, and one of them; each reason once."""
-    first: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for item in items:
-        if item["status"] == "skipped":
-            name = re.split(r"[:/]", item["where"])[-1]
-            reason = item["reason"].replace(name, "...") if name else item["reason"]
-            first.setdefault(reason, item["where"])
-            counts[reason] += 1
-    return [(str(n), reason, first[reason]) for reason, n in counts.most_common()]
+    skipped = [(item["reason"], item["where"]) for item in items if item["status"] == "skipped"]
+    return counted((_reason(*item), item[1]) for item in skipped)
+
+
+# The name of an array in a sentence; those of files have fewer dots.
+_NAME = re.compile(r"\w+(?:\.\w+){2,}")
+
+
+def _reason(reason: str, where: str) -> str:
+    """The reason without names of arrays, which differ from one item to the next."""
+    name = re.split(r"[:/]", where)[-1]
+    return _NAME.sub("...", reason.replace(name, "...") if name else reason)
+
+
+def counted(reasons: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Of pairs (reason, name): of how many each reason is, the reason, and the first of the names.
+
+    >>> counted([("too long", "a"), ("empty", "b"), ("too long", "c")])
+    [('2', 'too long', 'a'), ('1', 'empty', 'b')]
+    """
+    names: dict[str, list[str]] = {}
+    for reason, name in reasons:
+        names.setdefault(reason, []).append(name)
+    most_first = sorted(names.items(), key=lambda pair: -len(pair[1]))
+    return [(str(len(several)), reason, several[0]) for reason, several in most_first]
 
 
 def changes(found: Difference) -> Iterator[tuple[str, str, str, str]]:
-    """Whatever differs but elements: the label, what, and what it is in the first and second."""
+    """Leaves that differ but for elements: label, what, and what it is in the first and second."""
     for what, several in (
-        ("fact", found.facts),
         ("reshaped", found.reshaped),
         ("recast", found.recast),
         ("replaced", found.replaced),
@@ -103,12 +118,39 @@ def changes(found: Difference) -> Iterator[tuple[str, str, str, str]]:
     yield from ((label, "added", "", "here") for label in found.added)
 
 
+def told(found: Difference) -> Iterator[tuple[str, str, str]]:
+    """What the checkpoints say of themselves that differs, such as the step."""
+    yield from ((fact.label, fact.first, fact.second) for fact in found.facts)
+
+
 def _change_row(what: str, change: Change) -> tuple[str, str, str, str]:
     return change.label, what, change.first, change.second
+
+
+def spec_words(spec: Iterable[Axes]) -> str:
+    """A PartitionSpec as `--rule` takes it.
+
+    >>> spec_words(["data", None, ["replica", "model"]])
+    'data,None,replica+model'
+    """
+    return ",".join(_axes_words(axes) for axes in spec)
+
+
+def _axes_words(axes: Axes) -> str:
+    return axes if isinstance(axes, str) else "+".join(axes or ("None",))
+
+
+def several(n: int, one: str, many: str = "") -> str:
+    """A number of things.
+
+    >>> several(1, "leaf", "leaves"), several(1200, "file")
+    ('1 leaf', '1,200 files')
+    """
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def size(nbytes: int) -> str:
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} bytes"
+    return several(nbytes, "byte")

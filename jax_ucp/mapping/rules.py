@@ -15,6 +15,7 @@ skip:
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -246,9 +247,11 @@ class Mapping:
         try:
             return cls.parse(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            known = ", ".join(shipped())
+            reason = error.strerror if isinstance(error, OSError) else error
+            like = difflib.get_close_matches(str(source), shipped(), cutoff=0.7) or shipped()
             raise SpecError(
-                f"{source} is no mapping that can be read ({error}); the package has {known}"
+                f"{source} is no mapping that can be read ({reason}); the package has"
+                f" {', '.join(like)}"
             ) from error
 
     @classmethod

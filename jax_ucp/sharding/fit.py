@@ -188,6 +188,17 @@ def fit_axes(leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule] = ()) ->
     return fit_spec(wanted_spec(leaf, mesh, rules), shape, mesh)
 
 
+def fit_on_host(leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule]) -> Fit:
+    """No spec, for an array that stays in the memory of the host; a rule that cuts it is noted."""
+    if not leaf.shape or not any(wanted_spec(leaf, mesh, rules)):
+        return Fit(())
+    note = (
+        "a numpy array, which no rule puts on the mesh; give a target with a jax.Array or a"
+        " jax.ShapeDtypeStruct in its place"
+    )
+    return Fit((), (note,))
+
+
 def fit_leaf(
     leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()
 ) -> tuple[NamedSharding, tuple[str, ...]]:

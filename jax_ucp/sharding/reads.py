@@ -26,6 +26,7 @@ from jax_ucp.sharding.fit import (
     check_logical_rules,
     check_rules,
     fit_axes,
+    fit_on_host,
     unused_rules,
 )
 from jax_ucp.sources.contents import Contents
@@ -213,8 +214,9 @@ def _alike(array: Stored, count: int) -> Iterable[Stored]:
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
-    """The spec of a leaf restored without target; a value of the host program is replicated."""
-    return fit_axes(leaf, mesh.sizes, rules) if leaf.kind in ON_DEVICES else Fit(())
+    """The spec of a leaf restored without target; what is numpy stays with the host."""
+    fit = fit_axes if leaf.kind in ON_DEVICES else fit_on_host
+    return fit(leaf, mesh.sizes, rules)
 
 
 def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()) -> list[str]:

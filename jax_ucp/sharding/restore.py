@@ -23,10 +23,12 @@ from jax_ucp.layout.box import Box
 from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import (
     ON_DEVICES,
+    Fit,
     Rule,
     check_logical_rules,
     check_rules,
     fit_leaf,
+    fit_on_host,
     unused_rules,
     warn_given_up,
 )
@@ -436,7 +438,8 @@ def _place(
         return Placement(leaf, leaf.kind)
     dtype = _dtype(leaf, wish.value, cast)
     if wish.kind not in ON_DEVICES:
-        return Placement(leaf, wish.kind, dtype)
+        fit = fit_on_host(leaf, dict(mesh.shape), rules) if isinstance(mesh, Mesh) else Fit(())
+        return Placement(leaf, wish.kind, dtype, notes=fit.notes)
     if isinstance(mesh, Mesh):
         sharding, notes = _sharding_on(mesh, wish, rules)
     else:

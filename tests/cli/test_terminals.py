@@ -51,7 +51,7 @@ def on_a_terminal(*args: object, columns: int, **environment: str) -> str:
 def test_no_line_of_a_table_is_wider_than_the_terminal(command, columns):
     out = on_a_terminal(*COMMANDS[command], columns=columns, NO_COLOR="1")
     out = re.sub(r"\x1b\[[0-9;]*m", "", out)
-    _, _, table = out.partition("\nparameter " if command == "inspect" else "\nleaf ")
+    table = re.split(r"\nparam(?:eter|[a-z_, ]* of) ", out)[-1]
     lines = [line for line in table.splitlines() if "  " in line]
     assert len(lines) > 5
     assert max(map(len, lines)) <= columns

@@ -28,7 +28,8 @@ def test_a_table_that_fits_is_what_rich_prints(rows):
     rich = Table(*heads, box=None, pad_edge=False)
     for row in rows:
         rich.add_row(*(Text(visible(cell)) for cell in row))
-    assert printed(TextTable(heads, rows), 1000) == printed(rich, 1000)
+    lines = [line.rstrip(" ") for line in printed(rich, 1000).split("\n")]
+    assert printed(TextTable(heads, rows), 1000).split("\n") == lines
 
 
 @pytest.mark.parametrize("width", [10, 20, 31])

@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -87,6 +87,33 @@ def test_large_integers_are_not_compared_as_floats():
     assert compare({"x": a}, {"x": b}).values[0].changed == 1
 
 
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.lists(st.tuples(INTEGERS, INTEGERS), min_size=1, max_size=5))
+@example([(2**62 + 1, 2**62)])
+@example([(2**63 - 1, -(2**63))])
+def test_how_far_integers_are_apart_is_what_python_says(pairs):
+    a, b = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    found = compare({"x": a}, {"x": b}).values
+    largest = max(abs(one - other) for one, other in pairs)
+    assert [each.largest for each in found] == [float(largest)] * bool(largest)
+
+
+@given(INTEGERS, st.floats(-(2.0**64), 2.0**64))
+@example(2**53 + 1, 2.0**53)
+@example(2**63 - 1, 2.0**63)
+def test_an_integer_and_a_float_are_equal_where_python_says_so(number, other):
+    found = compare({"x": np.array([number])}, {"x": np.array([other])})
+    assert sum(each.changed for each in found.values) == (number != other)
+
+
+@pytest.mark.parametrize(("number", "other"), [(2**64 - 1, 2.0**64), (2**64 - 2**11, 2.0**64)])
+def test_an_unsigned_integer_that_no_float_has_is_equal_to_none(number, other):
+    found = compare({"x": np.array([number], np.uint64)}, {"x": np.array([other])})
+    assert [each.changed for each in found.values] == [1]
+
+
 def test_what_is_not_in_both_or_is_something_else_is_named():
     a = {"both": np.ones(2), "only_a": np.ones(1), "shape": np.ones(2), "s": "x", "n": None}
     b = {"both": np.ones(2), "only_b": np.ones(1), "shape": np.ones(3), "s": "y", "n": np.ones(1)}
@@ -137,6 +164,17 @@ def test_two_formats_of_one_state_are_the_same(tmp_path):
     assert found.equal == len(checkpoint.leaves)
 
 
+def test_a_setting_that_differs_alike_is_one_fact():
+    cases = DATA / "deepspeed"
+    found = ucp.diff(cases / "z1_fp32_dp2_sgd", cases / "z1_fp32_dp2_lion", headers=True)
+    facts = {fact.label: (fact.first, fact.second) for fact in found.facts}
+    assert facts["lr"] == ("0.027500000000000004", "0.00055")
+    assert facts["betas"] == ("", "[0.9, 0.99]")
+    [decay] = [label for label in facts if label.startswith("weight_decay")]
+    assert decay == "weight_decay of 11, such as embed.word_embeddings.weight"
+    assert facts[decay] == ("0.01", "0.1")
+
+
 def test_a_model_is_compared_through_its_mapping(tmp_path):
     source = ucp.open(DATA / "torch" / "hf_gpt2" / "ckpt")
     mapped = source.map("hf-gpt2-to-flax")
@@ -152,12 +190,14 @@ def test_the_command_folds_and_has_an_exit_code(tmp_path):
     ucp.Checkpoint.of(other).save(tmp_path / "b")
     text = run("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert "layer_{0..2}/w  100.000%" in text
-    assert "1 leaves equal in all elements, 3 differences" in text
+    assert "3 leaves differ, 1 equal in all elements" in text
     assert "layer_1/w" in run("diff", tmp_path / "a", tmp_path / "b", "--all", code=1)
     found = run_json("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert not found["same"]
     assert [each["changed"] for each in found["values"]] == [16, 16, 16]
-    assert "4 leaves equal" in run("diff", tmp_path / "a", tmp_path / "b", "--headers")
+    assert "0 leaves differ, 4 equal in names, shapes and dtypes" in run(
+        "diff", tmp_path / "a", tmp_path / "b", "--headers"
+    )
     assert run_json("diff", tmp_path / "a", tmp_path / "a")["same"]
     assert json.dumps(found)
 
