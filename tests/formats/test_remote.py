@@ -221,5 +221,5 @@ def test_a_plan_says_what_is_asked_of_a_network(large):
         assert opening == {"requests": sum(files.asked.values()), "nbytes": files.nbytes}
         on_mesh = ["plan", f"counted://{folder}/universal", "--mesh", "x=4", "--hosts", "2"]
         text = CliRunner().invoke(main, on_mesh).output
-        assert f"opened by {opening['requests']} requests" in text
-        assert "about 30" in text  # 24 files of 1 MiB, of 4 MiB a request
+        assert f"by {opening['requests']} requests, which brought" in text
+        assert "requests: about 48 of all hosts, 24 of one" in text  # 24 files of 1 MiB
