@@ -250,19 +250,26 @@ def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
 
     Values are no part of it: those of the host program are taken from process 0.
     """
-    home = {name: stack for stack, names in snapshot.stacks.items() for name in names}
-    return [
-        (leaf.name, leaf.label, _about(leaf, snapshot.chunks.get(home.get(leaf.name, leaf.name))))
-        for leaf in snapshot.leaves
-    ]
+    homes = {
+        name: (stack, f"number {i} of {stack}")
+        for stack, names in snapshot.stacks.items()
+        for i, name in enumerate(names)
+    }
+
+    def about(leaf: Leaf) -> str:
+        key, lies_in = homes.get(leaf.name, (leaf.name, ""))
+        return _about(leaf, snapshot.chunks.get(key), lies_in)
+
+    return [(leaf.name, leaf.label, about(leaf)) for leaf in snapshot.leaves]
 
 
-def _about(leaf: Leaf, chunks: Chunks | None) -> str:
+def _about(leaf: Leaf, chunks: Chunks | None, lies_in: str) -> str:
     keys = ",".join(key.kind for key in leaf.path)
     empty = f"an empty {leaf.value}" if leaf.kind == "empty" else leaf.kind
     details = [
         f"{leaf.kind} {leaf.dtype} {list(leaf.shape)}" if leaf.has_array else empty,
         chunks and f"in chunks of {list(chunks.outer)} of {list(chunks.inner)}",
+        lies_in,
         leaf.sharding and _placed(leaf.sharding),
         leaf.key_impl,
         leaf.axes,

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, FormatError
@@ -197,6 +197,22 @@ def test_stacks_that_no_writer_makes_are_refused(tmp_path, change, message):
     rewrite(path, said)
     with pytest.raises(FormatError, match=message):
         ucp.open(path)
+
+
+def test_processes_that_would_stack_other_arrays_do_not_have_the_same_content():
+    """By what is recorded of a sharding the types of a mesh's axes are all one."""
+    explicit = Mesh(MESH.devices, MESH.axis_names, axis_types=(AxisType.Explicit,) * 2)
+
+    def snapshot(kinds):
+        spec = PartitionSpec("a")
+        shardings = [NamedSharding((MESH, explicit)[kind], spec) for kind in kinds]
+        arrays = {f"w{i}": jax.device_put(np.ones((8, 4)), s) for i, s in enumerate(shardings)}
+        return save_module.take_snapshot(save_module.describe(arrays))
+
+    one, other = snapshot([0, 1] * 4), snapshot([0, 0, 1, 1] * 2)
+    assert one.stacks["ucp.stack_0"] != other.stacks["ucp.stack_0"]
+    assert one.chunks == other.chunks
+    assert save_module.content(one) != save_module.content(other)
 
 
 def rewrite(path: Path, said: dict) -> None:
