@@ -19,8 +19,9 @@ from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.universal.ocdbt import MAX_ENTRIES
 from jax_ucp.universal.shard_codec import chunk_bytes
 
-# With fewer arrays than that, files of their own cost little, and any zarr reader finds them.
-STACK_FROM = 1000
+# With fewer arrays than that, files of their own are requests of some seconds for a host; any zarr
+# reader finds them, and `ucp.json` has every crc32c.
+STACK_FROM = 10_000
 
 # Pieces of more bytes are worth a request each.
 STACK_CELL_BYTES = 1 << 20
