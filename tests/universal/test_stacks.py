@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -252,6 +253,24 @@ def test_of_many_inner_chunks_none_is_recorded_and_all_are_read(tmp_path, monkey
     checkpoint = ucp.open(path)
     assert_same(checkpoint.restore(), want)
     assert [fault for _, fault in checkpoint.verify() if fault] == []
+
+
+def _changed(leaf):
+    return -leaf if isinstance(leaf, jax.Array) else leaf
+
+
+def test_of_many_inner_chunks_a_file_of_another_step_is_found_by_all_that_read_digests(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(stacks, "MAX_RECORDED", 1)
+    want = tree()
+    path, later = save(tmp_path / "one", want), save(tmp_path / "two", jax.tree.map(_changed, want))
+    chunk = min(path.glob("ucp.stack_0/c.*"))
+    shutil.copy(later / chunk.relative_to(path), chunk)
+    checkpoint = ucp.open(path)
+    with pytest.raises(CorruptData):
+        checkpoint.restore(verify="full")
+    assert [fault for _, fault in checkpoint.verify() if fault]
 
 
 @settings(deadline=None)
