@@ -1,8 +1,9 @@
 """Norms, means, extremes and what is not finite of a checkpoint's arrays, in one bounded pass.
 
-Counts are exact, and extremes of what doubles hold. Floats of 32 bits and fewer are summed in single precision, 1,024
-at a time, and those sums in doubles: norms, deviations and means are then within some 1e-6 of the
-norm. All else is summed in doubles. What is in memory does not depend on how large an array is.
+Counts are exact, and extremes of what doubles hold. Floats of 32 bits and fewer are summed in
+single precision, 1,024 at a time, and those sums in doubles: norms, deviations and means are then
+within some 1e-6 of the norm. All else is summed in doubles. What is in memory does not depend on
+how large an array is.
 Arrays of a parameter that say how its optimizer steps (Adam's two moments) are read beside the
 parameter, block by block, for the size of the step.
 """
