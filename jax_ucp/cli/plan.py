@@ -16,7 +16,15 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import Row, console, leaf_table, print_head, print_inventory, print_json
+from jax_ucp.cli.output import (
+    Row,
+    console,
+    leaf_table,
+    print_head,
+    print_inventory,
+    print_json,
+    without_empty,
+)
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection import report
 from jax_ucp.inspection.fold import fold
@@ -109,24 +117,22 @@ def _print_mesh_plan(summary: Report, all_: bool) -> None:
 def _print_hosts(summary: Report, all_: bool) -> None:
     hosts = summary["hosts"]
     heads = ("host", "to read", "needed", "read / needed", "files", "requests")
-    is_remote = any(host["requests"] for host in hosts)
     alike = fold([_host_row(i, host) for i, host in enumerate(hosts)])
     shown = alike if all_ else alike[:HOST_ROWS_SHOWN]
     rows = [(row.name, *row.cells) for row in shown]
-    console.print(TextTable(heads if is_remote else heads[:-1], rows))
+    console.print(TextTable(*without_empty(heads, rows)))
     if left := sum(row.count for row in alike) - sum(row.count for row in shown):
         console.print(f"and {several(left, 'host')} more, which --all lists")
     amplification, balance = summary["amplification"], summary["balance"]
     console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
-    if is_remote:
-        most = max(host["requests"] for host in hosts)
+    if most := max(host["requests"] for host in hosts):
         console.print(f"requests: about {summary['requests']} of all hosts, {most} of one")
 
 
 def _host_row(i: int, host: Report) -> Row:
     read, needed = size(host["read_bytes"]), size(host["needed_bytes"])
-    row = str(i), read, needed, f"{host['amplification']:.3f}", str(host["files"])
-    return (*row, f"about {host['requests']}") if host["requests"] else row
+    requests = f"about {host['requests']}" if host["requests"] else ""
+    return str(i), read, needed, f"{host['amplification']:.3f}", str(host["files"]), requests
 
 
 def _print_leaves(

@@ -278,17 +278,19 @@ class _Sums:
         self.changed += count
         if a.dtype != b.dtype:
             self.unrounded += int(np.count_nonzero(_changed(a.astype(b.dtype), b)))
-        wide_a, wide_b = _wide(a), _wide(b)
-        finite = [np.isfinite(wide) for wide in (wide_a, wide_b)]
-        self.not_finite += [int(np.count_nonzero(~each)) for each in finite]
-        both = finite[0] & finite[1]
-        if not both.all():
-            wide_a, wide_b = wide_a[both], wide_b[both]
+        wide_a, wide_b = self._finite(_wide(a), _wide(b))
         pairs = ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))
         self.products += [np.vdot(one, other).real for one, other in pairs]
         if count:
             apart = _apart(a, b) if _are_integers(a, b) else np.abs(wide_a - wide_b)
             self._add_distances(apart, np.maximum(np.abs(wide_a), np.abs(wide_b)))
+
+    def _finite(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The elements that are finite in both; the others are counted."""
+        finite = [np.isfinite(each) for each in (a, b)]
+        self.not_finite += [int(np.count_nonzero(~each)) for each in finite]
+        both = finite[0] & finite[1]
+        return (a, b) if both.all() else (a[both], b[both])
 
     def _add_distances(self, apart: np.ndarray, size: np.ndarray) -> None:
         """Count how far elements of a magnitude are from one another."""

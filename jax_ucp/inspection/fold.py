@@ -95,8 +95,12 @@ def fold_states(rows: Sequence[Sequence[str]]) -> tuple[str, list[tuple[str, ...
     if not has_names or not weights:
         return None
     usual = Counter(map(", ".join, weights)).most_common(1)[0][0]
-    names = {row: ", ".join(several) for row, several in states.items()}
-    return usual, [(*row, "" if several == usual else several) for row, several in names.items()]
+    return usual, [(*row, _unusual(several, usual)) for row, several in states.items()]
+
+
+def _unusual(states: Sequence[str], usual: str) -> str:
+    names = ", ".join(states)
+    return "" if names == usual else names
 
 
 def _folded(

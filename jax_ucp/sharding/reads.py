@@ -327,6 +327,8 @@ class _Asked:
         for low, high in zip(*np.split(boxes, 2, axis=1), strict=True):
             covered[tuple(map(slice, low, high))] = True
         array_bytes = int(covered.sum()) * math.prod(self.inner.tolist()) * self.itemsize
+        if not array_bytes:
+            return 0
         most = min(max(1, TOGETHER_BYTES // array_bytes), TOGETHER)
         requests = 0
         for file in grid_boxes(grid.tolist(), parts.tolist()):

@@ -180,11 +180,10 @@ def match(
     target would stay as it is, since the two have no leaf in common.
     """
     aligned = _aligned(leaves, target)
-    kept = [node for node in aligned.unfilled if _stays(node, missing)]
-    lacking = [node for node in aligned.unfilled if not _stays(node, missing)]
+    kept, lacking = _sorted(aligned.unfilled, missing)
     extra = [] if partial else aligned.left
-    if kept and aligned.left and not (lacking or extra):
-        _require_a_pair(aligned, kept)
+    if kept and not (aligned.pairs or lacking or extra):
+        _require_none_left(kept, aligned.left)
     faults = [_missing(node, aligned.left, missing == "keep") for node in lacking]
     faults += _differences(aligned.pairs, cast, narrow)
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
@@ -192,12 +191,21 @@ def match(
     return Matched(aligned.pairs, [*kept, *aligned.omitted])
 
 
-def _require_a_pair(aligned: _Aligned, kept: Sequence[Node]) -> None:
-    """Raise TreeMismatch where all of the target would stay as it is."""
-    if not aligned.pairs:
+def _sorted(unfilled: Sequence[Node], missing: Missing) -> tuple[list[Node], list[Node]]:
+    """The leaves that stay as they are, and those that the checkpoint should have."""
+    kept: list[Node] = []
+    lacking: list[Node] = []
+    for node in unfilled:
+        (kept if _stays(node, missing) else lacking).append(node)
+    return kept, lacking
+
+
+def _require_none_left(kept: Sequence[Node], left: Sequence[Leaf]) -> None:
+    """Raise TreeMismatch where all of the target would stay as it is, beside leaves to fill it."""
+    if left:
         raise TreeMismatch(
             f"no leaf of the target is in the checkpoint: the target has {kept[0].label}, the"
-            f" checkpoint {aligned.left[0].label}. Give a target with the checkpoint's names"
+            f" checkpoint {left[0].label}. Give a target with the checkpoint's names"
         )
 
 
