@@ -865,6 +865,7 @@ class Checkpoint:
         dtype: str | None = None,
         max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
@@ -875,6 +876,7 @@ class Checkpoint:
             dtype: as there.
             max_shard_bytes: as there.
             zero_stage: as there.
+            config: as there.
             adapter_config: as there.
             budget_bytes: as there.
 
@@ -886,7 +888,7 @@ class Checkpoint:
             ValueError: for an argument that is for another format.
         """
         require_weights(self._contents)
-        contents = self._contents
+        contents = self._with_config(format, config)._contents
         if adapter_config is not None:
             if format != "safetensors":
                 raise ValueError(f"adapter_config is for safetensors: {format} has no adapters")

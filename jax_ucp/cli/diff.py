@@ -15,6 +15,7 @@ from jax_ucp.cli.options import (
     Renames,
     as_json,
     budget,
+    once,
     open_checkpoint,
     source_options,
 )
@@ -68,7 +69,7 @@ def diff(
         found = jax_ucp.diff(
             one,
             other,
-            rename=dict(rename),
+            rename=once("--rename", rename),
             only=only,
             headers=headers,
             budget_bytes=budget,

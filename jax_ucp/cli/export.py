@@ -130,7 +130,7 @@ def export(
         undone = rules.inverse()
         checkpoint = checkpoint.map(undone, **map_arguments(undone, others["sizes"], *of_model))
     config = of_model[0] if format == "safetensors" else None
-    planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
+    planned = checkpoint.plan_export(format, **options, config=config, budget_bytes=budget)
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
     total, write = planned.write_bytes, partial(checkpoint.export, executor=executor)

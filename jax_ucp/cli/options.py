@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 import msgspec
@@ -19,6 +19,8 @@ from jax_ucp.sources.budget import DEFAULT_BUDGET
 if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostMesh
+
+_Value = TypeVar("_Value", int, str)
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _AXIS = re.compile(r"\w+=(?=0*[1-9])[0-9]{1,9}")
@@ -230,7 +232,7 @@ def open_checkpoint(
     if dequantize and no_dequantize:
         raise click.UsageError("--dequantize and --no-dequantize exclude one another")
     kept = False if no_dequantize else dequantize
-    options = Options.of(_once(sizes), **others, dequantize=kept)
+    options = Options.of(once("--size", sizes), **others, dequantize=kept)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     checkpoint = open_with(path, options, frozenset().union(*for_rules))
     if merge:
@@ -265,13 +267,13 @@ def require_mapping(
     return config, assume
 
 
-def _once(sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
-    """Sizes by name. Raises UsageError for a name that is given two lengths."""
-    lengths: dict[str, int] = {}
-    for name, n in sizes:
-        if lengths.setdefault(name, n) != n:
-            raise click.UsageError(f"--size gives {name} twice: {lengths[name]} and {n}")
-    return lengths
+def once(option: str, pairs: Sequence[tuple[str, _Value]]) -> dict[str, _Value]:
+    """Values by name. Raises UsageError for a name to which an option gives two."""
+    values: dict[str, _Value] = {}
+    for name, value in pairs:
+        if values.setdefault(name, value) != value:
+            raise click.UsageError(f"{option} gives {name} twice: {values[name]} and {value}")
+    return values
 
 
 def map_arguments(

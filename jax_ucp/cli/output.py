@@ -51,7 +51,13 @@ to_stderr = Screen(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(report: Report) -> None:
-    click.echo(json.dumps(report))
+    """Null is for numbers that JSON does not have."""
+    try:
+        text = json.dumps(report, allow_nan=False)
+    except ValueError:
+        finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
+        text = json.dumps(finite)
+    click.echo(text)
 
 
 def print_head(report: Report, lines: Iterable[tuple[str, str]] | None = None) -> None:

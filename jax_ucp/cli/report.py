@@ -13,6 +13,7 @@ from jax_ucp.cli.options import (
     budget,
     mesh_arguments,
     mesh_options,
+    once,
     open_checkpoint,
     source_options,
 )
@@ -71,7 +72,7 @@ def report(
     with progress("reading", 0 if headers else checkpoint.nbytes) as advance:
         page = checkpoint.report(
             against=against,
-            rename=dict(rename),
+            rename=once("--rename", rename),
             **mesh_arguments(mesh, rules),
             headers=headers,
             max_read_bytes=sample_above,

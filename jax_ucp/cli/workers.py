@@ -59,8 +59,8 @@ def _from_scheduler(environment: Mapping[str, str]) -> tuple[str, str]:
     tell the count; mpirun(1) of Open MPI 5; PMI of MPICH 4.
     """
     for index, count, first in _SCHEDULERS:
-        if environment.get(index, "").isdecimal():
-            begin = environment.get(first, "0")
+        begin = environment.get(first, "0")
+        if environment.get(index, "").isdecimal() and begin.isdecimal():
             return str(int(environment[index]) - int(begin)), environment.get(count, "")
     return "", ""
 

@@ -3,24 +3,25 @@ finish makes the folder.
 
 Until then all of it is in the hidden folder beside the target: `ucp-ledger.jsonl` says which
 export it is, a ledger of each share what is on disk of it, and `ucp-share_I.json` that a share is
-complete. The files are in `files`, which becomes the target.
+complete. The files are in `files`, which becomes the target. Who is killed before the rest is
+cleared away leaves shares that say they are complete, of files that are gone: nobody believes them.
 """
 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import shutil
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from jax_ucp.errors import CorruptData
 from jax_ucp.export.atomic_folder import being_written, check_free, partial_folder, put_in_place
 from jax_ucp.export.files import (
     File,
@@ -64,6 +65,13 @@ class _Run(msgspec.Struct, array_like=True, frozen=True):
     @property
     def written(self) -> Written:
         return Written(f"{self.crc:08x}", b"")
+
+
+class _Done(msgspec.Struct, frozen=True):
+    """That a share of an export is complete, and what it has written."""
+
+    identity: str
+    runs: list[_Run]
 
 
 def export_share(
@@ -156,14 +164,12 @@ class _Work:
             with proved(opened.proofs):
                 runs = self._write(budget_bytes, progress)
             opened.contents.files.require_unchanged()
-            self._local.write(
-                _done_name(self._share.index), [msgspec.json.encode(runs)], durable=True
-            )
-            done = [self._folder / _done_name(index) for index in range(self._share.count)]
-            if all(map(Path.is_file, done)):
+            done = msgspec.json.encode(_Done(self._identity, runs))
+            self._local.write(_done_name(self._share.index), [done], durable=True)
+            if all(map(Path.is_file, self._all_done())):
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not self.is_result():
-                    self._complete(done)
+                    self._complete()
 
     @contextmanager
     def _joined(self) -> Iterator[int]:
@@ -172,10 +178,25 @@ class _Work:
             require_same_copy(self._local, self._identity)
             lock = os.open(self._folder / LEDGER_FILE, os.O_RDWR)
         try:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._forget_lost()  # alone: nobody makes these files meanwhile
             fcntl.flock(lock, fcntl.LOCK_SH)
             yield lock
         finally:
             os.close(lock)
+
+    def _forget_lost(self) -> None:
+        """Shares that are complete are so no more where their files are not there."""
+        folder, sizes = self._folder / _FILES, {file.name: file.size for file in self._files}
+        there = {name for name, size in sizes.items() if _size(folder / name) == size}
+        for path in filter(Path.is_file, self._all_done()):
+            runs = self._runs(path)
+            if runs is None or not there.issuperset(run.file for run in runs):
+                path.unlink(missing_ok=True)
+
+    def _all_done(self) -> list[Path]:
+        return [self._folder / _done_name(index) for index in range(self._share.count)]
 
     def _write(self, budget_bytes: int, progress: Callable[[int], None]) -> list[_Run]:
         """Write what the ledger does not have, or what is not on disk as it has it."""
@@ -207,11 +228,15 @@ class _Work:
                 if run.written == noted:
                     yield run
 
-    def _complete(self, done: Sequence[Path]) -> None:
+    def _complete(self) -> None:
         """Write what is no tensor, and make the folder the target."""
         parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
-        for run in itertools.chain.from_iterable(map(_runs, done)):
-            parts[run.place].append(Part(run.start, run.stop, run.crc))
+        for path in self._all_done():
+            runs = self._runs(path)
+            if runs is None:
+                raise CorruptData(f"{path} is damaged: delete it, and run that share again")
+            for run in runs:
+                parts[run.place].append(Part(run.start, run.stop, run.crc))
         folder = self._folder / _FILES
         for file in self._files:
             create(folder / file.name, file.size, is_shared=True)
@@ -225,6 +250,14 @@ class _Work:
         finally:
             os.close(handle)
 
+    def _runs(self, path: Path) -> list[_Run] | None:
+        """What a share has written; None where its word is damaged, or of another export."""
+        try:
+            done = msgspec.json.decode(path.read_bytes(), type=_Done)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return done.runs if done.identity == self._identity else None
+
 
 def _box(task: TensorTask) -> Box:
     """Where in the file a task writes."""
@@ -235,8 +268,9 @@ def _done_name(index: int) -> str:
     return f"ucp-share_{index}.json"
 
 
-def _runs(path: Path) -> list[_Run]:
-    return msgspec.json.decode(path.read_bytes(), type=list[_Run])
+def _size(path: Path) -> int:
+    """Of a file, -1 where there is none."""
+    return path.stat().st_size if path.is_file() else -1
 
 
 def _crc_of(path: Path, start: int, nbytes: int) -> int:

@@ -65,10 +65,11 @@ def with_moments(rows: Iterable[Folded]) -> list[Folded]:
     """
     alike: dict[tuple[str, tuple[str, ...]], list[Folded]] = {}
     for row in rows:
-        alike.setdefault((_MOMENT.sub("{mu,nu}", row.name), row.cells), []).append(row)
+        alike.setdefault((_MOMENT.sub("{mu,nu}", row.name, count=1), row.cells), []).append(row)
     merged: list[Folded] = []
     for (name, cells), several in alike.items():
-        if len(several) == 2:
+        moments = [match[0] for row in several if (match := _MOMENT.search(row.name))]
+        if len(several) == 2 and sorted(moments) == ["mu", "nu"]:
             merged.append(Folded(name, cells, several[0].rows + several[1].rows))
         else:
             merged += several

@@ -1,8 +1,9 @@
 """Norms, means, extremes and what is not finite of a checkpoint's arrays, in one bounded pass.
 
-Counts and extremes are exact. Floats of 32 bits and fewer are summed in single precision, 1,024
-at a time, and those sums in doubles: norms, deviations and means are then within some 1e-6 of the
-norm. All else is summed in doubles. What is in memory does not depend on how large an array is.
+Counts are exact, and extremes of what doubles hold. Floats of 32 bits and fewer are summed in
+single precision, 1,024 at a time, and those sums in doubles: norms, deviations and means are then
+within some 1e-6 of the norm. All else is summed in doubles. What is in memory does not depend on
+how large an array is.
 Arrays of a parameter that say how its optimizer steps (Adam's two moments) are read beside the
 parameter, block by block, for the size of the step.
 """
@@ -75,7 +76,8 @@ class Statistics:
     @property
     def norm(self) -> float:
         """The Euclidean norm; where a sample was read, what it lets expect of the whole."""
-        return math.sqrt(self.deviations + self.finite * self.mean**2) * self._scale
+        size = math.hypot(math.sqrt(self.deviations), math.sqrt(self.finite) * self.mean)
+        return size * self._scale
 
     @property
     def update(self) -> float:
@@ -97,7 +99,7 @@ class Statistics:
             self.nans + other.nans,
             self.infinities + other.infinities,
             self.mean + apart * share,
-            self.deviations + other.deviations + apart * apart * self.finite * share,
+            self.deviations + other.deviations + (apart * self.finite) * (apart * share),
             min(self.least, other.least),
             max(self.greatest, other.greatest),
             self.rows + other.rows,
@@ -344,7 +346,8 @@ def _products(a: np.ndarray, b: np.ndarray) -> float:
 @np.errstate(all="ignore")
 def _double_statistics(block: np.ndarray, wide: np.ndarray) -> Statistics:
     """What elements in one line are like; `wide` is memory for as many doubles."""
-    np.copyto(wide, np.abs(block) if block.dtype.kind == "c" else block, casting="unsafe")
+    sizes = np.abs(block, dtype=np.float64) if block.dtype.kind == "c" else block
+    np.copyto(wide, sizes, casting="unsafe")
     least, greatest = float(wide.min()), float(wide.max())
     nans = infinities = 0
     if not (math.isfinite(least) and math.isfinite(greatest)):

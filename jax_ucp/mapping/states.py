@@ -159,12 +159,17 @@ def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
     """The tree with the parameters below the label `root` in place of `param`, and with
     `variables` each in a node of its own, `value`, as the variables of Flax NNX are stored.
 
-    Raises TreeMismatch where the tree has no parameters, or has no place for its other states.
+    Raises TreeMismatch where the tree has no parameters, or has no place for its other states, and
+    for a root with an empty name in it.
     """
     states = states_of(contents)
+    names = root.split("/") if root else []
+    if not all(names):
+        meant = "/".join(filter(None, names))
+        raise TreeMismatch(f"root={root!r} has an empty name: give {meant!r} if that is meant")
     if not root:
         _require_weights_alone(contents, states)
-    above = tuple(Key("dict", key) for key in root.split("/") if key)
+    above = tuple(Key("dict", name) for name in names)
     below = (Key("dict", "value"),) if variables else ()
     placed = [((*path, *below), leaf) for path, leaf in _rooted(states, above)]
     at = dict(placed)

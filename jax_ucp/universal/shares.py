@@ -217,8 +217,9 @@ def require_same_copy(files: Files, identity: str) -> None:
         if read_file(files, LEDGER_FILE) != said:
             raise FormatError(
                 f"{files} has an unfinished conversion of another source or spec, of files that"
-                " were replaced since, with another budget or mesh, in another number of shares, or"
-                " by a machine with another number of processors."
+                " were replaced since, with other options (budget, mesh; of an export its format,"
+                " dtype, size of files or config), in another number of shares, or by a machine"
+                " with another number of processors."
                 " Delete the directory, or give another one."
             ) from None
 

@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from commands import run
 from deepspeed_cases import word
 from helpers import MemoryStore, differences, memory
 from jax_ucp.checkpoint import Checkpoint
@@ -388,3 +389,20 @@ def test_a_config_that_declares_codes_does_not_go_beside_numbers(tmp_path):
     codes = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = {"num_hidden_layers": 2, "quantization_config": codes}
     assert exported_with(config, tmp_path) == {"num_hidden_layers": 2}
+
+
+def test_the_command_says_what_is_left_out_of_a_given_config(tmp_path):
+    declared = "the config declares fp8, which is left out"
+    config = {"num_hidden_layers": 1, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = ucp.Checkpoint.of({"param": {"layers": {"0": {"w": np.ones((2, 2), np.float32)}}}})
+    weights.save(tmp_path / "jax")
+    rule = "{param: 'model.layers.{layer}.w', axes: a b, leaf: {'layers/{layer}/w': a b}}"
+    (tmp_path / "mapping.yaml").write_text(f"leaves: [{rule}]")
+    given = ("--mapping", tmp_path / "mapping.yaml", "--config", tmp_path / "config.json")
+    said = run("export", tmp_path / "jax", tmp_path / "out", *given)
+    assert f"note: {declared}" in said
+    assert "1 tensor, 16 bytes, in 2 files" in said
+    back = ucp.Checkpoint.of({"param": {"model.layers.0.w": np.ones((2, 2), np.float32)}})
+    planned = back.plan_export("safetensors", config=config)
+    assert any(declared in note for note in planned.notes)

@@ -2,6 +2,7 @@
 
 import fcntl
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -173,6 +174,45 @@ def test_another_export_is_refused_and_destroys_nothing(source, tmp_path):
         ucp.open(source).export_share(source / "x", "dcp", (0, 2))
     with pytest.raises(UnsupportedPath):
         ucp.open(source).export_share("s3://bucket/out", "dcp", (0, 2))
+
+
+def left_uncleared(source: Path, out: Path, monkeypatch) -> Path:
+    """Two shares made the folder, and who made it was killed before the rest was cleared away."""
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *args, **how: None)
+        assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
+        assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+    return out.parent / f".{out.name}.partial"
+
+
+def test_shares_of_files_that_are_gone_are_not_complete(source, tmp_path, monkeypatch):
+    ucp.open(source).export(tmp_path / "whole", "dcp")
+    out = tmp_path / "out"
+    left_uncleared(source, out, monkeypatch)
+    shutil.rmtree(out)
+    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
+    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+    assert written(out) == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("word", ["of another export", "damaged"])
+def test_the_word_of_a_share_is_of_one_export(word, source, tmp_path, monkeypatch):
+    """What is left was being cleared away, and what it says of itself is gone."""
+    states = {"param": {name: array + 1 for name, array in STATES["param"].items()}}
+    memory(states).export(tmp_path / "other", "dcp")
+    ucp.open(tmp_path / "other").export(tmp_path / "whole", "dcp")
+    out = tmp_path / "out"
+    partial = left_uncleared(source, out, monkeypatch)
+    for ledger in partial.glob("ucp-ledger*"):
+        ledger.unlink()
+    if word == "damaged":
+        (partial / "ucp-share_1.json").write_bytes(b"{")
+    out.rename(partial / "files")  # as large as they were
+    assert ucp.open(tmp_path / "other").export_share(out, "dcp", (0, 2)) is None
+    shutil.rmtree(partial / "files")
+    assert ucp.open(tmp_path / "other").export_share(out, "dcp", (0, 2)) is None
+    assert ucp.open(tmp_path / "other").export_share(out, "dcp", (1, 2)) is not None
+    assert written(out) == digests(tmp_path / "whole")
 
 
 def test_an_export_by_one_process_is_not_joined(source, tmp_path):

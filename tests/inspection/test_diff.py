@@ -133,6 +133,18 @@ def test_a_rename_that_would_make_two_leaves_one_is_refused(tmp_path):
         ucp.Checkpoint.of(tree).save(tmp_path / name)
     refused = run("diff", tmp_path / "a", tmp_path / "b", "--rename", "param=params", code=1)
     assert "Error: by rename" in refused
+    twice = ("--rename", "param=params", "--rename", "param=other")
+    refused = run("diff", tmp_path / "a", tmp_path / "b", *twice, code=2)
+    assert "--rename gives param twice: params and other" in refused
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_doubles_do_not_hold_is_null_in_json(tmp_path):
+    for name, sign in (("a", 1), ("b", -1)):
+        ucp.Checkpoint.of({"param": {"w": sign * np.full(3, 1e200)}}).export(tmp_path / name, "dcp")
+    text = run("diff", tmp_path / "a", tmp_path / "b", "--json", code=1)
+    found = json.loads(text, parse_constant=pytest.fail)["values"][0]
+    assert (found["largest"], found["relative"], found["cosine"]) == (2e200, 2, None)
 
 
 def test_leaves_that_share_a_label_are_compared_each_by_its_path():

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.inspection.fold import Folded, fold
+from jax_ucp.inspection.fold import Folded, fold, fold_states, with_moments
 
 PARTS = st.sampled_from(["layers.", ".w", ".", "a", "x007y", "/", "{", ""])
 NAMES = st.lists(st.tuples(PARTS, st.integers(0, 3)), min_size=1, max_size=3).map(
@@ -64,3 +64,37 @@ def test_layers_of_other_shapes_are_rows_of_their_own():
 def test_numbers_that_are_not_each_with_each_are_not_folded_as_if_they_were():
     rows = [("a.0.0", ""), ("a.0.1", ""), ("a.1.0", "")]
     assert [row.name for row in fold(rows)] == ["a.0.{0,1}", "a.1.0"]
+
+
+MOMENTS = st.lists(st.sampled_from(["mu", "nu", "{mu,nu}", "w", "0", "1"]), min_size=1, max_size=4)
+LABELS = st.lists(MOMENTS.map(lambda parts: "/".join(["opt", *parts])), max_size=8)
+
+
+@given(LABELS)
+def test_both_moments_are_one_row_where_they_are_both(labels):
+    rows = [(label, "") for label in labels]
+    for row in with_moments(fold(rows)):
+        before = fold([rows[place] for place in row.rows])
+        names = {row.name.replace("{mu,nu}", each, 1) for each in ("mu", "nu")}
+        assert row.name in {one.name for one in before} or {one.name for one in before} == names
+        assert row.count == sum(one.count for one in before)
+    placed = sorted(place for row in with_moments(fold(rows)) for place in row.rows)
+    assert placed == list(range(len(rows)))
+
+
+STATES = st.sampled_from(["param", "exp_avg", "step"])
+ARRAYS = st.tuples(STATES, st.sampled_from(["w", "b", "a/w"]), st.sampled_from(["[8]", "[4]"]))
+
+
+@given(st.lists(ARRAYS, max_size=12))
+def test_folded_states_unfold_to_the_same_rows(arrays):
+    rows = [(f"{state}/{name}", cell) for state, name, cell in arrays]
+    folded = fold_states(rows)
+    if folded is not None:
+        usual, parameters = folded
+        unfolded = [
+            (f"{state}/{name}", cell)
+            for name, cell, states in parameters
+            for state in (states or usual).split(", ")
+        ]
+        assert Counter(unfolded) == Counter(rows)

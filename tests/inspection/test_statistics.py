@@ -270,3 +270,17 @@ def test_an_array_that_cannot_be_read_says_why_and_the_others_are_read():
     assert found["good"].norm == 2
     assert found["bad"].unread == "bad: its bytes are not what was written"
     assert found["bad"].is_fault
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_doubles_whose_squares_are_none_have_a_norm(dtype):
+    found = look(np.full((3, 3), 1e200, dtype))
+    assert found.norm == pytest.approx(3e200)
+    assert (found.mean, found.deviation) == (1e200, 0)
+    assert look(np.array([1e200, -1e200], dtype)).norm > 1e200
+
+
+def test_a_complex_number_is_finite_where_its_parts_are():
+    found = look(np.array([3e38 + 3e38j, np.inf + 0j, np.nan + 0j], np.complex64))
+    assert (found.finite, found.infinities, found.nans) == (1, 1, 1)
+    assert found.greatest == pytest.approx(3e38 * math.sqrt(2))

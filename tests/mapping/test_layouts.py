@@ -52,6 +52,10 @@ def test_parameters_have_the_root_that_is_asked_for_and_states_stay_where_they_w
         checkpoint.save(tmp_path / "other", root="")
     with pytest.raises(TreeMismatch, match="cannot have its parameters at"):
         checkpoint.save(tmp_path / "other", root="exp_avg")
+    for root in ("//a//", "a/", "/a", "/"):
+        with pytest.raises(TreeMismatch, match="has an empty name"):
+            checkpoint.save(tmp_path / "other", root=root)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_save_that_fails_leaves_no_step(tmp_path):

@@ -283,7 +283,8 @@ def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("share", ["3/3", "1", "auto", "x/2", "-1/2", "1/2/3", "/2"])
 def test_a_worker_that_is_none_is_a_usage_error(share, tmp_path):
-    done = CliRunner().invoke(main, ["convert", "a", "b", "--worker", share], env={})
+    unclear = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "x"}
+    done = CliRunner().invoke(main, ["convert", "a", "b", "--worker", share], env=unclear)
     assert done.exit_code == 2
     assert "says no share" in done.output
 
