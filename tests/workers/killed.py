@@ -235,7 +235,7 @@ def _commit(passed: list[str]) -> int:
     commits = (
         1 + i
         for i, what in enumerate(passed)
-        if what.startswith("before LocalFiles.write ucp.process_")
+        if what.startswith("before LocalFiles.write _METADATA")
     )
     return max(commits, default=1)
 
