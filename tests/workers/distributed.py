@@ -5,11 +5,14 @@ Each process has 2 virtual CPU devices. What is saved is a function of names alo
 process can check its own part of what it restores.
 """
 
+import faulthandler
 import json
 import os
 import sys
 import time
 from pathlib import Path
+
+faulthandler.dump_traceback_later(240, exit=True)  # of one that waits for ever, where
 
 port, processes, rank = map(int, sys.argv[1:4])
 what, directory = sys.argv[4:]
