@@ -108,7 +108,7 @@ class Begun:
             self.shared.run(
                 lambda: content(self.snapshot()),
                 lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
-                lambda writing: commit_snapshot(writing),
+                commit_snapshot,
             )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.files.in_flight import each_file
+from jax_ucp.files.local import UNFINISHED
 from jax_ucp.files.path import FilePath
 from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
@@ -315,10 +316,15 @@ def require_target(contents: Contents, target: FilePath) -> None:
     require_outside(target, contents)
     if is_file:
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
-    if names and not is_begun:
+    if not is_begun and not all(map(_is_beginning, names)):
         raise FileExistsError(
             f"{target} has files in it that are no unfinished copy; give another path"
         )
+
+
+def _is_beginning(name: str) -> bool:
+    """Whether a file is about to be the ledger: another share has begun just now."""
+    return name.startswith(LEDGER_FILE) and name.endswith(UNFINISHED)
 
 
 def require_outside(target: FilePath, contents: Contents) -> None:

@@ -16,9 +16,11 @@ import jax_ucp as ucp
 from helpers import digests, memory
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
-from jax_ucp.files import protocol
+from jax_ucp.files import local, protocol
+from jax_ucp.files.path import file_path
 from jax_ucp.universal import copy as copying
-from jax_ucp.universal.copy import plan_copy
+from jax_ucp.universal.copy import plan_copy, require_target
+from jax_ucp.universal.ledger import LEDGER_FILE
 from jax_ucp.universal.packs import PACK_FROM
 from jax_ucp.universal.shares import Share, parts_of, shared_evenly
 from test_read_once import SOURCES
@@ -148,6 +150,24 @@ def test_one_share_has_one_process_at_a_time(tmp_path):
 
     assert source.save_share(out, (0, 1), progress=meanwhile) is not None
     assert heard
+
+
+def test_a_share_begins_while_another_makes_the_ledger(tmp_path, monkeypatch):
+    """The other has its file there under the name that it has until it is whole."""
+    contents, target = memory({"param": {"w": np.ones(3)}})._contents, file_path(tmp_path / "x")
+    link = local._link
+
+    def looked(first: str, path: str) -> None:
+        if path.endswith(LEDGER_FILE):
+            require_target(contents, target)
+        link(first, path)
+
+    monkeypatch.setattr(local, "_link", looked)
+    memory({"param": {"w": np.ones(3)}}).save_share(tmp_path / "x", (0, 1))
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "notes.__lock").write_text("mine")
+    with pytest.raises(FileExistsError, match="no unfinished copy"):
+        require_target(contents, file_path(tmp_path / "y"))
 
 
 def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
