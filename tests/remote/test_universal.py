@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from helpers import numbered
+from helpers import memory, numbered
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.files import protocol
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file
 from jax_ucp.universal.ledger import LEDGER_FILE
@@ -272,3 +273,26 @@ def test_killed_saves_leave_nothing_that_opens_and_is_wrong(s3: Store):
     result = kills(s3, 10, seed=10_000)
     assert result.findings == []
     assert sum(result.ends.values()) == 10
+
+
+@pytest.mark.parametrize("name", ["ucp.process_1.json", "ucp-ledger_1_of_2.jsonl"])
+def test_what_another_clears_away_while_it_is_read_is_gone(name, tmp_path, s3, monkeypatch):
+    """Two commit at once; one finds a file that the other deletes before it is read."""
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), f"{s3.url}/{name}"
+    source.save(tmp_path / "whole")
+    source.save_share(out, (0, 2))
+    read_bytes = protocol.read_bytes
+    reads = []
+
+    def deleted_before(files, file, *run):
+        if file.name == name:
+            reads.append(name)
+            monkeypatch.setattr(protocol, "read_bytes", read_bytes)
+            ucp.open(tmp_path / "source").save_share(out, (1, 2))
+        return read_bytes(files, file, *run)
+
+    monkeypatch.setattr(protocol, "read_bytes", deleted_before)
+    assert source.save_share(out, (1, 2)) is not None
+    assert reads
+    assert [label for label, fault in ucp.open(out).verify() if fault] == []

@@ -16,7 +16,7 @@ import jax_ucp as ucp
 from helpers import digests, memory
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
-from jax_ucp.files import local, protocol
+from jax_ucp.files import local
 from jax_ucp.files.path import file_path
 from jax_ucp.universal import copy as copying
 from jax_ucp.universal.copy import plan_copy, require_target
@@ -188,29 +188,6 @@ def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(shares, "commit_copy", committed_by_another)
     assert source.save_share(out, (1, 2)) is not None
     assert but_for_the_note(out) == digests(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("name", ["ucp.process_1.json", "ucp-ledger_1_of_2.jsonl"])
-def test_what_another_clears_away_while_it_is_read_is_gone(name, tmp_path, s3, monkeypatch):
-    """Two commit at once; one finds a file that the other deletes before it is read."""
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
-    source, out = ucp.open(tmp_path / "source"), f"{s3.url}/{name}"
-    source.save(tmp_path / "whole")
-    source.save_share(out, (0, 2))
-    read_bytes = protocol.read_bytes
-    reads = []
-
-    def deleted_before(files, file, *run):
-        if file.name == name:
-            reads.append(name)
-            monkeypatch.setattr(protocol, "read_bytes", read_bytes)
-            ucp.open(tmp_path / "source").save_share(out, (1, 2))
-        return read_bytes(files, file, *run)
-
-    monkeypatch.setattr(protocol, "read_bytes", deleted_before)
-    assert source.save_share(out, (1, 2)) is not None
-    assert reads
-    assert [label for label, fault in ucp.open(out).verify() if fault] == []
 
 
 def test_who_is_overtaken_by_the_commit_of_another_share_has_the_checkpoint_too(
