@@ -39,12 +39,18 @@ class ReadAhead:
         for first, run in self._runs:
             if first <= start and stop <= first + run.size:
                 return run[start - first : stop - first]
-        follows = self._stop <= start < self._stop + self._length
+        # what lies across the ends of two runs is whole in the second
+        tail = self._runs[-1][1][-FIRST_BYTES:] if self._runs else np.empty(0, np.uint8)
+        follows = self._stop - tail.size <= start < self._stop + self._length
         self._length = min(2 * self._length, MOST_BYTES) if follows else FIRST_BYTES
-        first = self._stop if follows and stop <= self._stop + self._length else start
+        first = self._stop
+        if not follows or stop > self._stop + self._length:
+            first, tail = start, tail[:0]
         last = min(max(stop, first + self._length), max(stop, self._file.size))
-        run = np.empty(last - first, np.uint8)
-        self._files.read_into([RangeRead(self._file, first, run)])
+        run = np.empty(tail.size + last - first, np.uint8)
+        run[: tail.size] = tail
+        self._files.read_into([RangeRead(self._file, first, run[tail.size :])])
+        first -= tail.size
         self._runs.append((first, run))
         self._stop = last
         return run[start - first : stop - first]

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.files.read_ahead import MOST_BYTES
 from jax_ucp.files.remote import GAP_BYTES, REQUEST_BYTES
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
@@ -145,7 +144,7 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
     """
     totals = np.zeros((4, mesh.hosts), np.int64)
     shared: dict[str, np.ndarray] = {}
-    in_packs = np.zeros(mesh.hosts, np.int64)
+    in_packs: dict[str, np.ndarray] = {}  # by host, how many arrays, and their bytes
     for array in arrays:
         reads = _reads(array.shape, array.itemsize, array.chunks, array.count, array.spec, mesh)
         totals[:2] += reads[:2]
@@ -156,13 +155,27 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
         for (file, _), by_host in zip(array.pieces, opened.T, strict=True):
             shared[file] = shared[file] | by_host if file in shared else by_host
         if array.packed:
-            in_packs += reads[1]
+            pack, _ = array.pieces[0]
+            in_pack = in_packs.setdefault(pack, np.zeros((2, mesh.hosts), np.int64))
+            in_pack += opened.any(axis=1), reads[1] + CRC_BYTES
         else:
             totals[3] += np.maximum(opened.sum(axis=1), -(-reads[1] // REQUEST_BYTES))
     for by_host in shared.values():
         totals[2] += by_host
-    totals[3] += -(-in_packs // MOST_BYTES)
+    for count, nbytes in in_packs.values():
+        totals[3] += _of_pack(count, nbytes)
     return HostReads(totals[0], totals[1], totals[2], totals[3])
+
+
+def _of_pack(count: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """By host, the requests for so many arrays of a pack, taken to be alike, that have so many
+    bytes.
+    """
+    each = nbytes / np.maximum(count, 1)
+    most = np.clip(TOGETHER_BYTES // np.maximum(each, 1), 1, TOGETHER)
+    batches, rest = np.divmod(count, most)
+    requests = batches * np.ceil(most * each / REQUEST_BYTES) + np.ceil(rest * each / REQUEST_BYTES)
+    return requests.astype(np.int64)
 
 
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:

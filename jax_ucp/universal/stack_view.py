@@ -26,14 +26,16 @@ class Unstacked(ArraySource):
         self._arrays = {key: info for key, info in stored.items() if key not in stacks}
         self._arrays |= {name: infos[stack] for name, (stack, _) in self._homes.items()}
         # of an array of a stack, those of the stack
-        self.chunks = {key: store.chunks[self.lies_in(key)] for key in self._arrays}
+        self.chunks = {key: store.chunks[self._homes.get(key, (key, 0))[0]] for key in self._arrays}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
     def lies_in(self, key: str) -> str:
-        stack, _ = self._homes.get(key, (key, 0))
-        return stack
+        if key in self._homes:
+            stack, _ = self._homes[key]
+            return stack
+        return self._store.lies_in(key)
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         self.read_each([(key, boxes, outs)])
@@ -46,8 +48,7 @@ class Unstacked(ArraySource):
             all_boxes, all_outs = stored[stack]
             all_boxes += [_in_stack(box, number) for box in boxes]
             all_outs += outs if number is None else [out[None] for out in outs]
-        for key, (boxes, outs) in stored.items():
-            self._store.read_into(key, boxes, outs)
+        self._store.read_each([(key, *wanted) for key, wanted in stored.items()])
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         """The outer chunks that a box meets; of a stack's the part that is the array's."""

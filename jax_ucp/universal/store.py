@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sources.checks import Alarm, Check, Note
 from jax_ucp.sources.optimizer_groups import Group
-from jax_ucp.sources.protocol import ArrayInfo, Piece
+from jax_ucp.sources.protocol import ArrayInfo, Piece, Want
 from jax_ucp.sources.watched import Passed, Watched
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
@@ -196,21 +197,51 @@ class ZarrStore(Watched):
         """Read several boxes, each into its array. Every inner chunk that they meet is read once
         for all of them.
         """
+        with self._telling(key):
+            for shard in self._read_at_once(key, self._shards(key, boxes, outs)):
+                self._read_shard(shard)
+        self._show(key, boxes, outs)
+
+    def lies_in(self, key: str) -> str:
+        """The pack that has the first chunk of an array, if one has."""
+        file, offset = self.find(f"{key}/{_first_chunk(len(self._arrays[key].shape))}")
+        return key if offset is None else file
+
+    def read_each(self, wants: Sequence[Want]) -> None:
+        """Of arrays that lie in one pack, all is asked for at once."""
+        groups: dict[str, list[Want]] = defaultdict(list)
+        for want in wants:
+            groups[self.lies_in(want[0])].append(want)
+        for name, group in groups.items():
+            if len(group) == 1:
+                self.read_into(*group[0])
+            else:
+                self._read_together(name, group)
+
+    def _read_together(self, name: str, wants: Sequence[Want]) -> None:
+        """Read what lies in the pack with that name by requests of which none waits for another."""
+        shards = [(want[0], shard) for want in wants for shard in self._shards(*want)]
+        with self._telling(name):
+            left = read_at_once(self.directory, [shard for _, shard in shards])
+        faulty = set(map(id, left))
+        for key, shard in shards:
+            if id(shard) in faulty:
+                with self._telling(key):
+                    self._read_shard(shard)
+        for want in wants:
+            self._show(*want)
+
+    def _shards(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> list[Shard]:
+        """The outer chunks that boxes meet, each with what is wanted of it."""
         shape, outer = self._arrays[key].shape, self.chunks[key].outer
         for box in boxes:
             if not box.within(Box.whole(shape)):
                 raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
-        try:
-            shards = [
-                self._shard(key, chunk, wanted, self._recorded(key, chunk))
-                for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
-            ]
-            for shard in self._read_at_once(key, shards):
-                self._read_shard(shard)
-        except CorruptData as error:
-            raise self._told_of(key, error) from None
-        self._show(key, boxes, outs)
+        return [
+            self._shard(key, chunk, wanted, self._recorded(key, chunk))
+            for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
+        ]
 
     def _read_at_once(self, key: str, shards: Sequence[Shard]) -> Sequence[Shard]:
         """Read what is best read without the index, and return the rest."""
@@ -245,11 +276,16 @@ class ZarrStore(Watched):
     def _read_shard(self, shard: Shard) -> None:
         read_shard(self.directory if shard.offset is None else self._of_pack(shard.file), shard)
 
-    def _told_of(self, key: str, error: CorruptData) -> CorruptData:
-        return CorruptData(
-            f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
-            " checkpoint."
-        )
+    @contextmanager
+    def _telling(self, name: str) -> Iterator[None]:
+        """Say of damage which array has it, or which pack."""
+        try:
+            yield
+        except CorruptData as error:
+            raise CorruptData(
+                f"{self.directory}/{name}: {error}. Restore this file from a copy, or use another"
+                " checkpoint."
+            ) from None
 
     def _of_pack(self, file: FileInfo) -> ReadAhead:
         """What reads a pack, of which most chunks are wanted, each a few bytes."""
@@ -340,10 +376,8 @@ class ZarrStore(Watched):
             box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))
         ):
             out = np.empty(part.shape, info.dtype)
-            try:
+            with self._telling(key):
                 self._read_shard(self._shard(key, box, [(part.shift(box.start), out)], crcs))
-            except CorruptData as error:
-                raise self._told_of(key, error) from None
             yield out
 
 
@@ -743,6 +777,12 @@ def chunk_name(place: Sequence[int]) -> str:
     separator `.`.
     """
     return ".".join(["c", *map(str, place)])
+
+
+@functools.lru_cache(maxsize=64)
+def _first_chunk(axes: int) -> str:
+    """The file of the first outer chunk of an array of so many axes."""
+    return chunk_name((0,) * axes)
 
 
 def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:

@@ -53,6 +53,19 @@ def test_ranges_one_after_the_other_are_few_reads(folder):
     assert files.reads == 1
 
 
+def test_ranges_that_come_a_little_late_or_cross_the_end_of_a_run_are_few_reads(folder):
+    """As from threads, of which each waits for a range that lies near those of the others."""
+    starts = [at + late for at in range(0, SIZE, 20) for late in (10, 0)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(read_ahead, "FIRST_BYTES", 64)
+        patched.setattr(read_ahead, "MOST_BYTES", 512)
+        reader, files = ahead(folder)
+        reader._length = 64
+        for start in starts:
+            reader.read_into([RangeRead(reader._file, start, np.empty(10, np.uint8))])
+    assert files.reads <= 14
+
+
 def test_what_lies_past_the_end_is_refused(folder):
     reader, _ = ahead(folder)
     with pytest.raises(CorruptData):

@@ -15,11 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from helpers import boxes_in, boxes_of_hosts, numbered
+from jax_ucp.errors import CorruptData
 from jax_ucp.files import remote
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes
 from jax_ucp.sharding import reads, save
 from jax_ucp.universal.store import chunk_name
 from remote_files import counted
+from servers.fault_proxy import depth
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 NOT_STORED = (1 << 64) - 1
@@ -47,6 +49,45 @@ def test_a_restore_asks_once_for_each_file_and_no_index(tmp_path, before, after)
         assert far.nbytes <= 1.001 * sum(array.nbytes for array in want.values())
     for name, array in want.items():
         np.testing.assert_array_equal(restored[name], array)
+
+
+def saved_in_a_pack(path: Path, shapes: list[tuple[int, ...]]) -> dict[str, np.ndarray]:
+    want = {f"w{i:04}": numbered(shape, np.float32) + i for i, shape in enumerate(shapes)}
+    ucp.CheckpointHandler().save(path, ucp.args.Save(want))
+    assert [file.name for file in path.glob("ucp.pack_*")] == ["ucp.pack_0"]
+    return want
+
+
+@pytest.mark.parametrize("every", [1, 17])
+def test_small_arrays_of_a_pack_come_at_once(tmp_path, every):
+    """All by requests that do not wait for one another, and nothing beside them."""
+    shapes = [(64, 40 + i % 5 * 8) for i in range(1000)]
+    want = saved_in_a_pack(tmp_path / "saved", shapes)
+    wanted = dict(itertools.islice(want.items(), 0, None, every))
+    with counted(latency=0.2) as far:
+        checkpoint = ucp.open(f"counted://{tmp_path}/saved")
+        planned = checkpoint.plan_reads(MESH)
+        far.asked.clear()
+        far.seen.clear()
+        far.nbytes = 0
+        restored = checkpoint.restore(wanted, partial=True)
+        fetches = [seen for seen in far.seen if seen.method == "fetch"]
+        needed = sum(array.nbytes for array in wanted.values())
+        assert depth(fetches) <= 2  # where threads are slow to begin
+        assert far.nbytes <= 1.01 * needed
+        assert every > 1 or len(fetches) == planned.requests.tolist()[0] < 10
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(restored[name], array)
+
+
+def test_damage_in_a_pack_is_told_of_the_array_that_has_it(tmp_path):
+    saved_in_a_pack(tmp_path / "saved", [(4, 4)] * 1000)
+    pack = tmp_path / "saved" / "ucp.pack_0"
+    data = bytearray(pack.read_bytes())
+    data[500 * (64 + 4) + 3] ^= 1
+    pack.write_bytes(data)
+    with counted(), pytest.raises(CorruptData, match=r"saved/w0500: .*ucp.pack_0 is damaged"):
+        ucp.open(f"counted://{tmp_path}/saved").restore()
 
 
 def stored(root: Path, chunks: Chunks, array: np.ndarray) -> Path:
