@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +20,6 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.protocol import Files
 from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
-    SMALL_BYTES,
     Cells,
     Chunks,
     chunk_shapes,
@@ -30,12 +32,12 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
 from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
-from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded
+from jax_ucp.sources.budget import DEFAULT_BUDGET, batches, run_bounded
 from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
 from jax_ucp.tree import Leaf, SavedSharding, leaf_names, unspeakable_paths
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
-from jax_ucp.universal.packs import is_indexed, packed_arrays
+from jax_ucp.universal.packs import SAVED_PACK_BYTES, is_indexed, pack_name, packed_arrays
 from jax_ucp.universal.stacks import Stacks, as_leaves, stack_info, stacks_of
 from jax_ucp.universal.store import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
@@ -193,10 +195,12 @@ def write_snapshot(
     snapshot: Snapshot, directory: Files, budget_bytes: int = DEFAULT_BUDGET
 ) -> Writing:
     """Write this process's chunks and digests. The directory is not yet a checkpoint."""
-    if directory.find(METADATA_FILE) is not None:
+    with ThreadPoolExecutor(1) as meanwhile:
+        found = meanwhile.submit(directory.find, METADATA_FILE)
+        store = ZarrStore(directory, snapshot.stored, snapshot.chunks)
+        writing = Writing(snapshot, store, _commit(snapshot))
+    if found.result() is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
-    store = ZarrStore(directory, snapshot.stored, snapshot.chunks)
-    writing = Writing(snapshot, store, _commit(snapshot))
     run_bounded(_write_jobs(writing), budget_bytes, directory.is_remote)
     if jax.process_index() == 0:
         directory.sync()
@@ -205,7 +209,7 @@ def write_snapshot(
     return writing
 
 
-def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], None]]]:
+def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], object]]]:
     """The writes of this process, each with the bytes in flight while it runs."""
     snapshot, store, packed = writing.snapshot, writing.store, writing.commit.packed
     in_pack = [(name, box) for name, box in snapshot.blocks if name in packed]
@@ -216,10 +220,14 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], None]]]:
     def write(name: str, box: Box) -> None:
         store.write(name, box, snapshot.block(name, box), durable=False)
 
-    if in_pack:
-        store.place_pack(jax.process_index(), in_pack)
-        write_pack = partial(store.write_pack, jax.process_index(), in_pack, snapshot.read)
-        yield 2 * SMALL_BYTES, write_pack
+    for number, pack in _packs(in_pack, store):
+        data = functools.reduce(
+            operator.iadd, store.pack_parts(number, pack, snapshot.read), bytearray()
+        )
+        write_pack = partial(
+            store.directory.write, pack_name(number), [memoryview(data)], durable=False
+        )
+        yield len(data), write_pack  # while it is on its way, the next one is made
     if jax.process_count() == 1:  # where the chunks of others are is not known yet
         yield 0, partial(writing.commit.prepare, store)
     for name, info in store.arrays().items():
@@ -229,6 +237,20 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], None]]]:
             yield 0, partial(store.create, name)
         for box in boxes[name]:
             yield 2 * box.size * info.dtype.itemsize, partial(write, name, box)
+
+
+def _packs(
+    blocks: Sequence[tuple[str, Box]], store: ZarrStore
+) -> Iterator[tuple[int, Sequence[tuple[str, Box]]]]:
+    """What each pack of this process has, by numbers that no other process has."""
+    infos = store.arrays()
+
+    def nbytes(block: tuple[str, Box]) -> int:
+        name, box = block
+        return box.size * infos[name].dtype.itemsize
+
+    packs = batches(blocks, nbytes, SAVED_PACK_BYTES, len(blocks))
+    return zip(itertools.count(jax.process_index(), jax.process_count()), packs, strict=False)
 
 
 def commit_snapshot(writing: Writing) -> Metadata:

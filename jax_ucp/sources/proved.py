@@ -7,7 +7,9 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -89,6 +91,7 @@ class Proofs:
         with uncollected():
             self._checks = list(filter(ours, contents.checks("full")))
         self._failed = threading.Event()
+        self._early: dict[int, Future[str | None]] = {}  # by the place of a check
 
     def require_sound_so_far(self) -> None:
         """Raises CorruptData where what was read already has a fault: no more of it need be read,
@@ -99,12 +102,20 @@ class Proofs:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts, the checks look at what is read."""
-        with ExitStack() as stack:
+        """While this lasts, the checks look at what is read. Those that read nothing of arrays, and
+        only wait for a network, run meanwhile.
+        """
+        with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             with uncollected():
                 for watcher in filter(None, (check.watcher for check in self._checks)):
                     note = partial(self._note, watcher.name) if self._taking_notes else _forget
                     stack.enter_context(watcher.watch(self._failed.set, note))
+            if self.contents.files.is_remote and not self._taking_notes:
+                self._early = {
+                    i: pool.submit(check.run)
+                    for i, check in enumerate(self._checks)
+                    if not check.nbytes and check.watcher is None
+                }
             yield
 
     def _note(self, name: str, seen: Any) -> None:
@@ -130,7 +141,10 @@ class Proofs:
 
     def contradiction(self) -> CorruptData | None:
         """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""
-        found = faults_of(self._checks, self.contents.files.is_remote)
+        checks = list(self._checks)
+        for i, fault in self._early.items():
+            checks[i] = replace(checks[i], run=fault.result)
+        found = faults_of(checks, self.contents.files.is_remote)
         if not (faults := list(filter(None, found))):
             return None
         lines = [f"{self.contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]

@@ -57,12 +57,10 @@ class Ledger:
         files = directory.folder()
         self._log: _Log = _Objects(files, name) if files.is_remote else _File(Path(str(self._path)))
         try:
-            lines = self._log.read().split(b"\n")[:-1]
+            lines = self._log.begin(_lines([_First(identity)])).split(b"\n")[:-1]
             self.resumed = bool(lines)
             if lines:
                 self._read_lines(lines, identity)
-            else:
-                self._append([_First(identity)])
         except BaseException:
             self._log.close()
             raise
@@ -87,7 +85,7 @@ class Ledger:
 
     def _append(self, entries: Sequence[_First | _Block]) -> None:
         with self._lock:
-            self._log.append(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+            self._log.append(_lines(entries))
 
     def _read_lines(self, lines: Sequence[bytes], identity: str) -> None:
         ledger = self._path
@@ -105,6 +103,10 @@ class Ledger:
         self.done = {(block.key, block.box): block.written for block in blocks}
 
 
+def _lines(entries: Sequence[_First | _Block]) -> bytes:
+    return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
+
+
 def remove_ledger(files: Files, name: str) -> None:
     """Remove a ledger of what is complete, whoever wrote it."""
     if files.is_remote:
@@ -119,7 +121,9 @@ class _Log(Protocol):
     """Whole lines, added at the end."""
 
     @abstractmethod
-    def read(self) -> bytes: ...
+    def begin(self, lines: bytes) -> bytes:
+        """What was added before; where nothing was, these lines are, and nothing is returned."""
+        ...
 
     @abstractmethod
     def append(self, lines: bytes) -> None: ...
@@ -158,11 +162,13 @@ class _File(_Log):
                 f"another conversion is writing to {directory}; give another path"
             ) from None
 
-    def read(self) -> bytes:
+    def begin(self, lines: bytes) -> bytes:
         data = self._path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]  # a kill in the middle of a line leaves half of it
         if len(whole) != len(data):
             os.truncate(self._path, len(whole))
+        if not whole:
+            self.append(lines)
         return whole
 
     def append(self, lines: bytes) -> None:
@@ -195,13 +201,18 @@ class _Objects(_Log):
 
     def __init__(self, files: Files, name: str):
         self._files, self._name = files, name
-        self._is_begun = False
         self._count = 0
+
+    def begin(self, lines: bytes) -> bytes:
+        try:
+            self._files.create(self._name, lines)
+        except FileExistsError:
+            return self.read() or self.begin(lines)  # or another has removed it since
+        return b""
 
     def read(self) -> bytes:
         parts = [read_file(self._files, self._name) or b""]
-        self._is_begun = bool(parts[0])
-        while self._is_begun:
+        while parts[0]:
             names = [self._part_name(self._count + i) for i in range(1, FILES + 1)]
             found = each_file(self._files, lambda name: read_file(self._files, name), names)
             some = list(itertools.takewhile(lambda part: part is not None, found))
@@ -212,9 +223,6 @@ class _Objects(_Log):
         return b"".join(parts)
 
     def append(self, lines: bytes) -> None:
-        if not self._is_begun:
-            self._begin(lines)
-            return
         while True:
             self._count += 1
             try:
@@ -222,15 +230,6 @@ class _Objects(_Log):
                 return
             except FileExistsError:
                 continue  # of another that does the same work
-
-    def _begin(self, lines: bytes) -> None:
-        try:
-            self._files.create(self._name, lines)
-            self._is_begun = True
-        except FileExistsError:
-            raise FormatError(
-                f"another conversion is writing to {self._files}; give another path"
-            ) from None
 
     def remove(self) -> None:
         each_file(self._files, self._files.delete, self._part_names())

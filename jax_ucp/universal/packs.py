@@ -22,6 +22,9 @@ INDEX_FILE = "ucp.index"
 # With fewer small arrays than that, files of their own cost little, and any zarr reader finds them.
 PACK_FROM = 1000
 
+# What a save writes to one pack: while it is sent, the next one is made.
+SAVED_PACK_BYTES = 4 << 20
+
 # What a conversion writes to one pack: a worker's task, and what is done again after a kill.
 PACK_BYTES = 16 << 20
 PACK_BLOCKS = 8192

@@ -172,16 +172,23 @@ class ZarrStore(Watched):
         """Write outer chunks without index, each whole as `read` gives it, to one file. It is
         durable after `directory.sync`.
         """
+        self.directory.write(
+            pack_name(number), self.pack_parts(number, blocks, read), durable=False
+        )
+
+    def pack_parts(
+        self,
+        number: int,
+        blocks: Sequence[tuple[str, Box]],
+        read: Callable[[str, Box], np.ndarray],
+    ) -> Iterator[memoryview | bytes]:
+        """What `write_pack` writes; what it is, is noted as it is taken."""
         self.place_pack(number, blocks)
-
-        def parts() -> Iterator[memoryview | bytes]:
-            for key, box in blocks:
-                data = np.asarray(read(key, box), dtype=self._arrays[key].dtype)
-                crcs = bytearray()
-                yield from shard_parts(data, self.chunks[key], crcs)
-                self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
-
-        self.directory.write(pack_name(number), parts(), durable=False)
+        for key, box in blocks:
+            data = np.asarray(read(key, box), dtype=self._arrays[key].dtype)
+            crcs = bytearray()
+            yield from shard_parts(data, self.chunks[key], crcs)
+            self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
     def _chunk_key(self, key: str, box: Box) -> str:
         """The key of the outer chunk that a box is. Raises ValueError where it is none."""

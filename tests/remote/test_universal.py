@@ -100,7 +100,7 @@ def test_few_requests_wait_for_one_another(faulty_s3):
     assert (waits, requests) <= (3 + 1, 6)
     opened = ucp.open(saved)
     requests, waits = asked(lambda: opened.save(converted))
-    assert waits <= 18 + 2
+    assert waits <= 15 + 2
     assert requests <= 5 * 24 + 30
 
 

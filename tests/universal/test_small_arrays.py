@@ -27,6 +27,7 @@ from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.layout.blocks import Chunks
+from jax_ucp.sharding import save as saving
 from jax_ucp.sources import budget
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
@@ -76,6 +77,16 @@ def check(got: Any, want: Any) -> None:
             assert same_bits(np.asarray(found[path]), np.asarray(leaf)), path
         else:
             assert found[path] == leaf
+
+
+def test_packs_of_a_save_are_of_a_size_that_is_sent_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "SAVED_PACK_BYTES", 20_000)
+    want = tree()
+    ucp.CheckpointHandler().save(tmp_path / "saved", ucp.args.Save(want))
+    sizes = [file.stat().st_size for file in (tmp_path / "saved").glob("ucp.pack_*")]
+    assert len(sizes) > 3
+    assert max(sizes) <= 1.1 * 20_000  # with their checksums
+    check(ucp.open(tmp_path / "saved").restore(), want)
 
 
 def save(root: Path, tree: Any) -> Path:
