@@ -221,9 +221,8 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], object]]]:
         store.write(name, box, snapshot.block(name, box), durable=False)
 
     for number, pack in _packs(in_pack, store):
-        data = functools.reduce(
-            operator.iadd, store.pack_parts(number, pack, snapshot.read), bytearray()
-        )
+        parts = store.pack_parts(number, pack, itertools.starmap(snapshot.read, pack))
+        data = functools.reduce(operator.iadd, parts, bytearray())
         write_pack = partial(
             store.directory.write, pack_name(number), [memoryview(data)], durable=False
         )

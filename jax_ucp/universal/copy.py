@@ -43,7 +43,7 @@ from jax_ucp.sources.budget import (
     threads,
 )
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import TOGETHER, ArrayInfo
 from jax_ucp.sources.proved import proved
 from jax_ucp.sources.work import (
     HERE,
@@ -366,6 +366,8 @@ class CopyTask:
 
     @property
     def cost(self) -> int:
+        if self.pack is not None:  # a part is read at once, and all of it sent
+            return sum(block.nbytes for block in self.blocks)
         return max(block.cost for block in self.blocks)
 
     def run(self, opened: OpenedJob) -> list[Written]:
@@ -398,18 +400,31 @@ class CopyTask:
             for block, noted in there:
                 store.written[block.key][str(block.box)] = noted
             return
-        proofs = opened.proofs
-
-        def read(key: str, box: Box) -> np.ndarray:
-            data = opened.contents.arrays.read(key, box)
-            proofs.require_sound_so_far()
-            return data
-
+        places = [block.place for block, _ in blocks]
         if self.pack is not None:
-            store.write_pack(self.pack, [block.place for block, _ in blocks], read)
+            store.write_pack(self.pack, places, _read_together(opened, places))
             return
-        for block, _ in blocks:
-            store.write(*block.place, read(*block.place), durable=False)
+        for key, box in places:
+            data = opened.contents.arrays.read(key, box)
+            opened.proofs.require_sound_so_far()
+            store.write(key, box, data, durable=False)
+
+
+def _read_together(opened: OpenedJob, places: Sequence[tuple[str, Box]]) -> Iterator[np.ndarray]:
+    """Each block of small arrays, many of which are read at once."""
+    source = opened.contents.arrays
+    infos = source.arrays()
+
+    def nbytes(place: tuple[str, Box]) -> int:
+        key, box = place
+        return box.size * infos[key].dtype.itemsize
+
+    for batch in batches(places, nbytes, BATCH_BYTES, TOGETHER):
+        outs = [np.empty(box.shape, infos[key].dtype) for key, box in batch]
+        wants = [(key, [box], [out]) for (key, box), out in zip(batch, outs, strict=True)]
+        source.read_each(wants)
+        opened.proofs.require_sound_so_far()
+        yield from outs
 
 
 def copy_part(

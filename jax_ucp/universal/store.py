@@ -164,28 +164,21 @@ class ZarrStore(Watched):
             end += chunk_bytes(self.chunks[key], self._arrays[key].dtype)
 
     def write_pack(
-        self,
-        number: int,
-        blocks: Sequence[tuple[str, Box]],
-        read: Callable[[str, Box], np.ndarray],
+        self, number: int, blocks: Sequence[tuple[str, Box]], arrays: Iterable[np.ndarray]
     ) -> None:
-        """Write outer chunks without index, each whole as `read` gives it, to one file. It is
-        durable after `directory.sync`.
+        """Write outer chunks without index, each whole, to one file. It is durable after
+        `directory.sync`.
         """
-        self.directory.write(
-            pack_name(number), self.pack_parts(number, blocks, read), durable=False
-        )
+        parts = self.pack_parts(number, blocks, arrays)
+        self.directory.write(pack_name(number), parts, durable=False)
 
     def pack_parts(
-        self,
-        number: int,
-        blocks: Sequence[tuple[str, Box]],
-        read: Callable[[str, Box], np.ndarray],
+        self, number: int, blocks: Sequence[tuple[str, Box]], arrays: Iterable[np.ndarray]
     ) -> Iterator[memoryview | bytes]:
-        """What `write_pack` writes; what it is, is noted as it is taken."""
+        """What `write_pack` writes. What each chunk is, is noted when it is taken."""
         self.place_pack(number, blocks)
-        for key, box in blocks:
-            data = np.asarray(read(key, box), dtype=self._arrays[key].dtype)
+        for (key, box), array in zip(blocks, arrays, strict=True):
+            data = np.asarray(array, dtype=self._arrays[key].dtype)
             crcs = bytearray()
             yield from shard_parts(data, self.chunks[key], crcs)
             self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
@@ -227,7 +220,8 @@ class ZarrStore(Watched):
 
     def _read_together(self, name: str, wants: Sequence[Want]) -> None:
         """Read what lies in the pack with that name by requests of which none waits for another."""
-        shards = [(want[0], shard) for want in wants for shard in self._shards(*want)]
+        look = functools.cache(self._file)
+        shards = [(want[0], shard) for want in wants for shard in self._shards(*want, look)]
         with self._telling(name):
             left = read_at_once(self.directory, [shard for _, shard in shards])
         faulty = set(map(id, left))
@@ -238,15 +232,23 @@ class ZarrStore(Watched):
         for want in wants:
             self._show(*want)
 
-    def _shards(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> list[Shard]:
-        """The outer chunks that boxes meet, each with what is wanted of it."""
+    def _shards(
+        self,
+        key: str,
+        boxes: Sequence[Box],
+        outs: Sequence[np.ndarray],
+        look: Callable[[str], FileInfo] | None = None,
+    ) -> list[Shard]:
+        """The outer chunks that boxes meet, each with what is wanted of it, in files as `look` has
+        them.
+        """
         shape, outer = self._arrays[key].shape, self.chunks[key].outer
         for box in boxes:
             if not box.within(Box.whole(shape)):
                 raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
         return [
-            self._shard(key, chunk, wanted, self._recorded(key, chunk))
+            self._shard(key, chunk, wanted, self._recorded(key, chunk), look or self._file)
             for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
         ]
 
@@ -269,7 +271,12 @@ class ZarrStore(Watched):
             yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
 
     def _shard(
-        self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes
+        self,
+        key: str,
+        box: Box,
+        wanted: Sequence[tuple[Box, np.ndarray]],
+        crcs: bytes,
+        look: Callable[[str], FileInfo],
     ) -> Shard:
         """An outer chunk from which to copy into each wanted array, comparing with the crc32c of
         its inner chunks, if any.
@@ -278,7 +285,7 @@ class ZarrStore(Watched):
         file, offset = self.find(self._chunk_key(key, box))
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
         dtype = self._arrays[key].dtype
-        return Shard(self._file(file), box, chunks, dtype, wanted, grid, offset)
+        return Shard(look(file), box, chunks, dtype, wanted, grid, offset)
 
     def _read_shard(self, shard: Shard) -> None:
         read_shard(self.directory if shard.offset is None else self._of_pack(shard.file), shard)
@@ -384,7 +391,8 @@ class ZarrStore(Watched):
         ):
             out = np.empty(part.shape, info.dtype)
             with self._telling(key):
-                self._read_shard(self._shard(key, box, [(part.shift(box.start), out)], crcs))
+                wanted = [(part.shift(box.start), out)]
+                self._read_shard(self._shard(key, box, wanted, crcs, self._file))
             yield out
 
 

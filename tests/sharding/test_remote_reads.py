@@ -51,18 +51,18 @@ def test_a_restore_asks_once_for_each_file_and_no_index(tmp_path, before, after)
         np.testing.assert_array_equal(restored[name], array)
 
 
-def saved_in_a_pack(path: Path, shapes: list[tuple[int, ...]]) -> dict[str, np.ndarray]:
+def saved_in_packs(path: Path, shapes: list[tuple[int, ...]]) -> dict[str, np.ndarray]:
     want = {f"w{i:04}": numbered(shape, np.float32) + i for i, shape in enumerate(shapes)}
     ucp.CheckpointHandler().save(path, ucp.args.Save(want))
-    assert [file.name for file in path.glob("ucp.pack_*")] == ["ucp.pack_0"]
+    assert not [*path.glob("w*")]
     return want
 
 
 @pytest.mark.parametrize("every", [1, 17])
-def test_small_arrays_of_a_pack_come_at_once(tmp_path, every):
+def test_small_arrays_of_packs_come_at_once(tmp_path, every):
     """All by requests that do not wait for one another, and nothing beside them."""
     shapes = [(64, 40 + i % 5 * 8) for i in range(1000)]
-    want = saved_in_a_pack(tmp_path / "saved", shapes)
+    want = saved_in_packs(tmp_path / "saved", shapes)
     wanted = dict(itertools.islice(want.items(), 0, None, every))
     with counted(latency=0.2) as far:
         checkpoint = ucp.open(f"counted://{tmp_path}/saved")
@@ -80,8 +80,25 @@ def test_small_arrays_of_a_pack_come_at_once(tmp_path, every):
         np.testing.assert_array_equal(restored[name], array)
 
 
+def test_small_arrays_of_packs_are_converted_by_a_few_requests(tmp_path):
+    want = saved_in_packs(tmp_path / "saved", [(40, 30 + i % 5) for i in range(1000)])
+    with counted() as far:
+        checkpoint = ucp.open(f"counted://{tmp_path}/saved")
+        far.asked.clear()
+        far.nbytes = 0
+        checkpoint.save(tmp_path / "copy")
+        beside = ["ucp.index", "manifest.ocdbt", "_METADATA", "_sharding"]
+        needed = sum(array.nbytes for array in want.values())
+        needed += sum((tmp_path / "saved" / name).stat().st_size for name in beside)
+        assert far.asked["fetch"] <= len(beside) + 3
+        assert far.nbytes <= 1.01 * needed
+    restored = ucp.open(tmp_path / "copy").restore()
+    for name, array in want.items():
+        np.testing.assert_array_equal(restored[name], array)
+
+
 def test_damage_in_a_pack_is_told_of_the_array_that_has_it(tmp_path):
-    saved_in_a_pack(tmp_path / "saved", [(4, 4)] * 1000)
+    saved_in_packs(tmp_path / "saved", [(4, 4)] * 1000)
     pack = tmp_path / "saved" / "ucp.pack_0"
     data = bytearray(pack.read_bytes())
     data[500 * (64 + 4) + 3] ^= 1
