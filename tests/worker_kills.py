@@ -52,6 +52,7 @@ class How:
 
 
 def dask(command: Sequence[str], cluster: LocalCluster) -> How:
+    cluster.wait_for_workers(2, timeout=60)  # one that was killed is started again
     workers = cluster.workers.values()
     line = [*command, "--scheduler", cluster.scheduler_address]
     return How([line], lambda processes: [nanny.pid for nanny in workers if nanny.pid])
@@ -92,7 +93,10 @@ def _below(processes: Sequence[subprocess.Popen[bytes]], words: str) -> list[int
 def _wait_for(
     processes: Sequence[subprocess.Popen[bytes]], has_come: Callable[[Path], bool], out: Path
 ) -> None:
+    end = time.monotonic() + RUN_S
     while not has_come(out) and any(process.poll() is None for process in processes):
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing was written in {RUN_S} s")
         time.sleep(0.002)
 
 
