@@ -52,7 +52,7 @@ class How:
 
 
 def dask(command: Sequence[str], cluster: LocalCluster) -> How:
-    cluster.wait_for_workers(2, timeout=60)  # one that was killed is started again
+    cluster.wait_for_workers(2, timeout=RUN_S)  # one that was killed is started again
     workers = cluster.workers.values()
     line = [*command, "--scheduler", cluster.scheduler_address]
     return How([line], lambda processes: [nanny.pid for nanny in workers if nanny.pid])
@@ -245,7 +245,9 @@ class Campaign:
 
 @contextlib.contextmanager
 def two_workers() -> Iterator[LocalCluster]:
-    """Two Dask workers, each of which is started again when it ends."""
+    """Two Dask workers, each of which is started again when it ends: by its nanny, or by the
+    cluster where that gives up, as it does when the worker is killed while it starts.
+    """
     with LocalCluster(
         n_workers=2,
         threads_per_worker=1,
@@ -253,6 +255,7 @@ def two_workers() -> Iterator[LocalCluster]:
         dashboard_address=None,
         silence_logs=60,
     ) as workers:
+        workers.adapt(minimum=2, maximum=2)
         yield workers
 
 
