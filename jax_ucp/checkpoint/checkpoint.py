@@ -279,7 +279,7 @@ class Checkpoint:
 
         Args:
             label: of the leaf, such as `param/layers.0.mlp.weight`.
-            box: where the elements lie that are wanted; unsaid, all.
+            box: where the elements lie that are wanted; by default all.
 
         Returns:
             An array of the box's shape and the stored dtype.
@@ -522,7 +522,7 @@ class Checkpoint:
 
         Args:
             target: a pytree of arrays or `jax.ShapeDtypeStruct`s, whose form and shardings the
-                result has; unsaid, the form is the checkpoint's own, and other nodes than dicts,
+                result has; by default the form is the checkpoint's own, and other nodes than dicts,
                 lists and tuples are dicts.
             mesh: for leaves that have no sharding in the target: the specs that they were saved
                 with, fitted to this mesh. `"saved"`: the devices that they were saved from.
@@ -633,14 +633,14 @@ class Checkpoint:
 
         Args:
             tx: the optax optimizer.
-            model: the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; unsaid, nested
-                dicts and lists of what is stored, which will do unless a mask of `tx` is a tree of
-                another kind.
+            model: the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; by default
+                nested dicts and lists of what is stored, which will do unless a mask of `tx` is a
+                tree of another kind.
             params: the label of the parameters in the run's tree.
             opt_state: the label of the optimizer's state.
             step: the number of updates done, for a run in which schedules count otherwise.
             step_dtype: that of `step`: int32 for an optimizer of DeepSpeed that counts in ints;
-                unsaid, float32, and int32 for Lion.
+                by default float32, and int32 for Lion.
 
         Returns:
             A checkpoint with the tree `{state: {parameter: array}}`, to be mapped by the inverse of
@@ -772,7 +772,7 @@ class Checkpoint:
                 step=0, item="model_params"`.
             variables: put each parameter in a node `value`, as Flax NNX's states are stored.
             step: the step of the run at `path` to which the result is added.
-            item: the name that it has in that step; unsaid, `default`.
+            item: the name that it has in that step; by default `default`.
 
         Returns:
             The checkpoint that was written, opened.
@@ -922,10 +922,10 @@ class Checkpoint:
             path: a folder or URL where nothing is.
             format: `safetensors` (weights, as transformers loads them), `dcp`
                 (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
-            dtype: floating parameters are cast to it, rounded to the nearest; unsaid, every bit
+            dtype: floating parameters are cast to it, rounded to the nearest; by default every bit
                 stays.
-            max_shard_bytes: of one file of safetensors; unsaid, 50 GB.
-            zero_stage: of the DeepSpeed run to be resumed; unsaid, that of the source.
+            max_shard_bytes: of one file of safetensors; by default 50 GB.
+            zero_stage: of the DeepSpeed run to be resumed; by default that of the source.
             config: the config.json of the model, of a source that has none: a dict, the file, or
                 its folder, whose tokenizer, licence and the like go along.
             adapter_config: peft's config, a dict or its file, for the factors of an adapter that

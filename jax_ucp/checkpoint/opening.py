@@ -37,7 +37,7 @@ def open(
     Args:
         path: a file or folder, local or a URL (`s3://`, `gs://`, `az://`, `https://`, `hf://`).
         sizes: lengths by name, such as `{"vocab": 50257}`: Megatron does not record the true
-            vocabulary; unsaid, the padded rows stay.
+            vocabulary; by default the padded rows stay.
         spec: how shards form parameters, for sources that do not say it: a file in the universal
             checkpoint language, or a `jax_ucp.Spec`.
         weights_only: leave the optimizer aside.
@@ -61,7 +61,7 @@ def open(
             prove whose they are. What was said is in `source` and `notes`.
         model: the one that is meant where a file or folder has several, such as a teacher and a
             student, or the items of a step of Orbax.
-        step: the one to open of the folder of a run; unsaid, the last that is finished.
+        step: the one to open of the folder of a run; by default the last that is finished.
         share_reads: of a checkpoint in a bucket one process reads the metadata, and the others of
             `jax.distributed` get them from it. All must make this call, with the same arguments;
             an error in one is raised in all, in the others with its words. Of files on a disk each

@@ -129,13 +129,13 @@ class _OptimizerGroups(click.ParamType):
             self.fail(f"{value!r} is no JSON file of lists of names: {error}", param, ctx)
 
 
-as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON, for programs.")
 budget = click.option(
     "--budget",
     type=Size(),
     default=DEFAULT_BUDGET,
     show_default="1GiB",
-    help="Memory for blocks in flight.",
+    help="How much memory the blocks that are being copied may take, such as 512MiB.",
 )
 
 
@@ -145,64 +145,76 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--on-conflict",
             type=click.Choice(["master", "copy"]),
-            help="What to take where something is stored twice.",
+            help="Where a parameter is stored as a master and as a 16-bit copy: take this one, and do"
+            " not compare them.",
         ),
         click.option(
             "--dequantize",
             type=click.Choice(["bfloat16", "float16", "float32"]),
-            help="Give quantised weights as the numbers that they stand for.",
+            help="Read quantised weights as numbers of this dtype.",
         ),
         click.option(
             "--no-dequantize",
             is_flag=True,
-            help="Keep quantised weights as the parts that are stored.",
+            help="Read quantised weights as they are stored: codes and scales.",
         ),
         click.option(
             "--optimizer-groups",
             type=_OptimizerGroups(),
             help=(
-                "Which parameters optimizer states that go by numbers belong to: module-order,"
-                " hf-decay, or lists of names."
+                "Where the optimizer's states have numbers and no names: which parameters they"
+                " belong to. module-order and hf-decay are known orders; a JSON file lists names."
             ),
         ),
         click.option(
             "--merge",
+            metavar="ADAPTER",
             multiple=True,
-            help="A folder of a LoRA adapter (peft) to merge into it; may be repeated.",
+            help="Merge this LoRA adapter (a folder that peft wrote); may be repeated.",
         ),
-        click.option("--model", help="The model that is meant, where there are several."),
-        click.option("--step", type=int, help="The step to open of a run's folder."),
-        click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
-        click.option("--spec", help="A file that says how shards form parameters."),
+        click.option("--model", metavar="NAME", help="The model to open, where there are several."),
+        click.option(
+            "--step", type=int, help="The step to open, where the path is the folder of a run."
+        ),
+        click.option("--weights-only", is_flag=True, help="Ignore the optimizer."),
+        click.option(
+            "--spec", metavar="FILE", help="A YAML file that says how shards form parameters."
+        ),
         click.option(
             "--size",
             "sizes",
             type=_NamedSize(),
             multiple=True,
-            help="A length by name; may be repeated.",
+            help="A length that the files lack, such as vocab=50257; may be repeated.",
         ),
         click.option(
             "--assume",
+            metavar="NAME",
             multiple=True,
-            help="With --mapping: a requirement of it to vouch for; may be repeated.",
+            help="With --mapping: take this requirement of the mapping as met; may be repeated.",
         ),
         click.option(
             "--config",
-            help="With --mapping: the model's config.json, where the checkpoint has none.",
+            metavar="FILE",
+            help="With --mapping: the model's config.json, if the checkpoint has none.",
         ),
         click.option(
             "--params",
+            metavar="LABEL",
             help=(
-                "With --mapping: the label of the parameters in a training run's tree, whose states"
-                " are mapped as they are."
+                "With --mapping: where the parameters are in the tree of a training run in JAX; the"
+                " optimizer's states are mapped with them."
             ),
         ),
         click.option(
-            "--inverse", is_flag=True, help="With --mapping: go back, from leaves to parameters."
+            "--inverse",
+            is_flag=True,
+            help="With --mapping: apply it backwards, from the model's leaves to parameters.",
         ),
         click.option(
             "--mapping",
-            help="See it as the leaves of a model: a mapping file, or one of the package.",
+            metavar="NAME|FILE",
+            help="Show the leaves of your model: a mapping of the package, or a YAML file.",
         ),
     ):
         command = option(command)
@@ -315,19 +327,22 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(1),
             default=1,
             show_default=True,
-            help="Processes of --mesh.",
+            help="With --mesh: how many processes share its devices.",
         ),
         click.option(
             "--rule",
             "rules",
             type=_RuleType(),
             multiple=True,
-            help="A rule for --mesh; may be repeated.",
+            help=(
+                "With --mesh: how to shard the arrays whose labels match, as 'kernel$=data,None';"
+                " may be repeated."
+            ),
         ),
         click.option(
             "--mesh",
             type=_MeshSizes(),
-            help="The mesh to restore on; its devices need not be here.",
+            help="A mesh, such as data=4,model=2; this machine need not have its devices.",
         ),
     ):
         with_mesh = option(with_mesh)

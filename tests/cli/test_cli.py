@@ -67,7 +67,7 @@ def test_inspect_has_a_row_for_each_parameter_whatever_the_order_of_its_states(t
     tree = {"exp_avg": {"w": one}, "param": {"w": one.astype(np.float16)}, "step": {"count": two}}
     ucp.Checkpoint.of(tree).save(tmp_path / "c")
     lines = [line.rstrip() for line in run("inspect", tmp_path / "c").splitlines()]
-    assert "parameter  shape   dtype    states, if others" in lines
+    assert "parameter  shape   dtype    other states" in lines
     assert "w          [3, 4]  float16" in lines
     assert "count      [2]     int32    step int32" in lines
 
