@@ -170,8 +170,9 @@ def section(name: str, work: Path) -> str:
 HEAD = f"""# Screens
 
 What the commands print on a terminal of {COLUMNS} columns, the first {MAX_LINES} lines of each, and
-how the page of `jax-ucp report` begins. All of it is made by `docs/screens.py`, and the tests
-compare it. `run` is made there: 10,000 arrays, and the same with one bit of one element flipped.
+how the page of `jax-ucp report` begins, for four checkpoints. `docs/screens.py` makes this page,
+and the tests compare it. It also makes `run`, which has 10,000 arrays in step 1000, and the same in
+step 1001 with one bit of one element flipped.
 """
 
 

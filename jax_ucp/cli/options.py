@@ -145,8 +145,8 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--on-conflict",
             type=click.Choice(["master", "copy"]),
-            help="Where a parameter is stored as a master and as a 16-bit copy: take this one, and do"
-            " not compare them.",
+            help="Where a parameter is stored as a master and as a 16-bit copy: take this one,"
+            " and do not compare them.",
         ),
         click.option(
             "--dequantize",
