@@ -184,7 +184,11 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
             ("rule", "axes", "dimension", "'e'"),
             "axes|dim|rule",
         ),
-        "a rule that is no expression": (act(mesh=mesh(), rules=[("(", P1)]), ("(", "rule"), ""),
+        "a rule that is not an expression": (
+            act(mesh=mesh(), rules=[("(", P1)]),
+            ("(", "rule"),
+            "",
+        ),
         "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ("rules", "pair"), ""),
         "one rule in place of a list": (
             act(mesh=mesh(), rules=("weight$", P1)),

@@ -111,7 +111,7 @@ def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
 def require_mesh(mesh: object, rules: Sequence[Rule], hosts: int) -> None:
     """Raises ValueError for rules or hosts without a mesh."""
     if mesh is None and (rules or hosts != 1):
-        raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
+        raise ValueError("rules= and hosts= are for a mesh: give mesh= too")
 
 
 class Checkpoint:
@@ -385,7 +385,7 @@ class Checkpoint:
             >>> ucp.open("base").merge("adapter").save("merged")  # doctest: +SKIP
         """
         if not adapters:
-            raise ValueError("merge() wants one adapter, or several")
+            raise ValueError("merge() needs at least one adapter")
         given = [opened(each) for each in adapters]
         for checkpoint in (self, *given):
             require_weights(checkpoint._contents)
@@ -791,7 +791,7 @@ class Checkpoint:
         """
         target = target_path(path)
         if item is not None and step is None:
-            raise ValueError(f"item={item!r} is of a step: give step= too")
+            raise ValueError(f"item={item!r} names an item of a step: give step= too")
         laid_out = self._laid_out(root, variables)
         plan = laid_out.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:

@@ -89,7 +89,7 @@ def convert(
     place = _place(root, variables, to_step, item)
     if share and (executor or place != _AS_IT_IS):
         raise click.UsageError(
-            "--worker is one process among others, which write TARGET as it is: give it alone"
+            "--worker goes with none of --workers, --scheduler, --root, --variables and --to-step"
         )
     checkpoint = open_checkpoint(source, **options)
     mesh_notes = report.mesh_notes(checkpoint, mesh, rules) if mesh else ()

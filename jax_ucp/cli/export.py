@@ -123,7 +123,7 @@ def export(
     _check_options(format, options, optimizer)
     target_path(target)  # refuses what is none
     if share and executor:
-        raise click.UsageError("--worker is one process among others: give it without workers")
+        raise click.UsageError("--worker goes with neither --workers nor --scheduler")
     # --inverse says what happens anyway
     of_model = require_mapping(
         mapping, others.pop("config"), others.pop("assume"), None, others.pop("inverse")
@@ -226,5 +226,5 @@ def _optimizer(name: str) -> tuple[Any, ...]:
 
     optimizer, *model = result if type(result) is tuple else (result,)
     if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:
-        raise TreeMismatch(f"{name} gives {result!r:.80}, which is no optax optimizer")
+        raise TreeMismatch(f"{name} gives {result!r:.80}, which is not an optax optimizer")
     return optimizer, *model

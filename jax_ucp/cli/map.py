@@ -83,7 +83,9 @@ def _print_draft(
     source: str, target: str | None, mapping: str | None, json_: bool, options: dict[str, Any]
 ) -> None:
     if target is None or mapping is not None or json_:
-        raise click.UsageError("--suggest goes with --target, and not with --mapping or --json")
+        raise click.UsageError(
+            "--suggest needs --target, and goes with neither --mapping nor --json"
+        )
     params = open_checkpoint(source, **options).params
     shapes = {name: param.shape for name, param in params.items()}
     click.echo(mapping_draft(shapes, target_shapes(target)), nl=False)

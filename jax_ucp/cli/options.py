@@ -38,7 +38,7 @@ class Size(click.ParamType):
         match = _SIZE.fullmatch(value.strip())
         nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
         if nbytes < 1:
-            self.fail(f"{value!r} is no size; write 512MiB or 2G", param, ctx)
+            self.fail(f"{value!r} is not a size; write 512MiB or 2G", param, ctx)
         return nbytes
 
 
@@ -50,7 +50,7 @@ class _NamedSize(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:
         name, _, number = value.partition("=")
         if not name or not re.fullmatch(r"[0-9]{1,18}", number):
-            self.fail(f"{value!r} is no size by name; write vocab=50257", param, ctx)
+            self.fail(f"{value!r} is not a name with a size; write vocab=50257", param, ctx)
         return name, int(number)
 
 
@@ -63,7 +63,7 @@ class _MeshSizes(click.ParamType):
         axes = value.split(",")
         sizes = dict(axis.split("=") for axis in axes if _AXIS.fullmatch(axis))
         if len(sizes) != len(axes):
-            self.fail(f"{value!r} is no mesh; write data=4,model=2", param, ctx)
+            self.fail(f"{value!r} is not a mesh; write data=4,model=2", param, ctx)
         return {name: int(size) for name, size in sizes.items()}
 
 
@@ -76,7 +76,7 @@ class Regex(click.ParamType):
         try:
             re.compile(value)
         except re.error as error:
-            self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
+            self.fail(f"{value!r} is not a regular expression: {error}", param, ctx)
         return value
 
 
@@ -90,7 +90,7 @@ class _RuleType(click.ParamType):
 
         pattern, equals, axes = value.rpartition("=")
         if not equals:
-            self.fail(f"{value!r} is no rule; write 'kernel$=data,None'", param, ctx)
+            self.fail(f"{value!r} is not a rule; write 'kernel$=data,None'", param, ctx)
         Regex().convert(pattern, param, ctx)
         names = [tuple(axis.split("+")) if "+" in axis else axis for axis in axes.split(",")]
         return pattern, PartitionSpec(*[None if name in ("None", "") else name for name in names])
@@ -126,7 +126,7 @@ class _OptimizerGroups(click.ParamType):
                 ctx,
             )
         except (ValueError, msgspec.MsgspecError) as error:
-            self.fail(f"{value!r} is no JSON file of lists of names: {error}", param, ctx)
+            self.fail(f"{value!r} is not a JSON file of lists of names: {error}", param, ctx)
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON, for programs.")
@@ -242,7 +242,9 @@ def open_checkpoint(
     require_mapping(mapping, config, assume, params, inverse)
     rules = load_mapping(mapping, inverse)
     if dequantize and no_dequantize:
-        raise click.UsageError("--dequantize and --no-dequantize exclude one another")
+        raise click.UsageError(
+            "--dequantize and --no-dequantize contradict each other: give one of them"
+        )
     kept = False if no_dequantize else dequantize
     options = Options.of(once("--size", sizes), **others, dequantize=kept)
     for_rules = [used.names for used in (rules, of_mapping) if used]
@@ -307,9 +309,7 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, mesh: dict[str, int] | None, rules: tuple[Rule, ...], hosts: int, **more: Any
     ) -> None:
         if mesh is None and (rules or hosts != 1):
-            raise click.UsageError(
-                "--rule and --hosts say what lies where on a mesh: give --mesh too"
-            )
+            raise click.UsageError("--rule and --hosts are for a mesh: give --mesh too")
         if mesh is None:
             command(*args, mesh=None, rules=(), **more)
             return

@@ -42,9 +42,8 @@ class _ShareType(click.ParamType):
             word, count = said, count or counted
         if not (word.isdecimal() and count.isdecimal() and int(word) < int(count)):
             self.fail(
-                f"{value!r} says no share, or none that is known here: give I/N, I from 0 to N - 1,"
-                " or auto where SLURM, Kubernetes or MPI started this process (auto/N where only N"
-                " is not known)",
+                f"{value!r} is not a share: give I/N with I from 0 to N - 1, or auto if SLURM or"
+                " MPI started this process (auto/N for an indexed job of Kubernetes)",
                 param,
                 ctx,
             )
@@ -105,9 +104,7 @@ def worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, workers: int | None, scheduler: str | None, **options: Any
     ) -> Any:
         if workers and scheduler:
-            raise click.UsageError(
-                "--workers are processes of this machine, and --scheduler has its own: give one"
-            )
+            raise click.UsageError("--workers and --scheduler exclude each other: give one of them")
         with _executor(workers, scheduler) as executor:
             return command(*args, executor=executor, **options)
 

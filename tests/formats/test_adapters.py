@@ -264,7 +264,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
     "no prefix": (lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}), "no tensor of"),
     "other method": (
         lambda a: a.update({f"{Q}.lora_E": a[f"{Q}.lora_A.weight"]}),
-        "lora_E is no tensor of a LoRA adapter",
+        "lora_E is not a tensor of a LoRA adapter",
     ),
     "magnitude": (
         lambda a: a.update({f"{Q}.lora_magnitude_vector": np.ones(16, np.float32)}),
@@ -353,7 +353,7 @@ def test_what_is_no_base_or_no_adapter_is_refused() -> None:
     mapped = base_of("lora").map("hf-llama-to-tunix", assume=["rope_theta"])
     with pytest.raises(LayoutError, match="before it is mapped"):
         mapped.merge(adapter)
-    with pytest.raises(ValueError, match="wants one adapter"):
+    with pytest.raises(ValueError, match="needs at least one adapter"):
         base_of("lora").merge()
 
 

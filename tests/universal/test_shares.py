@@ -283,7 +283,7 @@ def test_a_worker_that_is_none_is_a_usage_error(share, tmp_path):
     unclear = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "x"}
     done = CliRunner().invoke(main, ["convert", "a", "b", "--worker", share], env=unclear)
     assert done.exit_code == 2
-    assert "says no share" in done.output
+    assert "is not a share" in done.output
 
 
 def test_a_ledger_of_a_share_is_found_as_an_unfinished_conversion(tmp_path):
