@@ -66,7 +66,7 @@ class Page:
         target = local_path(path)
         if target.exists() and not _is_page(target):
             raise FileExistsError(
-                f"{target} is there, and no page of a report: it is left as it is"
+                f"{target} exists and is not the page of a report: it is left as it is"
             )
         LocalFiles(target.parent).write(target.name, [self.html.encode()], durable=True)
 
@@ -243,7 +243,7 @@ def _verdict(
         "What it is",
         f'<div class="verdict{bad}">{said}</div>{_facts(head_lines(about))}'
         + "".join(f"<p>note: {_text(note)}</p>" for note in about["notes"])
-        + _folded("To be looked at", ("array", "what"), flagged),
+        + _folded("Please check", ("array", "what"), flagged),
     )
 
 
@@ -252,9 +252,9 @@ def _remarks(
 ) -> Iterator[str]:
     """What people should know first, beside faults."""
     if flagged:
-        yield f"{flagged} of {arrays} arrays are to be looked at."
+        yield f"{flagged} of {arrays} arrays should be checked."
     if about["items"]["skipped"]:
-        yield f"{about['items']['skipped']} stored items are in no array, see Provenance."
+        yield f"{about['items']['skipped']} stored items are not in any array, see Provenance."
     if difference is not None:
         same = "equal to" if difference.same else "not equal to"
         yield f"It is {same} the other checkpoint."
@@ -263,17 +263,17 @@ def _remarks(
 def _reading(found: Findings) -> str:
     """What of the elements this page rests on."""
     if found.statistics is None:
-        return "No element was read: this is what its metadata say."
+        return "No array was read: this page is made of metadata only."
     read = [each for each in found.statistics.values() if not each.unread]
     sampled = [each for each in read if each.seen < each.elements]
     unread = len(found.statistics) - len(read)
     text = f"{len(read) - len(sampled)} arrays were read whole"
     if sampled:
         share = sum(each.seen for each in sampled) / sum(each.elements for each in sampled)
-        text += f", of {len(sampled)} large ones a sample of {share:.2%}, evenly spread"
+        text += f", and an evenly spread sample of {share:.2%} of {len(sampled)} large ones"
     if unread:
         text += f"; {unread} could not be read"
-    return f"{text}. What is stored twice of them was compared, by a sample."
+    return f"{text}. A sample of what is stored twice was compared."
 
 
 # Meshes, differences, provenance.
@@ -320,7 +320,7 @@ def _mesh_sections(mesh: Report | None) -> Iterator[str]:
         _facts(facts)
         + "".join(f"<p>note: {_text(note)}</p>" for note in mesh["notes"])
         + _table("What hosts read", ("host", "to read", "needed", "read / needed", "files"), hosts)
-        + _folded("What is given up", ("array", "shape", "spec", "why"), given_up)
+        + _folded("Specs that do not fit the mesh", ("array", "shape", "spec", "why"), given_up)
         + "<details><summary>What a device holds of each array</summary>"
         + _folded("By array", ("array", "shape", "spec", "on each device", "bytes"), placed)
         + "</details>",
@@ -338,10 +338,10 @@ def _difference_sections(about: Report, found: Findings) -> Iterator[str]:
     compared = "names, shapes and dtypes" if difference.headers_only else "all elements"
     yield _section(
         "difference",
-        "Beside the other",
+        "Compared with the other",
         f"<p>{difference.equal} arrays and values are equal in {compared}.</p>"
         + _table("Two checkpoints", ("", about["path"], other["path"]), rows)
-        + _folded("What they say", ("of", "this", "other"), told(difference))
+        + _folded("Settings that differ", ("setting", "this", "other"), told(difference))
         + _folded("What differs", ("leaf", "what", "this", "other"), changes(difference))
         + ('<div id="changes"></div>' if difference.values else ""),
     )
@@ -355,7 +355,7 @@ def _provenance(checkpoint: Checkpoint, about: Report) -> str:
         "Provenance",
         _facts([("format", about["format"]), ("written by", about["writer"]), *source])
         + _table(
-            "Stored, and in no array",
+            "Stored, but not in any array",
             SKIPPED,
             skipped_reasons(inventory_of(checkpoint)),
         )

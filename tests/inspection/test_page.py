@@ -92,7 +92,7 @@ def test_a_page_of_headers_reads_no_array_and_says_so():
     checkpoint._reads.read = lambda leaf, box=None: reads.append(leaf)
     page = checkpoint.report(headers=True)
     assert not reads
-    assert "No element was read" in page.html
+    assert "No array was read" in page.html
     assert "norm" not in data_of(page.html)["arrays"]
 
 
@@ -106,7 +106,7 @@ def test_what_is_not_finite_and_dead_rows_of_parameters_are_flagged(tmp_path):
     }
     page = ucp.Checkpoint.of(tree).report()
     assert "1 NaN, 1 infinite, 1 of 4 rows are zeros" in page.html
-    assert "1 of 3 arrays are to be looked at" in page.html
+    assert "1 of 3 arrays should be checked" in page.html
 
 
 def test_an_array_whose_bytes_are_wrong_is_a_fault_on_the_page_and_in_the_exit_code(tmp_path):
