@@ -402,7 +402,7 @@ def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         "with two slashes": (lambda root: at(root).replace("/", "//", 2), r"."),
         "of the folder above": (
             lambda root: str((root / entry).parent),
-            r"open|known|step|holds|no checkpoint|item",
+            r"open|known|step|holds|(no|not a) checkpoint|item",
         ),
         "of a name that is not there": (lambda root: at(root) + "x", r"exist"),
         "with a space at its end": (lambda root: at(root) + " ", r"exist"),

@@ -151,7 +151,7 @@ def test_a_size_that_is_no_number_of_rows_is_refused(text, message):
         ("shards:\n- {param: a, pattern: unique, wen: x}", "no field 'wen'"),
         ("shards:\n- {param: a, pattern: unique, when: a or b}", "when should be a name"),
         ("shards:\n- {param: 'a{', pattern: unique}", "a brace"),
-        ("shards:\n- {param: '{0}', pattern: unique}", "no placeholder"),
+        ("shards:\n- {param: '{0}', pattern: unique}", "not a placeholder"),
         ("shards: 3", "should be a list"),
         ("sizes: [a]", "should be a mapping"),
         ("sizes: {a: b c}", "sizes: a: "),

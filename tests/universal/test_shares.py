@@ -166,7 +166,7 @@ def test_a_share_begins_while_another_makes_the_ledger(tmp_path, monkeypatch):
     memory({"param": {"w": np.ones(3)}}).save_share(tmp_path / "x", (0, 1))
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "notes.__lock").write_text("mine")
-    with pytest.raises(FileExistsError, match="no unfinished copy"):
+    with pytest.raises(FileExistsError, match="not those of an unfinished copy"):
         require_target(contents, file_path(tmp_path / "y"))
 
 

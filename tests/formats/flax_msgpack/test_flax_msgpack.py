@@ -305,11 +305,11 @@ T5X_FAULTS = {
     "another dtype": (lambda tree: _spec(tree).update(dtype="bfloat16"), "they are of two saves"),
     "a path that leads out": (
         lambda tree: _spec(tree)["kvstore"].update(path="../x"),
-        "no name of a file",
+        "not a name of a file",
     ),
     "an absolute path": (
         lambda tree: _spec(tree)["kvstore"].update(path="/etc"),
-        "no name of a file",
+        "not a name of a file",
     ),
     "another driver": (
         lambda tree: _spec(tree).update(driver="n5"),

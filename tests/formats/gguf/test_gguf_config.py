@@ -90,7 +90,7 @@ def test_other_factors_are_refused_where_a_mapping_would_leave_them_out(tmp_path
         ("mamba", {}, "'mamba' says nothing here"),
         ("llama", {"logit_scale": ("f32", 2.0)}, "'logit_scale' is not known here"),
         ("llama", {"attention__sliding_window": ("u32", 8)}, "'attention.sliding_window' is not"),
-        ("llama", {"attention__head_count": (["u32"], [2, 4])}, "no number that holds for all"),
+        ("llama", {"attention__head_count": (["u32"], [2, 4])}, "not a number that holds for all"),
         ("llama", {"attention__head_count": None}, "attention.head_count is not a length"),
         ("llama", {"block_count": ("i32", -1)}, "block_count is not a length"),
         ("llama", {"attention__value_length": ("u32", 8)}, "differ in length"),
