@@ -31,7 +31,7 @@ PAGE = DOCS / "screens.md"
 COLUMNS = 80
 MAX_LINES = 40  # of one screen
 SIZE = {"width": 1000, "height": 2200}  # of a picture, in pixels
-COLORS = 64
+COLORS = 256
 STYLE_CODES = re.compile(r"\x1b\[[0-9;]*m")
 MESH = "--mesh data=2,model=2 --rule 'weight$=data,model'"
 LAYERS = 303
@@ -205,7 +205,9 @@ def take_pictures(folder: Path) -> list[Path]:
             page.wait_for_selector("html[data-ready]")
             page.screenshot(path=picture)
             page.close()
-            Image.open(picture).convert("RGB").quantize(COLORS).save(picture, optimize=True)
+            Image.open(picture).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(
+                picture, optimize=True
+            )
         browser.close()
     return pictures
 

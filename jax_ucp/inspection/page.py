@@ -30,6 +30,7 @@ from jax_ucp.inspection.words import (
     SKIPPED,
     changes,
     head_lines,
+    several,
     size,
     skipped_reasons,
     spec_words,
@@ -254,7 +255,8 @@ def _remarks(
     if flagged:
         yield f"{flagged} of {arrays} arrays should be checked."
     if about["items"]["skipped"]:
-        yield f"{about['items']['skipped']} stored items are not in any array, see Provenance."
+        skipped = several(about["items"]["skipped"], "stored item")
+        yield f"Not in any array: {skipped}, see Provenance."
     if difference is not None:
         same = "equal to" if difference.same else "not equal to"
         yield f"It is {same} the other checkpoint."
@@ -267,13 +269,13 @@ def _reading(found: Findings) -> str:
     read = [each for each in found.statistics.values() if not each.unread]
     sampled = [each for each in read if each.seen < each.elements]
     unread = len(found.statistics) - len(read)
-    text = f"{len(read) - len(sampled)} arrays were read whole"
+    text = f"Read whole: {several(len(read) - len(sampled), 'array')}"
     if sampled:
         share = sum(each.seen for each in sampled) / sum(each.elements for each in sampled)
         text += f", and an evenly spread sample of {share:.2%} of {len(sampled)} large ones"
     if unread:
         text += f"; {unread} could not be read"
-    return f"{text}. A sample of what is stored twice was compared."
+    return f"{text}. Where an array is stored twice, a sample of the copies was compared."
 
 
 # Meshes, differences, provenance.
@@ -331,7 +333,7 @@ def _difference_sections(about: Report, found: Findings) -> Iterator[str]:
     if found.difference is None or found.other is None:
         return
     other = head(found.other, pieces_of(found.other))
-    both = dict(head_lines(about)), dict(head_lines(other))
+    both = _by_heading(head_lines(about)), _by_heading(head_lines(other))
     names = dict.fromkeys(name for side in both for name in side)
     rows = [(name, *(side.get(name, "") for side in both)) for name in names]
     difference = found.difference
@@ -347,8 +349,16 @@ def _difference_sections(about: Report, found: Findings) -> Iterator[str]:
     )
 
 
+def _by_heading(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Lines by their headings; those with one heading, such as groups, are joined."""
+    texts: dict[str, list[str]] = {}
+    for heading, text in lines:
+        texts.setdefault(heading, []).append(text)
+    return {heading: "; ".join(each) for heading, each in texts.items()}
+
+
 def _provenance(checkpoint: Checkpoint, about: Report) -> str:
-    source = [(name, json.dumps(value)) for name, value in about["source"].items()]
+    source = [(f"source, {name}", json.dumps(value)) for name, value in about["source"].items()]
     extras = [(name, _short(json.dumps(value))) for name, value in checkpoint.extras.items()]
     return _section(
         "provenance",

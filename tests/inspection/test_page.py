@@ -142,6 +142,13 @@ def test_a_page_against_another_says_what_differs():
     assert first.report(against=first).html.count("It is equal to the other checkpoint") == 1
 
 
+def test_a_page_against_another_has_every_group_of_both():
+    first, second = (ucp.open(DATA / "deepspeed" / case) for case in ("z3_bf16_dp2", "z2_bf16_dp3"))
+    html = first.report(against=second, headers=True).html
+    table = html.partition("<caption>Two checkpoints</caption>")[2].partition("</table>")[0]
+    assert "of 11: weight_decay 0.1; of 20: weight_decay 0.0" in table
+
+
 def test_a_page_for_a_mesh_says_what_lies_where_and_what_is_given_up():
     rules = [("head.weight$", ("data", "model")), (".*", ())]
     from jax.sharding import PartitionSpec

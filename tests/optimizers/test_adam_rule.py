@@ -64,7 +64,7 @@ def test_what_sums_otherwise_is_told(name):
     tx, moment, params = OTHERS[name]
     (fault,) = rule_faults(tx, PARAMS)
     assert fault.startswith(f"{params}: ")
-    assert f"no {moment} of Adam" in fault
+    assert f"not the {moment} of Adam" in fault
 
 
 def test_adams_moments_do_not_load_into_yogi_unless_they_are_meant_to():
