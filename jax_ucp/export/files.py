@@ -244,7 +244,7 @@ def require_written(folder: Files, files: Sequence[File], beside: Collection[str
                 f"{file.name} has {found.size} bytes, not the {file.size} that were written"
             )
     others = {file.name for file in folder.walk()}.difference(names, beside)
-    faults = [*missing, *(f"{name} is no file of this export" for name in others), *resized]
+    faults = [*missing, *(f"{name} is not a file of this export" for name in others), *resized]
     if faults:
         lines = fault_lines(faults, FAULTS_SHOWN)
         raise CorruptData(
