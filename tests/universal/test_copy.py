@@ -426,9 +426,7 @@ def test_an_unfinished_copy_of_another_part_of_a_run_is_not_taken_up(tmp_path):
 
     def shares_of(name: str, index: int):
         view = run.weights(name)
-        return view.save_share(out, (index, 2)), view.export_share(
-            whole, "safetensors", (index, 2)
-        )
+        return view.save_share(out, (index, 2)), view.export_share(whole, "safetensors", (index, 2))
 
     assert shares_of("params", 0) == (None, None)
     for view in (run.weights("ema"), run.weights("ema").weights("param")):
@@ -437,7 +435,8 @@ def test_an_unfinished_copy_of_another_part_of_a_run_is_not_taken_up(tmp_path):
         with pytest.raises(FormatError, match="another source or spec"):
             view.export_share(whole, "safetensors", (1, 2))
     for result in shares_of("params", 1):
-        assert (result.read("param/a") == rows).all() and (result.read("param/b") == rows).all()
+        assert (result.read("param/a") == rows).all()
+        assert (result.read("param/b") == rows).all()
 
 
 def test_what_a_spec_says_is_the_same_in_every_process():
