@@ -9,8 +9,10 @@ done of it, and `ucp.process_I.json` that a share is complete.
 from __future__ import annotations
 
 import collections
+import fcntl
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -154,6 +156,11 @@ def copy_share(
         shared_out(contents, HERE, "", ours) as coordinator,
         closing(Ledger(target, identity, share.ledger)) as ledger,
     ):
+        if not ledger.resumed and _is_result(target, identity):
+            # committed and cleared away a moment ago: nothing of it is written again
+            ledger.remove()
+            _clear(files, share.count)
+            return True
         store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
         with proved(coordinator.opened.proofs):
             copy_part(parts[share.index], plan, store, ledger, progress, coordinator)
@@ -171,16 +178,36 @@ def copy_share(
 def _commit(
     contents: Contents, plan: CopyPlan, target: FilePath, count: int, identity: str
 ) -> None:
-    """Make the directory a checkpoint. Several processes may do it at once: they write the same."""
+    """Make the directory a checkpoint, unless another process does it meanwhile."""
     files = target.folder()
-    files.write(CONVERSION_FILE, [conversion_note(identity)], durable=True)
     try:
-        store = ZarrStore(files, plan.arrays, plan.chunks)
-        commit_copy(contents, plan, range(count)).write(store)
-    except CorruptData:
+        with _alone(target):
+            if not _is_result(target, identity):
+                files.write(CONVERSION_FILE, [conversion_note(identity)], durable=True)
+                store = ZarrStore(files, plan.arrays, plan.chunks)
+                commit_copy(contents, plan, range(count)).write(store)
+    except (CorruptData, FileNotFoundError):
         if not _is_result(target, identity):
             raise  # else another has committed it, and cleared away what was to be read
     _clear(files, count)
+
+
+@contextmanager
+def _alone(target: FilePath) -> Iterator[None]:
+    """Keep other processes from committing. In a bucket they may: its objects are whole, and the
+    same whoever writes them.
+
+    Raises FileNotFoundError where another has cleared away the ledger.
+    """
+    if target.files.is_remote:
+        yield
+        return
+    handle = os.open(str(target / LEDGER_FILE), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _are_written(files: Files, count: int) -> bool:
