@@ -65,7 +65,7 @@ def diff(
     for FIRST.
     """
     one, other = open_checkpoint(first, **source), jax_ucp.open(second)
-    with progress("comparing", 0 if headers else one.nbytes) as advance:
+    with progress("comparing", 0 if headers else one.nbytes) as meter:
         found = jax_ucp.diff(
             one,
             other,
@@ -73,7 +73,7 @@ def diff(
             only=only,
             headers=headers,
             budget_bytes=budget,
-            progress=advance,
+            progress=meter.advance,
         )
     if json_:
         print_json({"first": one.path, "second": other.path, "same": found.same, **asdict(found)})

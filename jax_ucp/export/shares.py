@@ -81,9 +81,10 @@ def export_share(
     target: Path,
     share: Share,
     progress: Callable[[int], None] = lambda nbytes: None,
+    begin: Callable[[int], None] = lambda nbytes: None,
 ) -> bool:
     """Do a share of an export, and make the folder where all others are done. Whether `target` is
-    there now.
+    there now. `begin` hears of the share's bytes before `progress` hears of any.
 
     Each process has the same files. A share that was stopped is taken up by the same call; one that
     is complete is looked at, and left as it is. A check is of the share that has the first run of
@@ -99,17 +100,19 @@ def export_share(
         shares = list(shared_evenly([[task] for task in tasks], share.count))
         for task, index in zip(tasks, shares, strict=True):
             owners.setdefault(task.tensor.key, index)
+        ours = [task for task, index in zip(tasks, shares, strict=True) if index == share.index]
         work = _Work(
             coordinator,
             target,
             files,
-            [task for task, index in zip(tasks, shares, strict=True) if index == share.index],
+            ours,
             share,
             _identity(contents, files, tasks, share.count),
         )
         if not work.is_result():
             require_outside(file_path(target), contents)
             check_free(file_path(target))
+            begin(sum(task.nbytes for task in ours))
             try:
                 work.do(budget_bytes, progress)
             except (FileExistsError, FileNotFoundError):

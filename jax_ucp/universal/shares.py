@@ -132,9 +132,10 @@ def copy_share(
     target: FilePath,
     share: Share,
     progress: Callable[[Block], None] = lambda block: None,
+    begin: Callable[[int], None] = lambda nbytes: None,
 ) -> bool:
     """Do a share of a copy, and commit it where all others are done. Whether `target` is now a
-    checkpoint.
+    checkpoint. `begin` hears of the share's bytes before `progress` hears of a block.
 
     Each process has the same plan. A share that was stopped is taken up by the same call; one that
     is complete is looked at, and left as it is. A check is of the share that has the first block of
@@ -162,6 +163,7 @@ def copy_share(
             _clear(files, share.count)
             return True
         store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
+        begin(parts[share.index].nbytes)
         with proved(coordinator.opened.proofs):
             copy_part(parts[share.index], plan, store, ledger, progress, coordinator)
         contents.files.require_unchanged()
@@ -261,9 +263,8 @@ def _owners(parts: Sequence[Part]) -> dict[str, int]:
     """By array the first share that has a block of it."""
     owners: dict[str, int] = {}
     for share, part in enumerate(parts):
-        for blocks in (*(blocks for _, blocks in part.packs), part.alone):
-            for block in blocks:
-                owners.setdefault(block.key, share)
+        for block in part.blocks:
+            owners.setdefault(block.key, share)
     return owners
 
 
