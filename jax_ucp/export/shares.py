@@ -21,13 +21,15 @@ from pathlib import Path
 
 import msgspec
 
-from jax_ucp.errors import CorruptData
+from jax_ucp.errors import CorruptData, fault_lines
 from jax_ucp.export.atomic_folder import being_written, check_free, partial_folder, put_in_place
 from jax_ucp.export.files import (
+    FAULTS_SHOWN,
     File,
     TensorTask,
     complete_files,
     create,
+    lost,
     require_written,
     tensor_tasks,
 )
@@ -155,9 +157,19 @@ class _Work:
         self._local = LocalFiles(self._folder)
 
     def is_result(self) -> bool:
-        """Whether the target is what this export makes."""
-        found = read_file(LocalFiles(self._target), CONVERSION_FILE)
-        return found == conversion_note(self._identity)
+        """Whether the target is what this export makes. Raises CorruptData where it was, and files
+        of it are lost since.
+        """
+        target = LocalFiles(self._target)
+        if read_file(target, CONVERSION_FILE) != conversion_note(self._identity):
+            return False
+        if faults := lost(target, self._files):
+            lines = fault_lines(faults, FAULTS_SHOWN)
+            raise CorruptData(
+                f"{self._target} was made by this export, and is not whole any more:\n  {lines}\n"
+                "Delete it, and run all shares again."
+            )
+        return True
 
     def do(self, budget_bytes: int, progress: Callable[[int], None]) -> None:
         with self._joined() as lock:
