@@ -142,6 +142,32 @@ def test_another_number_of_shares_or_another_source_is_refused(tmp_path):
             source.save_share(out, how)
 
 
+@pytest.mark.parametrize("do", ["save_share", "export_share"])
+def test_a_machine_that_cuts_otherwise_is_refused_and_one_that_cuts_alike_is_not(
+    do, tmp_path, monkeypatch
+):
+    """Blocks are cut for as many as are in memory at once, at most for eight processors."""
+    monkeypatch.setattr("jax_ucp.export.files.TASK_BYTES", 1 << 18)
+    w = np.arange(1 << 18, dtype=np.float32).reshape(512, 512)
+    memory({"param": {"w": w, "v": -w}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+
+    def share(index: int, processors: int):
+        monkeypatch.setattr(os, "cpu_count", lambda: processors)
+        format = ["safetensors"] * (do == "export_share")
+        return getattr(source, do)(out, *format, (index, 2), budget_bytes=4 << 20)
+
+    assert share(0, 2) is None
+    with pytest.raises(FormatError, match="another number of processors"):
+        share(1, 8)
+    assert share(1, 2) is not None
+    shutil.rmtree(out)
+    assert share(0, 8) is None
+    made = share(1, 64)
+    assert (made.read("param/w") == w).all()
+    assert (made.read("param/v") == -w).all()
+
+
 def test_one_share_has_one_process_at_a_time(tmp_path):
     memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
     source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
