@@ -107,6 +107,15 @@ def test_damage_in_a_pack_is_told_of_the_array_that_has_it(tmp_path):
         ucp.open(f"counted://{tmp_path}/saved").restore()
 
 
+def test_damage_beside_the_arrays_is_found_while_they_are_converted(tmp_path):
+    saved(tmp_path / "saved", (None, None))
+    file = tmp_path / "saved" / "w1" / "zarr.json"
+    file.write_bytes(file.read_bytes().replace(b"1024", b"1042"))
+    with counted(), pytest.raises(CorruptData, match=r"w1/zarr.json is damaged"):
+        ucp.open(f"counted://{tmp_path}/saved").save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
 def stored(root: Path, chunks: Chunks, array: np.ndarray) -> Path:
     """A checkpoint of the array, cut so."""
     save._writers.cache_clear()
