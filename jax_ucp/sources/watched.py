@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -26,24 +26,36 @@ class Watched(ArraySource):
     def __init__(self) -> None:
         self._looks: dict[str, dict[Look, int]] = {}
 
-    @contextmanager
-    def watch(self, key: str, look: Look) -> Iterator[None]:
+    def watch(self, key: str, look: Look) -> AbstractContextManager[None]:
         """While this lasts, `look` is called with all boxes of an array that are read, and their
         elements; once for each read, also if it watches several times.
         """
-        looks = self._looks.get(key, {})
-        self._looks[key] = looks | {look: looks.get(look, 0) + 1}
-        try:
-            yield
-        finally:
-            left = self._looks.pop(key)
-            left = {other: count - (other == look) for other, count in left.items()}
-            if left := {other: count for other, count in left.items() if count}:
-                self._looks[key] = left
+        return _Watching(self._looks, key, look)
 
     def _show(self, key: str, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
         for look in self._looks.get(key, ()):
             look(boxes, arrays)
+
+
+class _Watching(AbstractContextManager[None]):
+    """A look that is one of `looks` while this lasts. Each array among a million has one, which a
+    generator would make dearer.
+    """
+
+    __slots__ = ("_key", "_look", "_looks")
+
+    def __init__(self, looks: dict[str, dict[Look, int]], key: str, look: Look):
+        self._looks, self._key, self._look = looks, key, look
+
+    def __enter__(self) -> None:
+        looks = self._looks.get(self._key, {})
+        self._looks[self._key] = looks | {self._look: looks.get(self._look, 0) + 1}
+
+    def __exit__(self, *error: object) -> None:
+        looks = self._looks.pop(self._key)
+        left = {look: count - (look == self._look) for look, count in looks.items()}
+        if left := {look: count for look, count in left.items() if count}:
+            self._looks[self._key] = left
 
 
 Source = TypeVar("Source", bound=Watched)
