@@ -138,6 +138,8 @@ def _dask(address: str) -> Iterator[Executor]:
             f"no Dask scheduler answers at {address}: {type(error).__name__}: {error}"
         ) from None
     with client:
+        if not client.scheduler_info(n_workers=1)["workers"]:
+            click.echo(f"{address} has no worker yet: waiting for the first", err=True)
         # each task is run, also where Dask has the result of one that looks the same
         yield client.get_executor(pure=False)
 

@@ -12,6 +12,7 @@ RUN_CONFIG = "run_config.yaml"  # of Megatron-Bridge
 
 LEFT = "of the optimizer, which was to be left aside (weights_only)"
 LAYOUT = "describes the layout of the flat buffers, which whole parameters do not need"
+GAP = "a gap between tensors in a flat buffer, which holds what was in memory"
 BUFFER = "a buffer of the model"
 OTHER_FILE = "a file beside those of the checkpoint, which is not read"
 STEP = "how often the optimizer stepped"
