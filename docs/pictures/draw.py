@@ -88,7 +88,10 @@ def zero() -> str:
     y = 30 + 60 * len(flat)
     parts.append(
         text(
-            70, y, "A colour that goes on in the next row is a parameter that two ranks hold.", "q"
+            70,
+            y,
+            "A colour that continues in the next row is one parameter on two ranks.",
+            "q",
         )
     )
     return picture(730, y + 15, "Parameters in the flat partitions of ZeRO-1, rank by rank.", parts)

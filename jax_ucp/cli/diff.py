@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -36,15 +37,17 @@ from jax_ucp.inspection.words import changes, several, told
 @click.command()
 @click.argument("first")
 @click.argument("second")
-@click.option("--headers", is_flag=True, help="Compare names, shapes and dtypes, and no elements.")
-@click.option("--only", type=Regex(), help="Leaves whose labels match, as SECOND has them.")
+@click.option(
+    "--headers", is_flag=True, help="Compare names, shapes and dtypes only; no array is read."
+)
+@click.option("--only", type=Regex(), help="Compare only leaves whose labels in SECOND match.")
 @click.option(
     "--rename",
     type=Renames(),
     multiple=True,
-    help="What labels of FIRST begin with, and those of SECOND; may be repeated.",
+    help="Labels that begin with FIRST in the one begin with SECOND in the other; may be repeated.",
 )
-@click.option("--all", "all_", is_flag=True, help="Print every leaf that differs, none folded.")
+@click.option("--all", "all_", is_flag=True, help="Print one line for every leaf that differs.")
 @source_options
 @budget
 @as_json
@@ -59,13 +62,13 @@ def diff(
     json_: bool,
     **source: Any,
 ) -> None:
-    """What differs between the checkpoints FIRST and SECOND, of any formats.
+    """Show what differs between the checkpoints FIRST and SECOND, of any formats.
 
-    Exit code 1 where anything does. Options that say how a checkpoint is opened, and --mapping, are
-    for FIRST.
+    Exit code 1 if anything differs. --mapping, and options that say how to open a checkpoint, apply
+    to FIRST.
     """
     one, other = open_checkpoint(first, **source), jax_ucp.open(second)
-    with progress("comparing", 0 if headers else one.nbytes) as advance:
+    with progress("comparing", 0 if headers else one.nbytes) as meter:
         found = jax_ucp.diff(
             one,
             other,
@@ -73,7 +76,7 @@ def diff(
             only=only,
             headers=headers,
             budget_bytes=budget,
-            progress=advance,
+            progress=meter.advance,
         )
     if json_:
         print_json({"first": one.path, "second": other.path, "same": found.same, **asdict(found)})
@@ -124,6 +127,7 @@ def _values_table(title: str, values: Sequence[Values], all_: bool) -> TextTable
 def _values_row(name: str, alike: Sequence[Values]) -> tuple[str, ...]:
     finite = not any(any(each.not_finite) for each in alike)
     counts = [sum(each.not_finite[side] for each in alike) for side in (0, 1)]
+    cosines = [each.cosine for each in alike if not math.isnan(each.cosine)]
     notes = [f"x{len(alike)}"] * (len(alike) > 1)
     notes += ["rounded"] * all(each.rounded for each in alike)
     return (
@@ -131,7 +135,7 @@ def _values_row(name: str, alike: Sequence[Values]) -> tuple[str, ...]:
         f"{max(each.share for each in alike):.3%}",
         f"{max(each.largest for each in alike):.3g}",
         f"{max(each.relative for each in alike):.3g}",
-        f"{min(each.cosine for each in alike):.6f}",
+        f"{min(cosines):.6f}" if cosines else "undefined",
         "" if finite else f"{counts[0]} -> {counts[1]}",
         ", ".join(notes),
     )

@@ -1,6 +1,7 @@
 """An export by processes that know nothing of one another."""
 
 import fcntl
+import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,23 @@ def test_who_waited_while_another_made_the_folder_leaves_it_as_it_is(source, tmp
     monkeypatch.setattr(fcntl, "flock", waited)
     assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
     assert written(out) == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("loss", [Path.unlink, lambda path: os.truncate(path, 9)])
+def test_a_folder_that_has_lost_files_is_not_what_the_export_made(loss, tmp_path):
+    """It says that it is; what lies beside is others'."""
+    tree = {"v": np.ones((64, 64)), "w": np.ones((64, 64))}
+    memory({"param": tree, "exp_avg": tree}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    for index in range(2):
+        made = source.export_share(out, "deepspeed", (index, 2))
+    assert made is not None
+    (out / "README.md").write_text("mine")
+    assert source.export_share(out, "deepspeed", (0, 2)) is not None
+    loss(next(out.rglob("exp_avg.pt")))
+    for index in range(2):
+        with pytest.raises(CorruptData, match=r"is not whole any more:\n  .*exp_avg\.pt"):
+            source.export_share(out, "deepspeed", (index, 2))
 
 
 def test_one_share_has_one_process_at_a_time(source, tmp_path):

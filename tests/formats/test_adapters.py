@@ -261,10 +261,13 @@ FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
         lambda a: a.update({k.replace("layers.0", "layers.7"): v for k, v in a.items()}),
         "the base has no model.layers.7.*it has model.layers.1",
     ),
-    "no prefix": (lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}), "no tensor of"),
+    "no prefix": (
+        lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}),
+        "not a tensor of",
+    ),
     "other method": (
         lambda a: a.update({f"{Q}.lora_E": a[f"{Q}.lora_A.weight"]}),
-        "lora_E is no tensor of a LoRA adapter",
+        "lora_E is not a tensor of a LoRA adapter",
     ),
     "magnitude": (
         lambda a: a.update({f"{Q}.lora_magnitude_vector": np.ones(16, np.float32)}),
@@ -353,7 +356,7 @@ def test_what_is_no_base_or_no_adapter_is_refused() -> None:
     mapped = base_of("lora").map("hf-llama-to-tunix", assume=["rope_theta"])
     with pytest.raises(LayoutError, match="before it is mapped"):
         mapped.merge(adapter)
-    with pytest.raises(ValueError, match="wants one adapter"):
+    with pytest.raises(ValueError, match="needs at least one adapter"):
         base_of("lora").merge()
 
 
@@ -429,7 +432,7 @@ def test_factors_trained_in_jax_become_a_folder_of_peft_with_a_config(tmp_path: 
     said = json.loads(config.read_text())
     with pytest.raises(FormatError, match="has rank 8, and its factors have 4"):
         back.plan_export("safetensors", adapter_config=said | {"r": 8})
-    with pytest.raises(TreeMismatch, match="no parameter of an adapter"):
+    with pytest.raises(TreeMismatch, match="not a parameter of an adapter"):
         base_of("lora").plan_export("safetensors", adapter_config=said)
     with pytest.raises(ValueError, match="adapter_config is for safetensors"):
         back.plan_export("dcp", adapter_config=said)

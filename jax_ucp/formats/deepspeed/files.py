@@ -510,7 +510,7 @@ def _as_rank(dp: int, stored: Stored, run: _Run) -> Rank:
         raise FormatError(
             f"{path} has neither the masters and base_optimizer_state of ZeRO-1 and 2 nor the"
             f" fp32_flat_groups of ZeRO-3, but {', '.join(map(str, state)) or 'nothing'}: another"
-            " optimizer wrapper wrote it, which is not read, or it is no optimizer file"
+            " optimizer wrapper wrote it, which is not read, or it is not an optimizer file"
         )
     _check_stage(path, state, run)
     world = run.world
