@@ -529,7 +529,8 @@ def _as_rank(dp: int, stored: Stored, run: _Run) -> Rank:
 def _check_saved_as(files: Iterable[Stored]) -> None:
     """Raise FormatError where torch.save wrote a file under the name of another rank's.
 
-    Nothing else says whose ZeRO-3's partitions and frozen fragments are, nor experts' moments.
+    Nothing else says whose ZeRO-3's partitions and frozen fragments are, which tensor-parallel rank
+    files without ZeRO are of, nor whose experts' moments they have.
     """
     for stored in files:
         written = f"{stored.file.saved_as}.pt"
