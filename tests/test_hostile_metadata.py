@@ -154,6 +154,16 @@ def test_ours_is_refused_where_it_says_what_no_writer_says(ours, change):
         everything(resealed(ours, change))
 
 
+@pytest.mark.parametrize("changes", [{"dtype": "int32"}, {"shape": [3, 2]}], ids=str)
+def test_ours_is_not_sound_where_it_says_another_dtype_or_shape_of_the_same_bytes(ours, changes):
+    """Every checksum of the array is that of its bytes, and right."""
+    resealed(ours, at("a", **changes))
+    shape = changes.get("shape", [2, 3])
+    resealed(ours, array("a", outer=shape, inner=shape))
+    faults = [fault for _, fault in ucp.open(ours).verify() if fault]
+    assert ["its zarr.json had another digest" in fault for fault in faults] == [True]
+
+
 def entry(content: dict[str, Any], name: str) -> dict[str, Any]:
     return next(
         e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == name

@@ -826,6 +826,7 @@ class Checkpoint:
         hosts: int = 1,
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[Block], None] = lambda block: None,
+        begin: Callable[[int], None] = lambda nbytes: None,
     ) -> Checkpoint | None:
         """`save`, by processes that know nothing of one another, each of which writes a share.
 
@@ -843,6 +844,7 @@ class Checkpoint:
             hosts: as for `save`.
             budget_bytes: as for `save`.
             progress: as for `save`.
+            begin: hears once of how many bytes this share has, before any is written.
 
         Returns:
             The checkpoint if it is committed, None while other shares are not done.
@@ -855,7 +857,7 @@ class Checkpoint:
         """
         target = target_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
-        is_whole = copy_share(self._contents, plan, target, Share(*share), progress)
+        is_whole = copy_share(self._contents, plan, target, Share(*share), progress, begin)
         return opened(path) if is_whole else None
 
     def plan_export(
@@ -987,6 +989,7 @@ class Checkpoint:
         *,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         progress: Callable[[int], None] = lambda nbytes: None,
+        begin: Callable[[int], None] = lambda nbytes: None,
         **options: Any,
     ) -> Checkpoint | None:
         """`export`, by processes that know nothing of one another: this one does share (i, n), i
@@ -1003,6 +1006,7 @@ class Checkpoint:
             share: the number of this share, from 0 on, and how many there are.
             config: as for `export`.
             progress: as for `export`.
+            begin: as for `save_share`.
             options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config` and
                 `budget_bytes`, as for `plan_export`.
 
@@ -1020,7 +1024,7 @@ class Checkpoint:
         target, part = local_path(path), Share(*share)
         described = self._with_config(format, config)
         plan = described.plan_export(format, **options)
-        arguments = plan.files, plan.budget_bytes, target, part, progress
+        arguments = plan.files, plan.budget_bytes, target, part, progress, begin
         is_there = export_share(described._contents, *arguments)
         return opened(path) if is_there else None
 

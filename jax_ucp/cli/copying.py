@@ -95,16 +95,18 @@ def convert(
     mesh_notes = report.mesh_notes(checkpoint, mesh, rules) if mesh else ()
     for note in (*checkpoint.notes, *mesh_notes):
         to_stderr.print(f"note: {note}")
-    total, save = checkpoint.nbytes, partial(checkpoint.save, executor=executor, **place)
-    if share:
-        total, save = total // share[1], partial(checkpoint.save_share, share=share)
-    with progress("converting", total, progress_style, share) as advance, warnings.catch_warnings():
+    total = 0 if share else checkpoint.nbytes
+    with progress("converting", total, progress_style, share) as meter, warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardingWarning)  # what it says are the notes above
+        if share:
+            save = partial(checkpoint.save_share, share=share, begin=meter.expect)
+        else:
+            save = partial(checkpoint.save, executor=executor, **place)
         result = save(
             target,
             **mesh_arguments(mesh, rules),
             budget_bytes=budget,
-            progress=lambda block: advance(block.nbytes),
+            progress=lambda block: meter.advance(block.nbytes),
         )
     if result is not None:
         _print_result(target, result, checkpoint.notes, json_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -67,7 +68,7 @@ def diff(
     to FIRST.
     """
     one, other = open_checkpoint(first, **source), jax_ucp.open(second)
-    with progress("comparing", 0 if headers else one.nbytes) as advance:
+    with progress("comparing", 0 if headers else one.nbytes) as meter:
         found = jax_ucp.diff(
             one,
             other,
@@ -75,7 +76,7 @@ def diff(
             only=only,
             headers=headers,
             budget_bytes=budget,
-            progress=advance,
+            progress=meter.advance,
         )
     if json_:
         print_json({"first": one.path, "second": other.path, "same": found.same, **asdict(found)})
@@ -126,6 +127,7 @@ def _values_table(title: str, values: Sequence[Values], all_: bool) -> TextTable
 def _values_row(name: str, alike: Sequence[Values]) -> tuple[str, ...]:
     finite = not any(any(each.not_finite) for each in alike)
     counts = [sum(each.not_finite[side] for each in alike) for side in (0, 1)]
+    cosines = [each.cosine for each in alike if not math.isnan(each.cosine)]
     notes = [f"x{len(alike)}"] * (len(alike) > 1)
     notes += ["rounded"] * all(each.rounded for each in alike)
     return (
@@ -133,7 +135,7 @@ def _values_row(name: str, alike: Sequence[Values]) -> tuple[str, ...]:
         f"{max(each.share for each in alike):.3%}",
         f"{max(each.largest for each in alike):.3g}",
         f"{max(each.relative for each in alike):.3g}",
-        f"{min(each.cosine for each in alike):.6f}",
+        f"{min(cosines):.6f}" if cosines else "undefined",
         "" if finite else f"{counts[0]} -> {counts[1]}",
         ", ".join(notes),
     )

@@ -140,12 +140,14 @@ def export(
     planned = checkpoint.plan_export(format, **options, config=config, budget_bytes=budget)
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
-    total, write = planned.write_bytes, partial(checkpoint.export, executor=executor)
-    if share:
-        total, write = total // share[1], partial(checkpoint.export_share, share=share)
-    with progress("exporting", total, progress_style, share) as advance:
+    total = 0 if share else planned.write_bytes
+    with progress("exporting", total, progress_style, share) as meter:
+        if share:
+            write = partial(checkpoint.export_share, share=share, begin=meter.expect)
+        else:
+            write = partial(checkpoint.export, executor=executor)
         result = write(
-            target, format, **options, config=config, budget_bytes=budget, progress=advance
+            target, format, **options, config=config, budget_bytes=budget, progress=meter.advance
         )
     if result is None:
         print_share(target, share, json_)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -131,16 +131,23 @@ def without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[
 LINE_S = 1.0  # between two lines of progress
 
 
+class Meter(NamedTuple):
+    """Hears of bytes that are done, and of how many there are if that was not known."""
+
+    advance: Callable[[int], None]
+    expect: Callable[[int], None]
+
+
 @contextmanager
 def progress(
     what: str, total: int, style: str = "bar", share: tuple[int, int] | None = None
-) -> Iterator[Callable[[int], None]]:
+) -> Iterator[Meter]:
     """A bar on a terminal, and nothing where stderr is a file or a pipe; or in the style `json`
     lines of JSON.
     """
     if style == "json":
-        with _progress_lines(what, total, share) as advance:
-            yield advance
+        with _progress_lines(what, total, share) as meter:
+            yield meter
         return
     columns = (
         TextColumn("{task.description}"),
@@ -156,13 +163,14 @@ def progress(
         transient=True,
     ) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
+        yield Meter(
+            lambda nbytes: bar.advance(task, nbytes),
+            lambda nbytes: bar.update(task, total=nbytes),
+        )
 
 
 @contextmanager
-def _progress_lines(
-    what: str, total: int, share: tuple[int, int] | None
-) -> Iterator[Callable[[int], None]]:
+def _progress_lines(what: str, total: int, share: tuple[int, int] | None) -> Iterator[Meter]:
     """A line on stderr at most each second, and one at the end, however it ends."""
     begin, lock = time.monotonic(), threading.Lock()
     done, said = 0, begin
@@ -179,8 +187,12 @@ def _progress_lines(
                 said = time.monotonic()
                 say()
 
+    def expect(nbytes: int) -> None:
+        nonlocal total
+        total = nbytes
+
     try:
-        yield advance
+        yield Meter(advance, expect)
     finally:
         said = time.monotonic()
         say()

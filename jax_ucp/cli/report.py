@@ -77,7 +77,7 @@ def report(
     if rename and against is None:
         raise click.UsageError("--rename is for --against: give that too")
     checkpoint = open_checkpoint(path, **source)
-    with progress("reading", 0 if headers else checkpoint.nbytes) as advance:
+    with progress("reading", 0 if headers else checkpoint.nbytes) as meter:
         page = checkpoint.report(
             against=against,
             rename=once("--rename", rename),
@@ -85,7 +85,7 @@ def report(
             headers=headers,
             max_read_bytes=sample_above,
             budget_bytes=budget,
-            progress=advance,
+            progress=meter.advance,
         )
     page.save(output)
     for fault in page.faults:

@@ -235,22 +235,27 @@ def require_written(folder: Files, files: Sequence[File], beside: Collection[str
     `beside` them.
     """
     names = [file.name for file in files]
-    missing, resized = [], []
-    for file, found in zip(files, stat_all(folder, names), strict=True):
-        if found is None or found.kind != "file":
-            missing.append(f"{file.name} is missing")
-        elif found.size != file.size:
-            resized.append(
-                f"{file.name} has {found.size} bytes, not the {file.size} that were written"
-            )
     others = {file.name for file in folder.walk()}.difference(names, beside)
-    faults = [*missing, *(f"{name} is not a file of this export" for name in others), *resized]
+    faults = [*lost(folder, files), *(f"{name} is not a file of this export" for name in others)]
     if faults:
         lines = fault_lines(faults, FAULTS_SHOWN)
         raise CorruptData(
             f"{folder} is not as this export wrote it:\n  {lines}\nSomething else deletes or writes"
             " files there: keep it away while an export is running, and export again."
         )
+
+
+def lost(folder: Files, files: Sequence[File]) -> list[str]:
+    """Which files are missing, or have another size."""
+    faults: list[str] = []
+    for file, found in zip(files, stat_all(folder, [file.name for file in files]), strict=True):
+        if found is None or found.kind != "file":
+            faults.append(f"{file.name} is missing")
+        elif found.size != file.size:
+            faults.append(
+                f"{file.name} has {found.size} bytes, not the {file.size} that were written"
+            )
+    return faults
 
 
 def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:

@@ -21,13 +21,15 @@ from pathlib import Path
 
 import msgspec
 
-from jax_ucp.errors import CorruptData
+from jax_ucp.errors import CorruptData, fault_lines
 from jax_ucp.export.atomic_folder import being_written, check_free, partial_folder, put_in_place
 from jax_ucp.export.files import (
+    FAULTS_SHOWN,
     File,
     TensorTask,
     complete_files,
     create,
+    lost,
     require_written,
     tensor_tasks,
 )
@@ -81,9 +83,10 @@ def export_share(
     target: Path,
     share: Share,
     progress: Callable[[int], None] = lambda nbytes: None,
+    begin: Callable[[int], None] = lambda nbytes: None,
 ) -> bool:
     """Do a share of an export, and make the folder where all others are done. Whether `target` is
-    there now.
+    there now. `begin` hears of the share's bytes before `progress` hears of any.
 
     Each process has the same files. A share that was stopped is taken up by the same call; one that
     is complete is looked at, and left as it is. A check is of the share that has the first run of
@@ -99,17 +102,19 @@ def export_share(
         shares = list(shared_evenly([[task] for task in tasks], share.count))
         for task, index in zip(tasks, shares, strict=True):
             owners.setdefault(task.tensor.key, index)
+        ours = [task for task, index in zip(tasks, shares, strict=True) if index == share.index]
         work = _Work(
             coordinator,
             target,
             files,
-            [task for task, index in zip(tasks, shares, strict=True) if index == share.index],
+            ours,
             share,
             _identity(contents, files, tasks, share.count),
         )
         if not work.is_result():
             require_outside(file_path(target), contents)
             check_free(file_path(target))
+            begin(sum(task.nbytes for task in ours))
             try:
                 work.do(budget_bytes, progress)
             except (FileExistsError, FileNotFoundError):
@@ -152,9 +157,19 @@ class _Work:
         self._local = LocalFiles(self._folder)
 
     def is_result(self) -> bool:
-        """Whether the target is what this export makes."""
-        found = read_file(LocalFiles(self._target), CONVERSION_FILE)
-        return found == conversion_note(self._identity)
+        """Whether the target is what this export makes. Raises CorruptData where it was, and files
+        of it are lost since.
+        """
+        target = LocalFiles(self._target)
+        if read_file(target, CONVERSION_FILE) != conversion_note(self._identity):
+            return False
+        if faults := lost(target, self._files):
+            lines = fault_lines(faults, FAULTS_SHOWN)
+            raise CorruptData(
+                f"{self._target} was made by this export, and is not whole any more:\n  {lines}\n"
+                "Delete it, and run all shares again."
+            )
+        return True
 
     def do(self, budget_bytes: int, progress: Callable[[int], None]) -> None:
         with self._joined() as lock:

@@ -46,8 +46,9 @@ class Values:
     Elements of one dtype are equal if all their bits are: NaNs may be equal, and 0.0 and -0.0 are
     not. Of two dtypes they are equal if their values are. `largest` and `relative` are the largest
     difference and the largest one over the larger magnitude, among elements finite in both;
-    `cosine` is that of the two arrays as vectors, of the same elements, NaN where their squares
-    overflow. `rounded`: the second array is the first one in the second's dtype.
+    `cosine` is that of the two arrays as vectors, of the same elements, NaN where one has only
+    zeros there, or their squares overflow. `rounded`: the second array is the first one in the
+    second's dtype.
     """
 
     label: str
@@ -323,10 +324,10 @@ class _Sums:
 
 
 def _cosine(product: float, norm: float) -> float:
-    """Of two vectors; NaN where doubles do not hold the squares of their elements."""
-    if not math.isfinite(norm):
-        return math.nan
-    return product / norm if norm else 1.0
+    """Of two vectors; NaN where one is of zeros, or doubles do not hold the squares of their
+    elements.
+    """
+    return product / norm if norm and math.isfinite(norm) else math.nan
 
 
 def _changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:

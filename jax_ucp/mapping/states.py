@@ -63,7 +63,12 @@ def weights_of(contents: Contents, params: str) -> Contents:
     }
     left = len(contents.leaves) - len(at)
     notes = [f"{left} leaves that are not parameters are left out"] if left else []
-    return replace(_placed(contents, at), notes=[*contents.notes, *notes])
+    return replace(
+        _placed(contents, at),
+        notes=[*contents.notes, *notes],
+        # nothing else tells one part of the tree from another that has the same names
+        reading=repr((contents.reading, params)),
+    )
 
 
 def _imported(contents: Contents) -> States:

@@ -85,7 +85,8 @@ class Contents:
     weights that are not stored as what they are; `require_values` refuses to hand them out.
     `about` is for people, and decides nothing. `companions` are the files that go with the model,
     such as its tokenizer, by the name that each has in the model's folder. `reading` is what the
-    user said of how stored tensors form parameters, which nothing else here may show.
+    user said of how stored tensors form parameters, or of which of them are the parameters, which
+    nothing else here may show.
     """
 
     format: str

@@ -151,6 +151,15 @@ class Part:
     creates: list[str]
     beside: Sequence[Callable[[], None]] = ()
 
+    @property
+    def blocks(self) -> Iterator[Block]:
+        yield from itertools.chain.from_iterable(blocks for _, blocks in self.packs)
+        yield from self.alone
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
     @staticmethod
     def whole(plan: CopyPlan, beside: Sequence[Callable[[], None]] = ()) -> Part:
         creates = [key for key in plan.arrays if key not in plan.packed]

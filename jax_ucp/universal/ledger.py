@@ -148,11 +148,9 @@ class _File(_Log):
         try:
             # gone with the process, however it ends
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._path.exists() or not os.path.samestat(
-                self._path.stat(), os.fstat(self._file.fileno())
-            ):
+            if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 raise BlockingIOError
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError):
             self._file.close()
             raise FormatError(
                 f"another conversion is writing to {directory}; give another path"

@@ -9,8 +9,10 @@ done of it, and `ucp.process_I.json` that a share is complete.
 from __future__ import annotations
 
 import collections
+import fcntl
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -130,9 +132,10 @@ def copy_share(
     target: FilePath,
     share: Share,
     progress: Callable[[Block], None] = lambda block: None,
+    begin: Callable[[int], None] = lambda nbytes: None,
 ) -> bool:
     """Do a share of a copy, and commit it where all others are done. Whether `target` is now a
-    checkpoint.
+    checkpoint. `begin` hears of the share's bytes before `progress` hears of a block.
 
     Each process has the same plan. A share that was stopped is taken up by the same call; one that
     is complete is looked at, and left as it is. A check is of the share that has the first block of
@@ -154,7 +157,13 @@ def copy_share(
         shared_out(contents, HERE, "", ours) as coordinator,
         closing(Ledger(target, identity, share.ledger)) as ledger,
     ):
+        if not ledger.resumed and _is_result(target, identity):
+            # committed and cleared away a moment ago: nothing of it is written again
+            ledger.remove()
+            _clear(files, share.count)
+            return True
         store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
+        begin(parts[share.index].nbytes)
         with proved(coordinator.opened.proofs):
             copy_part(parts[share.index], plan, store, ledger, progress, coordinator)
         contents.files.require_unchanged()
@@ -171,16 +180,36 @@ def copy_share(
 def _commit(
     contents: Contents, plan: CopyPlan, target: FilePath, count: int, identity: str
 ) -> None:
-    """Make the directory a checkpoint. Several processes may do it at once: they write the same."""
+    """Make the directory a checkpoint, unless another process does it meanwhile."""
     files = target.folder()
-    files.write(CONVERSION_FILE, [conversion_note(identity)], durable=True)
     try:
-        store = ZarrStore(files, plan.arrays, plan.chunks)
-        commit_copy(contents, plan, range(count)).write(store)
-    except CorruptData:
+        with _alone(target):
+            if not _is_result(target, identity):
+                files.write(CONVERSION_FILE, [conversion_note(identity)], durable=True)
+                store = ZarrStore(files, plan.arrays, plan.chunks)
+                commit_copy(contents, plan, range(count)).write(store)
+    except (CorruptData, FileNotFoundError):
         if not _is_result(target, identity):
             raise  # else another has committed it, and cleared away what was to be read
     _clear(files, count)
+
+
+@contextmanager
+def _alone(target: FilePath) -> Iterator[None]:
+    """Keep other processes from committing. In a bucket they may: its objects are whole, and the
+    same whoever writes them.
+
+    Raises FileNotFoundError where another has cleared away the ledger.
+    """
+    if target.files.is_remote:
+        yield
+        return
+    handle = os.open(str(target / LEDGER_FILE), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _are_written(files: Files, count: int) -> bool:
@@ -234,9 +263,8 @@ def _owners(parts: Sequence[Part]) -> dict[str, int]:
     """By array the first share that has a block of it."""
     owners: dict[str, int] = {}
     for share, part in enumerate(parts):
-        for blocks in (*(blocks for _, blocks in part.packs), part.alone):
-            for block in blocks:
-                owners.setdefault(block.key, share)
+        for block in part.blocks:
+            owners.setdefault(block.key, share)
     return owners
 
 

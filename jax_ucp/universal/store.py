@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -735,7 +736,20 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
                 " recorded"
             )
-    return faults + _pack_faults(store)
+    return [*faults, *_description_faults(metadata, store), *_pack_faults(store)]
+
+
+def _description_faults(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
+    """Which arrays were stored with another shape, dtype or chunks than `ucp.json` says: bytes and
+    their checksums are the same for float32 and int32.
+    """
+    for key, info in store.arrays().items():
+        recorded = metadata.files.get(f"{key}/zarr.json")  # none of an array that is packed
+        if recorded not in (None, digest(zarr_json(info, store.chunks[key]))):
+            yield (
+                f"{store.directory}/{key} was not stored as the {info.dtype} array of shape"
+                f" {list(info.shape)} that {METADATA_FILE} says: its zarr.json had another digest"
+            )
 
 
 def chunk_name(place: Sequence[int]) -> str:
@@ -780,19 +794,28 @@ def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]
 
 
 def _pack_faults(store: ZarrStore) -> list[str]:
-    """What packs end elsewhere than their last chunk does."""
-    ends: dict[int, int] = {}
+    """What packs are not their chunks, one after the other."""
+    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for key, info in store.arrays().items() if store.places else []:
         nbytes = chunk_bytes(store.chunks[key], info.dtype)
         for chunk in _outer_chunks(info, store.chunks[key]):
             if place := store.places.get(f"{key}/{chunk.name}"):
                 number, offset = place
-                ends[number] = max(ends.get(number, 0), offset + nbytes)
-    return [
-        f"{store.directory}/{name} is damaged: it has {file.size} bytes, its chunks end at {end}"
-        for name, end in ((pack_name(number), end) for number, end in ends.items())
-        if (file := store.seen.get(name)) is not None and file.size != end
-    ]
+                ranges[number].append((offset, offset + nbytes))
+    return [fault for pack in ranges.items() for fault in _row_faults(store, *pack)]
+
+
+def _row_faults(store: ZarrStore, number: int, ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Whether these ranges are all of a pack, and each byte is of one of them."""
+    name = pack_name(number)
+    begins, ends = zip(*sorted(ranges), strict=True)
+    if begins != (0, *ends[:-1]):
+        yield f"{METADATA_FILE} has two arrays at one place of {store.directory}/{name}, or a gap"
+    if (file := store.seen.get(name)) is not None and file.size != ends[-1]:
+        yield (
+            f"{store.directory}/{name} is damaged: it has {file.size} bytes, its chunks end at"
+            f" {ends[-1]}"
+        )
 
 
 def _digest_of(parts: Iterable[bytes]) -> str:

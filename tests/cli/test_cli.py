@@ -274,4 +274,5 @@ def test_how_far_it_is_can_be_lines_of_json(command, tmp_path, monkeypatch):
     assert 0 < total == whole[-1]["of"]
     assert [line["bytes"] for line in whole] == sorted(line["bytes"] for line in whole)
     assert sum(lines[-1]["bytes"] for lines in shares) == total
+    assert [lines[-1]["of"] for lines in shares] == [lines[-1]["bytes"] for lines in shares]
     assert [lines[-1]["share"] for lines in shares] == [[0, 2], [1, 2]]

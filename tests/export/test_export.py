@@ -193,6 +193,12 @@ def test_the_objects_of_a_dcp_checkpoint_come_back_under_their_names(tmp_path):
     )
 
 
+def test_every_byte_of_an_export_is_of_an_item(tmp_path):
+    tree = {"param": {"v": np.ones(3, np.float32), "w": np.ones((5, 7), np.int8)}}
+    exported = memory(tree).export(tmp_path / "out", "dcp")
+    assert exported.notes == []
+
+
 def test_groups_that_had_numbers_list_names_as_the_states_do(tmp_path):
     source = ucp.open(DATA / "torch" / "dcp_named_optimizer" / "ckpt")
     exported = source.export(tmp_path / "out", "dcp")

@@ -1,6 +1,7 @@
 """An export by processes that know nothing of one another."""
 
 import fcntl
+import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,23 @@ def test_who_waited_while_another_made_the_folder_leaves_it_as_it_is(source, tmp
     assert written(out) == digests(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("loss", [Path.unlink, lambda path: os.truncate(path, 9)])
+def test_a_folder_that_has_lost_files_is_not_what_the_export_made(loss, tmp_path):
+    """It says that it is; what lies beside is others'."""
+    tree = {"v": np.ones((64, 64)), "w": np.ones((64, 64))}
+    memory({"param": tree, "exp_avg": tree}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    for index in range(2):
+        made = source.export_share(out, "deepspeed", (index, 2))
+    assert made is not None
+    (out / "README.md").write_text("mine")
+    assert source.export_share(out, "deepspeed", (0, 2)) is not None
+    loss(next(out.rglob("exp_avg.pt")))
+    for index in range(2):
+        with pytest.raises(CorruptData, match=r"is not whole any more:\n  .*exp_avg\.pt"):
+            source.export_share(out, "deepspeed", (index, 2))
+
+
 def test_one_share_has_one_process_at_a_time(source, tmp_path):
     refusals = []
 
@@ -251,4 +269,4 @@ def test_the_command_does_a_share(tmp_path):
     assert '"committed": false' in run("export", source, out, "--worker", "1/2", "--json")
     assert "this share is done" in run("export", source, out, "--worker", "1/2")
     assert '"format": "safetensors"' in run("export", source, out, "--worker", "0/2", "--json")
-    assert "is one process" in run("export", source, out, "--worker", "0/2", "--workers", 2, code=2)
+    assert "goes with neither" in run("export", source, out, "--worker", "0/2", "--workers", 2, code=2)

@@ -138,6 +138,20 @@ def test_a_rename_that_would_make_two_leaves_one_is_refused(tmp_path):
     assert "--rename gives param twice: params and other" in refused
 
 
+def test_an_array_of_zeros_has_no_cosine_with_another(tmp_path):
+    for name, b in (("a", np.arange(3.0)), ("b", np.zeros(3))):
+        tree = {"param": {"b": b, "w0": b, "w1": np.array([1.0, -1 if b.any() else 1])}}
+        ucp.Checkpoint.of(tree).export(tmp_path / name, "dcp")
+    text = run("diff", tmp_path / "a", tmp_path / "b", "--json", code=1)
+    found = json.loads(text, parse_constant=pytest.fail)["values"]
+    assert [each["cosine"] for each in found] == [None, None, pytest.approx(0)]
+    rows = run("diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
+    (alone,) = (row.split() for row in rows if row.startswith("b "))
+    (folded,) = (row.split() for row in rows if row.startswith("w"))
+    assert "undefined" in alone
+    assert "0.000000" in folded
+
+
 @pytest.mark.filterwarnings("error")
 def test_what_doubles_do_not_hold_is_null_in_json(tmp_path):
     for name, sign in (("a", 1), ("b", -1)):

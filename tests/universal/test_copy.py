@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 import torch_writer
-from helpers import MemoryStore, numbered
+from helpers import MemoryStore, memory, numbered
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.looked import walk
@@ -414,6 +414,29 @@ def test_an_unfinished_copy_by_another_spec_is_not_taken_up(tmp_path):
         parts.save_share(tmp_path / "shares", (1, 2))
     again = ucp.open(case, spec=ucp.Spec.of(SPEC)).save(tmp_path / "out")
     assert (again.read(label) == rows.read(label)).all()
+
+
+def test_an_unfinished_copy_of_another_part_of_a_run_is_not_taken_up(tmp_path):
+    """Weights and their average have the same names, shapes and files."""
+    rows = np.arange(64, dtype=np.float32)
+    memory({"params": {"a": rows, "b": rows}, "ema": {"a": -rows, "b": -rows}}).save(
+        tmp_path / "run"
+    )
+    run, out, whole = ucp.open(tmp_path / "run"), tmp_path / "out", tmp_path / "whole"
+
+    def shares_of(name: str, index: int):
+        view = run.weights(name)
+        return view.save_share(out, (index, 2)), view.export_share(whole, "safetensors", (index, 2))
+
+    assert shares_of("params", 0) == (None, None)
+    for view in (run.weights("ema"), run.weights("ema").weights("param")):
+        with pytest.raises(FormatError, match="another source or spec"):
+            view.save_share(out, (1, 2))
+        with pytest.raises(FormatError, match="another source or spec"):
+            view.export_share(whole, "safetensors", (1, 2))
+    for result in shares_of("params", 1):
+        assert (result.read("param/a") == rows).all()
+        assert (result.read("param/b") == rows).all()
 
 
 def test_what_a_spec_says_is_the_same_in_every_process():

@@ -4,6 +4,9 @@ import json
 import os
 import random
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,7 @@ from jax_ucp.universal.copy import plan_copy, require_target
 from jax_ucp.universal.ledger import LEDGER_FILE
 from jax_ucp.universal.packs import PACK_FROM
 from jax_ucp.universal.shares import Share, parts_of, shared_evenly
+from jax_ucp.universal.store import ZarrStore
 from test_read_once import SOURCES
 
 DATA = Path(__file__).parents[1] / "data"
@@ -138,6 +142,32 @@ def test_another_number_of_shares_or_another_source_is_refused(tmp_path):
             source.save_share(out, how)
 
 
+@pytest.mark.parametrize("do", ["save_share", "export_share"])
+def test_a_machine_that_cuts_otherwise_is_refused_and_one_that_cuts_alike_is_not(
+    do, tmp_path, monkeypatch
+):
+    """Blocks are cut for as many as are in memory at once, at most for eight processors."""
+    monkeypatch.setattr("jax_ucp.export.files.TASK_BYTES", 1 << 18)
+    w = np.arange(1 << 18, dtype=np.float32).reshape(512, 512)
+    memory({"param": {"w": w, "v": -w}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+
+    def share(index: int, processors: int):
+        monkeypatch.setattr(os, "cpu_count", lambda: processors)
+        format = ["safetensors"] * (do == "export_share")
+        return getattr(source, do)(out, *format, (index, 2), budget_bytes=4 << 20)
+
+    assert share(0, 2) is None
+    with pytest.raises(FormatError, match="another number of processors"):
+        share(1, 8)
+    assert share(1, 2) is not None
+    shutil.rmtree(out)
+    assert share(0, 8) is None
+    made = share(1, 64)
+    assert (made.read("param/w") == w).all()
+    assert (made.read("param/v") == -w).all()
+
+
 def test_one_share_has_one_process_at_a_time(tmp_path):
     memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
     source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
@@ -210,6 +240,63 @@ def test_who_is_overtaken_by_the_commit_of_another_share_has_the_checkpoint_too(
     monkeypatch.setattr(shares, "write_part", overtaken)
     assert source.save_share(out, (1, 2)) is not None
     assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("last", ["require_target", "require_same_copy", "parts_of"])
+def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, monkeypatch):
+    """A share that is done is run again. Chunks of a checkpoint that are written again are half of
+    it meanwhile, and stay so after a kill.
+    """
+    memory({"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}).export(
+        tmp_path / "source", "dcp"
+    )
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    source.save(tmp_path / "whole")
+    assert source.save_share(out, (0, 2)) is None
+    from jax_ucp.universal import shares
+
+    step = getattr(shares, last)
+
+    def overtaken(*args):
+        monkeypatch.undo()
+        result = step(*args)
+        assert ucp.open(tmp_path / "source").save_share(out, (1, 2)) is not None
+        monkeypatch.setattr(ZarrStore, "write", lambda *args, **how: pytest.fail("written again"))
+        return result
+
+    monkeypatch.setattr(shares, last, overtaken)
+    assert source.save_share(out, (0, 2)) is not None
+    assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
+def test_those_that_are_last_together_commit_one_after_the_other(tmp_path, monkeypatch):
+    """They write files of the same names, which are there at once."""
+    memory({"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}).export(
+        tmp_path / "source", "dcp"
+    )
+    out = tmp_path / "out"
+    from jax_ucp.universal import shares
+
+    are_written, commit_copy = shares._are_written, shares.commit_copy
+    last, inside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=1)
+    together = []
+
+    def both_done(*args):
+        last.wait()
+        return are_written(*args)
+
+    def commit(*args):
+        with suppress(threading.BrokenBarrierError):
+            together.append(inside.wait())
+        return commit_copy(*args)
+
+    monkeypatch.setattr(shares, "_are_written", both_done)
+    monkeypatch.setattr(shares, "commit_copy", commit)
+    with ThreadPoolExecutor(2) as pool:
+        sources = [ucp.open(tmp_path / "source") for _ in range(2)]
+        ends = [pool.submit(sources[i].save_share, out, (i, 2)) for i in range(2)]
+    assert all(end.result() for end in ends)
+    assert together == []
 
 
 def test_of_a_source_that_contradicts_itself_there_is_no_checkpoint(tmp_path):

@@ -23,6 +23,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from helpers import digests
+from hostile_files import resealed
 from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.handler.versions import HAS_V1
@@ -280,6 +281,14 @@ def test_swapped_chunks_of_a_pack_are_found_by_verify(numbers, tmp_path):
         f"{copy}/w0000",
         f"{copy}/w0001",
     ]
+
+
+@pytest.mark.parametrize("other", ["w0001", "w0900"])
+def test_two_arrays_at_one_place_of_a_pack_are_found_by_verify(other, numbers, tmp_path):
+    """A read finds the bytes that `ucp.json` says: only the pack shows that others are there."""
+    copy = shutil.copytree(numbers[0], tmp_path / "copy")
+    resealed(copy, lambda said: said["arrays"].update(w0000=said["arrays"][other]))
+    assert ["two arrays at one place" in fault for fault in faults_of(copy)] == [True]
 
 
 def stopped_when_none_is_left(do: Callable[..., None], left: Iterator[int]) -> Callable[..., None]:

@@ -28,7 +28,7 @@ from jax_ucp.formats.torch_save.pickle_writer import (
     has_dtype,
     torch_dtype,
 )
-from jax_ucp.formats.torch_save.zip_writer import ALIGNMENT, TorchZip
+from jax_ucp.formats.torch_save.zip_writer import TorchZip
 
 METADATA_FILE, DATA_FILE = ".metadata", "__0_0.distcp"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -155,7 +155,7 @@ def _files(tree: Mapping[Steps, Any]) -> list[File]:
         index = _instance("MetadataIndex", fqn=name, offset=offset, index=None)
         info = {"relative_path": DATA_FILE, "offset": at, "length": made.size}
         storage[index] = Instance(Global(f"{_DCP}.filesystem", "_StorageInfo"), info)
-        at += made.size + -made.size % ALIGNMENT
+        at += made.size  # one after the other, as torch writes them
     metadata = _instance(
         "Metadata",
         state_dict_metadata=entries,

@@ -229,6 +229,11 @@ def _require_together(name: str, whole: Sequence[_Step], adding: Sequence[_Step]
         raise FormatError(
             f"{name} is replaced by {' and by '.join(adapter.name for adapter, _ in whole)}"
         )
+    if whole and any(adapter is not whole[0][0] for adapter, _ in adding):
+        raise FormatError(
+            f"{name} is replaced by {whole[0][0].name}, and another adapter has factors for it,"
+            " which are to be added to what that was trained with: merge them one after the other"
+        )
     if len(adding) > 1 and any(change.magnitude for _, change in adding):
         raise FormatError(
             f"{name} has a DoRA among {len(adding)} adapters: merge them one after the other"
