@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ import numpy as np
 import jax_ucp as ucp
 from benchmarks.plan import STATES, parameters
 from benchmarks.race import Options, Table
-from benchmarks.scale_worker import peak_mib
+from benchmarks.scale_worker import EXECUTORS, peak_mib
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
@@ -161,6 +162,25 @@ def _speed_row(
     }
 
 
+def worker_memory(folder: Path) -> Table:
+    """What workers of an executor take, and what they do before they have anything to do."""
+    rows: dict[str, dict[str, object]] = {}
+    source, target = folder / "source", folder / "target"
+    array = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
+    tree = {f"w{i}": array + np.float32(i) for i in range(STATE_MIB // 16)}
+    ucp.Checkpoint.of({"param": tree}).save(source)
+    arguments = str(source), str(target), BUDGET_MIB << 20
+    for name in EXECUTORS:
+        shutil.rmtree(target, ignore_errors=True)
+        # a main module would be imported by each worker again
+        command = f"from benchmarks.scale_worker import workers; workers({name!r}, *{arguments})"
+        report = json.loads(subprocess.check_output([sys.executable, "-c", command]))
+        assert report["peak MiB"] <= BUDGET_MIB + BEYOND_MIB, f"a worker of {name}: {report}"
+        rows[name] = report | {"promised MiB": BUDGET_MIB + BEYOND_MIB}
+    title = f"Workers of an executor: {STATE_MIB} MiB in arrays of 16 MiB, budget {BUDGET_MIB} MiB"
+    return Table(title, rows)
+
+
 def run(options: Options) -> Iterator[Table]:
     rows = {}
     for count in WORKERS:
@@ -168,6 +188,7 @@ def run(options: Options) -> Iterator[Table]:
         rows[f"{count:,} workers"] = msgspec.json.decode(subprocess.check_output(command))
     yield Table("A trillion parameters with optimizer, converted by shares", rows)
     yield speed_up()
+    yield worker_memory(options.work / "workers")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ PAGE = DOCS / "screens.md"
 COLUMNS = 80
 MAX_LINES = 40  # of one screen
 SIZE = {"width": 1000, "height": 2200}  # of a picture, in pixels
-COLORS = 64
+COLORS = 256
 STYLE_CODES = re.compile(r"\x1b\[[0-9;]*m")
 MESH = "--mesh data=2,model=2 --rule 'weight$=data,model'"
 LAYERS = 303
@@ -170,8 +170,9 @@ def section(name: str, work: Path) -> str:
 HEAD = f"""# Screens
 
 What the commands print on a terminal of {COLUMNS} columns, the first {MAX_LINES} lines of each, and
-how the page of `jax-ucp report` begins. All of it is made by `docs/screens.py`, and the tests
-compare it. `run` is made there: 10,000 arrays, and the same with one bit of one element flipped.
+how the page of `jax-ucp report` begins, for four checkpoints. `docs/screens.py` makes this page,
+and the tests compare it. It also makes `run`, which has 10,000 arrays in step 1000, and the same in
+step 1001 with one bit of one element flipped.
 """
 
 
@@ -204,7 +205,9 @@ def take_pictures(folder: Path) -> list[Path]:
             page.wait_for_selector("html[data-ready]")
             page.screenshot(path=picture)
             page.close()
-            Image.open(picture).convert("RGB").quantize(COLORS).save(picture, optimize=True)
+            Image.open(picture).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(
+                picture, optimize=True
+            )
         browser.close()
     return pictures
 

@@ -78,7 +78,7 @@ RIGHT: dict[str, Opens | Refused] = {
         r"consolidated\.00\.pth is named after a rank, and there are others: consolidated\.01"
     ),
     "pth_folder": Refused(
-        r"is no checkpoint itself, but holds model\.pth: open one, .*/model\.pth", "model.pth"
+        r"is not a checkpoint itself, but holds model\.pth: open one, .*/model\.pth", "model.pth"
     ),
     "quant_fp4": Refused(r"1 weights are quantised: param/w \(F4, several to a byte"),
     "quant_fp8block": Refused(

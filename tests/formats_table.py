@@ -21,113 +21,111 @@ from jax_ucp.formats.huggingface.quantization import SCHEMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 
-TEXT = """# What is read, case by case
+TEXT = """# Formats
 
-Each line is a checkpoint in `tests/data`, written by the library itself, with the state of the live processes beside
-it. Numbers are arrays (parameters and their states) that are that state, bit for bit: when read, when restored
-straight onto a mesh of (4, 2) devices, and when converted first and restored from that. *Accounted for* says that every
-stored item is mapped, kept as an extra, or skipped for a reason. The table is printed by `python
-tests/formats_table.py > docs/formats.md`; tests compare lines of it with a run, and see that no case is missing.
+jax_ucp opens its own [universal format](format.md), Orbax v0 and v1, Flax, T5X, Paxml, DeepSpeed, Megatron (legacy, `torch_dist`, `torch_dcp`,
+`fsdp_dtensor`, Megatron-Bridge, NeMo 2), PyTorch DCP, safetensors, torch.save, GGUF, LoRA adapters of peft, and the training folders of transformers'
+Trainer, accelerate, peft, Lightning, torchtitan, OLMo-core, Automodel, verl and SkyRL.
 
-{table}
+This page says what of each is read, with which versions it was tested, and what is refused. The last section lists every checkpoint that the tests
+read.
 
-## Megatron-Core: writers and what opens
+## Megatron
 
-| written by | versions that were run | opens, optimizer included | refused |
+| written by | versions that were run | what is read, with the optimizer | what is refused |
 |---|---|---|---|
 | Megatron-LM, `torch_dist` (and `zarr`) | megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0, on a CPU with stand-ins for TransformerEngine's modules and FusedAdam | every sharding type; MLA, multi-token prediction, learnable softmax offsets, experts (grouped, sequential, shared) with any etp; uneven and `--pipeline-model-parallel-layout` pipelines, virtual stages; the precision-aware optimizer, SGD, `--optimizer-cpu-offload`, Muon with Adam beside it | modules whose order is not known in `dp_reshardable` (Mamba, cross attention); fp8 weights in flat buffers; `fully_reshardable` that its writer moved |
 | Megatron-LM, `torch` (legacy) | megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0, as above | plain and distributed optimizers; TransformerEngine's modules; experts (grouped, sequential, shared), MLA, multi-token prediction, softmax offsets, any pipeline; decoupled learning rates, SGD, Muon with Adam, the precision-aware optimizer | a layer-wise optimizer (`dist_muon`: one file for each data-parallel rank); expert tensor parallelism of which not every rank wrote a file; buffers from before February 2024 |
 | Megatron-LM, `torch_dcp` (torch's FSDP2) | megatron-core 0.14.0, 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0, as above | from the root, with or without its tracker, or from the folder; numbers go to names by masters and shapes | ranks of tensor, pipeline or expert parallelism, whose tensors have one name |
-| Megatron-LM, `fsdp_dtensor` (Megatron-FSDP) | megatron-core 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0, as above | the same; gate and up as one, also where several ranks' lie in turn | pipeline stages; experts, their biases, or parts of tensor-parallel ranks, that several ranks stored under one name |
+| Megatron-LM, `fsdp_dtensor` (Megatron-FSDP) | megatron-core 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0, as above | the same; gate and up as one, also where those of several ranks alternate | pipeline stages; experts, their biases, or parts of tensor-parallel ranks, that several ranks stored under one name |
 | Megatron-Bridge, `torch_dist` | its layout by megatron-core 0.16.1 and 0.19.0, `run_config.yaml` from source (v0.6.0) | the same; degrees are by `run_config.yaml`, or seen from what is stored | as above |
 | NeMo 2 (`weights/` and `context/`) | its layout by megatron-core 0.13.1, 0.14.0 and 0.15.3, from source | the same; degrees are seen from what is stored | as above |
 
-## Writers of DeepSpeed's files
+## DeepSpeed
 
-Run: DeepSpeed 0.19.8 and 0.18.2, on CPUs, with `tests/generators/deepspeed.py`; some parts that need a GPU were replaced
-by plain arithmetic, as a case's line says. What opens beside Adam, Lion and SGD, and what does not:
+DeepSpeed 0.19.8 and 0.18.2 were run on CPUs with `tests/generators/deepspeed.py`. Some parts that need a GPU were replaced by plain arithmetic, which
+the lines of the cases say. Beside Adam, Lion and SGD:
 
-| what | | |
+| feature | read? | remarks |
 |---|---|---|
-| Muon | opens | ZeRO-1 and 2 have the momentum of a matrix whole on each rank that has a part of it: copies are compared. Before 0.19.3 ranks have different ones of a matrix in two partitions, which is refused; `on_conflict='master'` takes the first rank's |
-| 8-bit optimizers of bitsandbytes 0.50 | opens | as codes, tables and scales; `dequantize='float32'` gives the numbers. AdEMAMix's first moments stay codes |
-| Adafactor | opens | its RMS is of a rank's partition, and an extra of each file |
-| 1-bit Adam, 0/1 Adam, 1-bit LAMB | opens | removed from DeepSpeed after 0.19.5; the errors of compression are rank 0's, as saved |
-| MiCS | opens | removed from DeepSpeed after 0.19.5 |
-| ZeRO++ | opens | the second partitions (hpZ) and quantised communication (qwZ, qgZ) are in no file; frozen weights under `zero_quantized_nontrainable_weights` are saved without their scales and refused |
-| ZenFlow | `on_conflict=` | masters may be behind the weights; with `overlap_step` no moments are saved |
-| SuperOffload | opens, from the source of 0.19.8 | the files are ZeRO-3's; moments are in another process and not saved, which a note says |
-| NVMe | opens | ZeRO-3 without tensor or expert parallelism, with `offloaded_tensors` beside the files |
+| Muon | yes | with ZeRO-1 and 2, each rank that has a part of a matrix stores its whole momentum, and the copies are compared. Before 0.19.3 they differ if the matrix is in two partitions, which is refused; `on_conflict='master'` takes that of the first rank |
+| 8-bit optimizers of bitsandbytes 0.50 | yes | as codes, tables and scales; `dequantize='float32'` gives the numbers. AdEMAMix's first moments stay codes |
+| Adafactor | yes | its RMS belongs to a rank's partition, and is kept as an extra of each file |
+| 1-bit Adam, 0/1 Adam, 1-bit LAMB | yes | removed from DeepSpeed after 0.19.5; the errors of compression are rank 0's, as saved |
+| MiCS | yes | removed from DeepSpeed after 0.19.5 |
+| ZeRO++ | yes | the second partitions (hpZ) and quantised communication (qwZ, qgZ) are in no file; frozen weights under `zero_quantized_nontrainable_weights` are saved without their scales and refused |
+| ZenFlow | with `on_conflict=` | masters may be older than the weights; with `overlap_step` no moments are saved |
+| SuperOffload | yes, by the source of 0.19.8 | the files are ZeRO-3's; moments are in another process and not saved, which a note says |
+| NVMe | yes | ZeRO-3 without tensor or expert parallelism, with `offloaded_tensors` beside the files |
 
 ## Folders of weights
 
-What is read of a folder with safetensors or with files of torch.save is decided by names and indexes: what transformers
-would load, and where it would load nothing, numbered parts that are all there, or the weights of the one model. What an
-index or a name says is missing is an error. Another whole save of the same model is compared: a sample of each tensor
-when the folder is opened, all of it by `verify` and by a conversion. What else belongs to it is named in a note.
+Of a folder with safetensors or torch.save files, the files are read that transformers would load. If it would load none, a complete set of numbered parts
+is read, or the weights of the only model. A file that an index or a name implies and that is missing is an error. A second complete save of
+the same model is compared: a sample of each tensor when the folder is opened, all of it by `verify` and conversions. Notes name what else belongs
+to the model.
 
-| folder in `tests/data/folders` | | |
+| folder in `tests/data/folders` | result | notes, or the reason |
 |---|---|---|
 {folders}
 
-## What Orbax, Flax, T5X and Paxml leave
+## Orbax, Flax, T5X and Paxml
 
-Run, with the state of the process that wrote: orbax-checkpoint 0.5.20, 0.6.4, 0.11.10, 0.11.25, 0.11.30 and 0.12.8, with
-flax 0.8.4 to 0.12.8 and jax 0.4.26 to 0.10.2. From their sources: T5X and Paxml, trees without `_METADATA` (Orbax up to
-0.2), Flax's `_gda` folders. `tests/generators/orbax.py` writes them all again, with whatever versions are installed.
+These versions were run: orbax-checkpoint 0.5.20, 0.6.4, 0.11.10, 0.11.25, 0.11.30 and 0.12.8, with flax 0.8.4 to 0.12.8 and jax 0.4.26 to 0.10.2. These
+are read according to their sources: T5X and Paxml, trees without `_METADATA` (Orbax up to 0.2), and Flax's `_gda` folders.
+`tests/generators/orbax.py` writes the cases again with the installed versions.
 
-| what | |
+| checkpoint | result |
 |---|---|
 | PyTree, Standard and Async checkpointers, v1's `save`; OCDBT or folders; zarr v2 or v3 | read |
 | `_METADATA` without `use_ocdbt` (before 0.11.31) | read; `manifest.ocdbt` decides, as for Orbax |
-| aggregate files (`SaveArgs(aggregate=True)`, up to 0.5), with `_METADATA` or without | read; of another tree than `_METADATA`, refused |
-| one process or several; databases of processes merged or not | read; of those that are not merged a missing or doubled chunk is refused |
-| the folder of a run | its latest finished step, or `step=`; where steps have names of several kinds, refused with the names |
-| a step with one tree, and JSON, arrays or random keys beside | read; JSON is kept as extras, the others are named |
+| aggregate files (`SaveArgs(aggregate=True)`, up to 0.5), with `_METADATA` or without | read; refused if its tree differs from `_METADATA` |
+| one process or several; databases of processes merged or not | read; a missing or duplicate chunk in databases that are not merged is refused |
+| the folder of a run | its latest finished step is read, or `step=`; refused if the steps have names of several kinds |
+| a step with one tree, and JSON, arrays or random keys beside | read; JSON is kept as extras, and a note names the others |
 | a step with several trees | refused with their names, unless `model=` says which |
 | Flax's msgpack, in chunks or not, one file or a run of them | read by ranges; other extensions than Flax's and Orbax's are refused |
 | T5X: `checkpoint` and folders of zarr | read, version 2 and 3; an array of uint16 (bfloat16 of version 2), another shape or dtype than its spec are refused |
 | Paxml: `state/` as folders of zarr, or msgpack | read; the tree is that of the folders' names |
-| what any of them calls unfinished | refused; not taken from a run |
+| saves that are not finished | refused; skipped in the folder of a run |
+
 ## Training folders
 
-What transformers' Trainer (`checkpoint-N`) and accelerate (`save_state`) write opens as one checkpoint: weights, or
-peft's adapter, with the optimizer beside them, and schedulers, random states and the trainer's state as extras. A run's
-folder opens as its last step; `step=` chooses. Writers that were run: transformers 4.44.2, 4.57.1 and 5.23.0,
-accelerate 0.34.2 to 1.15.0, peft 0.12.0 to 0.21.2, Lightning 2.6.6 with torch 2.4 to 2.13. The optimizer's states go by
-numbers, and to their parameters where shapes leave one arrangement, or by the user's word, `optimizer_groups`:
+The folders of transformers' Trainer (`checkpoint-N`) and accelerate (`save_state`) open as one checkpoint: weights or peft's adapter, with the optimizer;
+schedulers, random states and the trainer's state are extras. The folder of a run opens at its last step, or at `step=`. These versions were run:
+transformers 4.44.2, 4.57.1 and 5.23.0, accelerate 0.34.2 to 1.15.0, peft 0.12.0 to 0.21.2, Lightning 2.6.6 with torch 2.4 to 2.13. The optimizer's
+states have numbers instead of names. They are assigned to parameters if shapes leave only one arrangement, or as `optimizer_groups` says:
 
-| word | what it says |
+| `optimizer_groups` | meaning |
 |---|---|
-| `"hf-decay"` | the Trainer made the optimizer: two groups, what decays, and biases and norms, each in the model's order |
+| `"hf-decay"` | the optimizer has the Trainer's two groups, parameters with weight decay, then biases and norms, each in the model's order |
 | `"module-order"` | every group lists its parameters in the model's order, as one of `model.parameters()` does |
-| lists, or a function that makes them of names | the names of each group |
+| lists, or a function that makes lists from the names | the names in each group |
 
-safetensors sort their names. Their model's order is that of the class of transformers that `config.json` names, or
-`adapter_config.json`, as the releases above define it, for {types} model types; or of the one that is said with the
-word, such as `"hf-decay:llama"`. States of 8 bits (bitsandbytes 0.50.2) and factored ones (Adafactor) are as stored,
-under their own names. Refused are: a class that is not known, or has one order in one release and another in
-the next; groups that shapes and the order leave several ways, as those of a model with frozen layers may be (say
-lists); models whose parameters are saved otherwise than the optimizer has them, such as the fused experts of
-transformers 5 (`weights_only` opens the weights); sharded states, which open as what DCP or DeepSpeed wrote.
+Safetensors are sorted by name, so the model's order is taken from the class of transformers that `config.json` or `adapter_config.json` names, as the
+releases above define it, for {types} model types. You may name another class, as in `"hf-decay:llama"`. 8-bit states (bitsandbytes 0.50.2) and
+factored ones (Adafactor) come as stored, under their own names. Refused are:
 
-Of several models in a file or folder, `model="student"` says which is meant. That says nothing of an optimizer that fits
-two of them: `optimizer_groups` does, or the optimizer's own name, if that has the model's in it (`student_optim`).
+- a class that is not known, or whose order differs between releases;
+- groups for which shapes and order leave several possibilities, as with frozen layers (give lists);
+- models whose saved parameters differ from those of the optimizer, such as the fused experts of transformers 5 (`weights_only` opens the weights);
+- sharded states; open those as what DCP or DeepSpeed wrote.
 
-## Shards by rank, and folders of DCP
+If a file or folder has several models, `model="student"` chooses one. An optimizer that fits two of them needs `optimizer_groups`, or a name of its own
+that contains the model's (`student_optim`).
 
-What verl and SkyRL save, `{model,optim,extra_state}_world_size_N_rank_R.pt`, is torch.save of DTensors: mesh and
-placements are in the pickle, and say which part a rank has (FSDP2, HSDP, FSDP2 over tensor parallelism, uneven sizes).
-Copies are compared by `verify`. Every rank's file must be there once; refused are files that were renamed, of two world
-sizes, or whose learning rates, counters or steps differ. The optimizer's states go by numbers: shapes prove whose they
-are, or `optimizer_groups="module-order"` says it, also of FSDP1's flat parameters, where sizes must leave one way to have
-wrapped the modules. Refused are partial placements, and plain tensors in the files of several ranks.
+## verl, SkyRL, and other folders of ranks and steps
 
-One checkpoint are the folders of a step, too: verl's and SkyRL's (`actor`, `policy`, `critic`: `model=` chooses),
-accelerate's under FSDP (`pytorch_model_fsdp_0/` and `optimizer_0/`), OLMo-core's (`model_and_optim/`, `train/`),
-Automodel's (`model/` and `optim/`, both DCP); Lightning's `meta.pt` lies in the folder of the shards. A run of
-verl, SkyRL, torchtitan, OLMo-core or Automodel opens at the step that its tracker file names, or else at the last that is
-whole; `step=` chooses. Files of the step are extras.
+verl and SkyRL save `{model,optim,extra_state}_world_size_N_rank_R.pt`, which are DTensors of torch.save. Mesh and placements are in the pickle, and say
+which part a rank has (FSDP2, HSDP, FSDP2 with tensor parallelism, uneven sizes). `verify` compares the copies. Every rank's file must be there once; files that
+were renamed, are of two world sizes, or whose learning rates, counters or steps differ are refused. The optimizer's states have numbers: they are
+assigned to parameters if shapes prove it, or by `optimizer_groups="module-order"`. That is so for FSDP1's flat parameters too, if the sizes leave only
+one way in which the modules can have been wrapped. Partial placements, and plain tensors in the files of several ranks, are refused.
+
+The folders of a step also open as one checkpoint: those of verl and SkyRL (`actor`, `policy`, `critic`; `model=` chooses), accelerate with FSDP
+(`pytorch_model_fsdp_0/` and `optimizer_0/`), OLMo-core (`model_and_optim/`, `train/`), Automodel (`model/` and `optim/`, both DCP), and Lightning (`meta.pt`
+beside the shards). A run of verl, SkyRL, torchtitan, OLMo-core or Automodel opens at the step that its tracker file names, or else at the last complete
+one, or at `step=`. Other files of the step are extras.
 
 | writer | versions |
 |---|---|
@@ -138,19 +136,17 @@ whole; `step=` chooses. Files of the step are extras.
 
 ## GGUF
 
-llama.cpp's format, versions 2 and 3, little-endian: a file, whatever its name, or the first part of a split one, which
-opens all. Parameters have their names in the file (`blk.0.attn_q.weight`) and the order of axes of other formats, the other
-way round than GGUF counts them. F32, F16, BF16, F64 and I8 to I64 are arrays; ggml's blocks are quantised weights, of which
-[quantization.md](quantization.md) says what is read. Every key with its value, the tokenizer's too, is an extra. Writers
-that were run: `convert_hf_to_gguf.py` of llama.cpp at 0c1e570 and gguf-py 0.19, on models of transformers 5.23, and
+Versions 2 and 3 of llama.cpp's format, little-endian, are read: a file of any name, or the first part of a split one, which opens all parts. Parameters
+have the names of the file (`blk.0.attn_q.weight`), and axes in the order of other formats, which is the reverse of GGUF's. F32, F16, BF16, F64 and I8 to
+I64 are arrays. ggml's blocks are quantised weights ([which ones are read](quantization.md#gguf)). All keys and values, with the tokenizer's, are
+extras. These writers were run: `convert_hf_to_gguf.py` of llama.cpp at 0c1e570 and gguf-py 0.19, on models of transformers 5.23, and
 `ggml_quantize_chunk` of ggml 0.25.
 
-`checkpoint.map("gguf-llama-to-hf")` gives Hugging Face's names; there are `gguf-mixtral-to-hf`, `gguf-qwen2-to-hf`,
-`gguf-qwen3-to-hf`, `gguf-qwen3-moe-to-hf`, `gguf-gemma-to-hf`, `gguf-gemma2-to-hf` and `gguf-gemma3-to-hf` too. `.map()` again
-goes on to a model of JAX, and `export` writes a folder that transformers loads. What these mappings ask of a config comes from
-the keys of the architecture; where one is not known here, no config is made, and a note says which.
+`checkpoint.map("gguf-llama-to-hf")` gives Hugging Face's names; there are also `gguf-mixtral-to-hf`, `gguf-qwen2-to-hf`, `gguf-qwen3-to-hf`,
+`gguf-qwen3-moe-to-hf`, `gguf-gemma-to-hf`, `gguf-gemma2-to-hf` and `gguf-gemma3-to-hf`. A second `.map()` then leads to a model of JAX, and `export` writes a
+folder that transformers loads. The model's config is made from the keys of the architecture; if one of them is not known, no config is made, and a note says so.
 
-| | |
+| detail | how it is handled |
 |---|---|
 | query and key of the architecture `llama` | llama.cpp turns neighbours where transformers turns halves: the mapping puts rows back. Models of Mistral are of this architecture; a sliding window of theirs is in no key, and a note says so |
 | Gemma's norms | stored with one added, in float32. The mapping subtracts one in float32: bit for bit what was there where the sum was exact, as of every bfloat16 weight from 2 ** -16 to 2 ** 23, and of 0. Of others (float32 weights, or float16, to which the converter adds one in float16) what the sum had no place for is lost; a norm from 0.5 to 2, once one is added again, is what is stored |
@@ -164,21 +160,21 @@ Refused by name: version 1, big-endian files, types that ggml has removed, array
 
 ## Quantised weights
 
-A weight that is stored as codes and scales is refused as a weight, in any format, wherever weights are asked for:
-restoring, mapping, exporting, converting. `dequantize="bfloat16"` (`--dequantize bfloat16`; also `float16`, `float32`)
-gives the numbers that they stand for, of the schemes in [quantization.md](quantization.md); `dequantize=False`
-(`--no-dequantize`) gives the parts as they are stored, under `stored` in place of `param`. Recognised by names, dtypes
-and shapes are:
+A weight that is stored as codes and scales is refused, in any format, wherever weights are asked for: by restore, map, export and convert.
+`dequantize="bfloat16"` (`--dequantize bfloat16`; also `float16`, `float32`) gives the numbers that they stand for, for the schemes in [quantised
+weights](quantization.md). `dequantize=False` (`--no-dequantize`) gives the parts as they are stored, under `stored` instead of `param`. These are
+recognised by names, dtypes and shapes:
 
 {schemes}
 
-Where a config declares a quantisation, whatever may be codes is refused too, such as fp8 without its scales. An fp8
-tensor without scales, and without such a config, is a weight like any other.
+If a config declares a quantisation, everything that could be codes is refused too, such as fp8 without its scales. An fp8 tensor without scales and
+without such a config is an ordinary weight.
 
 ## What no reader can see
 
-A file that is missing, cut short, of another world size, step or run is refused by name, or a restore finds it by a
-sample of its copies, a conversion by all of them. These are not, because nothing that is stored tells:
+A file that is missing, cut short, or of another world size, step or run is refused when the checkpoint is opened, or found when copies are compared: a sample
+by a restore, all by a conversion. The following cannot be found, because nothing that is stored shows them. [What is proved, and
+when](trust.md#what-no-reader-can-see) has the whole list.
 
 - **DTensors by rank**: files of the optimizer, or of a rank's part of it, from another run of the same step and settings.
 - **ZeRO-3**: a rank's file from another run of the same shapes and step, swap files of two ranks exchanged, or whole
@@ -198,8 +194,17 @@ sample of its copies, a conversion by all of them. These are not, because nothin
 - **A part of a model whose name says nothing of parts**, with no index beside it, is a smaller model.
 - **Names changed everywhere** in the metadata, and the CRCs with them, are other names.
 
-Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes that many of them, and
-[design/015-hostile-files.md](design/015-hostile-files.md) says what is refused.
+For hostile files, `python tests/fuzz.py 100000` makes that many and opens them; [a design record](design/015-hostile-files.md) says what is refused.
+
+## Every tested checkpoint
+
+Each line is a checkpoint in `tests/data` that the library itself wrote, together with the state of the processes that trained. The columns say how
+many of its arrays (parameters and their states) equal that state, bit for bit: when they are read, when they are restored onto a mesh of (4, 2)
+devices, and when they are converted and then restored. *Accounted for* means that every stored item is mapped, kept as an extra, or
+skipped with a reason. `python tests/formats_table.py > docs/formats.md` prints this page; tests compare lines of the table with a run, and
+check that no case is missing.
+
+{table}
 """
 
 

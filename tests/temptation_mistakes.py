@@ -61,7 +61,7 @@ MISSING = "|".join(
             r" no|without|incomplete|absent|hole|not found|only|needs"
         ),
         (
-            r"no such|nothing|should name|neither|is no |no checkpoint|finished|not a"
+            r"no such|nothing|should name|neither|is no |is not an? |no checkpoint|finished|not a"
             r" checkpoint|cannot be read|not_found"
         ),
         r"should (have|hold|be)|cover|there (is|are)|names|not in|\bno \S|never",

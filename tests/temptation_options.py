@@ -184,7 +184,11 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
             ("rule", "axes", "dimension", "'e'"),
             "axes|dim|rule",
         ),
-        "a rule that is no expression": (act(mesh=mesh(), rules=[("(", P1)]), ("(", "rule"), ""),
+        "a rule that is not an expression": (
+            act(mesh=mesh(), rules=[("(", P1)]),
+            ("(", "rule"),
+            "",
+        ),
         "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ("rules", "pair"), ""),
         "one rule in place of a list": (
             act(mesh=mesh(), rules=("weight$", P1)),
@@ -398,7 +402,7 @@ def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         "with two slashes": (lambda root: at(root).replace("/", "//", 2), r"."),
         "of the folder above": (
             lambda root: str((root / entry).parent),
-            r"open|known|step|holds|no checkpoint|item",
+            r"open|known|step|holds|(no|not a) checkpoint|item",
         ),
         "of a name that is not there": (lambda root: at(root) + "x", r"exist"),
         "with a space at its end": (lambda root: at(root) + " ", r"exist"),

@@ -66,5 +66,5 @@ def test_a_missing_file_of_the_toy_format_is_named(toy):
 def test_a_spec_is_refused_where_the_toy_format_has_no_use_for_it(toy, tmp_path):
     exec(program(), {})
     (tmp_path / "spec.yaml").write_text("{}")
-    with pytest.raises(SpecError, match="is a toy checkpoint, which has no use for the spec"):
+    with pytest.raises(SpecError, match="is a toy checkpoint, which does not use a spec"):
         ucp.open(toy, spec=tmp_path / "spec.yaml")

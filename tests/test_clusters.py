@@ -166,3 +166,20 @@ def test_a_scheduler_that_does_not_answer_is_one_error(tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert "no Dask scheduler answers at tcp://127.0.0.1:9" in done.stderr
     assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("made", ["DCP"], indirect=True)
+def test_a_scheduler_without_workers_is_waited_for_and_said_so(made, tmp_path):
+    source, whole = made
+    out = tmp_path / "out"
+    with LocalCluster(n_workers=0, host="127.0.0.1", dashboard_address=None) as cluster:
+        command = [*JAX_UCP, "convert", source, out, "--scheduler", cluster.scheduler_address]
+        line = list(map(str, command))
+        with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            assert "has no worker yet: waiting for the first" in process.stderr.readline()
+            assert not out.exists()
+            cluster.scale(1)
+            process.communicate(timeout=120)
+        assert process.returncode == 0
+    assert digests(out) == digests(whole / "convert")

@@ -75,7 +75,7 @@ def mesh(**changes: Any) -> Callable[[dict], None]:
 
 
 OURS: dict[str, Callable[[dict], Any]] = {
-    "a version that is no number": top(version="1"),
+    "a version that is not a number": top(version="1"),
     "a version before the first": top(version=0),
     "another format": top(format="other"),
     "leaves that are none": top(leaves={}),
@@ -131,7 +131,7 @@ OURS: dict[str, Callable[[dict], Any]] = {
     "digests that are numbers": array("a", digests=[1]),
     "too few crcs": array("a", crcs="AAA="),
     "too many crcs": array("a", crcs="AAAAAAAAAAA="),
-    "crcs that are no base64": array("a", crcs="!!!!!!"),
+    "crcs that are not base64": array("a", crcs="!!!!!!"),
     "crcs that are numbers": array("a", crcs=[1]),
     "chunks of another rank": array("a", outer=[2], inner=[2]),
     "chunks of no length": array("a", outer=[0, 3], inner=[0, 3]),
@@ -226,9 +226,9 @@ STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
     ),
     "texts that are numbers": ("_strings.json", lambda content: {"note": 1}),
     "texts that are a list": ("_strings.json", lambda content: ["note"]),
-    "a name of a sharding that is no base64": ("_sharding", lambda content: {"é": "{}"}),
+    "a name of a sharding that is not base64": ("_sharding", lambda content: {"é": "{}"}),
     "a sharding that is a list": ("_sharding", lambda content: {"cmF0ZQ==": []}),
-    "a sharding that is no JSON": ("_sharding", lambda content: {"cmF0ZQ==": "{"}),
+    "a sharding that is not JSON": ("_sharding", lambda content: {"cmF0ZQ==": "{"}),
     "a sharding without a mesh": (
         "_sharding",
         lambda content: {"cmF0ZQ==": '{"sharding_type": "NamedSharding"}'},

@@ -83,7 +83,7 @@ def test_a_leaf_of_ours_with_such_a_name_is_refused_before_anything_is_read(tmp_
 def test_a_side_file_of_ours_with_such_a_name_is_refused(tmp_path, victim, name):
     hostile = saved(tmp_path / "hostile", {"a": np.ones(2, np.float32)})
     resealed(hostile, lambda content: content["files"].update({name: "0" * 16}))
-    with pytest.raises(FormatError, match="is no name of a file inside a checkpoint"):
+    with pytest.raises(FormatError, match="is not a name of a file inside a checkpoint"):
         ucp.open(hostile)
 
 
@@ -245,7 +245,7 @@ def test_two_leaves_of_stock_that_share_one_array_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["../victim", "a/b", "..", "", "x" * 300])
 def test_an_export_makes_no_folder_of_such_a_name(tmp_path, victim, name):
     before = tree_of_files(victim)
-    with pytest.raises(UCPError, match="is no name of a folder"):
+    with pytest.raises(UCPError, match="is not a name of a folder"):
         ucp.Checkpoint.of({"param": {name: np.ones(2, np.float32)}}).export(
             tmp_path / "out", "deepspeed"
         )

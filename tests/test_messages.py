@@ -639,7 +639,7 @@ def test_a_mapping_says_where_the_arrays_are_that_it_misses(tmp_path):
     assert any("kept under `other`" in note for note in checkpoint.notes)
     with pytest.raises(
         UCPError,
-        match=r"no parameters: a mapping wants them below `param`; 2 are below `other`, and its",
+        match=r"no parameters: a mapping needs them below `param`; 2 are below `other`, and its",
     ):
         checkpoint.map("hf-llama-to-tunix")
 

@@ -302,13 +302,15 @@ def test_a_spec_may_be_a_python_object():
     got = ucp.open(DEEPSPEED, spec=spec)
     assert got.leaves == want.leaves
     assert all(same_bits(got.read(label), want.read(label)) for label in want)
-    with pytest.raises(SpecError, match=r"has no use for the spec of \d+ rules: open it without"):
+    with pytest.raises(SpecError, match=r"does not use a spec: leave out the spec of \d+ rules"):
         ucp.open(SAFETENSORS, spec=spec)
 
 
 @pytest.mark.parametrize("rules", [{"*.weight": "sharded"}, {"{": ucp.patterns.Unique()}])
 def test_a_spec_of_what_is_no_rule_is_refused(rules):
-    with pytest.raises(SpecError, match=r"is no pattern; those are in jax_ucp\.patterns|a brace"):
+    with pytest.raises(
+        SpecError, match=r"is not a pattern; those are in jax_ucp\.patterns|a brace"
+    ):
         ucp.Spec.of(rules)
 
 
@@ -344,13 +346,13 @@ def test_a_size_may_be_for_the_mapping_or_for_the_checkpoint_or_for_neither():
 )
 def test_a_spec_is_refused_where_the_checkpoint_says_itself_how_it_is_stored(path, tmp_path):
     (tmp_path / "mine.yaml").write_text("shards: [{param: '*', pattern: replicated}]")
-    with pytest.raises(SpecError, match=r"has no use for the spec .*mine\.yaml: open it without"):
+    with pytest.raises(SpecError, match=r"does not use a spec: leave out the spec .*mine\.yaml"):
         ucp.open(path, spec=tmp_path / "mine.yaml")
 
 
 def test_a_spec_is_refused_for_a_universal_checkpoint_and_a_step_of_orbax(universal, tmp_path):
     (tmp_path / "mine.yaml").write_text("shards: [{param: '*', pattern: replicated}]")
-    with pytest.raises(SpecError, match="has no use for the spec"):
+    with pytest.raises(SpecError, match="does not use a spec"):
         ucp.open(universal, spec=tmp_path / "mine.yaml")
 
 
@@ -430,10 +432,10 @@ def test_a_budget_of_arguments_for_orbax_is_a_number_of_bytes_or_none(n, univers
         ({"mesh": {"data": 4}, "hosts": 0}, "hosts=0 should be a whole number"),
         ({"mesh": {"data": 4}, "hosts": 2.0}, "hosts=2.0 should be a whole number"),
         ({"mesh": {"data": 4}, "hosts": 3}, "4 devices cannot be shared out evenly to 3 hosts"),
-        ({"mesh": {"data": 4}, "rules": [("(", P("data"))]}, "is no regular expression"),
-        ({"mesh": {"data": 4}, "rules": ["w"]}, "is no pair"),
-        ({"mesh": {"data": 4}, "rules": [("w", 3)]}, "is no pair"),
-        ({"mesh": {"data": 4}, "rules": [(None, P("data"))]}, "is no pair"),
+        ({"mesh": {"data": 4}, "rules": [("(", P("data"))]}, "is not a regular expression"),
+        ({"mesh": {"data": 4}, "rules": ["w"]}, "is not a pair"),
+        ({"mesh": {"data": 4}, "rules": [("w", 3)]}, "is not a pair"),
+        ({"mesh": {"data": 4}, "rules": [(None, P("data"))]}, "is not a pair"),
     ],
     ids=str,
 )
@@ -457,7 +459,7 @@ def test_hosts_and_rules_are_refused_without_a_mesh(options, tree):
     ("options", "words"),
     [
         ({"rules": [("w", P("data"))]}, "give mesh= too"),
-        ({"rules": ["w"], "mesh": MESH}, "is no pair"),
+        ({"rules": ["w"], "mesh": MESH}, "is not a pair"),
         ({"mesh": {"data": 8}}, r"should be a jax\.sharding\.Mesh"),
         ({"partial": True}, "there is no target"),
         ({"cast": True}, "there is none; give a dtype"),
@@ -501,10 +503,10 @@ def test_what_a_restore_does_not_use_of_rules_and_mesh_is_in_its_notes(universal
         ("safetensors", {"zero_stage": 1}, "zero_stage is for deepspeed"),
         ("dcp", {"zero_stage": 1}, "zero_stage is for deepspeed"),
         ("deepspeed", {"zero_stage": 0}, "zero_stage=0 should be a whole number"),
-        ("deepspeed", {"zero_stage": 4}, "zero_stage=4 is no stage of ZeRO"),
+        ("deepspeed", {"zero_stage": 4}, "zero_stage=4 is not a stage of ZeRO"),
         ("torch", {}, "format='torch' is not one that is written"),
-        ("dcp", {"dtype": "bf16"}, "'bf16' is no floating dtype"),
-        ("dcp", {"dtype": "int8"}, "'int8' is no floating dtype"),
+        ("dcp", {"dtype": "bf16"}, "'bf16' is not a floating dtype"),
+        ("dcp", {"dtype": "int8"}, "'int8' is not a floating dtype"),
     ],
     ids=str,
 )
@@ -544,25 +546,25 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
         "no leaf of .* matches 'nothing'; it has 21, such as param/",
     ),
     (("inspect", SAFETENSORS, "--leaf", "q_proj", "--all"), 2, "give one of them"),
-    (("inspect", SAFETENSORS, "--leaf", "(("), 2, "is no regular expression"),
+    (("inspect", SAFETENSORS, "--leaf", "(("), 2, "is not a regular expression"),
     (
         ("inspect", DEEPSPEED, "--spec", "/nothing.yaml"),
         1,
         "/nothing.yaml cannot be read as a spec",
     ),
-    (("inspect", SAFETENSORS, "--spec", "/nothing.yaml"), 1, "has no use for the spec"),
+    (("inspect", SAFETENSORS, "--spec", "/nothing.yaml"), 1, "does not use a spec"),
     (("plan", SAFETENSORS, "--hosts", 2), 2, "give --mesh too"),
     (("plan", SAFETENSORS, "--rule", "weight=x"), 2, "give --mesh too"),
     (("convert", SAFETENSORS, "out", "--hosts", 2), 2, "give --mesh too"),
-    (("plan", SAFETENSORS, "--mesh", ""), 2, "is no mesh"),
-    (("plan", SAFETENSORS, "--mesh", "x=0"), 2, "is no mesh"),
-    (("plan", SAFETENSORS, "--mesh", "x=2,x=2"), 2, "is no mesh"),
+    (("plan", SAFETENSORS, "--mesh", ""), 2, "is not a mesh"),
+    (("plan", SAFETENSORS, "--mesh", "x=0"), 2, "is not a mesh"),
+    (("plan", SAFETENSORS, "--mesh", "x=2,x=2"), 2, "is not a mesh"),
     (("plan", SAFETENSORS, "--mesh", "x=999999999,y=9"), 2, "at most 16777216"),
     (("plan", SAFETENSORS, "--mesh", "x=8", "--hosts", 3), 2, "cannot be shared out evenly"),
-    (("plan", SAFETENSORS, "--budget", "0"), 2, "is no size"),
-    (("plan", SAFETENSORS, "--budget", "0.00001"), 2, "is no size"),
-    (("plan", SAFETENSORS, "--budget", "9" * 400), 2, "is no size"),
-    (("plan", SAFETENSORS, DATA), 1, "has files in it that are no unfinished copy"),
+    (("plan", SAFETENSORS, "--budget", "0"), 2, "is not a size"),
+    (("plan", SAFETENSORS, "--budget", "0.00001"), 2, "is not a size"),
+    (("plan", SAFETENSORS, "--budget", "9" * 400), 2, "is not a size"),
+    (("plan", SAFETENSORS, DATA), 1, "has files in it that are not those of an unfinished copy"),
     (
         ("export", SAFETENSORS, "out", "--format", "dcp", "--max-shard", "1MB"),
         2,
@@ -594,7 +596,7 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
         "--step-dtype goes with --optimizer",
     ),
     (("map", SAFETENSORS), 2, "give --mapping"),
-    (("map", SAFETENSORS, "--mapping", "nothing"), 1, "is no mapping that can be read"),
+    (("map", SAFETENSORS, "--mapping", "nothing"), 1, "is not a mapping that can be read"),
 ]
 
 
@@ -846,5 +848,5 @@ def test_what_becomes_of_every_option_of_every_command_is_decided():
 
 
 def test_a_size_whose_name_is_no_string_is_refused():
-    with pytest.raises(SpecError, match="sizes has the name 1, which is no string"):
+    with pytest.raises(SpecError, match="sizes has the name 1, which is not a string"):
         ucp.open(SAFETENSORS, sizes={1: 2})

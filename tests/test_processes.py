@@ -370,5 +370,5 @@ def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tm
     for each in said:
         kind, text, _ = each["another target"]
         assert kind == "TreeMismatch", text
-        assert "would share other reads" in text
+        assert "do not read the same" in text
         assert each["sound"][0] == "restored", each["sound"]

@@ -15,7 +15,7 @@ WORKER = Path(__file__).parent / "workers" / "failing_save.py"
 WAYS = ("v0", "v0 in the background", "v0 without a manager", "v1", "v1 in the background")
 NO_SPACE = "[Errno 28] No space left on device: 'a file'"
 UNSUPPORTED = (
-    "bad is a builtins.object, which is no array, number, string or None. "
+    "bad is a builtins.object, which is not an array, number, string or None. "
     "Leave it out of the tree, or save it beside the checkpoint."
 )
 FAULTS = {

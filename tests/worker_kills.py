@@ -52,6 +52,7 @@ class How:
 
 
 def dask(command: Sequence[str], cluster: LocalCluster) -> How:
+    cluster.wait_for_workers(2, timeout=RUN_S)  # one that was killed is started again
     workers = cluster.workers.values()
     line = [*command, "--scheduler", cluster.scheduler_address]
     return How([line], lambda processes: [nanny.pid for nanny in workers if nanny.pid])
@@ -92,7 +93,10 @@ def _below(processes: Sequence[subprocess.Popen[bytes]], words: str) -> list[int
 def _wait_for(
     processes: Sequence[subprocess.Popen[bytes]], has_come: Callable[[Path], bool], out: Path
 ) -> None:
+    end = time.monotonic() + RUN_S
     while not has_come(out) and any(process.poll() is None for process in processes):
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing was written in {RUN_S} s")
         time.sleep(0.002)
 
 
@@ -241,7 +245,9 @@ class Campaign:
 
 @contextlib.contextmanager
 def two_workers() -> Iterator[LocalCluster]:
-    """Two Dask workers, each of which is started again when it ends."""
+    """Two Dask workers, each of which is started again when it ends: by its nanny, or by the
+    cluster where that gives up, as it does when the worker is killed while it starts.
+    """
     with LocalCluster(
         n_workers=2,
         threads_per_worker=1,
@@ -249,6 +255,7 @@ def two_workers() -> Iterator[LocalCluster]:
         dashboard_address=None,
         silence_logs=60,
     ) as workers:
+        workers.adapt(minimum=2, maximum=2)
         yield workers
 
 

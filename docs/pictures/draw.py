@@ -51,7 +51,7 @@ def waist() -> str:
     right = ["restore onto a mesh", "map to a model", "convert", "export", "diff, report", "verify"]
     parts = [rect(280, 100, 200, 60, COLORS[0])]
     parts += [
-        text(380, 126, "ArraySource:", "i", "middle"),
+        text(380, 126, "jax_ucp:", "i", "middle"),
         text(380, 146, "any box of any array", "i", "middle"),
     ]
     for i, (source, target) in enumerate(zip(left, right, strict=True)):
@@ -88,7 +88,10 @@ def zero() -> str:
     y = 30 + 60 * len(flat)
     parts.append(
         text(
-            70, y, "A colour that goes on in the next row is a parameter that two ranks hold.", "q"
+            70,
+            y,
+            "A colour that continues in the next row is one parameter on two ranks.",
+            "q",
         )
     )
     return picture(730, y + 15, "Parameters in the flat partitions of ZeRO-1, rank by rank.", parts)

@@ -118,7 +118,7 @@ def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
 def require_mesh(mesh: object, rules: Sequence[Rule], hosts: int) -> None:
     """Raises ValueError for rules or hosts without a mesh."""
     if mesh is None and (rules or hosts != 1):
-        raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
+        raise ValueError("rules= and hosts= are for a mesh: give mesh= too")
 
 
 class Checkpoint:
@@ -195,15 +195,15 @@ class Checkpoint:
 
     @property
     def extras(self) -> Mapping[str, Any]:
-        """What is no array of the tree: schedulers, loss scalers, random states, client state;
-        as JSON values.
+        """What is not an array of the tree, as JSON values: schedulers, loss scalers, random
+        states, client state.
         """
         return self._contents.extras
 
     @property
     def groups(self) -> Sequence[Group]:
-        """What the trainer's optimizer was told for each parameter, such as weight_decay, where
-        files name them.
+        """The settings of the trainer's optimizer for each parameter, such as weight_decay, if the
+        files have them by name.
         """
         return self._contents.groups
 
@@ -221,7 +221,7 @@ class Checkpoint:
 
     @property
     def about(self) -> About:
-        """Who wrote it, at which step, and by which degrees it was cut, where its files say so."""
+        """Which program wrote it, the step, and the degrees of parallelism, if the files say so."""
         return self._contents.about
 
     @property
@@ -281,12 +281,12 @@ class Checkpoint:
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
         """The array of a leaf, or one box of it.
 
-        Before the first read of a leaf a sample of what is stored twice of it is compared, as
-        `restore` does.
+        Before the first read of a leaf, a sample of it is compared with its second copy, if it is
+        stored twice, as `restore` does.
 
         Args:
             label: of the leaf, such as `param/layers.0.mlp.weight`.
-            box: where the elements lie that are wanted; unsaid, all.
+            box: which elements to read; by default all.
 
         Returns:
             An array of the box's shape and the stored dtype.
@@ -299,14 +299,14 @@ class Checkpoint:
         return self._read(self._leaf(label), box)
 
     def __getitem__(self, label: str) -> LazyArray:
-        """The array of the leaf with a label, to be read where it is indexed.
+        """The array with a label, lazily: indexing reads only those elements.
 
         Args:
             label: such as `param/layers.0.mlp.weight`.
 
         Returns:
-            A lazy array with `shape` and `dtype`; ints and slices read just those elements,
-            `numpy.asarray` all.
+            A lazy array with `shape` and `dtype`. Index it with ints and slices, or read all of it
+            with `numpy.asarray`.
 
         Raises:
             KeyError: where no array has that label, or several have it.
@@ -392,7 +392,7 @@ class Checkpoint:
             >>> ucp.open("base").merge("adapter").save("merged")  # doctest: +SKIP
         """
         if not adapters:
-            raise ValueError("merge() wants one adapter, or several")
+            raise ValueError("merge() needs at least one adapter")
         given = [opened(each) for each in adapters]
         for checkpoint in (self, *given):
             require_weights(checkpoint._contents)
@@ -411,19 +411,19 @@ class Checkpoint:
         assume: Sequence[str] = (),
         params: str | None = None,
     ) -> Checkpoint:
-        """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
+        """The checkpoint with the leaves of your model instead of its parameters. Reads nothing.
 
-        Every state of a parameter is mapped as the parameter is: leaves are at `(state, *name
-        between slashes)`. A LoRA adapter of peft is mapped by the mapping of its base: its factors
-        are the leaves that qwix has beside the weight's (`w_lora_a`, `w_lora_b`). What the
-        mapping requires of the model's config must hold.
+        Optimizer states are mapped like their parameters. A leaf is found under its state and the
+        parts of its name between slashes. What the mapping requires of the model's config must
+        hold. A LoRA adapter of peft uses the mapping of its base; its factors become the leaves
+        that qwix has beside the weight's (`w_lora_a`, `w_lora_b`).
 
         Args:
             mapping: a mapping, its file, or the name of one that comes with the package.
             sizes: lengths by name; others are taken from the model's config, and from the shapes.
             config: the model's config, for a checkpoint that has none: a dict, such as `config` of
                 another checkpoint, or a JSON file.
-            assume: names of requirements that the user vouches for. They are noted, and remembered
+            assume: names of requirements that you know to be met. They become notes, and are saved
                 with the mapping.
             params: the label of the parameters in the tree of a training run, such as `params`.
                 Every other part of the tree that has their names, such as Adam's moments, is mapped
@@ -522,44 +522,44 @@ class Checkpoint:
         verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
-        """The tree on devices, or as numpy arrays where neither `target` nor `mesh` says otherwise.
+        """Restore the tree onto devices, or as numpy arrays without a target and a mesh.
 
-        What the source stores twice of the leaves that are asked for is compared. What had to be
-        given up of a sharding is a ShardingWarning, and in the `notes` of `plan`.
+        What the source stores twice of these leaves is compared. A spec that does not fit the mesh
+        is a ShardingWarning, and in the `notes` of `plan`.
 
         Args:
-            target: a pytree of arrays or `jax.ShapeDtypeStruct`s, whose form and shardings the
-                result has; unsaid, the form is the checkpoint's own, and other nodes than dicts,
-                lists and tuples are dicts.
-            mesh: for leaves that have no sharding in the target: the specs that they were saved
-                with, fitted to this mesh. `"saved"`: the devices that they were saved from.
-            rules: pairs of a regular expression on a leaf's label and a PartitionSpec, or of the
-                name of a logical axis and mesh axes. The first that matches goes before a saved
-                spec.
-            cast: True converts to the target's dtypes, a dtype all floating arrays to that one;
+            target: a pytree of arrays or `jax.ShapeDtypeStruct`s; the result has its form and its
+                shardings. By default the result has the checkpoint's own form, in which nodes other
+                than dicts, lists and tuples are dicts.
+            mesh: where to put leaves that have no sharding in the target: the specs that they were
+                saved with are fitted to this mesh. `"saved"` means the devices that they were saved
+                from.
+            rules: how to shard leaves on `mesh`: pairs of a regular expression on a leaf's label
+                and a PartitionSpec, or of the name of a logical axis and mesh axes. The first rule
+                that matches is used instead of a saved spec.
+            cast: True converts to the target's dtypes, a dtype converts all floating arrays to it;
                 otherwise dtypes must be equal.
             partial: leave out leaves that the target lacks.
-            missing: of leaves that the checkpoint lacks: `"refuse"` them; `"keep"` the value that
-                the target has (new heads, adapters, averages); `"leave"` them as the target has
-                them, a ShapeDtypeStruct too, as in a partial load of Orbax's.
-            share_reads: of what several processes hold each reads a part, and their devices
-                exchange the parts: each stored byte is read about once over all of them. That is
-                for storage slower than the interconnect. All processes must then make this call,
-                with the same arguments; where they share anything, an error in one is raised in
-                all, in the others with its words. In one process it changes nothing.
-            narrow_integers: 64-bit integers, which JAX does not have unless `jax_enable_x64` is set
-                and which are refused on devices without, come as 32-bit ones, if every value fits.
+            missing: what to do with leaves that the checkpoint lacks: `"refuse"` raises, `"keep"`
+                keeps the target's value (new heads, adapters, averages), `"leave"` keeps what the
+                target has, even a ShapeDtypeStruct, like a partial load of Orbax's.
+            share_reads: if several processes need the same bytes, each reads a part of them, and
+                their devices exchange the parts, so that each stored byte is read about once over
+                all processes. Use it for storage that is slower than the interconnect. All
+                processes must make this call, with the same arguments; an error in one is raised in
+                all. In a single process it has no effect.
+            narrow_integers: give 64-bit integers as 32-bit ones, if every value fits. JAX has no
+                64-bit integers unless `jax_enable_x64` is set, and without this they are refused.
             verify: `"sample"` compares a few kilobytes of each array that is stored twice, in every
-                file that holds a part of it, which finds files that were exchanged, or are of
-                another step, rank or run; `"full"` compares all of it, and every checksum of what
-                is read.
-            budget_bytes: bounds what is in flight beside the result.
+                file that has a part of it, which finds files that were exchanged, or are of another
+                step, rank or run. `"full"` compares all of it, and every checksum of what is read.
+            budget_bytes: how much memory may be used beside the result.
 
         Returns:
             The pytree.
 
         Raises:
-            TreeMismatch: with everything in which target and checkpoint differ.
+            TreeMismatch: with all differences between target and checkpoint.
             CorruptData: where bytes are not what was written, or a file is no longer the one that
                 was opened.
             QuantizedWeights: where what is asked for is stored as codes.
@@ -595,25 +595,25 @@ class Checkpoint:
         step: int | None = None,
         check: bool = True,
     ) -> OptimizerPlan:
-        """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that
-        wrote the checkpoint.
+        """Plan to fill the optax state `tx.init(params)` from the trainer's optimizer in this
+        checkpoint.
 
         Args:
             tx: the optax optimizer.
-            params: the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those
-                below `param` here: after `map`, as a rule.
-            step: the number of updates done, for a checkpoint that does not say it (torch's SGD
-                counts none).
-            check: ask `tx` whether what has the type of Adam's moments is summed as Adam does, and
-                whether it decays the weights that `groups` say were decayed.
+            params: the parameters of the model, as arrays or ShapeDtypeStructs, with the names that
+                they have below `param` here; usually `map` gives them these names.
+            step: the number of updates done, if the checkpoint does not have it (torch's SGD counts
+                none).
+            check: test that `tx` computes what Adam computes, if its state has that type, and that
+                it decays the weights that were decayed according to `groups`.
 
         Returns:
             The plan: `report()` says where each leaf comes from, `restore()` gives the state.
 
         Raises:
-            TreeMismatch: with everything that has no source: a state of a type that is not known, a
-                parameter without the moment, steps that differ or are not there; and with
-                everything that `tx` does otherwise.
+            TreeMismatch: with everything that cannot be filled, such as a state of an unknown type,
+                a parameter without the moment, or steps that differ or are missing; and everything
+                that `tx` would do differently.
         """
         from jax_ucp.optimizers import plan_optimizer
 
@@ -630,33 +630,33 @@ class Checkpoint:
         step: int | None = None,
         step_dtype: DTypeLike | None = None,
     ) -> Checkpoint:
-        """The checkpoint of a JAX training run as a torch trainer would have it: the way back of
+        """The checkpoint of a JAX training run as a torch trainer would have it: the inverse of
         `plan_optimizer`.
 
-        The state of the optimizer becomes `exp_avg`, `exp_avg_sq`, `step`, `momentum_buffer` of the
-        parameters, found by type. Only single numbers are read: schedules' counts and
-        hyperparameters are extras. Of anything else the inventory of the result says why it is
-        left.
+        The states of the optimizer are found by type and become `exp_avg`, `exp_avg_sq`, `step` or
+        `momentum_buffer` of the parameters. Counts of schedules and hyperparameters become extras.
+        The inventory of the result says why anything else is left out. Only single numbers are
+        read.
 
         Args:
             tx: the optax optimizer.
-            model: the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; unsaid, nested
-                dicts and lists of what is stored, which will do unless a mask of `tx` is a tree of
-                another kind.
+            model: the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; by default
+                nested dicts and lists of what is stored, which works unless a mask of `tx` is a
+                tree of another kind.
             params: the label of the parameters in the run's tree.
             opt_state: the label of the optimizer's state.
-            step: the number of updates done, for a run in which schedules count otherwise.
+            step: the number of updates done, if a schedule of the run has another count.
             step_dtype: that of `step`: int32 for an optimizer of DeepSpeed that counts in ints;
-                unsaid, float32, and int32 for Lion.
+                by default float32, and int32 for Lion.
 
         Returns:
             A checkpoint with the tree `{state: {parameter: array}}`, to be mapped by the inverse of
             a mapping, and exported.
 
         Raises:
-            TreeMismatch: with everything that is not of this optimizer, that torch has no equal of,
-                or that counts otherwise: a type of state that is not known, gradients being
-                gathered, a leaf too many or too few.
+            TreeMismatch: with everything that does not belong to this optimizer, that torch does
+                not have, or whose count differs: an unknown type of state, accumulated gradients, a
+                leaf too many or too few.
         """
         from jax_ucp.optimizers import torch_states
 
@@ -678,16 +678,16 @@ class Checkpoint:
         """What each of several processes would read to restore the checkpoint onto a mesh.
 
         Args:
-            mesh: a mesh, or the sizes of its axes by name: no devices are needed. Its devices are
-                shared out evenly and in order.
+            mesh: a mesh, or the sizes of its axes by name; no devices are needed.
             rules: as for `restore`.
-            hosts: the number of processes, each of which has a chunk once.
+            hosts: the number of processes, among which the devices are divided evenly and in order.
+                A process reads a chunk only once.
 
         Returns:
-            By host the bytes that it needs, those that it reads, and the files that it opens.
+            For each host the bytes that it needs, those that it reads, and the files that it opens.
 
         Raises:
-            ValueError: for a mesh, rules or hosts that cannot be meant.
+            ValueError: for an invalid mesh, rules or hosts.
 
         Examples:
             >>> import jax_ucp as ucp
@@ -713,16 +713,16 @@ class Checkpoint:
 
         Args:
             budget_bytes: as for `save`.
-            path: what `save` would refuse to write to is refused here.
+            path: if given, refused if `save` would refuse it.
             mesh: as for `save`.
             rules: as for `save`.
             hosts: as for `save`.
 
         Returns:
-            The plan; its `notes` say what the mesh does not have of saved specs and rules.
+            The plan; its `notes` say which saved specs and rules do not fit the mesh.
 
         Raises:
-            ValueError: for a rule, or a mesh and hosts, that cannot be meant.
+            ValueError: for an invalid rule, mesh or hosts.
             QuantizedWeights: where weights are stored as codes.
             FileExistsError: if `path` is in use.
             UnsupportedPath: for a `path` that cannot be written to.
@@ -756,30 +756,30 @@ class Checkpoint:
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
 
-        What is stored twice is compared on the way. Stopped at any moment it leaves no checkpoint
-        at `path`, and the same call takes up where it was stopped.
+        What is stored twice is compared while it is copied. If the call is interrupted, there is no
+        checkpoint at `path`; the same call continues it.
 
         Args:
             path: a new folder or URL; with `step`, the folder of a run.
-            mesh: a mesh, or the sizes of its axes by name, whose chunks are written: those of a
-                save from it, its arrays placed by their saved specs and `rules`, its devices shared
-                out evenly to `hosts`. A restore onto it then reads the bytes it needs and no
-                others; any other mesh reads the checkpoint too. What the mesh does not have of a
-                spec is a ShardingWarning.
+            mesh: a mesh, or the sizes of its axes by name. The chunks are those of a save from this
+                mesh, with arrays sharded by their saved specs and `rules`, and devices divided
+                evenly among `hosts`. A restore onto it then reads only the bytes that it needs; any
+                other mesh can read the checkpoint too. A spec that does not fit the mesh is a
+                ShardingWarning.
             rules: as for `restore`, on `mesh`.
             hosts: the number of processes of `mesh`.
-            budget_bytes: at most about so many bytes of blocks are in memory at once.
-            progress: hears of each block that is written.
+            budget_bytes: about how much memory blocks may take at once.
+            progress: called with each block that is written.
             executor: runs the work, in threads or in other processes, which must see source and
                 `path` by the same names; each then has at most one block in memory at once. The
                 checkpoint is the same, byte for byte.
-            root: the label at which a framework's own loader has the parameters, in place of
-                `param`; `""`: they are the whole tree. MaxText's `load_parameters_path` wants
+            root: where the parameters go in the tree, for a framework's own loader, instead of
+                `param`; `""` makes them the whole tree. MaxText's `load_parameters_path` needs
                 `root="params", step=0, item="items"`, tunix's manager `root="", variables=True,
                 step=0, item="model_params"`.
             variables: put each parameter in a node `value`, as Flax NNX's states are stored.
-            step: the step of the run at `path` to which the result is added.
-            item: the name that it has in that step; unsaid, `default`.
+            step: add the result to the run at `path`, as this step.
+            item: its name in that step; by default `default`.
 
         Returns:
             The checkpoint that was written, opened.
@@ -789,7 +789,7 @@ class Checkpoint:
             UnsupportedPath: for a URL that cannot be written to.
             CorruptData: if the source contradicts itself or changes meanwhile.
             QuantizedWeights: where weights are stored as codes.
-            ValueError: for an item without a step, and a mesh, rules or hosts that cannot be meant.
+            ValueError: for an item without a step, and an invalid mesh, rules or hosts.
             WorkerError: where the executor's processes cannot open the checkpoint, or one has
                 ended.
 
@@ -798,7 +798,7 @@ class Checkpoint:
         """
         target = target_path(path)
         if item is not None and step is None:
-            raise ValueError(f"item={item!r} is of a step: give step= too")
+            raise ValueError(f"item={item!r} names an item of a step: give step= too")
         laid_out = self._laid_out(root, variables)
         plan = laid_out.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
@@ -920,28 +920,29 @@ class Checkpoint:
         progress: Callable[[int], None] = lambda nbytes: None,
         executor: Executor | None = None,
     ) -> Checkpoint:
-        """Write the parameters, and where the format has a place for them their states, to the new
+        """Write the parameters, and their states if the format has a place for them, to the new
         folder `path`.
 
-        What is stored twice is compared on the way. Stopped at any moment, nothing is at `path`; in
-        a bucket, a process that is killed leaves files, but not the one that makes the folder
-        whole, which comes last, and the next export there is refused. Safetensors are beside the
-        files that go with the model, and its config, where the checkpoint has them.
+        What is stored twice is compared while it is copied. If the call is interrupted, there is
+        nothing at `path`. In a bucket, a process that is killed leaves files, but not the last one,
+        which makes the folder loadable; the next export there is refused. Safetensors are
+        accompanied by the model's config, tokenizer and the like, if the checkpoint has them.
 
         Args:
             path: a folder or URL where nothing is.
             format: `safetensors` (weights, as transformers loads them), `dcp`
                 (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
-            dtype: floating parameters are cast to it, rounded to the nearest; unsaid, every bit
-                stays.
-            max_shard_bytes: of one file of safetensors; unsaid, 50 GB.
-            zero_stage: of the DeepSpeed run to be resumed; unsaid, that of the source.
-            config: the config.json of the model, of a source that has none: a dict, the file, or
-                its folder, whose tokenizer, licence and the like go along.
-            adapter_config: peft's config, a dict or its file, for the factors of an adapter that
-                was trained in JAX: with it safetensors are a folder that peft loads.
-            budget_bytes: at most about so many bytes of blocks are in memory at once.
-            progress: hears of the bytes that are written.
+            dtype: cast floating parameters to it, rounded to the nearest; by default no bit
+                changes.
+            max_shard_bytes: how large a file of safetensors may be; by default 50 GB.
+            zero_stage: the ZeRO stage of the DeepSpeed run that will load it; by default that of
+                the source.
+            config: the config.json of the model, if the source has none: a dict, the file, or its
+                folder, whose tokenizer, licence and the like are written too.
+            adapter_config: peft's config, a dict or its file, if the source is an adapter that was
+                trained in JAX; peft then loads the folder.
+            budget_bytes: about how much memory blocks may take at once.
+            progress: called with numbers of bytes that were written.
             executor: as for `save`.
 
         Returns:
@@ -1091,7 +1092,7 @@ class Checkpoint:
             arrays that cannot be read is on it, and in its `faults`.
 
         Raises:
-            ValueError: for a mesh, rules or hosts that cannot be meant.
+            ValueError: for an invalid mesh, rules or hosts.
             UCPError: as `diff` does.
 
         Examples:

@@ -28,56 +28,54 @@ def open(
     step: int | None = None,
     share_reads: bool = False,
 ) -> Checkpoint:
-    """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
+    """Open the checkpoint at `path`, of any known format. Reads metadata only.
 
-    What a checkpoint does not say is said by name, and what is said is used or refused: a name in
-    `sizes` that the checkpoint has no use for, a `spec` where it says itself how shards form
-    parameters.
+    The options are for what a checkpoint does not say itself. An option that has no effect is
+    refused, such as a name in `sizes` that nothing needs.
 
     Args:
         path: a file or folder, local or a URL (`s3://`, `gs://`, `az://`, `https://`, `hf://`).
-        sizes: lengths by name, such as `{"vocab": 50257}`: Megatron does not record the true
-            vocabulary; unsaid, the padded rows stay.
-        spec: how shards form parameters, for sources that do not say it: a file in the universal
-            checkpoint language, or a `jax_ucp.Spec`.
-        weights_only: leave the optimizer aside.
-        on_conflict: what to take where a source stores something twice and differently, which
+        sizes: lengths by name, such as `{"vocab": 50257}`. Megatron does not record the true
+            vocabulary; by default the padded rows stay.
+        spec: how shards form parameters, if the checkpoint does not say it: a YAML file, or a
+            `jax_ucp.Spec`.
+        weights_only: ignore the optimizer.
+        on_conflict: which to take where something is stored twice and the copies differ, which
             `save` refuses otherwise: the `master` (and the first of several replicas), or the
             `copy` that the model computed with, in its dtype. Where nothing is stored twice, a note
-            says that it changed nothing.
-        dequantize: what weights stored as codes and scales become, which are named in the notes and
-            refused wherever weights are asked for, if this is None. `"bfloat16"`, `"float16"` or
-            `"float32"` gives the numbers that they stand for, computed in float32 by the rule of
-            the library that wrote them and rounded once, box by box as they are read; weights that
-            are not quantised keep their dtypes. False gives the parts as they are stored, under the
-            state `stored` in place of `param`, to be read, restored or saved.
-        optimizer_groups: which parameters an optimizer has whose states go by numbers:
-            `"module-order"`, if every group lists its parameters in the order of the model;
-            `"hf-decay"`, if transformers' Trainer made the two groups (what decays; biases and
-            norms); the names of each group in order; or a function that makes such lists of the
-            names of the model's parameters. Where files do not have the model's order, it is that
-            of the class of transformers that they name, or of the one that is said:
-            `"hf-decay:llama"`. Unsaid, such states are kept under `other`, unless shapes or masters
-            prove whose they are. What was said is in `source` and `notes`.
-        model: the one that is meant where a file or folder has several, such as a teacher and a
-            student, or the items of a step of Orbax.
-        step: the one to open of the folder of a run; unsaid, the last that is finished.
-        share_reads: of a checkpoint in a bucket one process reads the metadata, and the others of
-            `jax.distributed` get them from it. All must make this call, with the same arguments;
-            an error in one is raised in all, in the others with its words. Of files on a disk each
-            process reads its own; in one process it changes nothing.
+            says that the option had no effect.
+        dequantize: how to read weights that are stored as codes and scales. None refuses them
+            wherever weights are asked for. `"bfloat16"`, `"float16"` or `"float32"` gives the
+            numbers that they stand for, computed in float32 by the formula of the library that
+            wrote them and rounded once; other weights keep their dtypes. False gives the parts as
+            they are stored, under the state `stored` instead of `param`.
+        optimizer_groups: which parameters the optimizer's states belong to, if they have numbers
+            and no names: `"module-order"`, if every group lists its parameters in the order of the
+            model; `"hf-decay"`, if transformers' Trainer made the two groups (parameters with
+            weight decay; biases and norms); lists with the names of each group in order; or a
+            function that makes such lists of the names of the model's parameters. If the files do
+            not have the model's order, it is that of the class of transformers that they name, or
+            that you name: `"hf-decay:llama"`. By default such states are kept under `other`, unless
+            shapes or masters prove which parameters they belong to. What you say is recorded in
+            `source` and `notes`.
+        model: the model to open, if there are several, such as a teacher and a student, or the
+            items of a step of Orbax.
+        step: the step to open, if `path` is the folder of a run; by default the last finished one.
+        share_reads: let one process of `jax.distributed` read the metadata of a checkpoint in a
+            bucket, and send them to the others. All processes must make this call, with the same
+            arguments; an error in one is raised in all. It has no effect for files on a disk, and
+            in a single process.
 
     Returns:
-        The checkpoint, of which nothing but metadata has been read.
+        The checkpoint, of which only metadata has been read.
 
     Raises:
         NotACheckpoint: where there is none, or more than one.
-        FormatError: where a file is not what it should be, or does not fit what was said.
-        SpecError: for `sizes` and a `spec` that are not used, and `optimizer_groups` that cannot be
-            meant.
+        FormatError: where a file is not what it should be, or does not fit the options.
+        SpecError: for `sizes` and a `spec` that have no use, and invalid `optimizer_groups`.
         UnsupportedPath: for a URL of an unknown kind.
-        QuantizedWeights: where weights are to be dequantised and nothing says how they are meant.
-        ValueError: for another `on_conflict` or `dequantize` than these.
+        QuantizedWeights: where weights are to be dequantised and nothing says by which scheme.
+        ValueError: for another value of `on_conflict` or `dequantize`.
         TreeMismatch: where processes that share reads open different paths.
 
     Example:
@@ -103,23 +101,23 @@ def diff(
     budget_bytes: int = DEFAULT_BUDGET,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Difference:
-    """What differs between two checkpoints of any formats, leaf by leaf, element by element.
+    """Compare two checkpoints of any formats, leaf by leaf, element by element.
 
     Args:
         first: a path, or an opened checkpoint.
         second: another.
-        mapping: through which the first is seen: a Hugging Face model, say, that the second was
-            trained from.
-        rename: what labels of the first begin with, by what those of the second begin with:
-            `{"param": "params"}`.
-        only: a regular expression; leaves whose labels, in the second, do not match are left out.
+        mapping: a mapping that is applied to the first, for example if it is the Hugging Face model
+            from which the second was trained.
+        rename: beginnings of labels, those in the first to those in the second: `{"param":
+            "params"}`.
+        only: a regular expression; only leaves whose labels in the second match are compared.
         headers: compare names, shapes, dtypes and settings, and read no array.
-        budget_bytes: bounds what is in flight.
-        progress: is called with the bytes of the first that were compared.
+        budget_bytes: how much memory the blocks that are compared may take.
+        progress: called with numbers of bytes of the first that were compared.
 
     Returns:
-        What is missing, added, reshaped, recast; of each array with changed elements how many, by
-        how much, and the cosine; and what the checkpoints say of themselves otherwise.
+        Which leaves are missing, added, reshaped or recast; for each array with changed elements
+        how many changed, by how much, and the cosine; and which settings differ.
 
     Raises:
         UCPError: as `open`, `Checkpoint.map` and `Checkpoint.read` do.

@@ -35,16 +35,22 @@ _AS_IT_IS = {"root": None, "variables": False, "step": None}
 @click.command()
 @click.argument("source")
 @click.argument("target")
-@click.option("--root", help="The label of the parameters at TARGET, in place of param.")
 @click.option(
-    "--variables", is_flag=True, help="Each parameter in a node `value`, as Flax NNX stores them."
+    "--root", metavar="LABEL", help="Where the parameters go in the tree; default: param."
+)
+@click.option(
+    "--variables",
+    is_flag=True,
+    help="Put each parameter into a node `value`, as Flax NNX stores it.",
 )
 @click.option(
     "--to-step",
     type=click.IntRange(0),
-    help="TARGET is a run, to which this step is added.",
+    help="TARGET is the folder of a run: add the checkpoint to it as this step.",
 )
-@click.option("--item", help="With --to-step: the item's name; unsaid, default.")
+@click.option(
+    "--item", metavar="NAME", help="With --to-step: the name of the item; default: default."
+)
 @mesh_options
 @source_options
 @budget
@@ -70,20 +76,20 @@ def convert(
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
 
-    --root, --variables, --to-step and --item write it where a framework's own loader looks:
-    MaxText's wants --root params --to-step 0 --item items, tunix's --root "" --variables --to-step
-    0 --item model_params.
+    Every checksum, and everything that SOURCE stores twice, is compared while it is copied. If the
+    command is stopped, TARGET is not a checkpoint; run the same command again to continue.
 
-    With --mesh it is cut as a save from that mesh cuts it: a restore there reads what it needs and
-    nothing beside it, and one elsewhere reads it too.
+    With --mesh the chunks are cut for that mesh: a restore there reads only what it needs. Any
+    other mesh can read them too.
 
-    What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks
-    like a checkpoint; the same command takes up where it was stopped.
+    --root, --variables, --to-step and --item put it where a framework's own loader looks. MaxText:
+    --root params --to-step 0 --item items. tunix: --root "" --variables --to-step 0 --item
+    model_params.
     """
     place = _place(root, variables, to_step, item)
     if share and (executor or place != _AS_IT_IS):
         raise click.UsageError(
-            "--worker is one process among others, which write TARGET as it is: give it alone"
+            "--worker goes with none of --workers, --scheduler, --root, --variables and --to-step"
         )
     checkpoint = open_checkpoint(source, **options)
     mesh_notes = report.mesh_notes(checkpoint, mesh, rules) if mesh else ()

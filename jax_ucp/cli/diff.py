@@ -37,15 +37,17 @@ from jax_ucp.inspection.words import changes, several, told
 @click.command()
 @click.argument("first")
 @click.argument("second")
-@click.option("--headers", is_flag=True, help="Compare names, shapes and dtypes, and no elements.")
-@click.option("--only", type=Regex(), help="Leaves whose labels match, as SECOND has them.")
+@click.option(
+    "--headers", is_flag=True, help="Compare names, shapes and dtypes only; no array is read."
+)
+@click.option("--only", type=Regex(), help="Compare only leaves whose labels in SECOND match.")
 @click.option(
     "--rename",
     type=Renames(),
     multiple=True,
-    help="What labels of FIRST begin with, and those of SECOND; may be repeated.",
+    help="Labels that begin with FIRST in the one begin with SECOND in the other; may be repeated.",
 )
-@click.option("--all", "all_", is_flag=True, help="Print every leaf that differs, none folded.")
+@click.option("--all", "all_", is_flag=True, help="Print one line for every leaf that differs.")
 @source_options
 @budget
 @as_json
@@ -60,10 +62,10 @@ def diff(
     json_: bool,
     **source: Any,
 ) -> None:
-    """What differs between the checkpoints FIRST and SECOND, of any formats.
+    """Show what differs between the checkpoints FIRST and SECOND, of any formats.
 
-    Exit code 1 where anything does. Options that say how a checkpoint is opened, and --mapping, are
-    for FIRST.
+    Exit code 1 if anything differs. --mapping, and options that say how to open a checkpoint, apply
+    to FIRST.
     """
     one, other = open_checkpoint(first, **source), jax_ucp.open(second)
     with progress("comparing", 0 if headers else one.nbytes) as meter:

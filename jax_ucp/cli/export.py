@@ -47,38 +47,43 @@ _FOR = {
     type=click.Choice(EXPORT_FORMATS),
     default="safetensors",
     show_default=True,
-    help="What to write.",
+    help="The format to write.",
 )
 @click.option(
     "--dtype",
-    help="Cast floating parameters, such as float32 masters to bfloat16; unsaid, no bit changes.",
+    metavar="DTYPE",
+    help="Cast floating-point parameters, for example to bfloat16; by default no bit changes.",
 )
 @click.option(
     "--max-shard",
     "max_shard_bytes",
     type=Size(),
-    help="Bytes of tensors in a file of safetensors; unsaid, 50 GB.",
+    help="With safetensors: how large a file may be; default: 50 GB.",
 )
 @click.option(
     "--zero-stage",
     type=click.IntRange(1, 3),
-    help="ZeRO stage of the DeepSpeed run that will resume; unsaid, that of SOURCE.",
+    help="With deepspeed: the ZeRO stage of the run that will load it; default: that of SOURCE.",
 )
 @click.option(
     "--adapter-config",
-    help="peft's adapter_config.json for the factors of an adapter that was trained in JAX.",
+    metavar="FILE",
+    help="With safetensors: SOURCE is an adapter trained in JAX; its adapter_config.json for peft.",
 )
 @click.option(
     "--optimizer",
-    help="module:function, which returns the optax optimizer of the run that wrote SOURCE.",
+    metavar="MODULE:FUNCTION",
+    help="SOURCE is a training run in JAX; the function returns its optax optimizer.",
 )
 @click.option(
-    "--opt-state", help="With --optimizer: the label of the optimizer's state; unsaid, opt_state."
+    "--opt-state",
+    metavar="LABEL",
+    help="With --optimizer: where its state is in the tree; default: opt_state.",
 )
 @click.option(
     "--step-dtype",
     type=click.Choice(["float32", "int32", "int64"]),
-    help="With --optimizer: the dtype of steps; unsaid, float32, and int32 for Lion.",
+    help="With --optimizer: the dtype of steps; default: float32, and int32 for Lion.",
 )
 @source_options
 @budget
@@ -98,25 +103,27 @@ def export(
     progress_style: str,
     **others: Any,
 ) -> None:
-    """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
+    """Write the checkpoint at SOURCE as a new folder TARGET that PyTorch programs can load.
 
-    safetensors: weights, as transformers loads them. dcp: weights and optimizer, for
-    torch.distributed.checkpoint. deepspeed: a universal folder, for a run with load_universal.
-    --mapping names the one by which SOURCE has the leaves of a model: it is undone. --params takes
-    the weights of a training run in JAX alone, from a label of its tree or an item of its step;
-    --config is the config.json of the model, or the folder that has it, and is written beside
-    them. --optimizer names a function that returns the optax optimizer of the run, or it and the
-    abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
-    compared on the way. Stopped at any moment, nothing is at TARGET; in a bucket, one that
-    is killed leaves files, without the one that makes the folder whole. With --worker the same
-    command takes up a share that was stopped.
+    Formats: safetensors is weights, for transformers; dcp is weights and optimizer, for
+    torch.distributed.checkpoint; deepspeed is a universal folder, for a run with load_universal.
+
+    A model trained in JAX: --mapping is the mapping that gave it its names, and is undone. --params
+    takes only the weights of a training run, from a label of its tree or an item of its step.
+    --config is the model's config.json, or the folder that has it; it is written beside the
+    weights. With --optimizer the optax state becomes that of torch's optimizer; the function may
+    also return the pair (optimizer, abstract tree of the model).
+
+    Every checksum, and everything that SOURCE stores twice, is compared while it is copied. If the
+    command is stopped, there is nothing at TARGET; in a bucket there may be files, but not the one
+    that makes the folder loadable. With --worker, run the same command again to continue.
     """
     options = _taken(others, *_OPTIONS)
     optimizer = _taken(others, "optimizer", "opt_state", "step_dtype")
     _check_options(format, options, optimizer)
     target_path(target)  # refuses what is none
     if share and executor:
-        raise click.UsageError("--worker is one process among others: give it without workers")
+        raise click.UsageError("--worker goes with neither --workers nor --scheduler")
     # --inverse says what happens anyway
     of_model = require_mapping(
         mapping, others.pop("config"), others.pop("assume"), None, others.pop("inverse")
@@ -221,5 +228,5 @@ def _optimizer(name: str) -> tuple[Any, ...]:
 
     optimizer, *model = result if type(result) is tuple else (result,)
     if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:
-        raise TreeMismatch(f"{name} gives {result!r:.80}, which is no optax optimizer")
+        raise TreeMismatch(f"{name} gives {result!r:.80}, which is not an optax optimizer")
     return optimizer, *model

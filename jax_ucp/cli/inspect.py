@@ -30,17 +30,22 @@ from jax_ucp.inspection.words import spec_words
 @click.command()
 @click.argument("path")
 @click.option(
-    "--leaf", "pattern", type=Regex(), help="Show where every byte of the leaves that match lies."
+    "--leaf",
+    "pattern",
+    type=Regex(),
+    help="Show where every byte of the matching leaves is stored.",
 )
-@click.option("--files", is_flag=True, help="Say which files each leaf is stored in.")
+@click.option("--files", is_flag=True, help="Show which files each leaf is stored in.")
 @click.option(
-    "--inventory", is_flag=True, help="Print everything that is stored, and what became of it."
+    "--inventory",
+    is_flag=True,
+    help="List every stored item: an array, kept as an extra, or skipped and why.",
 )
 @click.option(
     "--all",
     "all_",
     is_flag=True,
-    help="Print every leaf, every item of the inventory, and every extra, none folded.",
+    help="Print all of it, with one line for each leaf and each stored item.",
 )
 @source_options
 @as_json
@@ -53,9 +58,10 @@ def inspect(
     json_: bool,
     **source: Any,
 ) -> None:
-    """What is in the checkpoint at PATH, where its bytes are, and what is not understood.
+    """Show what is in the checkpoint at PATH, where it is stored, and what was not understood.
 
-    Leaves whose names differ in numbers alone are one line: layers.{0..31}.w is 32 of them.
+    Only metadata is read. Leaves whose names differ only in numbers share a line:
+    layers.{0..31}.w stands for 32 of them.
     """
     show = _Show(files or all_, inventory or all_, all_)
     if pattern is not None and any(show):
@@ -143,7 +149,7 @@ def _parameter_table(arrays: list[Report], show: _Show) -> TextTable:
     for (name, states), kind in zip(states_of.items(), kinds, strict=True):
         shape, dtype = str(states[0]["shape"]), states[0]["dtype"]
         rows.append((name, shape, dtype, "" if kind == usual else kind))
-    heads = ("parameter", "shape", "dtype", "states, if others")
+    heads = ("parameter", "shape", "dtype", "other states")
     return _with_files(heads, rows, list(map(_files, states_of.values())), show)
 
 

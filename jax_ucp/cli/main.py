@@ -30,8 +30,8 @@ STOPPED = 130
 
 _NOTHING_WRITTEN = "nothing was written; run it again"
 _AGAIN = {
-    "convert": "TARGET is no checkpoint yet; the same command takes up where this one was stopped",
-    "export": "nothing is at TARGET; the same command begins anew",
+    "convert": "TARGET is not a checkpoint yet; run the same command again to continue",
+    "export": "nothing was written to TARGET; the same command starts over",
 }
 
 
@@ -70,20 +70,22 @@ def _visible(error: click.UsageError) -> click.UsageError:
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(jax_ucp.__version__, prog_name="jax-ucp")
 def main() -> None:
-    """Universal checkpoints for JAX: inspect, map, plan, convert, verify, export, compare any."""
+    """Read, compare, convert and export checkpoints of DeepSpeed, Megatron, PyTorch, Hugging Face,
+    Orbax and others. A path may be local, or s3://, gs://, az://, https:// or hf://org/name.
+    """
 
 
 # What `jax-ucp --help` says of each, in one line.
 for command, command.short_help in (
-    (inspect, "What is in a checkpoint, and where its bytes are."),
-    (plan, "The dry run of a conversion, or of a restore."),
-    (map_, "Check a mapping against a model, or draft one."),
-    (mappings, "List the mappings of the package."),
-    (convert, "Write the universal format."),
-    (export, "Write safetensors, DCP or DeepSpeed's folder."),
-    (verify, "Compare all that is stored twice or has a checksum."),
-    (diff, "What differs between two checkpoints."),
-    (report, "Write a page about a checkpoint for a browser."),
+    (inspect, "Show what is in a checkpoint, and where."),
+    (plan, "Dry run of a conversion or a restore."),
+    (map_, "Check or draft a mapping to your model."),
+    (mappings, "List the mappings that come with the package."),
+    (convert, "Convert to the universal format."),
+    (export, "Write safetensors, DCP or DeepSpeed universal."),
+    (verify, "Check checksums and duplicates."),
+    (diff, "Show what differs between two checkpoints."),
+    (report, "Write a web page about a checkpoint."),
 ):
     main.add_command(command)
 

@@ -34,10 +34,15 @@ from jax_ucp.mapping.rules import shipped
 @click.command("map")
 @click.argument("source")
 @click.option(
-    "--target", help="module:function, `inspect --json` of a checkpoint, or a checkpoint."
+    "--target",
+    metavar="TREE",
+    help="The leaves of your model: module:function that returns its tree, a checkpoint, or what"
+    " `inspect --json` printed of one.",
 )
 @click.option(
-    "--suggest", is_flag=True, help="Print a draft of a mapping from SOURCE to --target instead."
+    "--suggest",
+    is_flag=True,
+    help="Print a draft of a mapping from SOURCE to --target, and check nothing.",
 )
 @source_options
 @as_json
@@ -49,7 +54,11 @@ def map_(
     json_: bool,
     **options: Any,
 ) -> None:
-    """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest fixes."""
+    """Check --mapping against the checkpoint SOURCE, and with --target against your model.
+
+    Prints which parameters form each leaf, every fault, and suggestions. Exit code 1 if there are
+    faults.
+    """
     if suggest:
         _print_draft(source, target, mapping, json_, options)
         return
@@ -74,7 +83,9 @@ def _print_draft(
     source: str, target: str | None, mapping: str | None, json_: bool, options: dict[str, Any]
 ) -> None:
     if target is None or mapping is not None or json_:
-        raise click.UsageError("--suggest goes with --target, and not with --mapping or --json")
+        raise click.UsageError(
+            "--suggest needs --target, and goes with neither --mapping nor --json"
+        )
     params = open_checkpoint(source, **options).params
     shapes = {name: param.shape for name, param in params.items()}
     click.echo(mapping_draft(shapes, target_shapes(target)), nl=False)

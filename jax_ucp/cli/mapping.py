@@ -55,7 +55,9 @@ def imported(target: str, what: str) -> Any:
     local_path(target)
     module, colon, function = target.partition(":")
     if not colon:
-        raise NotACheckpoint(f"{target} is neither there nor a function; write module:function")
+        raise NotACheckpoint(
+            f"{target} is neither a path that exists nor a function; write module:function"
+        )
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)()

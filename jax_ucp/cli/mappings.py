@@ -13,10 +13,12 @@ from jax_ucp.inspection.mapping_list import mapping_list
 
 @click.command()
 @click.argument("source", required=False)
-@click.option("--config", help="The model's config.json, where the checkpoint has none.")
+@click.option(
+    "--config", metavar="FILE", help="The model's config.json, if the checkpoint has none."
+)
 @as_json
 def mappings(source: str | None, config: str | None, json_: bool) -> None:
-    """List the mappings of the package; with a checkpoint SOURCE, those that fit it."""
+    """List the mappings that come with the package; with SOURCE, those that fit that checkpoint."""
     if config is not None and source is None:
         raise click.UsageError("--config goes with SOURCE: give that too")
     entries = mapping_list(jax_ucp.open(source) if source else None, config)

@@ -38,7 +38,7 @@ class Size(click.ParamType):
         match = _SIZE.fullmatch(value.strip())
         nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
         if nbytes < 1:
-            self.fail(f"{value!r} is no size; write 512MiB or 2G", param, ctx)
+            self.fail(f"{value!r} is not a size; write 512MiB or 2G", param, ctx)
         return nbytes
 
 
@@ -50,7 +50,7 @@ class _NamedSize(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:
         name, _, number = value.partition("=")
         if not name or not re.fullmatch(r"[0-9]{1,18}", number):
-            self.fail(f"{value!r} is no size by name; write vocab=50257", param, ctx)
+            self.fail(f"{value!r} is not a name with a size; write vocab=50257", param, ctx)
         return name, int(number)
 
 
@@ -63,7 +63,7 @@ class _MeshSizes(click.ParamType):
         axes = value.split(",")
         sizes = dict(axis.split("=") for axis in axes if _AXIS.fullmatch(axis))
         if len(sizes) != len(axes):
-            self.fail(f"{value!r} is no mesh; write data=4,model=2", param, ctx)
+            self.fail(f"{value!r} is not a mesh; write data=4,model=2", param, ctx)
         return {name: int(size) for name, size in sizes.items()}
 
 
@@ -76,7 +76,7 @@ class Regex(click.ParamType):
         try:
             re.compile(value)
         except re.error as error:
-            self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
+            self.fail(f"{value!r} is not a regular expression: {error}", param, ctx)
         return value
 
 
@@ -90,7 +90,7 @@ class _RuleType(click.ParamType):
 
         pattern, equals, axes = value.rpartition("=")
         if not equals:
-            self.fail(f"{value!r} is no rule; write 'kernel$=data,None'", param, ctx)
+            self.fail(f"{value!r} is not a rule; write 'kernel$=data,None'", param, ctx)
         Regex().convert(pattern, param, ctx)
         names = [tuple(axis.split("+")) if "+" in axis else axis for axis in axes.split(",")]
         return pattern, PartitionSpec(*[None if name in ("None", "") else name for name in names])
@@ -126,16 +126,16 @@ class _OptimizerGroups(click.ParamType):
                 ctx,
             )
         except (ValueError, msgspec.MsgspecError) as error:
-            self.fail(f"{value!r} is no JSON file of lists of names: {error}", param, ctx)
+            self.fail(f"{value!r} is not a JSON file of lists of names: {error}", param, ctx)
 
 
-as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON, for programs.")
 budget = click.option(
     "--budget",
     type=Size(),
     default=DEFAULT_BUDGET,
     show_default="1GiB",
-    help="Memory for blocks in flight.",
+    help="How much memory the blocks that are being copied may take, such as 512MiB.",
 )
 
 
@@ -145,64 +145,76 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--on-conflict",
             type=click.Choice(["master", "copy"]),
-            help="What to take where something is stored twice.",
+            help="Where a parameter is stored as a master and as a 16-bit copy: take this one,"
+            " and do not compare them.",
         ),
         click.option(
             "--dequantize",
             type=click.Choice(["bfloat16", "float16", "float32"]),
-            help="Give quantised weights as the numbers that they stand for.",
+            help="Read quantised weights as numbers of this dtype.",
         ),
         click.option(
             "--no-dequantize",
             is_flag=True,
-            help="Keep quantised weights as the parts that are stored.",
+            help="Read quantised weights as they are stored: codes and scales.",
         ),
         click.option(
             "--optimizer-groups",
             type=_OptimizerGroups(),
             help=(
-                "Which parameters optimizer states that go by numbers belong to: module-order,"
-                " hf-decay, or lists of names."
+                "Where the optimizer's states have numbers and no names: which parameters they"
+                " belong to. module-order and hf-decay are known orders; a JSON file lists names."
             ),
         ),
         click.option(
             "--merge",
+            metavar="ADAPTER",
             multiple=True,
-            help="A folder of a LoRA adapter (peft) to merge into it; may be repeated.",
+            help="Merge this LoRA adapter (a folder that peft wrote); may be repeated.",
         ),
-        click.option("--model", help="The model that is meant, where there are several."),
-        click.option("--step", type=int, help="The step to open of a run's folder."),
-        click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
-        click.option("--spec", help="A file that says how shards form parameters."),
+        click.option("--model", metavar="NAME", help="The model to open, where there are several."),
+        click.option(
+            "--step", type=int, help="The step to open, where the path is the folder of a run."
+        ),
+        click.option("--weights-only", is_flag=True, help="Ignore the optimizer."),
+        click.option(
+            "--spec", metavar="FILE", help="A YAML file that says how shards form parameters."
+        ),
         click.option(
             "--size",
             "sizes",
             type=_NamedSize(),
             multiple=True,
-            help="A length by name; may be repeated.",
+            help="A length that the files lack, such as vocab=50257; may be repeated.",
         ),
         click.option(
             "--assume",
+            metavar="NAME",
             multiple=True,
-            help="With --mapping: a requirement of it to vouch for; may be repeated.",
+            help="With --mapping: take this requirement of the mapping as met; may be repeated.",
         ),
         click.option(
             "--config",
-            help="With --mapping: the model's config.json, where the checkpoint has none.",
+            metavar="FILE",
+            help="With --mapping: the model's config.json, if the checkpoint has none.",
         ),
         click.option(
             "--params",
+            metavar="LABEL",
             help=(
-                "With --mapping: the label of the parameters in a training run's tree, whose states"
-                " are mapped as they are."
+                "With --mapping: where the parameters are in the tree of a training run in JAX; the"
+                " optimizer's states are mapped with them."
             ),
         ),
         click.option(
-            "--inverse", is_flag=True, help="With --mapping: go back, from leaves to parameters."
+            "--inverse",
+            is_flag=True,
+            help="With --mapping: apply it backwards, from the model's leaves to parameters.",
         ),
         click.option(
             "--mapping",
-            help="See it as the leaves of a model: a mapping file, or one of the package.",
+            metavar="NAME|FILE",
+            help="Show the leaves of your model: a mapping of the package, or a YAML file.",
         ),
     ):
         command = option(command)
@@ -230,7 +242,9 @@ def open_checkpoint(
     require_mapping(mapping, config, assume, params, inverse)
     rules = load_mapping(mapping, inverse)
     if dequantize and no_dequantize:
-        raise click.UsageError("--dequantize and --no-dequantize exclude one another")
+        raise click.UsageError(
+            "--dequantize and --no-dequantize contradict each other: give one of them"
+        )
     kept = False if no_dequantize else dequantize
     options = Options.of(once("--size", sizes), **others, dequantize=kept)
     for_rules = [used.names for used in (rules, of_mapping) if used]
@@ -295,9 +309,7 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, mesh: dict[str, int] | None, rules: tuple[Rule, ...], hosts: int, **more: Any
     ) -> None:
         if mesh is None and (rules or hosts != 1):
-            raise click.UsageError(
-                "--rule and --hosts say what lies where on a mesh: give --mesh too"
-            )
+            raise click.UsageError("--rule and --hosts are for a mesh: give --mesh too")
         if mesh is None:
             command(*args, mesh=None, rules=(), **more)
             return
@@ -315,19 +327,22 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(1),
             default=1,
             show_default=True,
-            help="Processes of --mesh.",
+            help="With --mesh: how many processes share its devices.",
         ),
         click.option(
             "--rule",
             "rules",
             type=_RuleType(),
             multiple=True,
-            help="A rule for --mesh; may be repeated.",
+            help=(
+                "With --mesh: how to shard the arrays whose labels match, as 'kernel$=data,None';"
+                " may be repeated."
+            ),
         ),
         click.option(
             "--mesh",
             type=_MeshSizes(),
-            help="The mesh to restore on; its devices need not be here.",
+            help="A mesh, such as data=4,model=2; this machine need not have its devices.",
         ),
     ):
         with_mesh = option(with_mesh)

@@ -117,7 +117,7 @@ def leaf_table(
     if not all_ and (folded := fold_states(rows)):
         usual, rows = folded
         title = "parameter" if usual == "param" else f"{usual} of"
-        heads = (title, *heads[1:], "states, if others")
+        heads = (title, *heads[1:], "other states")
     return folded_table(*without_empty(heads, rows), all_)
 
 

@@ -41,7 +41,9 @@ HOST_ROWS_SHOWN = 16
 @click.command()
 @click.argument("source")
 @click.argument("target", required=False)
-@click.option("--inventory", is_flag=True, help="Print what is stored and no array of the tree.")
+@click.option(
+    "--inventory", is_flag=True, help="List the stored items that are not arrays of the tree."
+)
 @click.option(
     "--all", "all_", is_flag=True, help="Print every leaf, host and item of the inventory."
 )
@@ -60,10 +62,11 @@ def plan(
     json_: bool,
     **options: Any,
 ) -> None:
-    """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data.
+    """Show what converting SOURCE, or restoring it on a mesh, would read and write.
 
-    With --mesh and TARGET, the chunks are those of `convert --mesh`; what hosts read, they read of
-    SOURCE. States of a parameter that are alike are one line.
+    No data is moved. With --mesh: what each host would read, how each array is sharded, and what of
+    the rules the mesh cannot give. With --mesh and TARGET, the chunks are those of `convert
+    --mesh`. The states of a parameter share a line where they are alike.
     """
     checkpoint = open_checkpoint(source, **options)
     cut_for = mesh_arguments(mesh if target is not None else None, rules)
@@ -97,7 +100,7 @@ def _totals(summary: Report) -> Iterator[tuple[str, str]]:
     items = Counter(item["status"] for item in summary["not_mapped"])
     if items:
         extras, skipped = several(items["extra"], "item"), items["skipped"]
-        yield "no arrays", f"{extras} kept as extras, {skipped} skipped: --inventory lists them"
+        yield "not arrays", f"{extras} kept as extras, {skipped} skipped: --inventory lists them"
 
 
 def _print_mesh_plan(summary: Report, all_: bool) -> None:

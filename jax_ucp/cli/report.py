@@ -28,22 +28,30 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path")
 @click.option(
-    "-o", "--output", default="report.html", show_default=True, help="The file of the page."
+    "-o",
+    "--output",
+    metavar="FILE",
+    default="report.html",
+    show_default=True,
+    help="The file to write.",
 )
-@click.option("--against", help="Another checkpoint, to be compared with.")
+@click.option("--against", metavar="PATH", help="Another checkpoint to compare it with.")
 @click.option(
     "--rename",
     type=Renames(),
     multiple=True,
-    help="With --against: what labels of PATH begin with, and those there; may be repeated.",
+    help="With --against: labels that begin with FIRST here begin with SECOND there; may be"
+    " repeated.",
 )
-@click.option("--headers", is_flag=True, help="Read no array: no statistics.")
+@click.option(
+    "--headers", is_flag=True, help="Read metadata only; the page then has no statistics."
+)
 @click.option(
     "--sample-above",
     type=Size(),
     default=MAX_READ,
     show_default="64GiB",
-    help="Of more bytes, sample the large arrays.",
+    help="If there are more bytes than this, sample the large arrays.",
 )
 @mesh_options
 @source_options
@@ -60,11 +68,11 @@ def report(
     budget: int,
     **source: Any,
 ) -> None:
-    """Write a page about the checkpoint at PATH, for a browser: one file, which needs no network.
+    """Write a web page about the checkpoint at PATH: one file, which needs no network.
 
-    It has the arrays as a tree with search, where each is stored, bytes by module, statistics by
-    depth; with --mesh what lies where on it, with --against what differs. Exit code 1 where an
-    array cannot be read; the page says why.
+    The page has a tree of the arrays with a search, bytes by module, where each array is stored,
+    and statistics by depth; with --mesh, which device holds what; with --against, what differs.
+    Exit code 1 if an array cannot be read; the page says why.
     """
     if rename and against is None:
         raise click.UsageError("--rename is for --against: give that too")

@@ -21,7 +21,11 @@ from jax_ucp.text import visible_lines
 @worker_options
 @as_json
 def verify(path: str, json_: bool, executor: Executor | None, **options: Any) -> None:
-    """Read every byte of the checkpoint at PATH that has a checksum or a duplicate, and compare."""
+    """Check every byte of the checkpoint at PATH that has a checksum or is stored twice.
+
+    Exit code 1 if there is a fault. Formats without checksums, such as stock Orbax and safetensors,
+    have little to check.
+    """
     checkpoint = open_checkpoint(path, **options)
     outcomes = [fault for _, fault in checkpoint.verify(executor=executor)]
     checks, faults = len(outcomes), list(filter(None, outcomes))

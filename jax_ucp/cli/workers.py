@@ -18,13 +18,13 @@ _WORKERS = click.option(
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Let N processes of this machine do the work; unsaid, threads of this one do.",
+    help="Use N processes of this machine; by default the work is done by threads.",
 )
 _SCHEDULER = click.option(
     "--scheduler",
     metavar="URL|mpi",
-    help="Let the workers of a Dask scheduler do it: tcp://HOST:8786; or, in a command that mpiexec"
-    " starts, the other ranks: mpi. They must see the same files by the same names.",
+    help="Use the workers of a Dask scheduler (tcp://HOST:8786) or, with `mpi`, the other ranks of"
+    " the mpiexec that started this command. All must see the same files at the same paths.",
 )
 
 
@@ -42,9 +42,8 @@ class _ShareType(click.ParamType):
             word, count = said, count or counted
         if not (word.isdecimal() and count.isdecimal() and int(word) < int(count)):
             self.fail(
-                f"{value!r} says no share, or none that is known here: give I/N, I from 0 to N - 1,"
-                " or auto where SLURM, Kubernetes or MPI started this process (auto/N where only N"
-                " is not known)",
+                f"{value!r} is not a share: give I/N with I from 0 to N - 1, or auto if SLURM or"
+                " MPI started this process (auto/N for an indexed job of Kubernetes)",
                 param,
                 ctx,
             )
@@ -79,9 +78,9 @@ share_option = click.option(
     "share",
     type=_ShareType(),
     metavar="I/N",
-    help="Do share I of N, from 0 on, of what N processes do that are started alike, and commit"
-    " where the others are done. `auto` takes both from SLURM's arrays, MPI, or with auto/N"
-    " Kubernetes' indexed jobs.",
+    help="Do share I of N, I from 0 to N - 1; start one such process for each share. The last to"
+    " end commits. `auto` takes both numbers from a SLURM array or MPI, `auto/N` takes I from an"
+    " indexed job of Kubernetes.",
 )
 
 progress_option = click.option(
@@ -90,8 +89,8 @@ progress_option = click.option(
     type=click.Choice(["bar", "json"]),
     default="bar",
     show_default=True,
-    help="How far all workers are, or with --worker this one: a bar on a terminal, or each second a"
-    " line of JSON on stderr.",
+    help="How to show progress: a bar on a terminal, or a line of JSON on stderr each second. With"
+    " --worker, of this share alone.",
 )
 
 
@@ -105,9 +104,7 @@ def worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, workers: int | None, scheduler: str | None, **options: Any
     ) -> Any:
         if workers and scheduler:
-            raise click.UsageError(
-                "--workers are processes of this machine, and --scheduler has its own: give one"
-            )
+            raise click.UsageError("--workers and --scheduler exclude each other: give one of them")
         with _executor(workers, scheduler) as executor:
             return command(*args, executor=executor, **options)
 
@@ -141,6 +138,8 @@ def _dask(address: str) -> Iterator[Executor]:
             f"no Dask scheduler answers at {address}: {type(error).__name__}: {error}"
         ) from None
     with client:
+        if not client.scheduler_info(n_workers=1)["workers"]:
+            click.echo(f"{address} has no worker yet: waiting for the first", err=True)
         # each task is run, also where Dask has the result of one that looks the same
         yield client.get_executor(pure=False)
 

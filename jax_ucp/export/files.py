@@ -236,7 +236,7 @@ def require_written(folder: Files, files: Sequence[File], beside: Collection[str
     """
     names = [file.name for file in files]
     others = {file.name for file in folder.walk()}.difference(names, beside)
-    faults = [*lost(folder, files), *(f"{name} is no file of this export" for name in others)]
+    faults = [*lost(folder, files), *(f"{name} is not a file of this export" for name in others)]
     if faults:
         lines = fault_lines(faults, FAULTS_SHOWN)
         raise CorruptData(

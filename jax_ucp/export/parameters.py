@@ -104,7 +104,7 @@ def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]
     orphans = [f"{state} of {name}" for name, tensors in bare.items() for state in tensors]
     if orphans:
         raise TreeMismatch(
-            f"{contents.path} has states of what is no parameter ({len(orphans)}, the first"
+            f"{contents.path} has states of what is not a parameter ({len(orphans)}, the first"
             f" {orphans[0]}); no format has a place for them. Leave them out of the tree."
         )
 

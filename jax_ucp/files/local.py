@@ -49,11 +49,11 @@ def check_name(name: str) -> None:
     >>> check_name("params.layers.0/c.0.0")
     >>> check_name("/a")
     Traceback (most recent call last):
-    jax_ucp.errors.FormatError: '/a' is no name of a file inside a checkpoint: it is absolute
+    jax_ucp.errors.FormatError: '/a' is not a name of a file inside a checkpoint: it is absolute
     """
     fault = name_fault(name)
     if fault:
-        raise FormatError(f"{name!r:.200} is no name of a file inside a checkpoint: {fault}")
+        raise FormatError(f"{name!r:.200} is not a name of a file inside a checkpoint: {fault}")
 
 
 def name_fault(name: str) -> str | None:

@@ -301,7 +301,7 @@ def _check_arguments(
             )
     if zero_stage is not None:
         if whole_number("zero_stage", zero_stage) > 3:
-            raise ValueError(f"zero_stage={zero_stage} is no stage of ZeRO: give 1, 2 or 3")
+            raise ValueError(f"zero_stage={zero_stage} is not a stage of ZeRO: give 1, 2 or 3")
         if not _WRITERS[format].takes_zero_stage:
             raise ValueError(f"zero_stage is for deepspeed: {format} does not know it")
 
@@ -314,7 +314,7 @@ def _dtype(name: str | None) -> np.dtype | None:
     except TypeError:
         dtype = np.dtype(bool)
     if not is_floating(dtype):
-        raise UnsupportedLeaf(f"{name!r} is no floating dtype; write float32 or bfloat16")
+        raise UnsupportedLeaf(f"{name!r} is not a floating dtype; write float32 or bfloat16")
     return dtype
 
 

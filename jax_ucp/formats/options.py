@@ -51,7 +51,7 @@ class Sizes(Mapping[str, int]):
             )
         if strange := [name for name in given if not isinstance(name, str)]:
             raise SpecError(
-                f"sizes has the name {strange[0]!r:.80}, which is no string: names are such as"
+                f"sizes has the name {strange[0]!r:.80}, which is not a string: names are such as"
                 " 'vocab'"
             )
         self.asked: set[str] = set()

@@ -276,12 +276,12 @@ def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Opt
     if options.spec and not format.takes_spec:
         what = format.label.partition(" (")[0]
         raise SpecError(
-            f"{path} is {what}, which has no use for the spec {options.spec}: open it without"
+            f"{path} is {what}, which does not use a spec: leave out the spec {options.spec}"
         )
     if options.step is not None and not format.takes_step:
         raise FormatError(
-            f"{path} is one checkpoint, and no run with steps, so that step={options.step} chooses"
-            " nothing: open it without, or the folder that has the steps"
+            f"{path} is one checkpoint, not a run with steps: leave out step={options.step}, or"
+            " open the folder that has the steps"
         )
     try:
         return _open_as(format, at, options)
@@ -324,9 +324,9 @@ def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> 
 def _not_recognised(path: str | os.PathLike[str] | FilePath, at: FilePath) -> NotACheckpoint:
     """The error for a path that no format recognises, with what is known of what is there."""
     if at.is_file() and (why := stand_in(at)):
-        return NotACheckpoint(f"{path} is no checkpoint: {why}")
+        return NotACheckpoint(f"{path} is not a checkpoint: {why}")
     known = "\n  ".join(format.label for format in FORMATS)
-    message = f"{path} is no checkpoint of a format known here:\n  {known}"
+    message = f"{path} is not a checkpoint of a format known here:\n  {known}"
     if at.is_dir():
         point_inside(at, lambda inside: _format_of(inside) is not None)
         if why := not_read(at):
@@ -357,14 +357,12 @@ def _require_use(contents: Contents, format: Format, options: Options) -> None:
     # what was said of the source of a conversion is recorded in it; a step of it can have a say
     said = {} if format.open is universal.open_universal else contents.source
     if options.model is not None and "model" not in said:
-        raise FormatError(
-            f"{contents.path} has one model, so that model= says nothing: open it without"
-        )
+        raise FormatError(f"{contents.path} has only one model: leave out model=")
     if options.optimizer_groups is None or "optimizer_groups" in said:
         return
     why = "no optimizer here has states whose parameters are not known"
     if options.weights_only:
         why = "weights_only leaves the optimizer aside"
     raise FormatError(
-        f"{contents.path}: optimizer_groups would change nothing, because {why}; open it without"
+        f"{contents.path}: optimizer_groups has no effect, because {why}; leave it out"
     )

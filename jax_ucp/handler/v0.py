@@ -84,7 +84,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 
         Args:
             directory: of the item.
-            args: `ucp.args.Restore`, or stock Orbax's arguments for PyTrees; unsaid, as numpy
+            args: `ucp.args.Restore`, or stock Orbax's arguments for PyTrees; by default as numpy
                 arrays.
 
         Returns:

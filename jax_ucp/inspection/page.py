@@ -30,6 +30,7 @@ from jax_ucp.inspection.words import (
     SKIPPED,
     changes,
     head_lines,
+    several,
     size,
     skipped_reasons,
     spec_words,
@@ -66,7 +67,7 @@ class Page:
         target = local_path(path)
         if target.exists() and not _is_page(target):
             raise FileExistsError(
-                f"{target} is there, and no page of a report: it is left as it is"
+                f"{target} exists and is not the page of a report: it is left as it is"
             )
         LocalFiles(target.parent).write(target.name, [self.html.encode()], durable=True)
 
@@ -243,7 +244,7 @@ def _verdict(
         "What it is",
         f'<div class="verdict{bad}">{said}</div>{_facts(head_lines(about))}'
         + "".join(f"<p>note: {_text(note)}</p>" for note in about["notes"])
-        + _folded("To be looked at", ("array", "what"), flagged),
+        + _folded("Please check", ("array", "what"), flagged),
     )
 
 
@@ -252,9 +253,10 @@ def _remarks(
 ) -> Iterator[str]:
     """What people should know first, beside faults."""
     if flagged:
-        yield f"{flagged} of {arrays} arrays are to be looked at."
+        yield f"{flagged} of {arrays} arrays should be checked."
     if about["items"]["skipped"]:
-        yield f"{about['items']['skipped']} stored items are in no array, see Provenance."
+        skipped = several(about["items"]["skipped"], "stored item")
+        yield f"Not in any array: {skipped}, see Provenance."
     if difference is not None:
         same = "equal to" if difference.same else "not equal to"
         yield f"It is {same} the other checkpoint."
@@ -263,17 +265,17 @@ def _remarks(
 def _reading(found: Findings) -> str:
     """What of the elements this page rests on."""
     if found.statistics is None:
-        return "No element was read: this is what its metadata say."
+        return "No array was read: this page is made of metadata only."
     read = [each for each in found.statistics.values() if not each.unread]
     sampled = [each for each in read if each.seen < each.elements]
     unread = len(found.statistics) - len(read)
-    text = f"{len(read) - len(sampled)} arrays were read whole"
+    text = f"Read whole: {several(len(read) - len(sampled), 'array')}"
     if sampled:
         share = sum(each.seen for each in sampled) / sum(each.elements for each in sampled)
-        text += f", of {len(sampled)} large ones a sample of {share:.2%}, evenly spread"
+        text += f", and an evenly spread sample of {share:.2%} of {len(sampled)} large ones"
     if unread:
         text += f"; {unread} could not be read"
-    return f"{text}. What is stored twice of them was compared, by a sample."
+    return f"{text}. Where an array is stored twice, a sample of the copies was compared."
 
 
 # Meshes, differences, provenance.
@@ -320,7 +322,7 @@ def _mesh_sections(mesh: Report | None) -> Iterator[str]:
         _facts(facts)
         + "".join(f"<p>note: {_text(note)}</p>" for note in mesh["notes"])
         + _table("What hosts read", ("host", "to read", "needed", "read / needed", "files"), hosts)
-        + _folded("What is given up", ("array", "shape", "spec", "why"), given_up)
+        + _folded("Specs that do not fit the mesh", ("array", "shape", "spec", "why"), given_up)
         + "<details><summary>What a device holds of each array</summary>"
         + _folded("By array", ("array", "shape", "spec", "on each device", "bytes"), placed)
         + "</details>",
@@ -331,31 +333,39 @@ def _difference_sections(about: Report, found: Findings) -> Iterator[str]:
     if found.difference is None or found.other is None:
         return
     other = head(found.other, pieces_of(found.other))
-    both = dict(head_lines(about)), dict(head_lines(other))
+    both = _by_heading(head_lines(about)), _by_heading(head_lines(other))
     names = dict.fromkeys(name for side in both for name in side)
     rows = [(name, *(side.get(name, "") for side in both)) for name in names]
     difference = found.difference
     compared = "names, shapes and dtypes" if difference.headers_only else "all elements"
     yield _section(
         "difference",
-        "Beside the other",
+        "Compared with the other",
         f"<p>{difference.equal} arrays and values are equal in {compared}.</p>"
         + _table("Two checkpoints", ("", about["path"], other["path"]), rows)
-        + _folded("What they say", ("of", "this", "other"), told(difference))
+        + _folded("Settings that differ", ("setting", "this", "other"), told(difference))
         + _folded("What differs", ("leaf", "what", "this", "other"), changes(difference))
         + ('<div id="changes"></div>' if difference.values else ""),
     )
 
 
+def _by_heading(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Lines by their headings; those with one heading, such as groups, are joined."""
+    texts: dict[str, list[str]] = {}
+    for heading, text in lines:
+        texts.setdefault(heading, []).append(text)
+    return {heading: "; ".join(each) for heading, each in texts.items()}
+
+
 def _provenance(checkpoint: Checkpoint, about: Report) -> str:
-    source = [(name, json.dumps(value)) for name, value in about["source"].items()]
+    source = [(f"source, {name}", json.dumps(value)) for name, value in about["source"].items()]
     extras = [(name, _short(json.dumps(value))) for name, value in checkpoint.extras.items()]
     return _section(
         "provenance",
         "Provenance",
         _facts([("format", about["format"]), ("written by", about["writer"]), *source])
         + _table(
-            "Stored, and in no array",
+            "Stored, but not in any array",
             SKIPPED,
             skipped_reasons(inventory_of(checkpoint)),
         )

@@ -23,7 +23,7 @@ def format_words(report: Report) -> str:
 def head_lines(report: Report) -> Iterator[tuple[str, str]]:
     """What people ask first, by headings; empty where the files do not say it."""
     yield "step", "" if report["step"] is None else str(report["step"])
-    yield "cut by", ", ".join(f"{axis} {n}" for axis, n in report["parallelism"].items())
+    yield "parallel", ", ".join(f"{axis} {n}" for axis, n in report["parallelism"].items())
     states = report["states"]
     if states:
         weights = states["param"]

@@ -185,7 +185,7 @@ class _Reader:
                 f"an axis of length {token} needs a name; give the name its length in sizes", place
             )
         fault = _FAULTS.get(
-            token, f"{token!r} is no axis; there are names, 1, ..., parentheses and +"
+            token, f"{token!r} is not an axis; there are names, 1, ..., parentheses and +"
         )
         raise self.fault(fault, place)
 

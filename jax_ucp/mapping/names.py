@@ -174,7 +174,7 @@ def _placeholder(inner: str, name: str) -> Placeholder:
     names = placeholder.names
     if not names or len({*names}) < len(names):
         raise SpecError(
-            f"{{{inner}}} in {name!r} is no placeholder; write a name in braces, {{name+1}},"
+            f"{{{inner}}} in {name!r} is not a placeholder; write a name in braces, {{name+1}},"
             " or {6*block+name}"
         )
     return placeholder

@@ -250,7 +250,7 @@ class Mapping:
             reason = error.strerror if isinstance(error, OSError) else error
             like = difflib.get_close_matches(str(source), shipped(), cutoff=0.7) or shipped()
             raise SpecError(
-                f"{source} is no mapping that can be read ({reason}); the package has"
+                f"{source} is not a mapping that can be read ({reason}); the package has"
                 f" {', '.join(like)}"
             ) from error
 
@@ -297,11 +297,11 @@ class Mapping:
         variants, about = _variants(top), top.content.get("about") or {}
         if about and not (_are_texts(about) and about.keys() == {"model", "target"}):
             top.faults.append(f"{top.place('about')}: about has a model and a target, two texts")
-        top.raise_faults(f"{name} is no mapping:")
+        top.raise_faults(f"{name} is not a mapping:")
         mapping = cls(tuple(rules), tuple(skips), sizes, name, tuple(requires), variants, about)
         for variant in variants:
             top.attempt(lambda v=variant: mapping.variant(v), top.place("variants"))
-        top.raise_faults(f"{name} is no mapping:")
+        top.raise_faults(f"{name} is not a mapping:")
         return mapping
 
     @property
@@ -384,7 +384,7 @@ class Mapping:
         """
         if self.takes_parts:
             raise SpecError(
-                f"{self.name} maps parts of quantised weights (`{STORED}/NAME`), which are no"
+                f"{self.name} maps parts of quantised weights (`{STORED}/NAME`), which are not"
                 " parameters, and has no inverse"
             )
         rules = tuple(rule.inverse() for rule in self.rules)
@@ -448,7 +448,7 @@ def _check_placeholders(side: str, names: Dict[str, str]) -> None:
         for key in parse_name(name).indices:
             if key in expression(axes).names:
                 raise SpecError(
-                    f"{side} {name} has {key} in its name already, so it is no axis in `{axes}`"
+                    f"{side} {name} has {key} in its name already, so it is not an axis in `{axes}`"
                 )
     if len({frozenset(parse_name(name).indices) for name in names}) > 1:
         raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")

@@ -76,8 +76,8 @@ def _imported(contents: Contents) -> States:
     for leaf in contents.leaves:
         if len(leaf.path) < 2 or not leaf.has_array:
             raise TreeMismatch(
-                f"{contents.path}: {leaf.label} is no array of the state of a parameter; for the"
-                " tree of a training run say where its parameters are, params= (--params)"
+                f"{contents.path}: {leaf.label} is not an array of the state of a parameter; for"
+                " the tree of a training run, say where its parameters are with params= (--params)"
             )
         place, name = leaf.path[:1], label_of(leaf.path[1:])
         if name in states[place]:
@@ -88,8 +88,8 @@ def _imported(contents: Contents) -> States:
         count = len(states[named["other"]]) if "other" in named else 0
         others = f"; {count} are below `other`, and its notes say why" if count else ""
         raise TreeMismatch(
-            f"{contents.path} has no parameters: a mapping wants them below `param`{others}; of the"
-            " tree of a training run, say where they are, params= (--params)"
+            f"{contents.path} has no parameters: a mapping needs them below `param`{others}; for"
+            " the tree of a training run, say where they are with params= (--params)"
         )
     return States(named["param"], dict(states))
 

@@ -46,7 +46,7 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
     for role, names in others.items():
         if names:
             yield (
-                f"{few(names)}: tx keeps in a ScaleByAdamState what is no {role} of Adam, as"
+                f"{few(names)}: tx keeps in a ScaleByAdamState what is not the {role} of Adam, as"
                 " optax's adamax, yogi and adopt do; give the optimizer that was trained with"
             )
 

@@ -211,7 +211,7 @@ class _Steps:
     def _stored_steps(self, leaf: Leaf) -> int:
         value = float(np.asarray(self.reads.read(leaf)).reshape(()))
         if value != int(value) or value < 0:
-            raise TreeMismatch(f"{leaf.label} is {value}, which is no number of steps")
+            raise TreeMismatch(f"{leaf.label} is {value}, which is not a number of steps")
         return int(value)
 
 
@@ -224,7 +224,8 @@ def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
             states[state]["/".join(parts)] = leaf
     if "param" not in states:
         raise TreeMismatch(
-            f"{contents.path} has no parameters below `param`: it is no import of a torch trainer"
+            f"{contents.path} has no parameters below `param`: it is not a checkpoint of"
+            " a torch trainer"
         )
     return dict(states)
 
@@ -249,7 +250,7 @@ def _fill(
 def _moment(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]]) -> Leaf:
     """The stored moment that a leaf holds. Raises TreeMismatch where there is none."""
     if not slot.param:
-        raise TreeMismatch(f"it is no {slot.role} of a parameter of the model")
+        raise TreeMismatch(f"it is not the {slot.role} of a parameter of the model")
     leaf = stored.get(slot.role, {}).get(slot.param)
     if leaf is not None:
         return leaf

@@ -211,7 +211,7 @@ class _Run:
                     " no state. Save after an update, when it is 0"
                 )
         elif slot.param not in named:
-            self.faults.append(f"{leaf.label} is no {slot.role} of a parameter")
+            self.faults.append(f"{leaf.label} is not the {slot.role} of a parameter")
         elif slot.param in self.made[slot.role]:
             other = self.made[slot.role][slot.param].stored.label
             self.faults.append(f"{other} and {leaf.label} are both {slot.role} of {slot.param}")
@@ -385,7 +385,8 @@ class _Run:
                 left.append(leaf)
         if left:
             self.notes.append(
-                f"{len(left)} arrays that are no parameters are left out, the first {left[0].label}"
+                f"{len(left)} arrays that are not parameters are left out, the first"
+                f" {left[0].label}"
             )
 
     def _inventory(self) -> Iterator[Item]:

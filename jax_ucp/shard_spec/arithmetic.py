@@ -53,7 +53,7 @@ def _parsed(expression: object) -> ast.expr:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise SpecError(
-            f"{text!r} is no size: write names, numbers, + - * // % and parentheses"
+            f"{text!r} is not a size: write names, numbers, + - * // % and parentheses"
         ) from None
 
 
@@ -70,7 +70,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
                 return 1
             _check_division(op, left, right, text)
             return _OPERATORS[type(op)](left, right)
-    raise SpecError(f"{text!r} is no size: write names, numbers, + - * // % and parentheses")
+    raise SpecError(f"{text!r} is not a size: write names, numbers, + - * // % and parentheses")
 
 
 def _check_division(op: ast.operator, left: int, right: int, text: str) -> None:

@@ -40,7 +40,7 @@ class Document:
     def refuse_other_sections(self, known: Collection[str], hint: str) -> None:
         """Add a fault for each section that is not `known`."""
         for key in itertools.filterfalse(known.__contains__, self.content):
-            self.faults.append(f"{self.place(key)}: {key!r} is no section; {hint}")
+            self.faults.append(f"{self.place(key)}: {key!r} is not a section; {hint}")
 
     def place(self, section: str) -> str:
         """The file and the line of a section, as errors have them."""
@@ -65,7 +65,7 @@ class Document:
         for name, expression in sizes.items():
             place = self.place("sizes")
             if not isinstance(name, str) or not name.isidentifier():
-                self.faults.append(f"{place}: {name!r} is no name for a size")
+                self.faults.append(f"{place}: {name!r} is not a name for a size")
             self.attempt(lambda e=expression: names_in(e), f"{place}: sizes: {name}")
         return sizes
 

@@ -65,7 +65,9 @@ def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
     if isinstance(node, str) and node in _PLAIN:
         return _PLAIN[node]
     if not isinstance(node, dict):
-        raise SpecError(f"{node!r} is no pattern; there are {', '.join(_PLAIN)}, sharded and fused")
+        raise SpecError(
+            f"{node!r} is not a pattern; there are {', '.join(_PLAIN)}, sharded and fused"
+        )
     rest: dict[Any, Any] = dict(node)
     padded = _listed(rest.pop("padded", []))
     kinds = list(filter(rest.__contains__, ("sharded", "fused", *_PLAIN)))

@@ -111,7 +111,7 @@ class Spec:
         for param, pattern in rules.items():
             if not isinstance(pattern, Pattern):
                 raise SpecError(
-                    f"{param}: {pattern!r:.80} is no pattern; those are in jax_ucp.patterns"
+                    f"{param}: {pattern!r:.80} is not a pattern; those are in jax_ucp.patterns"
                 )
             regex_of(param)
         return cls(tuple(Sentence(*rule) for rule in rules.items()), extends=extends)
@@ -285,7 +285,7 @@ def regex_of(param: str) -> str:
             text += ".*"
         elif part.startswith("{") and part.endswith("}"):
             if not part[1:-1].isidentifier():
-                raise SpecError(f"{part} in {param!r} is no placeholder; write a name in braces")
+                raise SpecError(f"{part} in {param!r} is not a placeholder; write a name in braces")
             text += r"[^.]+"
         elif "{" in part or "}" in part:
             raise SpecError(f"a brace in {param!r} is not closed, or was never opened")

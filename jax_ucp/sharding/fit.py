@@ -84,7 +84,7 @@ def check_rules(rules: Sequence[Rule]) -> None:
                 _check_mesh_axes(rule, axes)
             case _:
                 raise ValueError(
-                    f"the rule {rule!r:.120} is no pair of a regular expression and a"
+                    f"the rule {rule!r:.120} is not a pair of a regular expression and a"
                     " PartitionSpec, or of a logical axis and mesh axes"
                 )
 
@@ -93,7 +93,7 @@ def _check_regex(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"the rule {pattern!r} is not a regular expression: {error}") from None
 
 
 def _check_mesh_axes(rule: Rule, axes: Sequence[object]) -> None:

@@ -36,8 +36,8 @@ def open_together(at: FilePath, open_at: Callable[[FilePath], T]) -> T:
     mine = digest(str(at).encode()).encode()
     if others := [process for process, theirs in enumerate(exchanged(mine)) if theirs != mine]:
         raise TreeMismatch(
-            f"processes {others[:4]} open another checkpoint than {at}, which this one opens: all"
-            " must open the same path to share what is read of it"
+            f"processes {others[:4]} open another checkpoint than this one, {at}: with"
+            " share_reads=True all processes must open the same path"
         )
     if not at.files.is_remote:
         return _told(lambda: open_at(at))

@@ -166,7 +166,7 @@ def _check_arguments(
     if missing not in get_args(Missing):
         raise ValueError(f"missing={missing!r:.80} is none of {', '.join(get_args(Missing))}")
     if rules and not isinstance(mesh, Mesh):
-        raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
+        raise ValueError("rules= are for a mesh: give mesh= too")
     if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here, or 'saved'"

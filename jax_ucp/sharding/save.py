@@ -100,7 +100,7 @@ def describe(tree: Any) -> Description:
         leaf, array = _leaf(node, name)
         if not _encodable(leaf):
             raise UnsupportedLeaf(
-                f"{leaf.label!r} has a key or a value that is no text: it cannot be encoded in"
+                f"{leaf.label!r} has a key or a value that is not text: it cannot be encoded in"
                 " UTF-8"
             )
         leaves.append(leaf)

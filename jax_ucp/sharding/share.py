@@ -317,8 +317,9 @@ def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
     mine = hashlib.sha256(repr(plan).encode(errors="replace")).hexdigest().encode()
     if others := [process for process, theirs in enumerate(exchanged(mine)) if theirs != mine]:
         raise TreeMismatch(
-            f"processes {others[:4]} and this one would share other reads: all must restore the"
-            " same checkpoint, to the same target, with the same arguments"
+            f"processes {others[:4]} do not read the same as this one: with share_reads=True"
+            " all processes must restore the same checkpoint, to the same target, with the same"
+            " arguments"
         )
 
 

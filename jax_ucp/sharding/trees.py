@@ -117,7 +117,8 @@ def kind_of(node: Node) -> LeafKind:
     if not jax.tree_util.all_leaves([value]):
         return "empty"
     raise UnsupportedLeaf(
-        f"{node.label} is a {type(value).__module__}.{type(value).__qualname__}, which is no array,"
+        f"{node.label} is a {type(value).__module__}.{type(value).__qualname__}, which is not an"
+        " array,"
         " number, string or None. Leave it out of the tree, or save it beside the checkpoint."
     )
 

@@ -97,6 +97,6 @@ class WholeNumbers(Proof[Watched]):
         where = next(self.source.locate(self.key, boxes[0])).name
         return (
             f"{self.label}: by the run's args what is at {where} are the low 16 bits of masters,"
-            " but these are no whole numbers of 16 bits: args or tensors are of another step or"
+            " but these are not whole numbers of 16 bits: args or tensors are of another step or"
             " run, or damaged. weights_only opens the weights alone"
         )

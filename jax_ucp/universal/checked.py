@@ -55,7 +55,7 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     if stray := alone ^ (set(names) - stacked.keys()):
         yield f"the array {min(stray)!r:.200} has no leaf, or the leaf no array"
     if stacked - Counter(names):
-        yield "a stack has what is no array of a leaf, or an array twice"
+        yield "a stack has what is not an array of a leaf, or an array twice"
     for leaf in metadata.leaves:
         if fault := leaf_fault(leaf):
             yield f"{leaf.name!r:.200} is {fault}"
@@ -124,7 +124,7 @@ def name_faults(names: Sequence[str]) -> Iterator[str]:
     seen: set[str] = set()
     for name in names:
         if not is_leaf_name(name):
-            yield f"{name!r:.200} is no name of a leaf's directory inside the checkpoint"
+            yield f"{name!r:.200} is not a name of a leaf's directory inside the checkpoint"
         if name in seen or name in above:
             yield (
                 f"{name!r:.200} is the name of two leaves, or has the directory of another in"
@@ -136,13 +136,13 @@ def name_faults(names: Sequence[str]) -> Iterator[str]:
 def leaf_fault(leaf: Leaf) -> str | None:
     """What a leaf is that no writer makes, by what it says itself; None if it can be."""
     if leaf.has_array and not is_dtype(leaf.dtype):
-        return f"an array of {leaf.dtype!r:.40}, which is no dtype of zarr v3"
+        return f"an array of {leaf.dtype!r:.40}, which is not a dtype of zarr v3"
     about = f"with shape {leaf.shape} and dtype {leaf.dtype}"
     match leaf.kind:
         case "str" if leaf.value is None:
             return "a string without its text"
         case "empty" if leaf.value not in ("dict", "list", "tuple", "attr"):
-            return f"an empty {leaf.value!r:.40}, which is no kind of node"
+            return f"an empty {leaf.value!r:.40}, which is not a kind of node"
         case "prng_key" if not (leaf.key_impl and leaf.shape and leaf.dtype == "uint32"):
             return f"a PRNG key of {leaf.key_impl!r:.40} {about}"
         case kind if _is_no_number(leaf):

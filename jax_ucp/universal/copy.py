@@ -277,9 +277,7 @@ def copy(
     WorkerError where the workers' processes cannot do it, or one of them has ended.
     """
     require_target(contents, target)
-    again = (
-        f"{target} is no checkpoint yet: the same call with a new executor takes up what is done."
-    )
+    again = f"{target} is not a checkpoint yet: the same call with a new executor continues it."
     with shared_out(contents, workers, again) as coordinator:
         store = ZarrStore(coordinator.opened.files(str(target)), plan.arrays, plan.chunks)
         ledger = Ledger(target, identity_of(contents, plan))
@@ -335,7 +333,7 @@ def require_target(contents: Contents, target: FilePath) -> None:
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
     if not is_begun and not all(map(_is_beginning, names)):
         raise FileExistsError(
-            f"{target} has files in it that are no unfinished copy; give another path"
+            f"{target} has files in it that are not those of an unfinished copy; give another path"
         )
 
 

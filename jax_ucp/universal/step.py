@@ -35,7 +35,7 @@ def write_step(
     step = whole_number("step", step, least=0)
     fault = name_fault(item) or ("it has a slash" if "/" in item else None)
     if fault or item in (STEP_FILE, COMMIT_FILE):
-        raise ValueError(f"item={item!r:.80} is no name: {fault or 'a file of the step has it'}")
+        raise ValueError(f"item={item!r:.80} is not a name: {fault or 'a file of the step has it'}")
     if (run / METADATA_FILE).is_file():
         raise FileExistsError(f"{run} is a checkpoint, and no run to which a step could be added")
     target = run / str(step)

@@ -622,7 +622,7 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     file = find(directory, METADATA_FILE)
     if file is None:
         raise NotACheckpoint(
-            f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never"
+            f"{directory} has no {METADATA_FILE}: it is not a universal checkpoint, or was never"
             " finished"
         )
     note(directory, file)
@@ -880,6 +880,6 @@ def _not_kept(directory: Files, faults: Sequence[str], is_shared: bool) -> str:
     lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
     shared = f" {_SHARED_STORAGE}" if is_shared else ""
     return (
-        f"{directory} has lost what was just written to it, and is no checkpoint:\n "
+        f"{directory} has lost what was just written to it, and is not a checkpoint:\n "
         f" {lines}\n{_WHO_ELSE}{shared}"
     )

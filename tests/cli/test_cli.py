@@ -67,7 +67,7 @@ def test_inspect_has_a_row_for_each_parameter_whatever_the_order_of_its_states(t
     tree = {"exp_avg": {"w": one}, "param": {"w": one.astype(np.float16)}, "step": {"count": two}}
     ucp.Checkpoint.of(tree).save(tmp_path / "c")
     lines = [line.rstrip() for line in run("inspect", tmp_path / "c").splitlines()]
-    assert "parameter  shape   dtype    states, if others" in lines
+    assert "parameter  shape   dtype    other states" in lines
     assert "w          [3, 4]  float16" in lines
     assert "count      [2]     int32    step int32" in lines
 
@@ -199,9 +199,9 @@ def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_pa
     ("command", "message"),
     [
         (("inspect", "nothing/there"), "nothing/there does not exist"),
-        (("verify", "."), "is no checkpoint of a format known here"),
+        (("verify", "."), "is not a checkpoint of a format known here"),
         (("convert", "nothing", "out"), "nothing does not exist"),
-        (("plan", __file__), "is no checkpoint of a format known here"),
+        (("plan", __file__), "is not a checkpoint of a format known here"),
     ],
 )
 def test_a_path_that_is_nothing_is_refused_without_a_traceback(
@@ -214,16 +214,16 @@ def test_a_path_that_is_nothing_is_refused_without_a_traceback(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("plan", CASE, "--budget", "much"), "'much' is no size"),
-        (("plan", CASE, "--mesh", "data:4"), "is no mesh"),
-        (("plan", CASE, "--rule", "kernel"), "is no rule"),
+        (("plan", CASE, "--budget", "much"), "'much' is not a size"),
+        (("plan", CASE, "--mesh", "data:4"), "is not a mesh"),
+        (("plan", CASE, "--rule", "kernel"), "is not a rule"),
         (("plan", CASE, "--hosts", "2"), "give --mesh too"),
         (
             ("plan", CASE, "--mesh", "data=4", "--hosts", "3"),
             "4 devices cannot be shared out evenly to 3 hosts",
         ),
         (("convert", CASE, "out", "--rule", "kernel=data"), "give --mesh too"),
-        (("plan", CASE, "--rule", "(=data"), "is no regular expression"),
+        (("plan", CASE, "--rule", "(=data"), "is not a regular expression"),
         (("convert", CASE), "Missing argument 'TARGET'"),
         (("verify", CASE, "--on-conflict", "me"), "'me' is not one of 'master', 'copy'"),
     ],

@@ -136,7 +136,7 @@ def test_a_flax_variable_is_called_by_the_name_of_its_module(folder, tmp_path):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nowhere", "nowhere is neither there nor a function; write module:function"),
+        ("nowhere", "nowhere is neither a path that exists nor a function; write module:function"),
         ("no_such_module:tree", "no_such_module:tree gives no tree: ModuleNotFoundError"),
         ("MODEL:absent", "MODEL:absent gives no tree: AttributeError"),
         ("MODEL:nothing", "MODEL:nothing gives no tree: TypeError: no"),
@@ -153,7 +153,7 @@ def test_a_mapping_is_asked_for_and_refused_by_name():
     assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, gguf-" in run(
         "map", LLAMA, code=2
     )
-    assert "nothing is no mapping that can be read" in run(
+    assert "nothing is not a mapping that can be read" in run(
         "inspect", LLAMA, "--mapping", "nothing", code=1
     )
 

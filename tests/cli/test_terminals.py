@@ -99,7 +99,7 @@ def test_ctrl_c_ends_a_conversion_with_what_to_run_again_and_that_goes_on(large,
     code, _, err = interrupted(*arguments, when=target)
     assert code == 130, err
     assert "Traceback" not in err
-    assert "stopped: TARGET is no checkpoint yet; the same command takes up" in err
+    assert "stopped: TARGET is not a checkpoint yet; run the same command again" in err
     assert not (target / "ucp.json").exists()
     again = subprocess.run([*COMMAND, *map(str, arguments)], timeout=240)
     assert again.returncode == 0
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_an_export_with_nothing_at_its_target(large, tmp_path):
     code, _, err = interrupted(*arguments, when=target)
     assert code == 130, err
     assert "Traceback" not in err
-    assert "stopped: nothing is at TARGET; the same command begins anew" in err
+    assert "stopped: nothing was written to TARGET; the same command starts over" in err
     assert not target.exists()
 
 

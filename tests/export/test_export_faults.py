@@ -82,20 +82,20 @@ INT4 = np.ones(3, ml_dtypes.int4)
             "deepspeed",
             weights(**{"a/b": W, "..": W}),
             UnsupportedLeaf,
-            r"'a/b' is no name of a folder\n.*'\.\.' is no",
+            r"'a/b' is not a name of a folder\n.*'\.\.' is no",
         ),
-        ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is no name of a folder"),
+        ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is not a name of a folder"),
         (
             "deepspeed",
             {"param": {"w": W}, "fp32": {"w": W}},
             UnsupportedLeaf,
-            "'fp32' of w is no name of a state",
+            "'fp32' of w is not a name of a state",
         ),
         (
             "deepspeed",
             {"param": {"w": W}, "step": {"w": W}},
             UnsupportedLeaf,
-            "step of w has shape .4, 3., and is no num",
+            "step of w has shape .4, 3., and is not a num",
         ),
         (
             "dcp",
@@ -108,7 +108,7 @@ INT4 = np.ones(3, ml_dtypes.int4)
             "dcp",
             {"exp_avg": {"w": W}},
             TreeMismatch,
-            "states of what is no parameter .*exp_avg of w",
+            "states of what is not a parameter .*exp_avg of w",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_casting_is_done_when_asked_and_said(tmp_path):
     assert exported.read("exp_avg/w").dtype == np.float32
     assert "cast to bfloat16" in source.plan_export("dcp", dtype="bfloat16").notes[0]
     for name in ("int8", "nothing"):
-        with pytest.raises(UnsupportedLeaf, match=f"'{name}' is no floating dtype"):
+        with pytest.raises(UnsupportedLeaf, match=f"'{name}' is not a floating dtype"):
             source.plan_export("dcp", dtype=name)
 
 

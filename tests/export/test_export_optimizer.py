@@ -150,10 +150,10 @@ def test_one_command_exports_a_run(function, folder):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ("nowhere", "nowhere is neither there nor a function; write module:function"),
+        ("nowhere", "nowhere is neither a path that exists nor a function; write module:function"),
         ("no_such_module:tx", "ModuleNotFoundError"),
         ("MODULE:absent", "AttributeError"),
-        ("MODULE:nothing", "MODULE:nothing gives 3, which is no optax optimizer"),
+        ("MODULE:nothing", "MODULE:nothing gives 3, which is not an optax optimizer"),
     ],
 )
 def test_an_optimizer_that_is_none_is_refused_without_a_traceback(optimizer, message, folder):
@@ -172,7 +172,7 @@ def test_what_is_told_of_a_run_is_printed_and_labels_are_given_by_name(folder):
     labels = ("--params", "model", "--opt-state", "optimizer/state")
     options = ("--format", "deepspeed", "--mapping", "names.yaml", "--step-dtype", "int32", *labels)
     printed = run("export", "other/7/default", "out", *options, "--optimizer", f"{folder}:tx")
-    assert "note: 1 arrays that are no parameters are left out, the first ema" in printed
+    assert "note: 1 arrays that are not parameters are left out, the first ema" in printed
     assert ucp.open("out").read("step/dense.weight").dtype == np.int32
     assert "--opt-state goes with --optimizer" in run(
         "export", "other/7/default", "x", *options, code=2

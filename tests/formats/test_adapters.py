@@ -261,10 +261,13 @@ FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
         lambda a: a.update({k.replace("layers.0", "layers.7"): v for k, v in a.items()}),
         "the base has no model.layers.7.*it has model.layers.1",
     ),
-    "no prefix": (lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}), "no tensor of"),
+    "no prefix": (
+        lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}),
+        "not a tensor of",
+    ),
     "other method": (
         lambda a: a.update({f"{Q}.lora_E": a[f"{Q}.lora_A.weight"]}),
-        "lora_E is no tensor of a LoRA adapter",
+        "lora_E is not a tensor of a LoRA adapter",
     ),
     "magnitude": (
         lambda a: a.update({f"{Q}.lora_magnitude_vector": np.ones(16, np.float32)}),
@@ -353,7 +356,7 @@ def test_what_is_no_base_or_no_adapter_is_refused() -> None:
     mapped = base_of("lora").map("hf-llama-to-tunix", assume=["rope_theta"])
     with pytest.raises(LayoutError, match="before it is mapped"):
         mapped.merge(adapter)
-    with pytest.raises(ValueError, match="wants one adapter"):
+    with pytest.raises(ValueError, match="needs at least one adapter"):
         base_of("lora").merge()
 
 
@@ -362,6 +365,24 @@ def test_dora_and_another_adapter_of_one_weight_are_merged_one_after_the_other()
     with pytest.raises(FormatError, match="one after the other"):
         base.merge(*adapters)
     assert base.merge(adapters[0]).merge(adapters[1]).params
+
+
+def test_what_one_adapter_replaces_and_another_adds_to_is_merged_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    base, adapter = base_of("lora"), DATA / "lora" / "adapter"
+    factors = ucp.open(adapter).params
+    module = next(name for name in factors if name.endswith(".lora_A.weight"))
+    module = module.removesuffix(".lora_A.weight")
+    weight = f"{module.removeprefix('base_model.model.')}.weight"
+    own = np.ones_like(base.read(f"param/{weight}"))
+    saved = write_adapter(
+        tmp_path, {f"{module}.weight": own}, modules_to_save=[module.rpartition(".")[2]]
+    )
+    for adapters in ((adapter, saved), (saved, adapter)):
+        with pytest.raises(FormatError, match=f"{weight} is replaced by .* one after the other"):
+            base.merge(*adapters)
+    np.testing.assert_array_equal(base.merge(adapter).merge(saved).read(f"param/{weight}"), own)
 
 
 # Mapped, and back.
@@ -411,7 +432,7 @@ def test_factors_trained_in_jax_become_a_folder_of_peft_with_a_config(tmp_path: 
     said = json.loads(config.read_text())
     with pytest.raises(FormatError, match="has rank 8, and its factors have 4"):
         back.plan_export("safetensors", adapter_config=said | {"r": 8})
-    with pytest.raises(TreeMismatch, match="no parameter of an adapter"):
+    with pytest.raises(TreeMismatch, match="not a parameter of an adapter"):
         base_of("lora").plan_export("safetensors", adapter_config=said)
     with pytest.raises(ValueError, match="adapter_config is for safetensors"):
         back.plan_export("dcp", adapter_config=said)

@@ -483,7 +483,7 @@ def test_a_second_copy_of_an_object_of_zarr_is_named(copy, tmp_path):
         return
     verdict, why = case.verdict()
     assert verdict == "refused"
-    assert why.startswith(f"{other} is no shard of rng_state")
+    assert why.startswith(f"{other} is not a shard of rng_state")
 
 
 def test_flat_buffers_of_another_number_of_optimizers_are_of_another_run(tmp_path):

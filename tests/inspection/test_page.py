@@ -92,7 +92,7 @@ def test_a_page_of_headers_reads_no_array_and_says_so():
     checkpoint._reads.read = lambda leaf, box=None: reads.append(leaf)
     page = checkpoint.report(headers=True)
     assert not reads
-    assert "No element was read" in page.html
+    assert "No array was read" in page.html
     assert "norm" not in data_of(page.html)["arrays"]
 
 
@@ -106,7 +106,7 @@ def test_what_is_not_finite_and_dead_rows_of_parameters_are_flagged(tmp_path):
     }
     page = ucp.Checkpoint.of(tree).report()
     assert "1 NaN, 1 infinite, 1 of 4 rows are zeros" in page.html
-    assert "1 of 3 arrays are to be looked at" in page.html
+    assert "1 of 3 arrays should be checked" in page.html
 
 
 def test_an_array_whose_bytes_are_wrong_is_a_fault_on_the_page_and_in_the_exit_code(tmp_path):
@@ -140,6 +140,13 @@ def test_a_page_against_another_says_what_differs():
     [change] = data_of(page.html)["changes"]
     assert (change["label"], change["share"], change["largest"]) == ("a/1", 1.0, 1.0)
     assert first.report(against=first).html.count("It is equal to the other checkpoint") == 1
+
+
+def test_a_page_against_another_has_every_group_of_both():
+    first, second = (ucp.open(DATA / "deepspeed" / case) for case in ("z3_bf16_dp2", "z2_bf16_dp3"))
+    html = first.report(against=second, headers=True).html
+    table = html.partition("<caption>Two checkpoints</caption>")[2].partition("</table>")[0]
+    assert "of 11: weight_decay 0.1; of 20: weight_decay 0.0" in table
 
 
 def test_a_page_for_a_mesh_says_what_lies_where_and_what_is_given_up():

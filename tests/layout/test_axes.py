@@ -29,7 +29,7 @@ from jax_ucp.layout.strided import MOST_READ, hull, part
         ("(a ...)", r"character 4: `\.\.\.` stands for whole axes"),
         ("... a ...", r"`\.\.\.` can be there only once"),
         ("heads 2 half", r"character 7: an axis of length 2 needs a name"),
-        ("a, b", r"character 2: ',' is no axis"),
+        ("a, b", r"character 2: ',' is not an axis"),
         ("a (b a)", r"a is there twice"),
         ("((q d) + k) d", r"d is there twice"),
     ],

@@ -82,9 +82,12 @@ def test_backwards_the_shapes_come_out_again():
     ("text", "faults"),
     [
         ("- 1", ["should be a mapping of sections"]),
-        ("rules: []", ["my.yaml:1: 'rules' is no section"]),
+        ("rules: []", ["my.yaml:1: 'rules' is not a section"]),
         ("leaves: {a: b}\nsizes: [a]", ["sizes should be a mapping", "leaves should be a list"]),
-        ("sizes: {a b: 1, c: 'x+'}", ["'a b' is no name for a size", "sizes: c: 'x+' is no size"]),
+        (
+            "sizes: {a b: 1, c: 'x+'}",
+            ["'a b' is not a name for a size", "sizes: c: 'x+' is not a size"],
+        ),
         ("leaves:\n- {param: a}", ["my.yaml:2: a rule lacks leaf"]),
         ("leaves:\n- {param: a, leaf: b, axis: x}", ["my.yaml:2: a rule has no field 'axis'"]),
         (
@@ -112,7 +115,7 @@ def test_backwards_the_shapes_come_out_again():
             "leaves:\n- {param: {'a.{i}': x, b: y}, leaf: {c: x}}",
             ["should have the same placeholders"],
         ),
-        ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is no placeholder"]),
+        ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is not a placeholder"]),
         ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
         ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
         ("leaves:\n- {param: a, leaf: 'b//c'}", ["keys with one slash between them, not 'b//c'"]),
@@ -151,7 +154,7 @@ def test_what_is_no_mapping_is_refused_with_every_fault_and_its_line(text, fault
 
 def test_a_file_that_is_not_there_is_refused_with_the_names_that_are():
     with pytest.raises(
-        SpecError, match=r"nothing is no mapping that can be read .* the package has .*hf-llama"
+        SpecError, match=r"nothing is not a mapping that can be read .* the package has .*hf-llama"
     ):
         ucp.Mapping.load("nothing")
 

@@ -64,7 +64,7 @@ def test_what_sums_otherwise_is_told(name):
     tx, moment, params = OTHERS[name]
     (fault,) = rule_faults(tx, PARAMS)
     assert fault.startswith(f"{params}: ")
-    assert f"no {moment} of Adam" in fault
+    assert f"not the {moment} of Adam" in fault
 
 
 def test_adams_moments_do_not_load_into_yogi_unless_they_are_meant_to():
@@ -81,7 +81,7 @@ def test_nor_do_yogis_go_to_torch_as_adams():
     params = {"w": jnp.ones((3, 2))}
     checkpoint = Checkpoint.of({"params": params, "opt_state": optax.yogi(1e-3).init(params)})
     with pytest.raises(
-        TreeMismatch, match="w: tx keeps in a ScaleByAdamState what is no exp_avg_sq of Adam"
+        TreeMismatch, match="w: tx keeps in a ScaleByAdamState what is not the exp_avg_sq of Adam"
     ):
         checkpoint.torch_states(optax.yogi(1e-3))
     checkpoint = Checkpoint.of({"params": params, "opt_state": optax.adam(1e-3).init(params)})

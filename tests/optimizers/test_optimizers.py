@@ -284,7 +284,7 @@ def test_what_cannot_be_filled_is_said_all_at_once():
             {"step": {"dense/bias": np.float32(2)}},
             "steps differ: 2 of dense/bias, 3 of dense/kernel",
         ),
-        (ADAMW, {"step": {"dense/bias": np.float32(2.5)}}, "2.5, which is no number of steps"),
+        (ADAMW, {"step": {"dense/bias": np.float32(2.5)}}, "2.5, which is not a number of steps"),
         (optax.sgd(LR, B1), {}, "has no momentum_buffer of dense/kernel"),
         (
             ADAMW,

@@ -81,7 +81,7 @@ def test_an_optimizer_of_flax_is_seen_through(stock, pure, tmp_path):
                 assert same_bits(back.read(f"{state}/layers/{i}/{name}"), want)
                 assert back.read(f"step/layers/{i}/{name}") == 3
     assert len(back.leaves) == 16
-    (note,) = [note for note in back.notes if "arrays that are no parameters" in note]
+    (note,) = [note for note in back.notes if "arrays that are not parameters" in note]
     assert "model/dropout/rngs" in note
     assert back.extras["tree"][f"optimizer/step{'' if pure else '/value'}"] == 3
 
@@ -192,7 +192,7 @@ def test_what_is_beside_a_run_is_told():
     )
     assert told["none"] == ("skipped", "it holds nothing")
     assert told["step"][0] == told["name"][0] == "extra"
-    assert back.notes == ["2 arrays that are no parameters are left out, the first ema/embed"]
+    assert back.notes == ["2 arrays that are not parameters are left out, the first ema/embed"]
     assert back.extras["tree"] == {
         "opt_state/2/count": 5,
         "name": "x",

@@ -129,7 +129,7 @@ def test_several_optimizers_in_one_tree_are_refused():
 def test_an_optimizer_of_one_vector_is_refused():
     tx = optax.flatten(ADAMW)
     params = tree_of(trained("adam"), ADAMW)["params"]
-    with pytest.raises(TreeMismatch, match="opt_state/0/mu is no exp_avg of a parameter"):
+    with pytest.raises(TreeMismatch, match="opt_state/0/mu is not the exp_avg of a parameter"):
         ucp.Checkpoint.of({"params": params, "opt_state": tx.init(params)}).torch_states(tx)
 
 

@@ -216,7 +216,7 @@ def test_what_is_lost_or_changed_meanwhile_leaves_nothing(format, s3, tmp_path, 
 
     with monkeypatch.context() as patched:
         patched.setattr(exporting, "upload_files", lost)
-        with pytest.raises(CorruptData, match="another is no file of this export"):
+        with pytest.raises(CorruptData, match="another is not a file of this export"):
             checkpoint.export(s3.url, format)
     files.delete("another")
     for path in (tmp_path / "source").rglob("c*"):

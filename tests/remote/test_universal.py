@@ -230,7 +230,7 @@ def test_a_conversion_does_not_take_up_another(s3: Store, tmp_path):
     with pytest.raises(FormatError, match=f"{LEDGER_FILE} belongs to a conversion of another"):
         ucp.open(tmp_path / "1").save(s3.url, budget_bytes=BUDGET)
     file_path(s3.url).folder().write("other/file", [b"x"], durable=True)
-    with pytest.raises(FileExistsError, match="no unfinished copy"):
+    with pytest.raises(FileExistsError, match="not those of an unfinished copy"):
         ucp.open(tmp_path / "1").save(f"{s3.url}/other")
 
 

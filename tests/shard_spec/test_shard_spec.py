@@ -108,7 +108,7 @@ def test_sizes_are_the_arithmetic_they_look_like(a: int, b: int, c: int):
     ],
 )
 def test_nothing_but_sums_products_and_quotients_is_a_size(text):
-    with pytest.raises(SpecError, match="is no size"):
+    with pytest.raises(SpecError, match="is not a size"):
         size_of(text, {"a": 2, "b": 1, "c": 1})
 
 
@@ -131,14 +131,14 @@ def test_a_size_that_is_no_number_of_rows_is_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("shards: [{param: a, pattern: shraded}]", "spec.yaml:1: 'shraded' is no pattern"),
+        ("shards: [{param: a, pattern: shraded}]", "spec.yaml:1: 'shraded' is not a pattern"),
         (
             "shards:\n- {param: a, pattern: {sharded: -1}}",
             "spec.yaml:2: an axis is a number from 0",
         ),
         ("shards:\n- {param: a, pattern: {sharded: [0, 1]}}", "spec.yaml:2: .*needs a grid"),
         ("shards:\n- {param: a, pattern: {sharded: 0, fused: {}}}", "a pattern is one of"),
-        ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 'x+'}}}}", "is no size"),
+        ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 'x+'}}}}", "is not a size"),
         (
             "shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 1}, whole: [k]}}}",
             "whole names",
@@ -151,11 +151,11 @@ def test_a_size_that_is_no_number_of_rows_is_refused(text, message):
         ("shards:\n- {param: a, pattern: unique, wen: x}", "no field 'wen'"),
         ("shards:\n- {param: a, pattern: unique, when: a or b}", "when should be a name"),
         ("shards:\n- {param: 'a{', pattern: unique}", "a brace"),
-        ("shards:\n- {param: '{0}', pattern: unique}", "no placeholder"),
+        ("shards:\n- {param: '{0}', pattern: unique}", "not a placeholder"),
         ("shards: 3", "should be a list"),
         ("sizes: [a]", "should be a mapping"),
         ("sizes: {a: b c}", "sizes: a: "),
-        ("\nshrads: []", "spec.yaml:2: 'shrads' is no section"),
+        ("\nshrads: []", "spec.yaml:2: 'shrads' is not a section"),
         ("extends: nothing", "no spec 'nothing'"),
         ("shards: [{param: a, param: b, pattern: unique}]", "'param' is there twice"),
         ("[1]", "should be a mapping"),

@@ -140,6 +140,6 @@ def test_what_no_mesh_can_be_is_refused_before_anything_is_written(universal, tm
             universal.save(tmp_path / "out", **said)
     with pytest.raises(ValueError, match="8 devices cannot be shared out evenly to 3 hosts"):
         universal.save(tmp_path / "out", mesh=AbstractMesh((4, 2), ("data", "model")), hosts=3)
-    with pytest.raises(ValueError, match=r"the rule '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"the rule '\(' is not a regular expression"):
         universal.save(tmp_path / "out", mesh={"data": 4}, rules=[("(", P("data"))])
     assert not (tmp_path / "out").exists()

@@ -293,7 +293,7 @@ def test_rules_that_do_nothing_are_reported_and_those_that_cannot_be_meant_are_r
         checkpoint.restore(mesh=MESH, rules=[("^v", P("data"))])
     with pytest.raises(ValueError, match=r"give mesh= too"):
         checkpoint.plan(rules=[("w", P("data"))])
-    with pytest.raises(ValueError, match=r"the rule '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"the rule '\(' is not a regular expression"):
         checkpoint.plan(mesh=MESH, rules=[("(", P("data"))])
     with pytest.raises(ValueError, match="would not keep floating arrays floating"):
         checkpoint.plan(cast=np.int8)
@@ -394,7 +394,7 @@ def test_a_spec_is_fitted_as_written_here(spec, shape, mesh, fitted):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"a": [1, {"b": object()}]}, r"a/1/b is a builtins\.object, which is no array"),
+        ({"a": [1, {"b": object()}]}, r"a/1/b is a builtins\.object, which is not an array"),
         ({"a": 2**70}, "a .*no 64-bit array holds"),
         ({"a": np.array(["x"])}, "a has dtype <U1, which zarr v3"),
         ({"a": b"bytes"}, r"a is a builtins\.bytes"),
@@ -404,7 +404,7 @@ def test_a_spec_is_fitted_as_written_here(spec, shape, mesh, fitted):
         ({"a": jax.ShapeDtypeStruct((2,), np.float32)}, "a is abstract"),
         ({"a": np.ma.masked_array([1.0, 2.0], mask=[0, 1])}, r"a is a numpy\.ma\.MaskedArray"),
         ({"a": {"b": "x"}, "a.b": "y"}, r"two strings would have one name on disk, 'a\.b'"),
-        ({"a": "\ud800"}, r"'a' has a key or a value that is no text"),
+        ({"a": "\ud800"}, r"'a' has a key or a value that is not text"),
     ],
 )
 def test_what_cannot_be_restored_as_what_it_was_is_refused_with_the_reason(tree, message):

@@ -196,7 +196,7 @@ def test_a_share_begins_while_another_makes_the_ledger(tmp_path, monkeypatch):
     memory({"param": {"w": np.ones(3)}}).save_share(tmp_path / "x", (0, 1))
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "notes.__lock").write_text("mine")
-    with pytest.raises(FileExistsError, match="no unfinished copy"):
+    with pytest.raises(FileExistsError, match="not those of an unfinished copy"):
         require_target(contents, file_path(tmp_path / "y"))
 
 
@@ -370,7 +370,7 @@ def test_a_worker_that_is_none_is_a_usage_error(share, tmp_path):
     unclear = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "x"}
     done = CliRunner().invoke(main, ["convert", "a", "b", "--worker", share], env=unclear)
     assert done.exit_code == 2
-    assert "says no share" in done.output
+    assert "is not a share" in done.output
 
 
 def test_a_ledger_of_a_share_is_found_as_an_unfinished_conversion(tmp_path):

@@ -215,7 +215,9 @@ class _Tables:
         used: set[tuple[str, Shape | None]] = set()
         for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
             if not isinstance(fqn, str):
-                raise FormatError(f"state_dict_metadata has the key {fqn!r:.80}, which is no name")
+                raise FormatError(
+                    f"state_dict_metadata has the key {fqn!r:.80}, which is not a name"
+                )
             used |= self._add_entry(fqn, entry, spans)
         if both := self.objects.keys() & self.tensors.keys():
             raise FormatError(f"{min(both)!r} is a tensor and an object at once")
@@ -362,7 +364,7 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
 
 def _shape(value: Any, fqn: str) -> Shape:
     if not _is_shape(value):
-        raise FormatError(f"{fqn}: {value!r:.80} is no shape or position in a tensor")
+        raise FormatError(f"{fqn}: {value!r:.80} is not a shape or position in a tensor")
     return value
 
 
@@ -399,7 +401,9 @@ def _span(value: Any) -> Span:
     fields = _fields(value, "_StorageInfo", "a value of storage_data")
     file, transforms = fields.get("relative_path"), fields.get("transform_descriptors") or ()
     if not isinstance(file, str) or not _is_file_name(file):
-        raise FormatError(f"storage_data names the file {file!r:.80}, which is no plain file name")
+        raise FormatError(
+            f"storage_data names the file {file!r:.80}, which is not a plain file name"
+        )
     offset, length = _extent(file, fields.get("offset"), fields.get("length"))
     if not isinstance(transforms, list | tuple) or not all(isinstance(t, str) for t in transforms):
         raise FormatError(f"storage_data has the transforms {transforms!r:.80} for {file}")

@@ -306,4 +306,4 @@ def account_for_files(imported: Import, save: Save) -> None:
             # contents cannot tell.
             reason = f"bytes between or after the items that {table} names"
             imported.skip(name, f"{rest} bytes", reason)
-            imported.notes.append(f"{name} has {rest} bytes that are no item of this checkpoint")
+            imported.notes.append(f"{name} has {rest} bytes that are not items of this checkpoint")

@@ -28,7 +28,7 @@ _LAYOUT = (
 )
 _OF_OPTIMIZER = ("_optim_states.pt", ".tensor.swp")
 _NAMES_AND_SHAPES = "says which tensor is which; its content is in the tree's names and shapes"
-_OF_PARTITIONS = "says how partitions lie; consolidated parameters have no such thing"
+_OF_PARTITIONS = "describes the layout of the partitions, which whole parameters do not need"
 
 
 def add_extras(slices: Slices) -> None:

@@ -44,7 +44,7 @@ def teams(
     if share != len(ranks):
         raise FormatError(
             f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks, but"
-            " is no group of experts: it is of another world size, or of a sharding over some of"
+            " is not a group of experts: it is of another world size, or of a sharding over some of"
             " the ranks (MiCS), which is not read. weights_only opens what the model states hold"
         )
     return [(None, list(ranks))]

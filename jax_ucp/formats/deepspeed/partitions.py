@@ -273,8 +273,8 @@ def _keep_aside(slices: Slices, team: Team, state: str, values: Sequence[Any], w
     for rank, value in zip(team.group.ranks, values, strict=True):
         slices.importer.extra(rank.name, f"{state} of group {team.index}", value)
     slices.importer.notes.append(
-        f"the optimizer's {state} of group {team.index} ({listed([*team.names], 1)}) is no state of"
-        f" a parameter here, but an extra of each rank's file: {why}"
+        f"the optimizer's {state} of group {team.index} ({listed([*team.names], 1)}) is not a"
+        f" state of a parameter here, but an extra of each rank's file: {why}"
     )
 
 

@@ -290,7 +290,7 @@ def _fragment(
     source = _box(piece["shape"], piece["dest"], slice_shape)
     if target is None or source is None or piece.get("scale", 1.0) != 1.0:
         raise FormatError(
-            f"{what} has a piece on rank {rank} that is no box, or is scaled: {dict(piece)}."
+            f"{what} has a piece on rank {rank} that is not a box, or is scaled: {dict(piece)}."
             f" {_SPEC}"
         )
     return Fragment(rank, source, target)

@@ -240,12 +240,12 @@ def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
         if not has_dtype(tensor.dtype):
             yield f"{state} of {name} has dtype {tensor.dtype}"
     if not _names_a_folder(name):
-        yield f"{name!r} is no name of a folder"
+        yield f"{name!r} is not a name of a folder"
     for state in states:
         if state == "fp32" or not re.fullmatch(r"\w+", state):
-            yield f"{state!r} of {name} is no name of a state's file"
+            yield f"{state!r} of {name} is not a name of a state's file"
     if "step" in states and states["step"].size != 1:
-        yield f"step of {name} has shape {list(states['step'].shape)}, and is no number"
+        yield f"step of {name} has shape {list(states['step'].shape)}, and is not a number"
 
 
 def _names_a_folder(name: str) -> bool:

@@ -52,7 +52,7 @@ class FlatStates:
         by_number: dict[int, dict[str, Sequence[Stored]]] = defaultdict(dict)
         for path, parts in states.items():
             if len(path) != 4 or type(path[2]) is not int:
-                raise FormatError(f"{joined(path)} is no state of an optimizer with numbers")
+                raise FormatError(f"{joined(path)} is not a state of an optimizer with numbers")
             by_number[path[2]][str(path[3])] = parts
         groups = [as_dict(group) for group in as_list(as_dict(tree).get("param_groups"))]
         return cls(by_number, groups, shards)

@@ -160,7 +160,7 @@ def _flat(value: Any) -> list[int]:
     if isinstance(value, tuple):
         return list(itertools.chain.from_iterable(map(_flat, value)))
     if type(value) is not int or value < 0:
-        raise FormatError(f"the layout of its mesh has {value!r:.40}, which is no whole number")
+        raise FormatError(f"the layout of its mesh has {value!r:.40}, which is not a whole number")
     return [value]
 
 

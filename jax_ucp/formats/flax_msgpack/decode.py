@@ -69,7 +69,7 @@ def decode(file: ByteRange, where: str) -> Any:
             raise _Fault(f"{file.size - reader.at} bytes follow its value")
     except (_Fault, CorruptData) as error:
         raise FormatError(
-            f"{where} is no msgpack file as Flax writes them: at byte {reader.at}, {error}"
+            f"{where} is not a msgpack file as Flax writes them: at byte {reader.at}, {error}"
         ) from None
     return value
 
@@ -177,7 +177,7 @@ class _Reader:
             raise _Fault(f"the extension {code} is none of Flax's, nor of Orbax's")
         items = self.value(depth + 1)
         if not isinstance(items, list):
-            raise _Fault(f"the extension {code} is no list")
+            raise _Fault(f"the extension {code} is not a list")
         if code == _TUPLE:
             return tuple(items)
         if len(items) != 2 or not all(isinstance(item, float | int) for item in items):
@@ -226,9 +226,9 @@ class _Reader:
 
 def _array_info(shape: Any, name: Any) -> ArrayInfo:
     if not isinstance(shape, list) or not all(type(n) is int for n in shape):
-        raise _Fault(f"{shape!r:.80} is no shape")
+        raise _Fault(f"{shape!r:.80} is not a shape")
     if not isinstance(name, str) or not is_dtype(name):
-        raise _Fault(f"{name!r:.80} is no dtype of arrays here")
+        raise _Fault(f"{name!r:.80} is not a dtype of arrays here")
     try:
         return ArrayInfo(tuple(shape), np.dtype(getattr(ml_dtypes, name, name)))
     except FormatError as error:

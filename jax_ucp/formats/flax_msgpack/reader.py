@@ -133,7 +133,7 @@ def _values(save: _Save) -> dict[TreePath, Any]:
     except _NotOfT5X as error:
         raise FormatError(f"{save.file} has a TensorStore spec that {error}") from None
     if fault := tree_fault(values):
-        raise FormatError(f"{save.file} is no tree: {fault}")
+        raise FormatError(f"{save.file} is not a tree: {fault}")
     return values
 
 

@@ -152,7 +152,7 @@ def _unknown(architecture: str, said: Mapping[str, Any]) -> str:
         return f"{', '.join(others[:4])!r:.200} is not known here"
     odd = [key for key, value in said.items() if not _is_one_value(value)]
     if odd:
-        return f"{odd[0]} is no number that holds for all layers"
+        return f"{odd[0]} is not a number that holds for all layers"
     return _unlike(architecture, said)
 
 
@@ -164,7 +164,7 @@ def _unlike(architecture: str, said: Mapping[str, Any]) -> str:
         return f"{_LOCAL_THETA} is not known here"
     for key in _LENGTHS:
         if not _is_length(said.get(key)):
-            return f"{key} is no length"
+            return f"{key} is not a length"
     if said.get(_LAYOUT[0], _LAYOUT[1]) != _LAYOUT[1]:
         return f"{_LAYOUT[0]} is {said[_LAYOUT[0]]!r:.80}, and not {_LAYOUT[1]!r}"
     if said.get("attention.value_length") != said.get("attention.key_length"):

@@ -72,7 +72,7 @@ def _tensor(entry: TensorEntry) -> _Tensor:
     type, elements, nbytes = IN_BLOCKS[entry.type]
     if not shape or shape[-1] % elements:
         raise FormatError(
-            f"{label} of {type} has the shape {list(shape)}, and its rows are no whole blocks of"
+            f"{label} of {type} has the shape {list(shape)}, and its rows are not whole blocks of"
             f" {elements}"
         )
     rows = (*shape[:-1], shape[-1] // elements * nbytes)

@@ -180,7 +180,9 @@ def _version(reader: _Reader) -> int:
     """The version of the format. Raises FormatError where it is not read here."""
     magic, version = reader.number("4s"), reader.number("<I")
     if magic != MAGIC:
-        raise FormatError(f"it begins with {magic!r}, and not with {MAGIC!r}: it is no GGUF")
+        raise FormatError(
+            f"it begins with {magic!r}, and not with {MAGIC!r}: it is not a GGUF file"
+        )
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped in (2, 3):

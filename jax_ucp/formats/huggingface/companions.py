@@ -100,7 +100,7 @@ def _fault(file: FilePath, room: int) -> str:
     except FormatError:
         return "it is a link that leads out of the folder"
     if info is None or info.kind != "file":
-        return "it is no file"
+        return "it is not a file"
     if info.size > MAX_FILE_BYTES:
         return f"it has {info.size} bytes, more than the {MAX_FILE_BYTES} that are kept of one"
     if info.size > room:

@@ -44,7 +44,7 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
     if inside:
         names = listed([path.name for path in inside], _SHOWN)
         raise NotACheckpoint(
-            f"{at} is no checkpoint itself, but holds {names}: open one, {inside[0]}"
+            f"{at} is not a checkpoint itself, but holds {names}: open one, {inside[0]}"
         )
     if refusals:
         raise refusals[0]

@@ -196,7 +196,9 @@ def _opened(path: FilePath) -> TorchFile:
     try:
         if not path.is_file() or not is_torch_file(path):
             why = stand_in(path) if path.is_file() else why_missing(path.parent, path.name)
-            raise FormatError(f"{path}: {why or 'it is no file of torch.save, as its name says'}")
+            raise FormatError(
+                f"{path}: {why or 'it is not a file of torch.save, as its name says'}"
+            )
         return TorchFile(path, lenient=True)
     except FormatError as error:
         raise type(error)(f"{error}{_ASIDE}") from error

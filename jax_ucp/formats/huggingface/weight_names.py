@@ -232,7 +232,7 @@ def _parts(names: Iterable[str]) -> _Parts:
 def _indexed(index: str, files: Sequence[str], names: Collection[str]) -> Save:
     model = model_of_index(index)
     if model is None:
-        raise ValueError(f"{index} is no name of an index")
+        raise ValueError(f"{index} is not a name of an index")
     present = tuple(name for name in files if name in names)
     missing = tuple(name for name in files if name not in names)
     return Save(model, present, index, missing, unnamed=tuple(unnamed_parts(files)))
@@ -315,7 +315,7 @@ def _named_by_config(folder: str, saves: Iterable[Save], named: str) -> Save:
         if save.name == named:
             return save
     raise FormatError(
-        f"{folder}: config.json names {named!r} in transformers_weights, which is no save in the"
+        f"{folder}: config.json names {named!r} in transformers_weights, which is not a save in the"
         " folder"
     )
 

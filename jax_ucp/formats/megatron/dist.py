@@ -24,20 +24,9 @@ from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import METADATA_FILE
-from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_args import check_args
-from jax_ucp.formats.megatron.dist_buffers import (
-    Plan,
-    Variant,
-    copies_of_embedding,
-    cut_of,
-    may_have_buckets,
-    plan_buffers,
-    stage_of,
-    variants,
-)
 from jax_ucp.formats.megatron.dist_files import (
     CONFIG_FILE,
     DistFiles,
@@ -47,42 +36,21 @@ from jax_ucp.formats.megatron.dist_files import (
     open_files,
 )
 from jax_ucp.formats.megatron.dist_flat import (
-    Address,
-    Filled,
-    Flat,
-    check_numels,
-    filled,
-    flats,
     group_object,
     param_state_sources,
 )
-from jax_ucp.formats.megatron.dist_names import (
-    Run,
-    bare_name,
-    check_stacks,
-    flattened_runs,
-    gate_and_up,
-    is_flat,
-    is_fully_reshardable,
-    stacked_halves,
-    state_of,
-    unstacked,
-)
 from jax_ucp.formats.megatron.dist_proof import (
-    BF16,
     are_remainders,
     are_rounded,
-    moved_by_padding,
-    not_of_weights,
-    unproved_order,
 )
+from jax_ucp.formats.megatron.dist_slices import BufferStates, buffer_states, has_flat_buffers
 from jax_ucp.formats.megatron.dist_steps import (
     Step,
-    common_steps,
-    group_steps,
     one_step,
     optimizers,
+    steps_of,
 )
+from jax_ucp.formats.megatron.dist_tensors import TensorStates, tensor_states
 from jax_ucp.formats.megatron.files import about, require_folder
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, beside_tensors
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert
@@ -90,13 +58,10 @@ from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.tensor_names import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import walk
-from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.cuts import Cut
 
 
 def recognise(path: FilePath) -> bool:
@@ -119,10 +84,10 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
 def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -> Contents:
     """The checkpoint that the files form; `beside` are files of the save directory."""
     try:
-        reader = _Reader(files, options)
+        assembly = _Assembly(files, options)
         for name in beside:
-            reader.importer.skip(name, "file", "beside the folder of the iteration, of all saves")
-        contents = reader.contents()
+            assembly.importer.skip(name, "file", "beside the folder of the iteration, of all saves")
+        contents = assembly.contents()
     except (FormatError, LayoutError) as error:
         if str(files.folder) in str(error):
             raise
@@ -130,7 +95,7 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
     return replace(
         contents,
         checks=lambda extent: itertools.chain(
-            contents.checks(extent), files.object_checks(extent, reader.inside)
+            contents.checks(extent), files.object_checks(extent, assembly.inside)
         ),
     )
 
@@ -141,277 +106,57 @@ def _layout(files: DistFiles) -> str:
     return f"torch_dist, {said:.40}" if isinstance(said, str) else "torch_dist"
 
 
-# By parameter its shape, and the runs that it is made of.
-_Blocks = dict[str, tuple[Shape, Sequence[Run]]]
-
-
-class _Reader:
+class _Assembly:
     """Puts one checkpoint together; each method settles one kind of stored thing."""
 
     def __init__(self, files: DistFiles, options: Options):
         self.files, self.args, self.options = files, files.args, options
         # dp_zero_gather_scatter has its tensors in objects.
         self.inside = {} if options.weights_only else param_state_sources(files)
-        sources = {"": files.source, f"{files.common_name}:": files.common, **self.inside}
-        self.importer = Import(
-            "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
-        )
-        self.importer.about = about(_layout(files), files.args, files.tree.get("iteration"))
-        self.importer.unknown |= files.common.unknown
-        # parameter -> state -> how it is stored; `weight` is what the model computes with. The
-        # vocabulary is padded.
-        self.states: dict[str, dict[str, Consolidated]] = {}
-        self.dtypes: dict[str, str] = {}
-        self.steps: dict[bool, list[Step]] = {}
-        self.copies: Mapping[str, str] = {}
+        tensors = tensor_states(files, options.weights_only)
+        check_args(files, tensors.shapes, tensors.dtypes)
+        if options.weights_only:
+            buffers, self.steps = BufferStates(), {}
+        else:
+            buffers, self.steps = buffer_states(files, tensors, self.inside), steps_of(files)
+        names = dict.fromkeys((*tensors.states, *buffers.states))
+        nothing: Mapping[str, Consolidated] = {}
+        self.states = {
+            name: {**tensors.states.get(name, nothing), **buffers.states.get(name, nothing)}
+            for name in names
+        }
+        self.copies, self.causes = buffers.copies, buffers.causes
         self.stepless: list[str] = []
+        self.importer = self._importer(tensors, buffers)
+
+    def _importer(self, tensors: TensorStates, buffers: BufferStates) -> Import:
+        files = self.files
+        sources = {"": files.source, f"{files.common_name}:": files.common, **self.inside}
+        importer = Import(
+            "megatron", files.folder, Combined.prefixed(sources), self.options.on_conflict
+        )
+        importer.about = about(_layout(files), self.args, files.tree.get("iteration"))
+        importer.unknown |= files.common.unknown
+        for key, cut in tensors.cuts.items():
+            importer.cut(key, cut)
+        for part in buffers.slices:
+            reason = f"{part.state} of {part.name}, a part of a flat buffer"
+            importer.slice(part.key, part.tensor, reason)
+        for key in buffers.gaps:
+            importer.skip(key, "", notes.GAP)
+        for key in tensors.left:
+            importer.leave(key, "", notes.LEFT)
+        return importer
 
     def contents(self) -> Contents:
-        self._stored_states()
-        shapes = {name: states["weight"].layout.shape for name, states in self.states.items()}
-        check_args(self.files, shapes, self.dtypes)
-        causes = self._buffers()
-        self._steps()
-        self._parameters(causes)
+        self._parameters()
         self._objects()
         self._common()
         self._other_files()
         self._notes()
         return self.importer.contents()
 
-    def _stored_states(self) -> None:
-        """States that are stored as tensors of the model's shapes, or as parts of such."""
-        keys = {key: state_of(key) for key in itertools.filterfalse(is_flat, self.files.tensors)}
-        weights = {key for key, (state, _) in keys.items() if state == "weight"}
-        by_state: dict[str, _Blocks] = {}
-        for key, (state, model) in keys.items():
-            if state != "weight" and self.options.weights_only:
-                self._leave(key)
-                continue
-            if model not in weights:
-                raise FormatError(
-                    f"{self.files.folder}: {key} is a state of {model}, but the model has no such"
-                    " tensor: a part of the checkpoint is missing, or is of another run"
-                )
-            params = by_state.setdefault(state, {})
-            blocks = self._unstacked(key, model)
-            if twice := params.keys() & blocks.keys():
-                raise FormatError(
-                    f"{self.files.folder}: {state} of {min(twice)} is stored twice, in {key} too"
-                )
-            params |= blocks
-        for state, params in by_state.items():
-            self._add_state(state, params)
-
-    def _leave(self, key: str) -> None:
-        for run in self.files.tensors[key].runs:
-            self.importer.leave(run.key, "", notes.LEFT)
-
-    def _unstacked(self, key: str, model: str) -> _Blocks:
-        """The parameters in the tensor `key`: the model's tensor `model`, or a state of it."""
-        tensor, shape = self.files.tensors[key], self.files.tensors[model].shape
-        runs = tensor.runs if tensor.shape == shape else self._flattened(key, shape)
-        check_stacks(
-            model, shape, {"layers": self._layers(model), "experts": self.args.get("num_experts")}
-        )
-        params: _Blocks = {**unstacked(model, shape, runs)}
-        if key == model:
-            self.dtypes |= dict.fromkeys(params, tensor.dtype.name)
-        return params
-
-    def _add_state(self, state: str, params: _Blocks) -> None:
-        for name, (gate, up) in gate_and_up(params).items():
-            params[name] = stacked_halves(params.pop(gate), params.pop(up))
-            self.dtypes[name] = self.dtypes[gate]
-        for name, (shape, runs) in params.items():
-            self.states.setdefault(name, {})[state] = self._consolidated(shape, runs)
-
-    def _flattened(self, key: str, shape: Sequence[int]) -> list[Run]:
-        tensor = self.files.tensors[key]
-        try:
-            return list(flattened_runs(shape, tensor.shape, tensor.runs))
-        except FormatError as error:
-            raise FormatError(f"{self.files.folder}: {key}: {error}") from None
-
-    def _layers(self, model: str) -> int | None:
-        return self.args.get("num_layers") if bare_name(model).startswith("decoder.") else None
-
-    def _consolidated(self, shape: tuple[int, ...], runs: Sequence[Run]) -> Consolidated:
-        """The runs as shards of the parameter: each a stored chunk, or a part of one."""
-        keys: list[str] = []
-        for run in runs:
-            key = run.key
-            if run.start or self.importer.stored[key].shape != run.target.shape:
-                key = f"{run.key}[{run.start}:{run.start + run.target.size}]"
-                self.importer.cut(key, Cut(run.key, run.start, run.target.shape))
-            keys.append(key)
-        fragments = [
-            Fragment(i, Box.whole(run.target.shape), run.target) for i, run in enumerate(runs)
-        ]
-        return Consolidated(
-            ParamLayout(shape, tuple(run.target.shape for run in runs), tuple(fragments)), keys
-        )
-
-    def _buffers(self) -> Mapping[str, str]:
-        """Add states in flat buffers; returns what is likely where a master is not the weight's.
-
-        Errors name the remedy: the weights are not in the buffers.
-        """
-        try:
-            return self._read_buffers()
-        except (FormatError, LayoutError) as error:
-            if "weights_only" in str(error):
-                raise
-            raise type(error)(f"{error}. weights_only opens the weights alone") from error
-
-    def _read_buffers(self) -> Mapping[str, str]:
-        if self.options.weights_only:
-            for key in filter(is_flat, self.files.tensors):
-                self._leave(key)
-        elif self._has_flat_buffers:
-            self._read_slices()
-            return dict.fromkeys(self.states, not_of_weights())
-        elif any(map(is_fully_reshardable, self.files.tensors)):
-            return self._moved()
-        return {}
-
-    @property
-    def _has_flat_buffers(self) -> bool:
-        return any(map(is_flat, (*self.files.tensors, *self.files.objects)))
-
-    def _read_slices(self) -> None:
-        stored = flats(self.files, self.inside)
-        for key, stored_object in self.files.objects.items():
-            if (about := group_object(key)) and about.what == "per_bucket_numel_unpadded":
-                check_numels(self.files, key, stored_object.open(), stored)
-        cuts = self._cuts()
-        keys_by_state: dict[tuple[str, str], dict[int, str]] = {}
-        for buffer in self._filled(cuts, stored):
-            for key in buffer.gaps:
-                self._skip_gap(key)
-            for part in buffer.slices():
-                self.importer.slice(
-                    part.key, part.tensor, f"{part.state} of {part.name}, a part of a flat buffer"
-                )
-                keys_by_state.setdefault((part.name, part.state), {})[part.rank] = part.key
-        for (name, state), keys in keys_by_state.items():
-            self.states.setdefault(name, {})[state] = Consolidated(
-                cuts[name], [keys[r] for r in range(len(keys))]
-            )
-
-    def _filled(
-        self, cuts: Mapping[str, ParamLayout], stored: Mapping[Address, Flat]
-    ) -> list[Filled]:
-        """The buffers, by the first order of modules that has their sizes.
-
-        Whether it is theirs, `dist_proof` says: weights are compared with masters.
-        """
-        fits, errors = self._fits(cuts, stored, every=self._has_remainders())
-        if not fits:
-            raise errors[0]
-        orders = [[buffer.buffer for buffer in fit] for fit in fits]
-        if any(order != orders[0] for order in orders):
-            raise FormatError(f"{self.files.folder}: {unproved_order()}")
-        return fits[0]
-
-    def _fits(
-        self, cuts: Mapping[str, ParamLayout], stored: Mapping[Address, Flat], every: bool
-    ) -> tuple[list[list[Filled]], list[FormatError]]:
-        """The buffers by `every` order of modules that fits, or by the first; and why others do
-        not.
-        """
-        several = any(chain for chain, *_ in stored)
-        fits: list[list[Filled]] = []
-        errors: list[FormatError] = []
-        for variant in variants(self.args):
-            if fits and not every:
-                break
-            try:
-                plans = self._plans(cuts, variant, several, stored)
-                fits.append(filled(self.files, plans, stored))
-            except FormatError as error:
-                errors.append(error)
-        return fits, errors
-
-    def _has_remainders(self) -> bool:
-        """Whether some masters in flat buffers are remainders, which prove no order."""
-        dtypes = {tensor.dtype for key, tensor in self.files.tensors.items() if is_flat(key)}
-        return any(are_remainders(self.args, dtype, BF16) for dtype in (*dtypes, np.dtype("f4")))
-
-    def _skip_gap(self, key: str) -> None:
-        self.importer.skip(
-            key, "", "a gap between tensors in a flat buffer, which holds what was in memory"
-        )
-
-    def _moved(self) -> dict[str, str]:
-        """What `fully_reshardable` may have moved, with the cause; see `dist_proof`."""
-        try:
-            several = self.args.degree("expert_model_parallel_size") > 1
-            plans = self._plans(self._cuts(), variants(self.args)[0], several, {})
-            buffers = [buffer for plan in plans for buffer in plan.buffers.values()]
-            return {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
-        # modules of an order not known here: any of them may have been moved, if there is padding
-        except (FormatError, LayoutError):
-            if not may_have_buckets(self.args):
-                return {}
-            return dict.fromkeys(self.states, moved_by_padding(None))
-
-    def _cuts(self) -> dict[str, ParamLayout]:
-        """How tensor-parallel ranks held each parameter, and the copies of an embedding."""
-        cuts: dict[str, ParamLayout] = {}
-        for name, states in self.states.items():
-            if not name.endswith(BUFFERS):
-                cuts[name] = self._cut(name, states["weight"].layout)
-        self.copies = copies_of_embedding(self.args, cuts)
-        for copy, name in self.copies.items():
-            cuts[copy] = cuts[name]
-            self.dtypes[copy] = self.dtypes[name]
-        return cuts
-
-    def _cut(self, name: str, layout: ParamLayout) -> ParamLayout:
-        ranks = self.args.degree("tensor_model_parallel_size")
-        if is_expert(name):
-            ranks = self.args.expert_ranks
-        try:
-            return cut_of(layout.shape, [fragment.target for fragment in layout.fragments], ranks)
-        except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from None
-
-    def _plans(
-        self,
-        cuts: Mapping[str, ParamLayout],
-        variant: Variant,
-        several: bool,
-        stored: Mapping[Address, Flat],
-    ) -> list[Plan]:
-        """The buffers of the optimizer, or of `several`: that of experts is the second."""
-        shapes = {name: layout.shards[0] for name, layout in cuts.items()}
-        recorded: list[dict[tuple[int, int, str], list[int]]] = [{}, {}]
-        if "data_parallel_size" not in self.args.fields:
-            for (chain, group, c, dtype), flat in stored.items():
-                if not flat.coalesced:
-                    recorded[chain][group, c, dtype] = flat.bucket_sizes
-        return [
-            plan_buffers(self.args, expert, shapes, self.dtypes, variant, sizes)
-            for expert, sizes in zip((False, True) if several else (None,), recorded, strict=False)
-        ]
-
-    def _steps(self) -> None:
-        """Read how often each optimizer stepped, from `common.pt` or from each rank's own."""
-        if self.options.weights_only:
-            return
-        self.steps = common_steps(self.files)
-        facts = Facts(self.files.folder)
-        for key, stored in self.files.objects.items():
-            if (about := group_object(key)) and about.what == "optimizer":
-                self.steps.setdefault(bool(about.chain), []).extend(group_steps(key, stored))
-                stage = stage_of(self.args, bool(about.chain), about.group)
-                file = stored.open()
-                facts.state_all(
-                    file, f"{stored.file}:{key}", "optimizer", file.tree, (about.chain, stage)
-                )
-
-    def _parameters(self, causes: Mapping[str, str]) -> None:
+    def _parameters(self) -> None:
         for expert in (False, True):
             mine = {
                 name: states for name, states in self.states.items() if is_expert(name) == expert
@@ -421,7 +166,7 @@ class _Reader:
             for name, states in mine.items():
                 self._check_states(name, kept)
                 if "weight" in states:
-                    self._parameter(name, states, mixed, causes.get(name))
+                    self._parameter(name, states, mixed, self.causes.get(name))
                 else:
                     self._copy_of_embedding(self.copies[name], states)
 
@@ -486,7 +231,7 @@ class _Reader:
 
         Raises FormatError where they may have been moved, because nothing would show it.
         """
-        if cause is not None and not self._has_flat_buffers:
+        if cause is not None and not has_flat_buffers(self.files):
             raise FormatError(f"{self.files.folder}: {name}: {cause}")
         if self.options.on_conflict == "copy":
             self.importer.parameter("param", name, weight, f"the weight {name}, as asked")

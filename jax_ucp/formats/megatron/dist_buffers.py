@@ -117,7 +117,7 @@ def _cut_axis(shape: Shape, boxes: Sequence[Box], ranks: int) -> int:
     if len(cut_axes) != 1 or len(sizes) != 1 or len(boxes) % ranks:
         raise LayoutError(
             f"the model's tensor of shape {list(shape)} was written in {len(boxes)} chunks, which"
-            f" are no equal parts of {ranks} tensor-parallel ranks:"
+            f" are not equal parts of {ranks} tensor-parallel ranks:"
             f" {', '.join(map(str, boxes[:4]))}"
         )
     return min(cut_axes)

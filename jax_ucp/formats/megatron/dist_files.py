@@ -317,7 +317,7 @@ def _zarr_objects(folder: FilePath) -> Iterator[tuple[str, StoredObject]]:
             continue
         if not _SHARD.fullmatch(path.stem):
             raise FormatError(
-                f"{path} is no shard of {folder.name} by its name, which should be"
+                f"{path} is not a shard of {folder.name} by its name, which should be"
                 " shard_<place>_<grid>.pt: it is a second copy, or was renamed. Move it away, or"
                 " give it its name back"
             )

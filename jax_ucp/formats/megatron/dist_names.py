@@ -210,7 +210,7 @@ def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
     grid = tuple(stored[:-1])
     if len(grid) != len(shape) or any(g < 1 or n % g for n, g in zip(shape, grid, strict=True)):
         raise FormatError(
-            f"shape {list(stored)} is no grid of flattened fragments of {list(shape)}"
+            f"shape {list(stored)} is not a grid of flattened fragments of {list(shape)}"
         )
     local = [n // g for n, g in zip(shape, grid, strict=True)]
     if math.prod(local) != stored[-1]:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.megatron.dist_buffers import stage_of
 from jax_ucp.formats.megatron.dist_files import DistFiles, StoredObject
+from jax_ucp.formats.megatron.dist_flat import group_object
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known, what_is
@@ -35,8 +38,23 @@ class Step:
     adam: bool | None = None
 
 
-def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
-    """The steps in `common.pt`: those of experts, which have their own optimizer, under True."""
+def steps_of(files: DistFiles) -> dict[bool, list[Step]]:
+    """The steps in `common.pt` and in the objects of ranks: those of experts, which have their own
+    optimizer, under True. Raises FormatError where ranks of one stage differ in their optimizers.
+    """
+    by_experts = _common_steps(files)
+    facts = Facts(files.folder)
+    for key, stored in files.objects.items():
+        if (about := group_object(key)) and about.what == "optimizer":
+            expert = bool(about.chain)
+            by_experts.setdefault(expert, []).extend(_group_steps(key, stored))
+            file, stage = stored.open(), stage_of(files.args, expert, about.group)
+            where = f"{stored.file}:{key}"
+            facts.state_all(file, where, "optimizer", file.tree, (about.chain, stage))
+    return by_experts
+
+
+def _common_steps(files: DistFiles) -> dict[bool, list[Step]]:
     by_experts: dict[bool, list[Step]] = {}
     for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
         inner = part.get("optimizer", part)
@@ -51,7 +69,7 @@ def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
     return by_experts
 
 
-def group_steps(key: str, stored: StoredObject) -> list[Step]:
+def _group_steps(key: str, stored: StoredObject) -> list[Step]:
     """The steps in the param groups of one model-parallel rank's optimizer."""
     first = next(iter(as_list(stored.open().tree)), None)
     return list(_of_groups(as_dict(first), f"{stored.file}:{key}"))

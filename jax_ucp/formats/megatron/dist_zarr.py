@@ -82,8 +82,8 @@ class ZarrChunks(ArraySource):
                 continue
             if not is_clutter(path.name):
                 raise FormatError(
-                    f"{path} is no chunk of {folder.name} by its {ARRAY_FILE}, which is damaged or"
-                    " another's"
+                    f"{path} is not a chunk of {folder.name} by its {ARRAY_FILE}, which is"
+                    " damaged, or belongs to another checkpoint"
                 )
             self.clutter.append(name)
 

@@ -224,7 +224,9 @@ class _Reader:
                 self._skip_extra_state(rank, label, tensor)
                 continue
             if not isinstance(tensor, StoredTensor):
-                raise FormatError(f"{rank.model.path}: {label} is no tensor, but {what_is(tensor)}")
+                raise FormatError(
+                    f"{rank.model.path}: {label} is not a tensor, but {what_is(tensor)}"
+                )
             try:
                 parts = parts_of(local, tensor.shape, first_layer, experts, hidden)
             except FormatError as error:

@@ -11,7 +11,8 @@ from jax_ucp.formats.megatron.walk import EMBEDDING
 RUN_CONFIG = "run_config.yaml"  # of Megatron-Bridge
 
 LEFT = "of the optimizer, which was to be left aside (weights_only)"
-LAYOUT = "says how the flat buffers lie; parameters have no such thing"
+LAYOUT = "describes the layout of the flat buffers, which whole parameters do not need"
+GAP = "a gap between tensors in a flat buffer, which holds what was in memory"
 BUFFER = "a buffer of the model"
 OTHER_FILE = "a file beside those of the checkpoint, which is not read"
 STEP = "how often the optimizer stepped"

@@ -42,7 +42,9 @@ def open_array_folders(path: FilePath, options: Options) -> Contents:
     stored = [child.name for child in path.children() if (child / ARRAY_FILE).is_file()]
     paths = [tuple(Key("dict", part) for part in name.split(".")) for name in stored]
     if fault := tree_fault(paths):
-        raise FormatError(f"{path}: the names of its folders, split at dots, are no tree: {fault}")
+        raise FormatError(
+            f"{path}: the names of its folders, split at dots, do not form a tree: {fault}"
+        )
     names = leaf_names(paths)
     storage = Storage(directory, "the folder")
     arrays = ZarrArrays(storage, dict(zip(names, stored, strict=True)))

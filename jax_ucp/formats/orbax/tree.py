@@ -147,7 +147,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
     entries = list(content.tree_metadata.values())
     paths = [tuple(_key(directory, key) for key in entry.key_metadata) for entry in entries]
     if fault := tree_fault(paths):
-        raise FormatError(f"{directory}/{TREE_FILE} is no tree: {fault}")
+        raise FormatError(f"{directory}/{TREE_FILE} is not a tree: {fault}")
     files = _TreeFiles(
         directory,
         shardings(directory),

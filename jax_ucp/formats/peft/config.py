@@ -60,7 +60,7 @@ class LoraConfig:
         says what changes the sum in a way that is not known here.
         """
         if not isinstance(config, Mapping):
-            raise FormatError(f"{where} is no config of an adapter, but {config!r:.80}")
+            raise FormatError(f"{where} is not a config of an adapter, but {config!r:.80}")
         _require_lora(config, where)
         checked = _Checked(config, where)
         ranks = checked.pattern("rank_pattern", whole=True)
@@ -143,8 +143,8 @@ def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
         name = leaf.path[-1].name
         if leaf.path[0].name == "param" and not str(name).startswith(PREFIX):
             raise TreeMismatch(
-                f"{contents.path}: {leaf.label} is no parameter of an adapter of peft: map it back"
-                " by the mapping of its base (--mapping)"
+                f"{contents.path}: {leaf.label} is not a parameter of an adapter of peft: map it"
+                " back by the mapping of its base (--mapping)"
             )
         if leaf.path[0].name == "param" and str(name).endswith(".lora_A.weight"):
             module = str(name).removeprefix(PREFIX).removesuffix(".lora_A.weight")

@@ -135,8 +135,8 @@ def _parameters(base: Contents) -> dict[str, Leaf]:
     for leaf in base.leaves:
         if len(leaf.path) != 2 or not leaf.has_array:
             raise LayoutError(
-                f"{base.path}: {leaf.label} is no parameter by its name in a model of torch: merge"
-                " adapters into the checkpoint before it is mapped"
+                f"{base.path}: {leaf.label} is not a parameter by its name in a model of torch:"
+                " merge adapters into the checkpoint before it is mapped"
             )
         state, name = (str(key.name) for key in leaf.path)
         if state == "param":
@@ -153,7 +153,7 @@ def _adapter(key: str, contents: Contents, base: Mapping[str, tuple[int, ...]]) 
     said = contents.extras.get(CONFIG, {}).get("config")
     if said is None:
         raise FormatError(
-            f"{contents.path} has no {CONFIG}: it is no adapter of peft, or not whole"
+            f"{contents.path} has no {CONFIG}: it is not an adapter of peft, or not whole"
         )
     config = LoraConfig.of(said, f"{contents.path}/{CONFIG}")
     leaves = {
@@ -228,6 +228,11 @@ def _require_together(name: str, whole: Sequence[_Step], adding: Sequence[_Step]
     if len(whole) > 1:
         raise FormatError(
             f"{name} is replaced by {' and by '.join(adapter.name for adapter, _ in whole)}"
+        )
+    if whole and any(adapter is not whole[0][0] for adapter, _ in adding):
+        raise FormatError(
+            f"{name} is replaced by {whole[0][0].name}, and another adapter has factors for it,"
+            " which are to be added to what that was trained with: merge them one after the other"
         )
     if len(adding) > 1 and any(change.magnitude for _, change in adding):
         raise FormatError(

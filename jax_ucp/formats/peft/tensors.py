@@ -119,7 +119,7 @@ def _sorted(
         name = tensor.removeprefix(PREFIX)
         match = _ROLE.fullmatch(name)
         if name == tensor or (not match and _UNKNOWN.search(f".{name}")):
-            faults.append(f"{tensor} is no tensor of a LoRA adapter that is known here")
+            faults.append(f"{tensor} is not a tensor of a LoRA adapter that is known here")
         elif match:
             modules[match["module"]][match["role"]] = tensor
         else:

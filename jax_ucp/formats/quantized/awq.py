@@ -22,7 +22,7 @@ def interleaved(stored: StoredWeight) -> Dequantizer:
     _check(stored)
     words = stored.info("codes").shape
     if len(words) != 2 or not all(words):
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, and is no matrix")
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, and is not a matrix")
     shape = words[1] * 8, words[0]
     size = stored.settings.get("group_size", stored.settings.get("q_group_size"))
     size = words[0] if size == -1 else size

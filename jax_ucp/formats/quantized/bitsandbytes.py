@@ -40,7 +40,7 @@ def _rows(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "SCB", "weight_format")
     shape = stored.info("codes").shape
     if len(shape) != 2 or not all(shape):
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is no matrix")
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
     if stored.has("weight_format"):
         order = stored.read("weight_format").reshape(-1).tolist()
         if order != [0]:
@@ -205,7 +205,7 @@ def _state(stored: StoredWeight) -> Mapping[str, Any]:
     try:
         state = json.loads(stored.read(roles[0]).tobytes())
     except (ValueError, RecursionError) as error:
-        stored.fault(f"{label} is no JSON: {error}")
+        stored.fault(f"{label} is not JSON: {error}")
     kind = roles[0].rpartition("__")[2]
     if not isinstance(state, dict) or state.get("quant_type") != kind:
         stored.fault(f"{label} says {str(state)!r:.80}, and not that its quant_type is {kind}")

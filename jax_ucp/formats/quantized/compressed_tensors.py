@@ -145,7 +145,7 @@ def _few_bits(
             stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, no whole codes")
         shape = (*words[:-1], words[-1] * 8 // bits)
         if type(width) is not int or width < 1:
-            stored.unknown(f"group_size={width!r:.40} in the config is no length")
+            stored.unknown(f"group_size={width!r:.40} in the config is not a length")
         grid = Grid((*(1 for _ in shape[:-1]), width))
         parts = {
             "codes": stored.part("codes", words, ("uint8",)),
@@ -190,7 +190,7 @@ _FORMATS: Mapping[str, _Format] = {
 def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -> Grid:
     """The elements that have one scale."""
     if len(shape) < 2 or not all(shape):
-        stored.fault(f"a weight of shape {list(shape)} is no matrix")
+        stored.fault(f"a weight of shape {list(shape)} is not a matrix")
     each = (1,) * (len(shape) - 2)
     match args["strategy"] or _strategy(args["group_size"]), args["group_size"]:
         case "tensor", _:
@@ -222,7 +222,7 @@ def _block(stored: StoredWeight, block: object) -> tuple[int, int]:
     match block:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
-    stored.unknown(f"block_structure={block!r:.40} in the config is no pair of lengths")
+    stored.unknown(f"block_structure={block!r:.40} in the config is not a pair of lengths")
 
 
 def _check_symmetry(stored: StoredWeight, args: Mapping[str, Any], role: str) -> None:

@@ -36,7 +36,7 @@ def _matrix(stored: StoredWeight) -> tuple[int, ...]:
     """The shape of the codes. Raises FormatError where it is no matrix, and no array of them."""
     shape = stored.info("codes").shape
     if len(shape) < 2:
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is no matrix")
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
     return shape
 
 
@@ -47,7 +47,7 @@ def _block(stored: StoredWeight, shape: Sequence[int], size: object) -> tuple[in
     match size:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return (*(1 for _ in shape[:-2]), rows, columns)
-    stored.unknown(f"weight_block_size={size!r:.80} in the config is no pair of lengths")
+    stored.unknown(f"weight_block_size={size!r:.80} in the config is not a pair of lengths")
 
 
 def _scaled(stored: StoredWeight, role: str, grid: Grid) -> Dequantizer:

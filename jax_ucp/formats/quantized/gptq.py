@@ -88,7 +88,7 @@ def _grid(stored: StoredWeight, inputs: int, groups: int) -> Grid | Gathered:
 def _matrix(stored: StoredWeight, role: str) -> tuple[int, int]:
     shape = stored.info(role).shape
     if len(shape) != 2 or not all(shape):
-        stored.fault(f"{stored.weight.parts[role]} has shape {list(shape)}, and is no matrix")
+        stored.fault(f"{stored.weight.parts[role]} has shape {list(shape)}, and is not a matrix")
     return shape[0], shape[1]
 
 

@@ -72,7 +72,7 @@ def _shape(stored: StoredWeight) -> tuple[int, ...]:
     """The shape of the codes. Raises FormatError where they are no matrix."""
     shape = stored.info("codes").shape
     if len(shape) < 2:
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is no matrix")
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
     return shape
 
 

@@ -83,7 +83,7 @@ def _block(stored: StoredWeight, said: object, shape: tuple[int, ...]) -> tuple[
     """The elements that have one scale, as the header says it. A length of -1 is all of an axis."""
     block = _lengths(said, shape)
     if block is None:
-        stored.fault(f"block_size={said!r:.80} in the header is no block of {list(shape)}")
+        stored.fault(f"block_size={said!r:.80} in the header is not a block of {list(shape)}")
     if any(n % size for size, n in zip(block, shape, strict=True)):
         stored.fault(f"block_size={said!r:.80} in the header does not divide {list(shape)}")
     return block

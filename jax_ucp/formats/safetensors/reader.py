@@ -209,7 +209,7 @@ def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: the header is not as the format has it: {error}") from None
     if not isinstance(header, dict):
-        raise FormatError(f"{path}: the header is no JSON object")
+        raise FormatError(f"{path}: the header is not a JSON object")
     return header, 8 + length
 
 

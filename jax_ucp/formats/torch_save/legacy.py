@@ -118,7 +118,7 @@ class _Storages:
                 pass
             case _:
                 raise FormatError(
-                    f"{view!r:.80} is no part of storage {root[:80]!r} of {numel} elements"
+                    f"{view!r:.80} is not part of storage {root[:80]!r} of {numel} elements"
                 )
         key = f"{root}[{offset}:{offset + length}]"
         part = root, offset * _itemsize(kind), length * _itemsize(kind)
@@ -150,7 +150,7 @@ class _Storages:
     def _checked(self, keys: Any) -> list[str]:
         """The file's list of storages, which must name each one of the object once."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise FormatError("the list of storages is no list of keys")
+            raise FormatError("the list of storages is not a list of keys")
         if len(set(keys)) != len(keys) or set(keys) != self.roots.keys():
             raise CorruptData("the list of storages does not name just those that the object has")
         return keys

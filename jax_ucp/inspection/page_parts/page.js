@@ -235,7 +235,9 @@
     };
     const start = () => {
       all = d3.range(arrays.label.length).map((i) => ({ path: groupings[choice.value](i), bytes: arrays.bytes[i] }));
-      draw([]);
+      const path = []; // down to where there is more than one tile
+      while (new Set(all.map((each) => each.path[path.length])).size === 1 && all[0].path.length > path.length + 1) path.push(all[0].path[path.length]);
+      draw(path);
     };
     choice.addEventListener("change", start);
     start();
@@ -270,14 +272,14 @@
       const log = drawn.length > 0 && drawn.every((point) => point.value > 0);
       holder.replaceChildren(
         drawn.length ? el("figure", {}, el("figcaption", { class: "quiet" },
-          `${measure.selectedOptions[0].text} by depth, the mean where several arrays have one${sizes.length > names.length ? `; the ${names.length} largest of ${sizes.length} kinds` : ""}${log ? "; logarithmic" : ""}`),
+          `${measure.selectedOptions[0].text} by depth; the mean, if several arrays have the same depth${sizes.length > names.length ? `; the ${names.length} largest of ${sizes.length} kinds` : ""}${log ? "; logarithmic axis" : ""}`),
           Plot.plot({
-            width: wide(860), height: 340, marginLeft: 70, marginRight: 20, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same.",
+            width: wide(860), height: 340, marginLeft: 70, marginRight: 20, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same values.",
             x: { label: "depth", tickFormat: "d", ticks: whole(drawn.map((point) => point.depth)) }, y: { type: log ? "log" : "linear", grid: true, ticks: 6, tickFormat: number, label: measure.selectedOptions[0].text },
             color: { legend: true, domain: names, scheme: "observable10" },
             marks: [Plot.lineY(drawn, { x: "depth", y: "value", stroke: "name", z: "name", sort: "depth" }),
               Plot.dot(drawn, { x: "depth", y: "value", fill: "name", z: null, r: 2.5, tip: true })],
-          })) : el("p", { class: "quiet" }, "No name has a number that could be a depth."),
+          })) : el("p", { class: "quiet" }, "No name has a number, which could be a depth."),
         el("details", {}, el("summary", {}, "As a table"),
           table(`${measure.selectedOptions[0].text}${series.length + alone.length > 500 ? ", the first 500" : ""}`, ["arrays", "depth", measure.selectedOptions[0].text],
             [...series.map((point) => [el("span", { class: "name" }, point.name), String(point.depth), number(Number(point.value.toPrecision(4)))]),

@@ -189,7 +189,7 @@ def test_bytes_and_files_of_no_item_are_noted(copy_of):
     shutil.copy(folder / "__1_0.distcp", folder / "__4_0.distcp")
     checkpoint = ucp.open(folder)
     assert sorted(checkpoint.notes) == [
-        "__1_0.distcp has 5 bytes that are no item of this checkpoint",
+        "__1_0.distcp has 5 bytes that are not items of this checkpoint",
         "__4_0.distcp belongs to no tensor of this checkpoint: it is left from another save",
     ]
     assert {"__1_0.distcp", "__4_0.distcp"} <= {
@@ -368,7 +368,7 @@ def test_items_that_are_opened_together_hold_no_descriptor(writer):
 def test_a_file_name_that_leads_elsewhere_is_refused(writer, name):
     writer.declare("v", np.dtype(np.uint8), (1,), [Box((0,), (1,))])
     writer.place("v", (0,), name, 0, 1)
-    with pytest.raises(FormatError, match="which is no plain file name"):
+    with pytest.raises(FormatError, match="which is not a plain file name"):
         ucp.open(writer.finish())
 
 
@@ -391,8 +391,8 @@ def test_links_are_refused(writer, name):
         ),
         ((4, 6), [], r"w has shape \[4, 6\], but by the metadata no chunk of it is in any file"),
         ((4,), [Box((0, 0), (4, 6))], r"w has shape \[4\], but a chunk of \[4, 6\] at \[0, 0\]"),
-        ((-1,), [], r"w: \(-1,\) is no shape"),
-        ((1 << 40, 1 << 40), [], "is no shape"),
+        ((-1,), [], r"w: \(-1,\) is not a shape"),
+        ((1 << 40, 1 << 40), [], "is not a shape"),
         ((4, 6), [LEFT, Box((0, 3), (4, 7))], "outside the array"),
     ],
 )

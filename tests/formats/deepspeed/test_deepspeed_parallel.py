@@ -387,7 +387,7 @@ def test_an_affine_map_of_boxes_is_a_layout():
     ],
 )
 def test_an_affine_piece_that_is_no_box_is_refused(change):
-    with pytest.raises(FormatError, match="no box, or is scaled"):
+    with pytest.raises(FormatError, match="not a box, or is scaled"):
         affine_layout(affine(**change), [(4, 2), (4, 2)], "w")
 
 

@@ -121,11 +121,11 @@ HOSTILE = {
     + b"".join(b"\xc9" + (n * 6).to_bytes(4, "big") + b"\x04" for n in range(400, 0, -1)),
     "a list longer than the file": b"\x81\xa1a\xdd\xff\xff\xff\xff\xc0",
     "a text longer than the file": b"\x81\xa1a\xdb\xff\xff\xff\xff",
-    "an array that is no list": packed({"a": msgpack.ExtType(1, b"\xc0")}),
+    "an array that is not a list": packed({"a": msgpack.ExtType(1, b"\xc0")}),
     "more bytes than its shape": packed({"a": array([2], "float32", bytes(9))}),
     "fewer bytes than its shape": packed({"a": array([2], "float32", bytes(7))}),
     "a negative length": packed({"a": array([-2, -2], "float32", bytes(16))}),
-    "a length that is no number": packed({"a": array([True], "int8", b"a")}),
+    "a length that is not a number": packed({"a": array([True], "int8", b"a")}),
     "too many axes": packed({"a": array([1] * 40, "int8", b"a")}),
     "a shape beyond any array": packed({"a": array([2**62, 0], "int8", b"")}),
     "an object": packed({"a": array([1], "object", bytes(8))}),
@@ -133,7 +133,7 @@ HOSTILE = {
     "another extension": packed({"a": msgpack.ExtType(7, b"\xc0")}),
     "an extension with more in it": packed({"a": msgpack.ExtType(2, packed((1.0, 2.0)) + b"\xc0")}),
     "a complex number of texts": packed({"a": msgpack.ExtType(2, packed(("1", "2")))}),
-    "a key that is no text": packed({"a": {1: 2}}),
+    "a key that is not text": packed({"a": {1: 2}}),
     "a key that is there twice": b"\x82\xa1a\x01\xa1a\x02",
     "two values": packed({"a": 1}) + packed({"b": 1}),
     "a code of none": b"\x81\xa1a\xc1",
@@ -177,7 +177,7 @@ HOSTILE = {
 def test_what_flax_does_not_write_is_refused_by_the_name_of_the_file(what, tmp_path):
     (tmp_path / "checkpoint_1").write_bytes(HOSTILE[what])
     with pytest.raises(
-        FormatError, match="checkpoint_1 is no msgpack file as Flax writes them: at"
+        FormatError, match="checkpoint_1 is not a msgpack file as Flax writes them: at"
     ):
         ucp.open(tmp_path / "checkpoint_1")
 
@@ -305,11 +305,11 @@ T5X_FAULTS = {
     "another dtype": (lambda tree: _spec(tree).update(dtype="bfloat16"), "they are of two saves"),
     "a path that leads out": (
         lambda tree: _spec(tree)["kvstore"].update(path="../x"),
-        "no name of a file",
+        "not a name of a file",
     ),
     "an absolute path": (
         lambda tree: _spec(tree)["kvstore"].update(path="/etc"),
-        "no name of a file",
+        "not a name of a file",
     ),
     "another driver": (
         lambda tree: _spec(tree).update(driver="n5"),

@@ -216,8 +216,8 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "an array beyond all": (Written({}, [Tensor("w", (1 << 62, 4), 0, b"")]).data(), "no array is"),
     "an unknown type": (Written({}, [Tensor("w", (4,), 99, bytes(16))]).data(), "has the type 99"),
     "a removed type": (Written({}, [Tensor("w", (32,), 4, bytes(16))]).data(), "has the type 4,"),
-    "half a block": (Written({}, [Tensor("w", (48, 2), 2, bytes(54))]).data(), "no whole blocks"),
-    "a block of no axis": (Written({}, [Tensor("w", (), 2, bytes(18))]).data(), "no whole blocks"),
+    "half a block": (Written({}, [Tensor("w", (48, 2), 2, bytes(54))]).data(), "not whole blocks"),
+    "a block of no axis": (Written({}, [Tensor("w", (), 2, bytes(18))]).data(), "not whole blocks"),
     "not aligned": (
         Written({}, [W, Tensor("v", (4,), 0, bytes(16), 68)]).data(),
         "and begins at byte",

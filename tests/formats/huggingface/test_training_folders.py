@@ -205,7 +205,7 @@ def test_a_run_opens_as_its_last_step_or_as_the_one_that_is_asked_for(run):
     assert "the step that was asked for of out, which has 2, 4, 10" in checkpoint.notes[-1]
     with pytest.raises(NotACheckpoint, match="has no step 3; its steps are 2, 4, 10"):
         ucp.open(run, step=3)
-    with pytest.raises(FormatError, match="is one checkpoint, and no run with steps"):
+    with pytest.raises(FormatError, match="is one checkpoint, not a run with steps"):
         ucp.open(run / "checkpoint-4", step=4)
 
 
@@ -249,7 +249,7 @@ def test_of_several_models_one_is_chosen_by_name_and_another_name_lists_them():
     ):
         with pytest.raises(FormatError, match=rf"model='x': .*the models are: .*{names}"):
             ucp.open(DATA / case / "ckpt", model="x")
-    with pytest.raises(FormatError, match="has one model, so that model= says nothing"):
+    with pytest.raises(FormatError, match="has only one model: leave out model="):
         ucp.open(LLAMA, model="model")
 
 

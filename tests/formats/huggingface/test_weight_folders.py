@@ -146,7 +146,7 @@ class Folder:
         if self.torch is not None:
             return self.torch
         if self.numbered is None or len(self.gone) == self.of:
-            return "is no checkpoint"
+            return "is not a checkpoint"
         return self.numbered if whole else f"model-{min(self.gone) + 1:05}-of"
 
 

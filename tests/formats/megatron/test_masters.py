@@ -67,7 +67,7 @@ def test_widened_remainders_that_are_no_whole_numbers_are_refused(tmp_path):
     one = [Consolidated(Unique().join([(4,)]), [key]) for key in ("f:low", "f:weight")]
     opened.remainders("w", *one, "halves")
     faults = [check.run() for check in opened.contents().checks("sample")]
-    assert [fault for fault in faults if fault and "no whole numbers of 16 bits" in fault]
+    assert [fault for fault in faults if fault and "not whole numbers of 16 bits" in fault]
 
 
 @pytest.mark.parametrize("case", PRECISION_AWARE)

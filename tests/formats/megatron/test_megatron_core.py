@@ -20,7 +20,7 @@ import jax_ucp as ucp
 import megatron_decoder as decoder
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.megatron import dist
+from jax_ucp.formats.megatron import dist_slices
 from jax_ucp.formats.megatron.dist_run import run_fields
 from jax_ucp.formats.megatron.modules import in_module_order
 from jax_ucp.sources.consolidated import same_bits
@@ -117,7 +117,7 @@ def test_common_state_that_is_lost_is_asked_for(tmp_path):
 def test_halves_of_masters_whose_order_is_not_proved_are_refused(monkeypatch):
     """As where both orders of modules have the sizes that are stored."""
     fits = ([SimpleNamespace(buffer=order)] for order in itertools.count())
-    monkeypatch.setattr(dist, "filled", lambda *_: next(fits))
+    monkeypatch.setattr(dist_slices, "filled", lambda *_: next(fits))
     with pytest.raises(FormatError, match=r"several orders.*weights_only"):
         opened("pa")
 

@@ -74,7 +74,7 @@ def test_a_run_opens_its_latest_finished_step_and_the_one_that_is_asked_for():
     assert {"2", "3.orbax-checkpoint-tmp-17"} <= beside
     with pytest.raises(NotACheckpoint, match=r"has the steps 1, 2, and not 3; not finished: 3.orb"):
         ucp.open(RUN, step=3)
-    with pytest.raises(FormatError, match="is one checkpoint, and no run with steps"):
+    with pytest.raises(FormatError, match="is one checkpoint, not a run with steps"):
         ucp.open(RUN / "2", step=2)
 
 
@@ -183,7 +183,7 @@ def test_weights_beside_a_run_could_be_meant_and_a_step_that_is_none_is_named(tm
             ucp.open(run)
     shutil.rmtree(run)
     (run / "checkpoint_3").mkdir(parents=True)
-    with pytest.raises(NotACheckpoint, match="checkpoint_3 is no checkpoint of a format"):
+    with pytest.raises(NotACheckpoint, match="checkpoint_3 is not a checkpoint of a format"):
         ucp.open(run)
 
 
@@ -247,7 +247,7 @@ def test_folders_of_arrays_are_a_tree_of_their_names_unless_they_belong_to_somet
     state = copied(PAXML / "checkpoint_00000003" / "state", tmp_path / "state")
     assert ucp.open(state).restore()["mdl_vars"]["params"]["lm"]["kernel"]["w"].ndim == 2
     shutil.copytree(state / "step", state / "step.inner")
-    with pytest.raises(FormatError, match="split at dots, are no tree: 'step' is a leaf"):
+    with pytest.raises(FormatError, match="split at dots, do not form a tree: 'step' is a leaf"):
         ucp.open(state)
     shutil.rmtree(state / "step.inner")
     for name in (".zgroup", "_strings.json"):

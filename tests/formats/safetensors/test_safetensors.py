@@ -94,7 +94,7 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict:
         ({"a": {"dtype": "U8"}}, b"", "a should have dtype, shape and data_offsets"),
         ({"__metadata__": {"a": 1}}, b"", "__metadata__ should map strings to strings"),
         (b'{"a": 1, "a": 2}', b"", "a name occurs twice"),
-        (b"[]", b"", "the header is no JSON object"),
+        (b"[]", b"", "the header is not a JSON object"),
         (b"{" * 60_000, b"", "the header is not as the format has it"),
         ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}, b"", "holds one rank's parts of tensors"),
     ],

@@ -211,7 +211,7 @@ HOSTILE = {
         "asks for",
     ),
     "a name with an invalid escape": (b"cos\\q\nsystem\n)R.", r"'os\\\\q\.system'"),
-    "a name that is no text": (b"K\x01K\x02\x93.", "asks for"),
+    "a name that is not text": (b"K\x01K\x02\x93.", "asks for"),
     "getattr on anything but an enum": (
         b"c__builtin__\ngetattr\ncnumpy\nndarray\n" + text("dump") + b"\x86R.",
         "getattr with arguments it does not take",

@@ -73,7 +73,7 @@ def truth(case: str) -> dict[str, np.ndarray]:
 NOTES = {
     "ds_z1_muon": r"the step of parameters that Muon updates is that of the optimizer's other",
     "ds_z2_adafactor": (
-        r"RMS of group 0 \(a\.weight and 5 more\) is no state .*: each rank has its own"
+        r"RMS of group 0 \(a\.weight and 5 more\) is not a state .*: each rank has its own"
     ),
     "ds_z2_bnb8": r"states of an 8-bit optimizer are codes, as stored",
     "te_muon": (
