@@ -269,4 +269,6 @@ def test_the_command_does_a_share(tmp_path):
     assert '"committed": false' in run("export", source, out, "--worker", "1/2", "--json")
     assert "this share is done" in run("export", source, out, "--worker", "1/2")
     assert '"format": "safetensors"' in run("export", source, out, "--worker", "0/2", "--json")
-    assert "goes with neither" in run("export", source, out, "--worker", "0/2", "--workers", 2, code=2)
+    assert "goes with neither" in run(
+        "export", source, out, "--worker", "0/2", "--workers", 2, code=2
+    )
