@@ -23,8 +23,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 
 TEXT = """# Formats
 
-What of each format is read, with which versions it was tested, and what is refused. The last section lists every checkpoint that the tests
-read. The table in the README is the summary of this page.
+jax_ucp opens its own [universal format](format.md), Orbax v0 and v1, Flax, T5X, Paxml, DeepSpeed, Megatron (legacy, `torch_dist`, `torch_dcp`,
+`fsdp_dtensor`, Megatron-Bridge, NeMo 2), PyTorch DCP, safetensors, torch.save, GGUF, LoRA adapters of peft, and the training folders of transformers'
+Trainer, accelerate, peft, Lightning, torchtitan, OLMo-core, Automodel, verl and SkyRL.
+
+This page says what of each is read, with which versions it was tested, and what is refused. The last section lists every checkpoint that the tests
+read.
 
 ## Megatron
 

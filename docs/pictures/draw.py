@@ -51,7 +51,7 @@ def waist() -> str:
     right = ["restore onto a mesh", "map to a model", "convert", "export", "diff, report", "verify"]
     parts = [rect(280, 100, 200, 60, COLORS[0])]
     parts += [
-        text(380, 126, "ArraySource:", "i", "middle"),
+        text(380, 126, "jax_ucp:", "i", "middle"),
         text(380, 146, "any box of any array", "i", "middle"),
     ]
     for i, (source, target) in enumerate(zip(left, right, strict=True)):

@@ -64,7 +64,14 @@ from jax_ucp.sources.proved import ProvedReads
 from jax_ucp.sources.work import Opener, Workers, verify
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf, tree_of
-from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
+from jax_ucp.universal.copy import (
+    Block,
+    CopyPlan,
+    copy,
+    copy_once,
+    plan_copy,
+    require_target,
+)
 from jax_ucp.universal.shares import Share, copy_share
 from jax_ucp.universal.step import write_step
 
@@ -799,13 +806,14 @@ class Checkpoint:
 
             warn_given_up(plan.notes, stacklevel=2)
 
-        def write(place: FilePath) -> object:
-            workers = Workers(executor, laid_out._opener)
-            return copy(laid_out._contents, plan, place, progress, workers)
-
+        workers = Workers(executor, laid_out._opener)
         if step is None:
-            write(target)
+            copy(laid_out._contents, plan, target, progress, workers)
             return opened(path)
+
+        def write(place: FilePath) -> None:
+            copy_once(laid_out._contents, plan, place, progress, workers)
+
         name = "default" if item is None else item
         return opened(str(write_step(target, step, name, write)))
 

@@ -127,7 +127,6 @@ def _values_table(title: str, values: Sequence[Values], all_: bool) -> TextTable
 def _values_row(name: str, alike: Sequence[Values]) -> tuple[str, ...]:
     finite = not any(any(each.not_finite) for each in alike)
     counts = [sum(each.not_finite[side] for each in alike) for side in (0, 1)]
-    cosines = [each.cosine for each in alike if not math.isnan(each.cosine)]
     notes = [f"x{len(alike)}"] * (len(alike) > 1)
     notes += ["rounded"] * all(each.rounded for each in alike)
     return (
@@ -135,7 +134,12 @@ def _values_row(name: str, alike: Sequence[Values]) -> tuple[str, ...]:
         f"{max(each.share for each in alike):.3%}",
         f"{max(each.largest for each in alike):.3g}",
         f"{max(each.relative for each in alike):.3g}",
-        f"{min(cosines):.6f}" if cosines else "undefined",
+        _least_cosine(alike),
         "" if finite else f"{counts[0]} -> {counts[1]}",
         ", ".join(notes),
     )
+
+
+def _least_cosine(values: Sequence[Values]) -> str:
+    cosines = [each.cosine for each in values if not math.isnan(each.cosine)]
+    return f"{min(cosines):.6f}" if cosines else "undefined"

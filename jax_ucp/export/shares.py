@@ -41,10 +41,10 @@ from jax_ucp.layout.box import Box
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
 from jax_ucp.sources.work import HERE, Coordinator, shared_out
-from jax_ucp.universal.copy import require_outside
+from jax_ucp.universal.copy import conversion_note, require_outside
 from jax_ucp.universal.ledger import LEDGER_FILE, Ledger
 from jax_ucp.universal.metadata import digest
-from jax_ucp.universal.shares import Share, conversion_note, is_of, require_same_copy, shared_evenly
+from jax_ucp.universal.shares import Share, is_of, require_same_copy, shared_evenly
 from jax_ucp.universal.store import CONVERSION_FILE, Written
 
 _FILES = "files"

@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import msgspec
 import numpy as np
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.local import UNFINISHED
 from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import read_file
 from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
@@ -61,6 +63,7 @@ from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import PACK_BLOCKS, PACK_BYTES, is_indexed, packed_arrays
 from jax_ucp.universal.store import (
     COMPANIONS,
+    CONVERSION_FILE,
     METADATA_FILE,
     Commit,
     Written,
@@ -259,8 +262,10 @@ def copy(
     target: FilePath,
     progress: Callable[[Block], None] = lambda block: None,
     workers: Workers = HERE,
+    is_noted: bool = False,
 ) -> Metadata:
     """Write the checkpoint to `target` by the plan; `progress` hears of each block that is on disk.
+    With `is_noted` it says beside the checkpoint of which copy it is the result.
 
     What the source stores twice is compared while it is copied, the rest of it after that, and its
     files are looked at again before the commit. Stopped at any moment, it leaves no checkpoint at
@@ -286,6 +291,9 @@ def copy(
                 copy_part(part, plan, store, ledger, progress, coordinator)
             contents.files.require_unchanged()
             store.directory.sync()
+            if is_noted:
+                note = conversion_note(identity_of(contents, plan))
+                store.directory.write(CONVERSION_FILE, [note], durable=True)
             metadata = commit.write(store)
             ledger.remove()
         finally:
@@ -346,6 +354,37 @@ def _lies_in(target: FilePath, source: str) -> bool:
         return f"{target}/".startswith(f"{source}/")
     real = os.path.realpath(source)
     return os.path.commonpath((real, os.path.realpath(str(target)))) == real
+
+
+class _Conversion(msgspec.Struct, forbid_unknown_fields=True):
+    """Which copy a directory is of, or is the result of."""
+
+    identity: str
+
+
+def conversion_note(identity: str) -> bytes:
+    """What a directory says of which copy it is the result."""
+    return msgspec.json.encode(_Conversion(identity))
+
+
+def is_result(target: FilePath, identity: str) -> bool:
+    """Whether a directory is a checkpoint, and says that it is the result of that copy."""
+    if not (target / METADATA_FILE).is_file():
+        return False
+    return read_file(target.folder(), CONVERSION_FILE) == conversion_note(identity)
+
+
+def copy_once(
+    contents: Contents,
+    plan: CopyPlan,
+    target: FilePath,
+    progress: Callable[[Block], None],
+    workers: Workers,
+) -> None:
+    """`copy`, unless it was done: by the same call, which was stopped before what follows it."""
+    is_begun = (target / LEDGER_FILE).is_file()
+    if is_begun or not is_result(target, identity_of(contents, plan)):
+        copy(contents, plan, target, progress, workers, is_noted=True)
 
 
 def _discard(target: FilePath, ledger: Ledger) -> None:

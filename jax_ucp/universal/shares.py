@@ -18,8 +18,6 @@ from functools import partial
 from typing import Protocol
 from zlib import crc32
 
-import msgspec
-
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.in_flight import FILES, each_file
 from jax_ucp.files.path import FilePath
@@ -34,8 +32,10 @@ from jax_ucp.universal.copy import (
     CopyPlan,
     Part,
     commit_copy,
+    conversion_note,
     copy_part,
     identity_of,
+    is_result,
     of_one_chunk,
     require_target,
 )
@@ -43,7 +43,6 @@ from jax_ucp.universal.ledger import LEDGER_FILE, Ledger, remove_ledger
 from jax_ucp.universal.metadata import digest
 from jax_ucp.universal.store import (
     CONVERSION_FILE,
-    METADATA_FILE,
     ZarrStore,
     delete_part,
     part_is_written,
@@ -82,17 +81,6 @@ class Sized(Protocol):
 
     @property
     def nbytes(self) -> int: ...
-
-
-class _Conversion(msgspec.Struct, forbid_unknown_fields=True):
-    """Which copy a directory is of, or is the result of."""
-
-    identity: str
-
-
-def conversion_note(identity: str) -> bytes:
-    """What a directory says of which copy it is the result."""
-    return msgspec.json.encode(_Conversion(identity))
 
 
 def parts_of(contents: Contents, plan: CopyPlan, count: int) -> Sequence[Part]:
@@ -146,7 +134,7 @@ def copy_share(
     """
     files = target.folder()
     identity = digest(f"{identity_of(contents, plan)} in {share.count} shares".encode())
-    if _is_result(target, identity):
+    if is_result(target, identity):
         _clear(files, share.count)
         return True
     require_target(contents, target)
@@ -157,7 +145,7 @@ def copy_share(
         shared_out(contents, HERE, "", ours) as coordinator,
         closing(Ledger(target, identity, share.ledger)) as ledger,
     ):
-        if not ledger.resumed and _is_result(target, identity):
+        if not ledger.resumed and is_result(target, identity):
             # committed and cleared away a moment ago: nothing of it is written again
             ledger.remove()
             _clear(files, share.count)
@@ -170,7 +158,7 @@ def copy_share(
         write_part(store, share.index)
     if _are_written(files, share.count):
         _commit(contents, plan, target, share.count, identity)
-    elif not _is_result(target, identity):
+    elif not is_result(target, identity):
         return False
     else:  # by another process that had this share too
         delete_part(files, share.index)
@@ -184,12 +172,12 @@ def _commit(
     files = target.folder()
     try:
         with _alone(target):
-            if not _is_result(target, identity):
+            if not is_result(target, identity):
                 files.write(CONVERSION_FILE, [conversion_note(identity)], durable=True)
                 store = ZarrStore(files, plan.arrays, plan.chunks)
                 commit_copy(contents, plan, range(count)).write(store)
     except (CorruptData, FileNotFoundError):
-        if not _is_result(target, identity):
+        if not is_result(target, identity):
             raise  # else another has committed it, and cleared away what was to be read
     _clear(files, count)
 
@@ -251,12 +239,6 @@ def require_same_copy(files: Files, identity: str) -> None:
                 " with another number of processors."
                 " Delete the directory, or give another one."
             ) from None
-
-
-def _is_result(target: FilePath, identity: str) -> bool:
-    if not (target / METADATA_FILE).is_file():
-        return False
-    return read_file(target.folder(), CONVERSION_FILE) == conversion_note(identity)
 
 
 def _owners(parts: Sequence[Part]) -> dict[str, int]:

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import uuid
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -849,21 +850,21 @@ def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]
 
 def _pack_faults(store: ZarrStore) -> list[str]:
     """What packs are not their chunks, one after the other."""
-    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    ranges: dict[int, array[int]] = defaultdict(partial(array, "q"))  # 16 bytes a chunk
     for key, info in store.arrays().items() if store.places else []:
         nbytes = chunk_bytes(store.chunks[key], info.dtype)
         for chunk in _outer_chunks(info, store.chunks[key]):
             if place := store.places.get(f"{key}/{chunk.name}"):
                 number, offset = place
-                ranges[number].append((offset, offset + nbytes))
+                ranges[number].extend((offset, offset + nbytes))
     return [fault for pack in ranges.items() for fault in _row_faults(store, *pack)]
 
 
-def _row_faults(store: ZarrStore, number: int, ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Whether these ranges are all of a pack, and each byte is of one of them."""
+def _row_faults(store: ZarrStore, number: int, ranges: array[int]) -> Iterator[str]:
+    """Whether these ranges, begin and end of each, are all of a pack, and each byte is of one."""
     name = pack_name(number)
-    begins, ends = zip(*sorted(ranges), strict=True)
-    if begins != (0, *ends[:-1]):
+    begins, ends = np.sort(np.frombuffer(ranges, np.int64).reshape(-1, 2), axis=0).T
+    if begins[0] or (begins[1:] != ends[:-1]).any():
         yield f"{METADATA_FILE} has two arrays at one place of {store.directory}/{name}, or a gap"
     if (file := store.seen.get(name)) is not None and file.size != ends[-1]:
         yield (

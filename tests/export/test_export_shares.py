@@ -77,7 +77,7 @@ def test_of_a_share_that_was_stopped_what_is_on_disk_is_not_written_again(
     ledger = (tmp_path / ".out.partial" / "ucp-ledger_0_of_1.jsonl").read_text().splitlines()
     boxes = [line.split('"box":"[')[1].split("]")[0].split(":") for line in ledger[1:]]
     done = [int(stop) - int(start) for start, stop in boxes]
-    assert len(done) >= 9
+    assert len(done) >= 8  # the first that was heard is what was there before: nothing
     with open(tmp_path / ".out.partial" / "files" / "__0_0.distcp", "r+b") as file:
         file.seek(int(boxes[0][0]))
         byte = file.read(1)[0]
@@ -269,4 +269,6 @@ def test_the_command_does_a_share(tmp_path):
     assert '"committed": false' in run("export", source, out, "--worker", "1/2", "--json")
     assert "this share is done" in run("export", source, out, "--worker", "1/2")
     assert '"format": "safetensors"' in run("export", source, out, "--worker", "0/2", "--json")
-    assert "is one process" in run("export", source, out, "--worker", "0/2", "--workers", 2, code=2)
+    assert "goes with neither" in run(
+        "export", source, out, "--worker", "0/2", "--workers", 2, code=2
+    )

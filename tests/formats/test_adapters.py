@@ -367,6 +367,24 @@ def test_dora_and_another_adapter_of_one_weight_are_merged_one_after_the_other()
     assert base.merge(adapters[0]).merge(adapters[1]).params
 
 
+def test_what_one_adapter_replaces_and_another_adds_to_is_merged_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    base, adapter = base_of("lora"), DATA / "lora" / "adapter"
+    factors = ucp.open(adapter).params
+    module = next(name for name in factors if name.endswith(".lora_A.weight"))
+    module = module.removesuffix(".lora_A.weight")
+    weight = f"{module.removeprefix('base_model.model.')}.weight"
+    own = np.ones_like(base.read(f"param/{weight}"))
+    saved = write_adapter(
+        tmp_path, {f"{module}.weight": own}, modules_to_save=[module.rpartition(".")[2]]
+    )
+    for adapters in ((adapter, saved), (saved, adapter)):
+        with pytest.raises(FormatError, match=f"{weight} is replaced by .* one after the other"):
+            base.merge(*adapters)
+    np.testing.assert_array_equal(base.merge(adapter).merge(saved).read(f"param/{weight}"), own)
+
+
 # Mapped, and back.
 
 

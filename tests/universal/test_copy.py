@@ -464,6 +464,28 @@ def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
         copy(other, plan_copy(other, 8192), file_path(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("last", ["universal.step._describe", "universal.step.os.replace"])
+def test_a_step_that_was_stopped_after_its_item_was_whole_is_taken_up(last, tmp_path, monkeypatch):
+    for name, value in (("source", 1.0), ("other", 2.0)):
+        memory({"param": {"w": np.full(3, value)}}).export(tmp_path / name, "dcp")
+    run, replace_file = tmp_path / "run", os.replace
+
+    def stop(*args):
+        if last.endswith("_describe") or str(args[1]).endswith("/0"):
+            raise KeyboardInterrupt
+        replace_file(*args)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(f"jax_ucp.{last}", stop)
+        with pytest.raises(KeyboardInterrupt):
+            ucp.open(tmp_path / "source").save(run, step=0)
+    with pytest.raises(FileExistsError, match="is a checkpoint already"):
+        ucp.open(tmp_path / "other").save(run, step=0)
+    again = ucp.open(tmp_path / "source").save(run, step=0)
+    assert (again.read("param/w") == 1).all()
+    assert [*run.iterdir()] == [run / "0"]
+
+
 def test_two_copies_into_one_directory_do_not_mix(tmp_path):
     (tmp_path / "source").write_text("the source")
     source = contents(tmp_path / "source", rows=16384)

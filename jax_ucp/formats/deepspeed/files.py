@@ -151,13 +151,17 @@ def _file_names(folder: FilePath) -> list[str]:
     names = sorted(path.name for path in folder.children() if path.is_file())
     seen: dict[str, str] = {}
     for name in filter(_is_own, names):
-        plain = re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
+        plain = _unpadded(name)
         if plain in seen:
             raise FormatError(
                 f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one"
             )
         seen[plain] = name
     return names
+
+
+def _unpadded(name: str) -> str:
+    return re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,9 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
     experts = {} if weights_only else names.expert_optimizers
     _check_expert_optimizers(folder, experts)
     ranks, unusable = _usable_optimizers(names, run, weights_only)
+    layers = _open_all(folder, names.layers)
+    expert_optimizers = _open_all(folder, experts)
+    _check_saved_as([*models.values(), *layers.values(), *expert_optimizers.values()])
     return Files(
         folder,
         run.pp,
@@ -249,9 +256,9 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
         run.zero3,
         [[models[dp, mp] for dp in run.model_ranks] for mp in range(run.mp_world)],
         ranks,
-        _open_all(folder, names.layers),
+        layers,
         _open_all(folder, names.experts),
-        _open_all(folder, experts),
+        expert_optimizers,
         unusable,
     )
 
@@ -419,8 +426,8 @@ def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]
         ranks[mp].append(_as_rank(dp, stored, run))
     every = list(itertools.chain(*ranks))
     _refuse_copies(((rank, rank.masters) for rank in every), "masters")
-    for rank in every if run.zero3 else ():  # nothing else in them says whose
-        _check_saved_as(rank)
+    if run.zero3:
+        _check_saved_as(every)
     return ranks
 
 
@@ -519,20 +526,25 @@ def _as_rank(dp: int, stored: Stored, run: _Run) -> Rank:
     return Rank(stored.file, state, dp)
 
 
-def _check_saved_as(stored: Stored) -> None:
-    """Raise FormatError where torch.save wrote the file under the name of another rank's."""
-    written = _OPTIM.fullmatch(f"{stored.file.saved_as}.pt")
-    named = _OPTIM.fullmatch(stored.file.path.name)
-    if written and named and _rank_of(written) != _rank_of(named):
-        raise FormatError(
-            f"{stored.file.path} was written as {written[0]}, by the name inside it: it was"
-            " renamed, or exchanged for another rank's. Give each file the name that it was"
-            " written under"
-        )
+def _check_saved_as(files: Iterable[Stored]) -> None:
+    """Raise FormatError where torch.save wrote a file under the name of another rank's.
+
+    Nothing else says whose ZeRO-3's partitions and frozen fragments are, which tensor-parallel rank
+    files without ZeRO are of, nor whose experts' moments they have.
+    """
+    for stored in files:
+        written = f"{stored.file.saved_as}.pt"
+        if _is_own(written) and _ranks_in(written) != _ranks_in(stored.file.path.name):
+            raise FormatError(
+                f"{stored.file.path} was written as {written}, by the name inside it: it was"
+                " renamed, or exchanged for another rank's. Give each file the name that it was"
+                " written under"
+            )
 
 
-def _rank_of(match: re.Match[str]) -> tuple[int, int]:
-    return int(match["dp"]), int(match["mp"])
+def _ranks_in(name: str) -> str:
+    """A file's name with its numbers as they are counted, and no prefix of a dtype."""
+    return _unpadded(name.removeprefix("bf16_"))
 
 
 def _check_stage(path: FilePath, state: Mapping[str, Any], run: _Run) -> None:

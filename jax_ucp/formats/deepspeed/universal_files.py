@@ -121,7 +121,20 @@ def _open_atoms(paths: Sequence[FilePath]) -> dict[str, dict[str, TorchFile]]:
     opened = each_file(paths[0].files, TorchFile, paths) if paths else []
     for path, file in zip(paths, opened, strict=True):
         atoms.setdefault(path.parent.name, {})[path.stem] = file
+    for states in atoms.values():
+        _check_saved_as(states)
     return atoms
+
+
+def _check_saved_as(states: Mapping[str, TorchFile]) -> None:
+    """Raise FormatError where torch.save wrote a parameter's state under the name of another."""
+    for state, file in states.items():
+        if file.saved_as != state and file.saved_as in states:
+            raise FormatError(
+                f"{file.path} was written as {file.saved_as}.pt, by the name inside it: it was"
+                " renamed, or exchanged for another state's. Give each file the name that it was"
+                " written under"
+            )
 
 
 def _open_optimizer(path: FilePath) -> Stored:

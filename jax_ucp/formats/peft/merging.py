@@ -225,16 +225,29 @@ def _merged_weight(leaf: Leaf | None, steps: Sequence[_Step]) -> MergedWeight:
 
 def _require_together(name: str, whole: Sequence[_Step], adding: Sequence[_Step]) -> None:
     """Raises FormatError where the changes of several adapters are not one sum."""
-    if len(whole) > 1:
-        raise FormatError(
-            f"{name} is replaced by {' and by '.join(adapter.name for adapter, _ in whole)}"
-        )
+    if whole:
+        _require_one_replacement(name, [adapter for adapter, _ in whole], adding)
     if len(adding) > 1 and any(change.magnitude for _, change in adding):
         raise FormatError(
             f"{name} has a DoRA among {len(adding)} adapters: merge them one after the other"
         )
     if len({(change.out_axis, change.experts) for _, change in adding}) > 1:
         raise FormatError(f"{name} has adapters that take its axes for different ones")
+
+
+def _require_one_replacement(
+    name: str, replacing: Sequence[_Adapter], adding: Sequence[_Step]
+) -> None:
+    first, *others = replacing
+    if others:
+        raise FormatError(
+            f"{name} is replaced by {' and by '.join(adapter.name for adapter in replacing)}"
+        )
+    if any(adapter is not first for adapter, _ in adding):
+        raise FormatError(
+            f"{name} is replaced by {first.name}, and another adapter has factors for it,"
+            " which are to be added to what that was trained with: merge them one after the other"
+        )
 
 
 def _weight_part(leaf: Leaf | None, whole: Sequence[_Step]) -> Part:

@@ -90,6 +90,15 @@ def test_atoms_exchanged_between_parameters_of_one_shape_fail_verify(folder):
     )
 
 
+def test_states_exchanged_within_a_parameter_are_refused_by_the_names_inside(folder):
+    atom = folder / "zero" / "layers.0.mlp.dense_h_to_4h.weight"
+    first = (atom / "exp_avg.pt").read_bytes()
+    shutil.copy(atom / "exp_avg_sq.pt", atom / "exp_avg.pt")
+    (atom / "exp_avg_sq.pt").write_bytes(first)
+    with pytest.raises(FormatError, match=r"exp_avg\.pt was written as exp_avg_sq\.pt"):
+        ucp.open(folder)
+
+
 def test_weights_alone_leave_the_optimizer(folder):
     tree = ucp.open(folder, weights_only=True)
     assert {leaf.label.partition("/")[0] for leaf in tree.leaves} == {"param"}

@@ -115,13 +115,32 @@ def test_a_swap_file_that_is_missing_or_cut_is_refused_by_name(tmp_path):
         ucp.open(folder)
 
 
-def test_ranks_of_zero_3_that_were_exchanged_are_refused_by_the_names_inside(tmp_path):
-    folder = _copy("mics_shard2_dp4", tmp_path)
-    first, second = sorted(folder.glob("*/*_optim_states.pt"))
+@pytest.mark.parametrize(
+    ("case", "files"),
+    [
+        ("deepspeed_writers/mics_shard2_dp4", "*_optim_states.pt"),
+        ("deepspeed/z3_bf16_dp2_frozen_tied", "*_model_states.pt"),
+        ("deepspeed/moe_ep2_dp2_z0_fp32", "expp_rank_*"),
+    ],
+)
+def test_ranks_that_were_exchanged_are_refused_by_the_names_inside(case, files, tmp_path):
+    source = DATA.parent / case
+    source = source / "ckpt" if (source / "ckpt").exists() else source
+    folder = Path(shutil.copytree(source, tmp_path / "ckpt"))
+    first, second = sorted(folder.glob(f"*/{files}"))
     data = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(data)
     with pytest.raises(FormatError, match=rf"{first.name} was written as {second.name}"):
+        ucp.open(folder)
+
+
+def test_an_expert_parallel_ranks_optimizer_that_is_a_copy_is_refused(tmp_path):
+    source = DATA.parent / "deepspeed" / "moe_ep2_dp2_z0_fp32"
+    folder = Path(shutil.copytree(source, tmp_path / "ckpt"))
+    first, second = sorted(folder.glob("*/expp_rank_*"))
+    shutil.copy(first, second)
+    with pytest.raises(FormatError, match=rf"{second.name} was written as {first.name}"):
         ucp.open(folder)
 
 
