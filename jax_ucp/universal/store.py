@@ -178,8 +178,8 @@ class ZarrStore(Watched):
     ) -> Iterator[memoryview | bytes]:
         """What `write_pack` writes. What each chunk is, is noted when it is taken."""
         self.place_pack(number, blocks)
-        for (key, box), array in zip(blocks, arrays, strict=True):
-            data = np.asarray(array, dtype=self._arrays[key].dtype)
+        for (key, box), block in zip(blocks, arrays, strict=True):
+            data = np.asarray(block, dtype=self._arrays[key].dtype)
             crcs = bytearray()
             yield from shard_parts(data, self.chunks[key], crcs)
             self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
