@@ -183,7 +183,7 @@ def test_a_process_that_dies_is_one_error_and_the_next_call_takes_up_what_is_don
             2, mp_context=SPAWN, initializer=die_at_write, initargs=[3]
         ) as processes,
         pytest.raises(
-            WorkerError, match=r"has ended before its work was done.*the same call.*takes up"
+            WorkerError, match=r"has ended before its work was done.*the same call.*continues it"
         ),
     ):
         checkpoint.save(tmp_path / "out", executor=processes, budget_bytes=4 << 20)

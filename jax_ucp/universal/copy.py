@@ -446,19 +446,20 @@ class CopyTask:
             for block, noted in there:
                 store.written[block.key][str(block.box)] = noted
             return
+        proofs = opened.proofs  # which look at what is read from here on
         places = [block.place for block, _ in blocks]
         if self.pack is not None:
             store.write_pack(self.pack, places, _read_together(opened, places))
             return
         for key, box in places:
             data = opened.contents.arrays.read(key, box)
-            opened.proofs.require_sound_so_far()
+            proofs.require_sound_so_far()
             store.write(key, box, data, durable=False)
 
 
 def _read_together(opened: OpenedJob, places: Sequence[tuple[str, Box]]) -> Iterator[np.ndarray]:
     """Each block of small arrays, many of which are read at once."""
-    source = opened.contents.arrays
+    proofs, source = opened.proofs, opened.contents.arrays
     infos = source.arrays()
 
     def nbytes(place: tuple[str, Box]) -> int:
@@ -469,7 +470,7 @@ def _read_together(opened: OpenedJob, places: Sequence[tuple[str, Box]]) -> Iter
         outs = [np.empty(box.shape, infos[key].dtype) for key, box in batch]
         wants = [(key, [box], [out]) for (key, box), out in zip(batch, outs, strict=True)]
         source.read_each(wants)
-        opened.proofs.require_sound_so_far()
+        proofs.require_sound_so_far()
         yield from outs
 
 

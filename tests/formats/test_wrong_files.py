@@ -423,15 +423,17 @@ def test_an_optimizer_state_that_does_not_fit_the_model_states_is_refused(
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "copied"])
 @pytest.mark.parametrize(("a", "b"), list(combinations(range(4), 2)))
 def test_model_states_of_another_expert_rank_are_refused(family, a, b, exchange, tmp_path):
+    """Also where the name that is written inside is that of the file."""
     case = Case(f"{family}/autoep2_dp4_z3_fp32", tmp_path / "case")
     first, second = (
         next(case.folder.rglob(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
         for rank in (a, b)
     )
+    stems = first.stem.encode(), second.stem.encode()
     data = first.read_bytes(), second.read_bytes()
-    second.write_bytes(data[0])
+    second.write_bytes(data[0].replace(*stems))
     if exchange:
-        first.write_bytes(data[1])
+        first.write_bytes(data[1].replace(*reversed(stems)))
     named = first if exchange else second
     for weights_only in (False, True):
         with pytest.raises(UCPError, match=rf"{named.name}: ds_autoep_layers says that it is of"):

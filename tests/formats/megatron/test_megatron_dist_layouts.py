@@ -84,7 +84,7 @@ def test_the_boxes_that_ranks_wrote_say_how_they_held_a_parameter(ranks, size, p
 
 def test_boxes_that_are_no_equal_parts_of_the_ranks_are_refused():
     for boxes in ([Box((0,), (5,)), Box((5,), (8,))], [Box((i,), (i + 2,)) for i in (0, 2, 4)]):
-        with pytest.raises(LayoutError, match="no equal parts of 2 tensor-parallel ranks"):
+        with pytest.raises(LayoutError, match="not equal parts of 2 tensor-parallel ranks"):
             cut_of((boxes[-1].stop[0],), boxes, ranks=2)
 
 
@@ -450,7 +450,7 @@ SIZES = r"has buckets of \[.*modules lie in another order"
      ("dp_reshardable", {"pipeline_model_parallel_size": 1}, SIZES), ("dp_zero", {"moe_grouped_gemm": True}, SIZES),
      ("dp_zero", {"decoder_first_pipeline_num_layers": 1}, SIZES),
      ("dp_reshardable", {"tensor_model_parallel_size": 1}, SIZES),
-     ("dp_zero", {"tensor_model_parallel_size": 4}, "no equal parts of 4 tensor-parallel ranks"),
+     ("dp_zero", {"tensor_model_parallel_size": 4}, "not equal parts of 4 tensor-parallel ranks"),
      ("dp_zero", {"untie_embeddings_and_output_weights": False}, SIZES),
      ("dp_zero", {"pipeline_model_parallel_size": 4}, "no buffer of its|" + SIZES)],
 )  # fmt: skip
