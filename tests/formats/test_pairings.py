@@ -297,6 +297,7 @@ def test_zero_0_pairs_the_truth_or_nothing(tmp_path_factory, run):
     follow(lambda **said: ucp.open(folder, **said), run, run.groups)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(runs(kinds=("adam",)), st.booleans(), st.data())
 def test_zero_0_in_half_precision_pairs_by_bits_or_not_at_all(tmp_path_factory, run, fused, data):
@@ -479,6 +480,7 @@ def test_what_scripts_make_of_their_optimizers_is_never_paired_wrong(case):
     assert len(said.groups) == sum(map(bool, groups))
 
 
+@pytest.mark.slow
 def test_the_order_of_the_module_is_right_where_it_is_true_and_refused_where_shapes_leave_several_ways():
     for case in ("torch_plain", "lt_plain"):
         checkpoint = ucp.open(DATA / case / "ckpt.pt", optimizer_groups="module-order")

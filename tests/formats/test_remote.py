@@ -53,6 +53,7 @@ def test_a_checkpoint_over_a_network_has_the_same_bits(case):
     assert files.asked["fetch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OVER_HTTP)
 def test_a_checkpoint_on_a_web_server_has_the_same_bits(name):
     (case,) = [case for case in CASES if f"{case.family}/{case.name}" == name]

@@ -118,7 +118,9 @@ def in_flight(monkeypatch) -> Counter:
     return most
 
 
-@pytest.mark.parametrize(("budget_bytes", "at_once"), [(None, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("budget_bytes", "at_once"), [(None, 2), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
 def test_a_budget_bounds_what_a_save_and_a_load_have_in_flight(
     tmp_path, in_flight, budget_bytes, at_once
 ):

@@ -562,6 +562,7 @@ def deepspeed(path: Path, data: np.ndarray) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [universal, deepspeed])
 def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_checkpoint(
     tmp_path, write

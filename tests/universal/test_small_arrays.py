@@ -231,6 +231,7 @@ def read_by_tensorstore(item: Path, name: str) -> np.ndarray:
     return np.asarray(ts.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result())
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_a_pack_is_an_error_to_us_and_to_tensorstore(numbers):
     item, want = numbers
     (pack,) = item.glob("ucp.pack_*")
@@ -248,6 +249,7 @@ def test_any_flipped_bit_of_a_pack_is_an_error_to_us_and_to_tensorstore(numbers)
     check(ucp.open(item).restore(), want)
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_the_index_is_found_by_verify(numbers):
     item, want = numbers
     draw = random.Random(1)
