@@ -23,11 +23,13 @@ TESTS = Path(__file__).parent
 FAST = ("layout/", "shard_spec/", "mapping/", "sources/", "universal/", "files/")
 FAST += ("test_name_patterns.py", "test_visible.py")
 # Campaigns: kills, faults, hostile inputs, mistakes.
-SLOW = ("export/test_export_faults.py", "test_faults.py", "test_fuzz.py", "test_memory.py")
-SLOW += ("test_temptations.py", "test_save_faults.py", "formats/quantized/test_memory.py")
+SLOW = ("export/test_export_faults.py", "test_faults.py", "test_fuzz.py", "test_save_faults.py")
+SLOW += ("test_temptations.py",)
+# What whole conversions take.
+SLOW += ("test_memory.py", "formats/quantized/test_memory.py", "test_linear.py")
 # Whole runs: training that is resumed, several processes, pages and notebooks that are executed.
 SLOW += ("test_examples.py", "test_processes.py", "test_reference_transformer.py")
-SLOW += ("test_notebooks.py", "test_screens.py", "test_tutorials.py")
+SLOW += ("test_notebooks.py", "test_screens.py", "test_tutorials.py", "test_docs_migrating.py")
 # Neither: checkpoints of thousands of arrays, or of every format.
 DEFAULT = ("universal/test_shares.py", "universal/test_small_arrays.py", "universal/test_copy.py")
 

@@ -182,6 +182,7 @@ def test_what_is_told_of_a_run_is_printed_and_labels_are_given_by_name(folder):
 PAGE = (DATA.parent.parent / "docs" / "export.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_commands_print_what_the_page_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (loop,) = re.findall(r"```python\n(from pathlib.*?)```", PAGE, re.DOTALL)

@@ -228,6 +228,7 @@ def test_the_command_folds_and_has_an_exit_code(tmp_path):
     assert json.dumps(found)
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_in_ten_thousand_arrays_is_found_and_nothing_else():
     names = [f"layers.{i}.w" for i in range(10_000)]
     array = np.linspace(-1, 1, 6, dtype=np.float32)

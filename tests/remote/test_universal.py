@@ -77,6 +77,7 @@ def test_thousands_of_small_arrays_are_few_requests(faulty_s3):
     assert all(np.array_equal(restored[name], want[name]) for name in want)
 
 
+@pytest.mark.slow
 def test_few_requests_wait_for_one_another(faulty_s3):
     """However many arrays there are. By their order: claim, is it a checkpoint, chunks and what is
     beside them, the file that stock Orbax goes by, a look at all, commit, the claim's end.

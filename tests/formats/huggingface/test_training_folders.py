@@ -168,6 +168,7 @@ def next_losses(params, state, tx, config, batches):
     return np.array(losses)
 
 
+@pytest.mark.slow
 def test_training_that_the_trainer_began_goes_on_with_the_losses_that_torch_gives():
     with np.load(LLAMA.parent / "truth.npz") as arrays:
         tokens, want = arrays["io/tokens"], arrays["io/losses"]
