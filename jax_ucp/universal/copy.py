@@ -69,6 +69,7 @@ from jax_ucp.universal.store import (
     Written,
     ZarrStore,
     array_info,
+    is_committed,
     require_storable,
 )
 
@@ -369,9 +370,10 @@ def conversion_note(identity: str) -> bytes:
 
 def is_result(target: FilePath, identity: str) -> bool:
     """Whether a directory is a checkpoint, and says that it is the result of that copy."""
-    if not (target / METADATA_FILE).is_file():
+    folder = target.folder()
+    if not is_committed(folder):
         return False
-    return read_file(target.folder(), CONVERSION_FILE) == conversion_note(identity)
+    return read_file(folder, CONVERSION_FILE) == conversion_note(identity)
 
 
 def copy_once(
@@ -389,7 +391,7 @@ def copy_once(
 
 def _discard(target: FilePath, ledger: Ledger) -> None:
     """Leave nothing of a copy, unless it was completed when the source was still sound."""
-    if not (target / METADATA_FILE).exists():
+    if not is_committed(target.folder()):
         ledger.discard()
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from jax_ucp.errors import CorruptData
+from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.looked import find
 from jax_ucp.files.path import FilePath
@@ -15,6 +15,7 @@ from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.contents import About, Contents, Item
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.metadata import Metadata
+from jax_ucp.universal.orbax_tree import TREE_FILE
 from jax_ucp.universal.packs import pack_name
 from jax_ucp.universal.stack_view import Unstacked
 from jax_ucp.universal.store import (
@@ -37,17 +38,13 @@ def recognise(path: FilePath) -> bool:
 
 def open_universal(path: FilePath, options: Options) -> Contents:
     """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there,
-    or has another size.
+    or has another size; NotACheckpoint if it is the one that is written last.
     """
     metadata, store = open_store(path)
     looks = [partial(missing_files, metadata, store), partial(_inventory, path, metadata, store)]
     missing, inventory = each_file(path.files, lambda look: look(), looks)
     if missing:
-        raise CorruptData(
-            f"{len(missing)} files of the checkpoint are missing or have another size; the first:"
-            f" {missing[0]}. Restore them from a copy, or use another checkpoint."
-        )
-
+        _refuse(metadata, store, missing)
     return Contents(
         "universal",
         str(path),
@@ -60,6 +57,20 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         checks=partial(_checks, metadata, store),
         about=_about(metadata.source),
         companions=_companions(path, metadata),
+    )
+
+
+def _refuse(metadata: Metadata, store: ZarrStore, missing: Sequence[str]) -> NoReturn:
+    """Raise CorruptData for files that are missing; NotACheckpoint where it is only the last."""
+    if len(missing) == 1 and TREE_FILE in metadata.files.keys() - store.seen:
+        raise NotACheckpoint(
+            f"{store.directory} is a universal checkpoint without its {TREE_FILE}, which is written"
+            " last: it was never finished, or the file is lost. If a conversion was stopped here,"
+            " run it again, which finishes it; otherwise use another checkpoint."
+        )
+    raise CorruptData(
+        f"{len(missing)} files of the checkpoint are missing or have another size; the first:"
+        f" {missing[0]}. Restore them from a copy, or use another checkpoint."
     )
 
 

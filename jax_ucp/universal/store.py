@@ -1,4 +1,5 @@
-"""The universal store: one zarr v3 array per leaf, and `ucp.json`, which is written last.
+"""The universal store: one zarr v3 array per leaf, and two files without which they are no
+checkpoint: `ucp.json`, and `_METADATA`, which is written last.
 
 Each outer chunk has one writer, and is one file; or of a small array among thousands, a part of
 one. Inner chunks carry a crc32c, so that a flipped bit is an error to every reader.
@@ -539,18 +540,17 @@ class Commit:
 
     @uncollected()
     def write(self, store: ZarrStore) -> Metadata:
-        """Write what was not prepared, then `ucp.json`.
+        """Write what was not prepared, then `ucp.json`, then the file without which stock Orbax
+        does not take the directory for a checkpoint, and we do not either.
 
         Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was
-        written: something else deletes or writes here too. Then there is no `ucp.json`.
+        written: something else deletes or writes here too. Then neither of the two is written.
         """
         directory = store.directory
         _gather(store, self.parts)
         arrays = {key: _stored_array(store, key) for key in store.arrays()}
         if not self.files.keys() - {TREE_FILE} <= store.beside.keys():
             self.prepare(store)
-        # with this file, stock Orbax takes the directory for a checkpoint
-        store.write_beside(TREE_FILE, self.files[TREE_FILE])
         digests = {
             f"{key}/zarr.json": digest(zarr_json(info, store.chunks[key]))
             for key, info in store.arrays().items()
@@ -567,9 +567,18 @@ class Commit:
         )
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, bool(self.parts)))
+        last = self.files[TREE_FILE]
+        metadata = replace(metadata, files=metadata.files | {TREE_FILE: digest(last)})
         _commit(directory, encode(metadata))
+        directory.write(TREE_FILE, [last], durable=True)
         each_file(directory, partial(delete_part, directory), self.parts)
         return metadata
+
+
+def is_committed(directory: Files) -> bool:
+    """Whether a directory has both files that a commit writes last."""
+    found = each_file(directory, directory.stat, (METADATA_FILE, TREE_FILE))
+    return None not in found
 
 
 def _commit(directory: Files, data: bytes) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -257,6 +258,48 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
     assert [fault for _, fault in result.verify() if fault] == []
     for name, array in source.arrays.data.items():
         np.testing.assert_array_equal(result.read(name), array)
+
+
+@pytest.mark.parametrize("name", ["ucp.json", "_METADATA"])
+def test_a_copy_stopped_before_either_of_its_last_two_files_is_nobodys_checkpoint_and_is_finished(
+    tmp_path, monkeypatch, name
+):
+    source, out = contents(tmp_path / "source"), tmp_path / "out"
+    plan, write, create = plan_copy(source), LocalFiles.write, LocalFiles.create
+
+    def stopping(do):
+        def call(directory, written, *args, **options):
+            if written == name:
+                raise KeyboardInterrupt
+            return do(directory, written, *args, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFiles, "write", stopping(write))
+        patched.setattr(LocalFiles, "create", stopping(create))
+        with pytest.raises(KeyboardInterrupt):
+            copy(source, plan, file_path(out))
+    with pytest.raises(NotACheckpoint, match="run (it|the same convert) again"):
+        ucp.open(out)
+    with pytest.raises(FileNotFoundError):
+        ocp.PyTreeCheckpointer().restore(out)
+    read = len(source.arrays.reads)
+    copy(source, plan, file_path(out))
+    assert len(source.arrays.reads) == read
+    for got in (ucp.open(out).restore(), ocp.PyTreeCheckpointer().restore(out)):
+        for key, array in source.arrays.data.items():
+            np.testing.assert_array_equal(got[key], array)
+
+
+def test_a_checkpoint_that_lost_the_file_that_is_written_last_says_so(tmp_path):
+    ucp.Checkpoint.of({"w": np.arange(4.0)}).save(tmp_path / "c")
+    (tmp_path / "c" / "_METADATA").unlink()
+    with pytest.raises(NotACheckpoint, match="without its _METADATA, which is written last"):
+        ucp.open(tmp_path / "c")
+    (tmp_path / "c" / "w" / "c.0").unlink()
+    with pytest.raises(CorruptData, match="2 files of the checkpoint are missing"):
+        ucp.open(tmp_path / "c")
 
 
 def twice_stored(path: Path) -> tuple[MemoryStore, Contents]:

@@ -237,7 +237,7 @@ def _commit(passed: list[str]) -> int:
         for i, what in enumerate(passed)
         if what.startswith("before LocalFiles.write _METADATA")
     )
-    return max(1, max(commits, default=1) - 8)
+    return max(1, max(commits, default=1) - 16)
 
 
 if __name__ == "__main__":
