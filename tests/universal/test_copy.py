@@ -280,7 +280,7 @@ def test_a_copy_stopped_before_either_of_its_last_two_files_is_nobodys_checkpoin
         patched.setattr(LocalFiles, "create", stopping(create))
         with pytest.raises(KeyboardInterrupt):
             copy(source, plan, file_path(out))
-    with pytest.raises(NotACheckpoint, match="run (it|the same convert) again"):
+    with pytest.raises(NotACheckpoint, match=r"run (it|the same convert) again"):
         ucp.open(out)
     with pytest.raises(FileNotFoundError):
         ocp.PyTreeCheckpointer().restore(out)
