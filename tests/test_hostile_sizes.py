@@ -28,8 +28,10 @@ from hostile_files import (
 )
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.megatron.files import Args
-from jax_ucp.formats.safetensors.parts import unproved
+from jax_ucp.formats.options import Sizes
+from jax_ucp.formats.safetensors.rank_files import require_every_rank
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import Key, Leaf, SavedSharding
@@ -246,11 +248,17 @@ def test_megatron_s_args_say_more_ranks_than_any_run_has(kind):
     )
 
 
-def test_a_file_name_may_have_any_number_in_it():
-    with pytest.raises(FormatError, match="none has one called model-00002-of-99999999999"):
-        unproved(["shard-99999999999-model-00001-of-99999999999.safetensors"])
-    note = unproved(["shard-99999999999-model-00001-of-00001.safetensors"])
-    assert "shard-00001-model-00001-of-00001" in note
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("shard-99999999999-model-00001-of-99999999999", "none has one called model-00002-of-"),
+        ("shard-99999999999-model-00001-of-00001", "that of rank 1 is not there"),
+    ],
+)
+def test_a_file_name_may_have_any_number_in_it(name, why):
+    tensors = {"w": [(f"{name}.safetensors", Box.whole((2, 2)))]}
+    with pytest.raises(FormatError, match=why):
+        require_every_rank(file_path("folder"), tensors, Sizes({}))
 
 
 def test_the_command_line_says_that_there_is_not_enough_memory(tmp_path, monkeypatch):

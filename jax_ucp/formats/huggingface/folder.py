@@ -244,7 +244,7 @@ def _named_by_config(path: FilePath) -> str:
 
 def _read(path: FilePath, save: Save, options: Options) -> Import:
     if save.model.kind == "safetensors":
-        imported = safetensors.read_weights(path, path, save.files)
+        imported = safetensors.read_weights(path, path, save.files, options.sizes)
     else:
         if len(save.files) == 1:
             refuse_rank(path / save.files[0])

@@ -4,16 +4,15 @@ one set per rank.
 `DCP_SHARDING_INFO` in a header's `__metadata__` has the offsets at which each tensor of the file
 begins in the whole one (`torch/distributed/checkpoint/hf_storage.py` and `filesystem.py` of torch
 2.13). Neither the shape of the whole nor the number of ranks is recorded: a tensor ends where its
-last part does, as it does for torch. So a file that is missing is seen by the hole it leaves, but
-that of the last rank is not, and a note says so.
+last part does, as it does for torch. A file that is missing is seen by the hole it leaves, but that
+of the last rank leaves none: `rank_files` has what proves that it is there.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ucp.errors import FormatError
@@ -25,9 +24,7 @@ from jax_ucp.sources.protocol import ArrayInfo
 
 MARK = "DCP_SHARDING_INFO"
 WHOLE_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
-_SHARD_FILE = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 _MAX_OFFSET = 1 << 62
-_ABSENT_SHOWN = 4
 
 
 def boxes(
@@ -90,43 +87,3 @@ def _refuse_twice(name: str, parts: Sequence[tuple[str, Box]]) -> None:
             raise FormatError(
                 f"{name} is stored twice: {box} of it is in {first[box]} and in {key}"
             )
-
-
-def unproved(files: Collection[str]) -> str | None:
-    """What cannot be proved of a checkpoint in which ranks wrote these files; None if no rank wrote
-    parts.
-
-    Raises FormatError where their names count a file that no rank has.
-    """
-    names = list(filter(None, map(_SHARD_FILE.fullmatch, files)))
-    if not names:
-        return None
-    shards = {(int(name[1]), int(name[2])) for name in names}
-    ranks = max(rank for rank, _ in shards)
-    parts = max(int(name[3]) for name in names)
-    _require_parts(next(iter(files)), parts, {part for _, part in shards})
-    absent = _absent(ranks, parts, shards)
-    gaps = f". Not there, which is right only if those ranks had nothing to write: {absent}"
-    return (
-        f"{ranks} ranks wrote parts of tensors, but neither how many there were nor the shapes of"
-        " the tensors are recorded: compare the shapes with the model's, a missing last rank shows"
-        f" nowhere else{gaps if absent else ''}"
-    )
-
-
-def _require_parts(file: str, parts: int, present: Collection[int]) -> None:
-    """Raise FormatError where no rank has a file of some number, of those that `file` counts."""
-    for part in range(1, parts + 1):
-        if part not in present:
-            raise FormatError(
-                f"{file} says by its name that ranks have {parts} files, but none has one called"
-                f" model-{part:05}-of-{parts:05}: the model is not whole without it"
-            )
-
-
-def _absent(ranks: int, parts: int, shards: Collection[tuple[int, int]]) -> str:
-    """The first files that some ranks have and others have not."""
-    every = ((rank, part) for rank in range(1, ranks + 1) for part in range(1, parts + 1))
-    absent = itertools.filterfalse(shards.__contains__, every)
-    first = itertools.islice(absent, _ABSENT_SHOWN)
-    return ", ".join(f"shard-{rank:05}-model-{part:05}-of-{parts:05}" for rank, part in first)

@@ -35,8 +35,9 @@ from jax_ucp.formats.huggingface.weight_files import (
     tensors_of,
 )
 from jax_ucp.formats.huggingface.weight_names import model_of_index
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, joined, unproved
+from jax_ucp.formats.options import Options, Sizes
+from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, joined
+from jax_ucp.formats.safetensors.rank_files import require_every_rank
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents, QuantizedWeight
@@ -84,10 +85,10 @@ def open_safetensors(path: FilePath, options: Options) -> Contents:
     """
     if path.name.endswith(SUFFIX):
         refuse_part(path)
-        imported = read_weights(path, path.parent, [path.name])
+        imported = read_weights(path, path.parent, [path.name], options.sizes)
     else:
         index, names = index_save(path)
-        imported = read_weights(path, path.parent, names)
+        imported = read_weights(path, path.parent, names, options.sizes)
         keep_index(imported, path, index, tensors_of(imported))
     keep_configs(imported, path.parent)
     return finish(imported)
@@ -98,9 +99,9 @@ def _opened(path: FilePath) -> SafetensorsFile:
     return SafetensorsFile(path)
 
 
-def read_weights(path: FilePath, folder: FilePath, names: Sequence[str]) -> Import:
+def read_weights(path: FilePath, folder: FilePath, names: Sequence[str], sizes: Sizes) -> Import:
     """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their
-    headers say, as extras.
+    headers say, as extras. `sizes` may say how many `ranks` wrote files with parts of tensors.
 
     Raises as `open_safetensors`.
     """
@@ -112,14 +113,15 @@ def read_weights(path: FilePath, folder: FilePath, names: Sequence[str]) -> Impo
         if MARK in file.metadata:
             _check_parts(path, name, file)
         for key, box in boxes(file.path, file.metadata, file.arrays()).items():
-            parts[key].append((f"{name}:{key}", box))
+            parts[key].append((name, box))
         for key in file.metadata.keys() & {*COUNTS}:
             facts.state(name, key, file.metadata[key])
         _keep_header(imported, name, file)
     for key, stored in parts.items():
         several = f", one of {len(stored)} parts" if len(stored) > 1 else ""
-        imported.parameter("param", key, joined(key, stored), f"the parameter {key}{several}")
-    if note := unproved(files):
+        whole = joined(key, [(f"{name}:{key}", box) for name, box in stored])
+        imported.parameter("param", key, whole, f"the parameter {key}{several}")
+    if note := require_every_rank(folder, parts, sizes):
         imported.notes.append(note)
     return imported
 

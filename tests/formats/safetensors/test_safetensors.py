@@ -2,6 +2,7 @@
 format.
 """
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -29,7 +30,7 @@ def test_every_weight_equals_the_live_model_however_it_is_read(case, tmp_path):
     checkpoint = ucp.open(DATA / case / "ckpt")
     assert_equal_however_read(checkpoint, truth(case), tmp_path)
     assert_accounted_for(checkpoint)
-    assert case not in SHARDED or "a missing last rank shows nowhere else" in checkpoint.notes[0]
+    assert case not in SHARDED or "4 ranks wrote parts of tensors; that" in checkpoint.notes[0]
     if case.startswith("hf_"):
         assert checkpoint.extras["config.json"]["config"]["model_type"] in case
 
@@ -163,6 +164,10 @@ def parts(path: Path, **tensors: tuple[list[int], np.ndarray]) -> None:
     )
 
 
+def of_rank(rank: int) -> str:
+    return f"shard-{rank:05}-model-00001-of-00001.safetensors"
+
+
 @given(st.data())
 def test_parts_cut_anywhere_among_any_ranks_are_the_tensor(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("c")
@@ -170,11 +175,8 @@ def test_parts_cut_anywhere_among_any_ranks_are_the_tensor(tmp_path_factory, dat
     whole = np.arange(np.prod(shape, dtype=int), dtype=np.uint8).reshape(shape)
     boxes = dict.fromkeys(data.draw(grids(shape)))
     for i, box in enumerate(data.draw(st.permutations(list(boxes)))):
-        parts(
-            folder / f"shard-{i + 1:05}-model-00001-of-00001.safetensors",
-            w=(list(box.start), whole[box.index]),
-        )
-    checkpoint = ucp.open(folder)
+        parts(folder / of_rank(i + 1), w=(list(box.start), whole[box.index]))
+    checkpoint = ucp.open(folder, sizes={"ranks": len(boxes)})
     assert same_bits(checkpoint.read("param/w"), whole)
     assert checkpoint.params["w"].shape == shape
     assert all(piece.target.size for piece in checkpoint.params["w"].where())
@@ -189,8 +191,10 @@ def test_a_missing_part_in_the_middle_is_a_hole_and_one_rank_alone_is_no_checkpo
     first, second, *_ = sorted(sharded.iterdir())
     kept = second.read_bytes()
     second.unlink()
-    with pytest.raises(LayoutError, match=r"(?s)/c: param.*hole"):
+    with pytest.raises(FormatError, match="that of rank 2 is not there"):
         ucp.open(sharded)
+    with pytest.raises(LayoutError, match=r"(?s)/c: param.*hole"):
+        ucp.open(sharded, sizes={"ranks": 3})
     with pytest.raises(
         FormatError, match=f"{first.name} holds one rank's parts of tensors .*: open its folder"
     ):
@@ -252,15 +256,131 @@ def test_a_mark_that_does_not_say_where_parts_begin_is_refused(tmp_path, said):
         ucp.open(tmp_path)
 
 
-def test_a_rank_without_a_file_is_noted(tmp_path):
+def test_a_rank_without_a_file_had_nothing_to_write_by_the_users_word_alone(tmp_path):
     for rank, column in ((1, 0), (3, 1)):
-        name = f"shard-{rank:05}-model-00001-of-00001.safetensors"
-        parts(tmp_path / name, w=([0, column], np.zeros((2, 1), np.uint8)))
-    (note,) = ucp.open(tmp_path).notes
-    assert "3 ranks wrote parts" in note
-    assert note.endswith(
-        "only if those ranks had nothing to write: shard-00002-model-00001-of-00001"
-    )
+        parts(tmp_path / of_rank(rank), w=([0, column], np.zeros((2, 1), np.uint8)))
+    with pytest.raises(FormatError, match=r"rank 2 is not there \(shard-00002-model-\*"):
+        ucp.open(tmp_path)
+    with pytest.raises(FormatError, match=r"ranks=3, and there are files of 2: 1, 3\. .*ranks=2"):
+        ucp.open(tmp_path, sizes={"ranks": 3})
+    checkpoint = ucp.open(tmp_path, sizes={"ranks": 2})
+    assert checkpoint.params["w"].shape == (2, 2)
+    assert checkpoint.notes == [
+        "2 ranks wrote parts of tensors, as sizes says: nothing in the files proves it"
+    ]
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_no_files_of_a_real_save_open_without_the_others(case, tmp_path):
+    """Whatever is missing; by a hole, by the numbers of ranks, or as nothing shows that it is all."""
+    files = sorted((DATA / case / "ckpt").iterdir())
+    some = [kept for n in range(1, len(files)) for kept in itertools.combinations(files, n)]
+    for i, kept in enumerate(some):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for file in kept:
+            (folder / file.name).symlink_to(file)
+        with pytest.raises(UCPError, match=r"may be missing|hole|the model is not whole without"):
+            ucp.open(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["x.bak", of_rank(4) + ".bak", of_rank(5), f"{of_rank(4)[:-12]} (1).safetensors"]
+)
+def test_the_last_rank_s_file_by_another_name_is_missing(sharded, name):
+    (sharded / of_rank(4)).rename(sharded / name)
+    with pytest.raises(FormatError, match=r"shard-00004|a file may be missing"):
+        ucp.open(sharded)
+
+
+# Tensors as FSDP2 cuts them: whole rows, over all ranks.
+LENGTHS = st.integers(1, 12)
+
+
+def chunked(folder: Path, ranks: int, tensors: dict[str, np.ndarray]) -> None:
+    """A save of FSDP2: each rank has the rows that torch.chunk gives it, which may be none."""
+    for rank in range(ranks):
+        cut: dict[str, tuple[list[int], np.ndarray]] = {}
+        for name, whole in tensors.items():
+            rows = -(-len(whole) // ranks)
+            first = min(rank * rows, len(whole))
+            cut[name] = [first, *[0] * (whole.ndim - 1)], whole[first : first + rows]
+        parts(folder / of_rank(rank + 1), **cut)
+
+
+@given(st.data())
+def test_the_first_ranks_of_a_save_never_open_as_if_they_were_all(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("c")
+    width, ranks = data.draw(LENGTHS), data.draw(st.integers(1, 6))
+    shapes = {
+        "model.norm.weight": (width,),
+        "model.embed_tokens.weight": (data.draw(LENGTHS), width),
+    }
+    shapes |= {
+        f"w{i}": (data.draw(LENGTHS), data.draw(LENGTHS))
+        for i in range(data.draw(st.integers(0, 3)))
+    }
+    used = data.draw(st.lists(st.sampled_from(sorted(shapes)), min_size=1, unique=True))
+    tensors = {
+        name: np.arange(np.prod(shapes[name]), dtype=np.uint8).reshape(shapes[name])
+        for name in used
+    }
+    chunked(folder, ranks, tensors)
+    there = data.draw(st.integers(1, ranks))
+    for rank in range(there + 1, ranks + 1):
+        (folder / of_rank(rank)).unlink()
+    try:
+        checkpoint = ucp.open(folder)
+    except FormatError:
+        checkpoint = ucp.open(folder, sizes={"ranks": there})
+        assert there < ranks or all(
+            same_bits(checkpoint.read(f"param/{n}"), tensors[n]) for n in used
+        )
+        return
+    assert all(same_bits(checkpoint.read(f"param/{name}"), tensors[name]) for name in used)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "is_shown"),
+    [
+        ({"w": (8, 6)}, {}, False),
+        ({"w": (7, 6)}, {}, True),
+        ({"w": (8, 6), "b": (5,)}, {}, True),
+        ({"model.norm.weight": (8,), "model.embed_tokens.weight": (12, 8)}, {}, True),
+        ({"norm.weight": (8,), "layers.0.attention.wq.weight": (16, 8)}, {}, True),
+        ({"model.norm.weight": (8,), "w": (12, 8)}, {}, False),
+        ({"model.norm.weight": (8,), "w": (12, 8)}, {"hidden_size": 8}, True),
+        ({"model.norm.weight": (8,), "w": (12, 8)}, {"hidden_size": 16}, False),
+        ({"model.embed_tokens.weight": (12, 4)}, {"vocab_size": 12, "hidden_size": 4}, False),
+    ],
+)  # fmt: skip
+def test_what_shows_that_no_rank_is_missing(tmp_path, tensors, config, is_shown):
+    chunked(tmp_path, 2, {name: np.zeros(shape, np.uint8) for name, shape in tensors.items()})
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_shown:
+        assert {n: leaf.shape for n, leaf in ucp.open(tmp_path).params.items()} == tensors
+    else:
+        with pytest.raises(FormatError, match=r"a file may be missing: .*--size ranks=2"):
+            ucp.open(tmp_path)
+
+
+def test_an_embedding_shorter_than_its_config_says_has_lost_a_rank(tmp_path):
+    chunked(tmp_path, 4, {"model.embed_tokens.weight": np.zeros((12, 4), np.uint8)})
+    (tmp_path / of_rank(4)).unlink()
+    (tmp_path / "config.json").write_text('{"vocab_size": 12}')
+    with pytest.raises(FormatError, match=r"ends at row 9, and config\.json says 12"):
+        ucp.open(tmp_path)
+
+
+def test_a_file_that_every_rank_wrote_in_turn_is_refused_by_the_total_of_its_index(tmp_path):
+    folder = Path(shutil.copytree(DATA / "dcp_hf_rank0" / "ckpt", tmp_path / "c"))
+    said = json.loads((folder / INDEX).read_text())
+    said["metadata"]["total_size"] *= 2
+    (folder / INDEX).write_text(json.dumps(said))
+    for path in (folder, folder / INDEX):
+        with pytest.raises(FormatError, match=r"total_size 7862, and its files have 3931 bytes"):
+            ucp.open(path)
 
 
 def test_a_file_that_names_count_and_no_rank_has_is_missing(tmp_path):
@@ -272,9 +392,9 @@ def test_a_file_that_names_count_and_no_rank_has_is_missing(tmp_path):
 
 
 def test_a_rank_of_any_number_takes_no_time(tmp_path):
-    name = f"shard-{10**12}-model-00001-of-00001.safetensors"
-    parts(tmp_path / name, w=([0, 0], np.zeros((2, 1), np.uint8)))
-    assert f"{10**12} ranks wrote parts" in ucp.open(tmp_path).notes[0]
+    parts(tmp_path / of_rank(10**12), w=([0, 0], np.zeros((2, 1), np.uint8)))
+    with pytest.raises(FormatError, match="that of rank 1 is not there"):
+        ucp.open(tmp_path)
 
 
 def test_other_files_of_the_folder_are_accounted_for_and_other_weights_noted(tmp_path):

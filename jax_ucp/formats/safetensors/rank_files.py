@@ -1,0 +1,230 @@
+"""Whether the files of all ranks are there, where each rank wrote its parts of tensors
+(`HuggingFaceStorageWriter(save_distributed=True)` of PyTorch DCP).
+
+Files are called `shard-<rank>-model-<file>-of-<files>`, and no number of ranks is stored. Tensors
+show it, by how DTensor cuts an axis of `n` over `m` ranks: `torch.chunk`, so that each part has
+`ceil(n / m)`, the last one what is left, and those after it nothing (torch 2.13
+`distributed/tensor/placement_types.py`, `Shard._split_tensor`; an empty part is written too). A
+rank more would have made the parts shorter, unless an axis is so short that it gets nothing.
+Tensors that ranks share are on one mesh, so that one tensor proves the files of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
+from jax_ucp.formats.listing import listed
+from jax_ucp.formats.options import Sizes
+from jax_ucp.layout.box import Box
+
+Parts = Sequence[tuple[str, Box]]
+
+_SHARD_FILE = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+_SHOWN = 4
+
+# Names of tensors with an axis of the model's width: the embedding and the first projection of a
+# layer on their second, norms of the residual stream on their only one. Those of transformers'
+# decoders, of torchtitan and of Llama's originals.
+_EMBEDDING = re.compile(r"(model\.)?(embed_tokens|tok_embeddings)\.weight")
+_PROJECTION = re.compile(r"(model\.)?layers\.\d+\.(self_attn\.q_proj|attention\.wq)\.weight")
+_NORM = re.compile(
+    r"(model\.)?(layers\.\d+\.(input_layernorm|post_attention_layernorm|attention_norm|ffn_norm)"
+    r"|norm)\.weight"
+)
+
+
+def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Sizes) -> str | None:
+    """A note on what shows that no rank's file is missing; None if no rank wrote parts of tensors,
+    which are (file, block).
+
+    Raises FormatError where files are missing, or nothing shows that none is.
+    """
+    files = {file for parts in tensors.values() for file, _ in parts}
+    names = list(filter(None, map(_SHARD_FILE.fullmatch, sorted(files))))
+    if not names:
+        return None
+    _require_counted(folder, names)
+    ranks = sorted({int(name[1]) for name in names})
+    said = sizes.of(["ranks"]).get("ranks")
+    if said is not None:
+        return _said(folder, said, ranks)
+    gap = next((rank for rank, there in enumerate(ranks, start=1) if rank != there), None)
+    if gap is not None:
+        _refuse(folder, len(ranks), f"that of rank {gap} is not there ({_pattern(gap)})")
+    cuts = {
+        name: [
+            (int(match[1]), box) for file, box in parts if (match := _SHARD_FILE.fullmatch(file))
+        ]
+        for name, parts in tensors.items()
+    }
+    width = _width(folder, cuts, len(ranks))
+    for group in _groups(tensors):
+        if not any(_shows_ranks(name, cuts[name], group.ranks, width) for name in group.names):
+            _refuse(folder, len(ranks), _unproved(group))
+    return (
+        f"{len(ranks)} ranks wrote parts of tensors; that there were no more is shown by how the"
+        " tensors are cut"
+    )
+
+
+def _require_counted(folder: FilePath, names: Sequence[re.Match[str]]) -> None:
+    """Raise FormatError where no rank has a file of some number that names count."""
+    parts = max(int(name[3]) for name in names)
+    present = {int(name[2]) for name in names}
+    if missing := next((part for part in range(1, parts + 1) if part not in present), None):
+        raise FormatError(
+            f"{folder}: {names[0][0]} says by its name that ranks have {parts} files, but none has"
+            f" one called model-{missing:05}-of-{parts:05}: the model is not whole without it"
+        )
+
+
+def _said(folder: FilePath, said: int, ranks: Sequence[int]) -> str:
+    """The note where the user says how many ranks wrote files."""
+    if said != len(ranks):
+        shown = listed([str(rank) for rank in ranks], _SHOWN)
+        raise FormatError(
+            f"{folder}: sizes says ranks={said}, and there are files of {len(ranks)}: {shown}."
+            f" Copy the others; if those had nothing to write, such as replicas, say"
+            f" ranks={len(ranks)}"
+        )
+    return f"{said} ranks wrote parts of tensors, as sizes says: nothing in the files proves it"
+
+
+def _refuse(folder: FilePath, ranks: int, why: str) -> NoReturn:
+    raise FormatError(
+        f"{folder} has files of {ranks} ranks with parts of tensors, and a file may be missing:"
+        f" {why}. Neither the number of ranks nor the shapes of tensors are stored. If {ranks}"
+        f" ranks wrote files, say sizes={{'ranks': {ranks}}} (--size ranks={ranks}); else copy the"
+        " others"
+    )
+
+
+def _pattern(rank: int) -> str:
+    return f"shard-{rank:05}-model-*.safetensors"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Files that share tensors which are cut, and the names of all tensors in them."""
+
+    files: frozenset[str]
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def _groups(tensors: Mapping[str, Parts]) -> Iterator[_Group]:
+    """Each rank's file with those that have other parts of its tensors."""
+    group_of: dict[str, set[str]] = {}
+    for parts in tensors.values():
+        files = {file for file, _ in parts}
+        joined = set.union(files, *[group_of[file] for file in files if file in group_of])
+        group_of |= dict.fromkeys(joined, joined)
+    names: dict[frozenset[str], list[str]] = defaultdict(list)
+    for name, parts in tensors.items():
+        names[frozenset(group_of[parts[0][0]])].append(name)
+    for files, there in names.items():
+        matches = filter(None, map(_SHARD_FILE.fullmatch, files))
+        ranks = tuple(sorted({int(match[1]) for match in matches}))
+        if ranks and any(box.ndim for name in there for _, box in tensors[name]):
+            yield _Group(files, ranks, tuple(there))
+
+
+def _unproved(group: _Group) -> str:
+    last = max(group.files)
+    return (
+        f"{group.names[0]} and what is stored with it, last in {last}, are cut as they would be in"
+        " the first files of more ranks"
+    )
+
+
+def _shows_ranks(
+    name: str, parts: Sequence[tuple[int, Box]], ranks: Sequence[int], width: int | None
+) -> bool:
+    """Whether a tensor was cut over just these ranks."""
+    axis = _cut_axis([box for _, box in parts])
+    if axis is None or len(parts) != len(ranks) or ranks[-1] - ranks[0] + 1 != len(ranks):
+        return False
+    ordered = sorted(parts, key=lambda part: (part[1].start[axis], part[0]))
+    lengths = [box.shape[axis] for _, box in ordered]
+    order = [rank - ranks[0] for rank, _ in ordered]
+    if order != [*range(len(ranks))]:
+        return _is_strided(order, lengths)
+    is_whole = lengths[-1] < lengths[0] or (axis == 0 and _is_wide(name, parts, width))
+    return is_whole and _is_of(lengths)
+
+
+def _cut_axis(boxes: Sequence[Box]) -> int | None:
+    """The one axis on which boxes differ, the first if there is one box; None if there are
+    several.
+    """
+    spans = zip(*[zip(box.start, box.stop, strict=True) for box in boxes], strict=True)
+    cut = [axis for axis, of_axis in enumerate(spans) if len({*of_axis}) > 1]
+    if len(boxes) == 1 and boxes[0].ndim:
+        return 0
+    return cut[0] if len(cut) == 1 else None
+
+
+def _is_of(lengths: Sequence[int]) -> bool:
+    """Whether parts of these lengths are those of so many ranks, and not of one more."""
+    whole, ranks = sum(lengths), len(lengths)
+    return math.ceil(whole / (ranks + 1)) < lengths[0] == math.ceil(whole / ranks)
+
+
+def _is_strided(order: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether an axis is cut by tensor parallelism first, and by FSDP within: its first parts are
+    those of every second rank, or third. Another row of ranks would have left holes.
+    """
+    stride = order[1]
+    if stride < 2:
+        return False
+    rows = len(order) // stride
+    expected = [column + stride * row for column in range(stride) for row in range(rows)]
+    if rows < 2 or list(order) != expected:
+        return False
+    runs = [lengths[at : at + rows] for at in range(0, len(lengths), rows)]
+    return runs.count(runs[0]) == len(runs) and _is_of(runs[0])
+
+
+def _width(
+    folder: FilePath, cuts: Mapping[str, Sequence[tuple[int, Box]]], ranks: int
+) -> int | None:
+    """The width of the model: what the config says, or columns that are not cut; None if neither
+    is there.
+
+    Raises FormatError where the embedding has fewer rows than the config says.
+    """
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    said = config if isinstance(config, Mapping) else {}
+    hidden, vocab = said.get("hidden_size"), said.get("vocab_size")
+    for name, parts in cuts.items():
+        if not _EMBEDDING.fullmatch(name) or type(vocab) is not int:
+            continue
+        rows = max((box.stop[0] for _, box in parts if box.ndim), default=vocab)
+        if rows < vocab:
+            _refuse(folder, ranks, f"{name} ends at row {rows}, and config.json says {vocab}")
+    if type(hidden) is int:
+        return hidden
+    columns = {n for name, parts in cuts.items() for n in _columns(name, parts)}
+    return columns.pop() if len(columns) == 1 else None
+
+
+def _columns(name: str, parts: Iterable[tuple[int, Box]]) -> set[int]:
+    """How many columns a matrix has that has one for each number of the residual stream."""
+    if not (_EMBEDDING.fullmatch(name) or _PROJECTION.fullmatch(name)):
+        return set()
+    spans = {(box.start[1], box.stop[1]) for _, box in parts if box.ndim == 2}
+    return {stop for start, stop in spans if start == 0 and len(spans) == 1}
+
+
+def _is_wide(name: str, parts: Sequence[tuple[int, Box]], width: int | None) -> bool:
+    """Whether a norm has the width of the model, so that no part of it is missing."""
+    last = max(box.stop for _, box in parts)
+    return bool(_NORM.fullmatch(name)) and last == (width,)
