@@ -24,6 +24,7 @@ from jax_ucp.errors import UCPError
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
+from safetensors_writer import write_safetensors
 from torch_writer import Instance, edit, rewrite, save
 
 DATA = Path(__file__).parent / "data"
@@ -231,6 +232,24 @@ def made_in_its_source(folder: Path) -> None:
         shutil.copy(path, folder)
 
 
+def with_files_of(case: str, pattern: str) -> Callable[[Path, str], Arrays]:
+    """Copy the files that are missing, and open again."""
+
+    def follow(folder: Path, _: str) -> Arrays:
+        for file in (DATA / case / "ckpt").glob(pattern):
+            shutil.copy(file, folder)
+        return arrays(ucp.open(folder))
+
+    return follow
+
+
+def cut_evenly(folder: Path) -> None:
+    for rank in (0, 1):
+        mark = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4 * rank]}})}
+        file = folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        write_safetensors(file, {"w": np.arange(4, dtype=np.float32)}, mark)
+
+
 def not_copied(folder: Path) -> None:
     dcp(folder)
     (folder / ".metadata").unlink()
@@ -285,6 +304,18 @@ SITUATIONS = {
             r"no \.metadata: the save never ended",
             r"was not copied with the others, for its name begins with a dot",
         ],
+    ),
+    "a rank's file of torch's Hugging Face writer is missing": Situation(
+        "torch/dcp_hf_sharded",
+        delete("shard-00004-*"),
+        [r"/c has files of 3 ranks .*shard-00003-model-00001-of-00001", r"copy the others$"],
+        with_files_of("torch/dcp_hf_sharded", "shard-00004-*"),
+    ),
+    "an even save of torch's Hugging Face writer": Situation(
+        "",
+        cut_evenly,
+        [r"If 2 ranks wrote files, say sizes=\{'ranks': 2\} \(--size ranks=2\)"],
+        lambda folder, _: arrays(ucp.open(folder, sizes={"ranks": 2})),
     ),
     "DCP of links": Situation(
         "",

@@ -243,14 +243,14 @@ def _named_by_config(path: FilePath) -> str:
 
 
 def _read(path: FilePath, save: Save, options: Options) -> Import:
+    index = read_index(path / save.index)[0] if save.index else None
     if save.model.kind == "safetensors":
-        imported = safetensors.read_weights(path, path, save.files, options.sizes)
+        imported = safetensors.read_weights(path, path, save.files, options.sizes, index)
     else:
         if len(save.files) == 1:
             refuse_rank(path / save.files[0])
         imported = torch_state.read_weights(path, path, save.files, options)
-    if save.index:
-        index, _ = read_index(path / save.index)
+    if index is not None:
         keep_index(imported, path / save.index, index, tensors_of(imported))
     return imported
 

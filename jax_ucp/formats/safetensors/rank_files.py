@@ -16,7 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
@@ -24,6 +24,7 @@ from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Sizes
 from jax_ucp.layout.box import Box
+from jax_ucp.sources.protocol import ArraySource
 
 Parts = Sequence[tuple[str, Box]]
 
@@ -73,6 +74,26 @@ def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Si
         f"{len(ranks)} ranks wrote parts of tensors; that there were no more is shown by how the"
         " tensors are cut"
     )
+
+
+def require_total(
+    path: FilePath, index: Mapping[str, Any], files: Mapping[str, ArraySource]
+) -> None:
+    """Raise FormatError where the index of torch's writer counts other bytes than the files have.
+
+    Without `save_distributed` every rank writes files of the same names, so that the last one's
+    stay, and the index sums what all of them wrote (`HuggingFaceStorageWriter.finish`).
+    """
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    stored = sum(info.nbytes for file in files.values() for info in file.arrays().values())
+    if type(total) is int and total != stored:
+        raise FormatError(
+            f"{path}: the index says total_size {total}, and its files have {stored} bytes of"
+            " tensors: several ranks may have written files of the same names (torch's"
+            " HuggingFaceStorageWriter without save_distributed), so that parts of one rank are"
+            " left. Save again with save_distributed=True, or from whole tensors"
+        )
 
 
 def _require_counted(folder: FilePath, names: Sequence[re.Match[str]]) -> None:

@@ -37,7 +37,7 @@ from jax_ucp.formats.huggingface.weight_files import (
 from jax_ucp.formats.huggingface.weight_names import model_of_index
 from jax_ucp.formats.options import Options, Sizes
 from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, joined
-from jax_ucp.formats.safetensors.rank_files import require_every_rank
+from jax_ucp.formats.safetensors.rank_files import require_every_rank, require_total
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents, QuantizedWeight
@@ -88,7 +88,7 @@ def open_safetensors(path: FilePath, options: Options) -> Contents:
         imported = read_weights(path, path.parent, [path.name], options.sizes)
     else:
         index, names = index_save(path)
-        imported = read_weights(path, path.parent, names, options.sizes)
+        imported = read_weights(path, path.parent, names, options.sizes, index)
         keep_index(imported, path, index, tensors_of(imported))
     keep_configs(imported, path.parent)
     return finish(imported)
@@ -99,9 +99,16 @@ def _opened(path: FilePath) -> SafetensorsFile:
     return SafetensorsFile(path)
 
 
-def read_weights(path: FilePath, folder: FilePath, names: Sequence[str], sizes: Sizes) -> Import:
+def read_weights(
+    path: FilePath,
+    folder: FilePath,
+    names: Sequence[str],
+    sizes: Sizes,
+    index: Mapping[str, Any] | None = None,
+) -> Import:
     """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their
     headers say, as extras. `sizes` may say how many `ranks` wrote files with parts of tensors.
+    `index` is the one that names the files.
 
     Raises as `open_safetensors`.
     """
@@ -121,6 +128,8 @@ def read_weights(path: FilePath, folder: FilePath, names: Sequence[str], sizes: 
         several = f", one of {len(stored)} parts" if len(stored) > 1 else ""
         whole = joined(key, [(f"{name}:{key}", box) for name, box in stored])
         imported.parameter("param", key, whole, f"the parameter {key}{several}")
+    if any(MARK in file.metadata for file in files.values()):
+        require_total(path, index or {}, files)
     if note := require_every_rank(folder, parts, sizes):
         imported.notes.append(note)
     return imported
