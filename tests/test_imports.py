@@ -24,6 +24,7 @@ ROOMS = (
         "orbax_import",
         "errors",
         "text",
+        "json_text",
         "arguments",
         "garbage",
         "name_patterns",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from jax_ucp import json_text
 from jax_ucp.arguments import local_path
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.shard_spec.arithmetic import MAX_SIZE
@@ -66,8 +66,8 @@ def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
-        content = json.loads(text) if len(text) <= _MAX_BYTES else None
-    except (OSError, ValueError, RecursionError) as error:
+        content = json_text.decode(text) if len(text) <= _MAX_BYTES else None
+    except (OSError, ValueError) as error:
         raise FormatError(f"{path} cannot be read as a model's config: {error}") from None
     if not isinstance(content, dict):
         raise FormatError(

@@ -19,6 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import FormatError
+from jax_ucp.json_text import is_shallow
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import MAX_ARRAY_BYTES, Leaf, SavedSharding, is_leaf_name, tree_fault
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH, Metadata, StoredArray
@@ -92,27 +93,12 @@ def _stack_fault(shape: Shape, stored: StoredArray) -> str | None:
 def _value_faults(metadata: Metadata) -> Iterator[str]:
     """What is wrong with the values that are carried along."""
     settings = [group.settings for group in metadata.groups]
-    if not is_shallow([metadata.source, metadata.extras, settings]):
+    if not is_shallow([metadata.source, metadata.extras, settings], MAX_VALUE_DEPTH):
         yield (
             f"there are values in source, extras or groups nested more than {MAX_VALUE_DEPTH} deep"
         )
     if stray := [file for file, items in metadata.extras.items() if not isinstance(items, dict)]:
         yield f"the extras of {stray[0]!r:.200} have no names"
-
-
-def is_shallow(value: object) -> bool:
-    """Whether a JSON value can be walked recursively."""
-    level: list[object] = [value]
-    for _ in range(MAX_VALUE_DEPTH):
-        items = [
-            item.values() if isinstance(item, dict) else item
-            for item in level
-            if isinstance(item, dict | list)
-        ]
-        level = [child for children in items for child in children]
-        if not level:
-            return True
-    return False
 
 
 def name_faults(names: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,6 @@ MLX `nn/layers/quantized.py`.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp import json_text
 from jax_ucp.formats.options import Dequantize
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
@@ -258,8 +258,8 @@ def _json(text: Any) -> Any:
     if not isinstance(text, str):
         return None
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_text.decode(text)
+    except ValueError:
         return None
 
 

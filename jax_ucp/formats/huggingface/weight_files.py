@@ -8,11 +8,11 @@ Mistral's `params.json` and Llama's have the sizes of the model.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax_ucp import json_text
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
@@ -54,8 +54,8 @@ _CHECKLIST = "checklist.chk"  # of Llama's originals: a line for each file
 
 def read_json(path: FilePath) -> Any:
     try:
-        return json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
+        return json_text.decode(path.read_bytes())
+    except ValueError as error:
         raise FormatError(f"{path} is not JSON: {stand_in(path) or error}") from None
 
 

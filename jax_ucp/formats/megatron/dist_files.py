@@ -10,7 +10,6 @@ Facts: `megatron/core/dist_checkpointing/` of Megatron-LM core_v0.13.0 to core_v
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jax_ucp import json_text
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
@@ -208,8 +208,8 @@ def _backend(folder: FilePath) -> str | None:
     if not path.is_file() or path.size() > MAX_CONFIG_BYTES:
         return None
     try:
-        config = json.loads(path.read_text())
-    except (ValueError, RecursionError):
+        config = json_text.decode(path.read_text())
+    except ValueError:
         return None
     backend = as_dict(config).get("sharded_backend")
     return backend if isinstance(backend, str) else None

@@ -10,7 +10,6 @@ Facts: `megatron/core/dist_checkpointing/strategies/zarr.py` of Megatron-LM core
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jax_ucp import json_text
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import file_size
@@ -113,9 +113,9 @@ def zarr_array(folder: FilePath, name: str) -> ZarrArray:
     if (file_size(folder.folder(), f"{name}/{ARRAY_FILE}") or 0) > MAX_ARRAY_BYTES:
         raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
     try:
-        metadata: Any = json.loads(path.read_text())
+        metadata: Any = json_text.decode(path.read_text())
         array = _parse(name, _DEFAULTS | metadata)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
             f"{path} does not describe an array of zarr v2 ({type(error).__name__}: {error})"
         ) from error

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from jax_ucp import json_text
 from jax_ucp.errors import NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
@@ -27,7 +28,6 @@ from jax_ucp.formats.orbax import array_folders
 from jax_ucp.formats.orbax import reader as orbax
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.contents import Contents, Item
-from jax_ucp.universal.checked import is_shallow
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 
@@ -255,6 +255,6 @@ def _json(
         value = msgspec.json.decode(read(path))
     except (msgspec.DecodeError, RecursionError):
         return None
-    if not is_shallow(value):
+    if not json_text.is_shallow(value, json_text.MAX_DEPTH):
         return None
     return value if isinstance(value, dict) else {"value": value}

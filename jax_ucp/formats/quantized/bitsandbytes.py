@@ -10,7 +10,6 @@ they use AVX-512; the rule of `default/ops.py`, which is that of CUDA, is taken.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp import json_text
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import StoredWeight, is_finite
@@ -203,8 +203,8 @@ def _state(stored: StoredWeight) -> Mapping[str, Any]:
         stored.fault(f"has {len(roles)} parts quant_state, and needs one")
     label = stored.weight.parts[roles[0]]
     try:
-        state = json.loads(stored.read(roles[0]).tobytes())
-    except (ValueError, RecursionError) as error:
+        state = json_text.decode(stored.read(roles[0]).tobytes())
+    except ValueError as error:
         stored.fault(f"{label} is not JSON: {error}")
     kind = roles[0].rpartition("__")[2]
     if not isinstance(state, dict) or state.get("quant_type") != kind:

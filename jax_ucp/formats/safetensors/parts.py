@@ -10,11 +10,11 @@ of the last rank leaves none: `rank_files` has what proves that it is there.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax_ucp import json_text
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.layout.box import Box
@@ -34,8 +34,8 @@ def boxes(
     if MARK not in metadata:
         return {name: Box.whole(info.shape) for name, info in arrays.items()}
     try:
-        offsets: Any = json.loads(metadata[MARK])
-    except (ValueError, RecursionError) as error:
+        offsets: Any = json_text.decode(metadata[MARK])
+    except ValueError as error:
         raise FormatError(f"{path}: {MARK} is not JSON: {error}") from None
     if not isinstance(offsets, dict) or offsets.keys() != arrays.keys():
         raise FormatError(f"{path}: {MARK} does not name just the tensors of the file")

@@ -7,7 +7,6 @@ Facts: the format's README and `Metadata::validate` (`safetensors/src/tensor.rs`
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import defaultdict
@@ -18,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jax_ucp import json_text
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath, file_path
@@ -216,19 +216,12 @@ def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
         raise FormatError(f"{path}: {claim}: it is cut short, or no safetensors")
     data = path.read_bytes(8, 8 + length)
     try:
-        header = json.loads(data.decode(), object_pairs_hook=_unique) if data[:1] == b"{" else None
-    except (ValueError, RecursionError) as error:
+        header = json_text.decode(data, unique_names=True) if data[:1] == b"{" else None
+    except ValueError as error:
         raise FormatError(f"{path}: the header is not as the format has it: {error}") from None
     if not isinstance(header, dict):
         raise FormatError(f"{path}: the header is not a JSON object")
     return header, 8 + length
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return values
 
 
 def _metadata(path: FilePath, metadata: Any) -> dict[str, str]:
