@@ -12,25 +12,25 @@ import re
 from typing import Any
 
 # No config of a model is a tenth as deep.
-MAX_DEPTH = 100
+MAX_JSON_DEPTH = 100
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def decode(text: bytes | str, *, unique_names: bool = False) -> Any:
+def decode_json(text: bytes | str, *, unique_names: bool = False) -> Any:
     """The value of a JSON text, in UTF-8 if it is bytes.
 
-    Raises ValueError for what is not JSON, is nested more than `MAX_DEPTH` levels, or has half of a
+    Raises ValueError for what is not JSON, is nested more than `MAX_JSON_DEPTH` levels, or has half of a
     surrogate pair in a text; with `unique_names` also where an object has a name twice.
     """
     text = text.decode() if isinstance(text, bytes) else text
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique_names else None)
-        is_deep = not is_shallow(value, MAX_DEPTH)
+        is_deep = not is_shallow(value, MAX_JSON_DEPTH)
     except RecursionError:
         is_deep = True
     if is_deep:
-        raise ValueError(f"its values are nested more than {MAX_DEPTH} levels")
+        raise ValueError(f"its values are nested more than {MAX_JSON_DEPTH} levels")
     if _SURROGATE.search(text):
         _require_whole_characters(value)
     return value

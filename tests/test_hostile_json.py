@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from jax_ucp import json_text
 from jax_ucp.cli.main import main
+from jax_ucp.json_text import MAX_JSON_DEPTH
 
 DATA = Path(__file__).parent / "data"
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +36,7 @@ def nested(levels: int) -> str:
 
 
 VALUES = {
-    "too deep by one": nested(json_text.MAX_DEPTH),
+    "too deep by one": nested(MAX_JSON_DEPTH),
     "400 deep": nested(400),
     "960 deep": nested(960),
     "lists 900 deep": "[" * 900 + "]" * 900,
@@ -99,7 +99,7 @@ def test_a_value_that_no_writer_writes_is_carried_or_refused_by_every_command(
 def test_what_can_be_neither_walked_nor_written_is_refused_where_it_is_read(tmp_path, kind, value):
     folder, file = copied(tmp_path, kind)
     before = file.read_bytes()
-    file.write_bytes(with_value(before, nested(json_text.MAX_DEPTH - 1)))
+    file.write_bytes(with_value(before, nested(MAX_JSON_DEPTH - 1)))
     assert not refusal(folder, "inspect")
     file.write_bytes(with_value(before, VALUES[value]))
     reason = "half of a surrogate pair" if "pair" in value else "nested more than 100 levels"

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ucp import json_text
 from jax_ucp.arguments import local_path
 from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.json_text import decode_json
 from jax_ucp.shard_spec.arithmetic import MAX_SIZE
 
 _MAX_BYTES = 16 << 20
@@ -66,7 +66,7 @@ def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
-        content = json_text.decode(text) if len(text) <= _MAX_BYTES else None
+        content = decode_json(text) if len(text) <= _MAX_BYTES else None
     except (OSError, ValueError) as error:
         raise FormatError(f"{path} cannot be read as a model's config: {error}") from None
     if not isinstance(content, dict):

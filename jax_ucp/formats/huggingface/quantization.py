@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp import json_text
 from jax_ucp.formats.options import Dequantize
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
+from jax_ucp.json_text import decode_json
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight
 from jax_ucp.tree import Key, Leaf, leaf_names
@@ -258,7 +258,7 @@ def _json(text: Any) -> Any:
     if not isinstance(text, str):
         return None
     try:
-        return json_text.decode(text)
+        return decode_json(text)
     except ValueError:
         return None
 

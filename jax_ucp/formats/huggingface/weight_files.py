@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_ucp import json_text
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
@@ -25,6 +24,7 @@ from jax_ucp.formats.huggingface.weight_names import (
     unnamed_parts,
 )
 from jax_ucp.formats.listing import listed
+from jax_ucp.json_text import decode_json
 from jax_ucp.sources.contents import Contents
 
 _SHOWN = 4
@@ -54,7 +54,7 @@ _CHECKLIST = "checklist.chk"  # of Llama's originals: a line for each file
 
 def read_json(path: FilePath) -> Any:
     try:
-        return json_text.decode(path.read_bytes())
+        return decode_json(path.read_bytes())
     except ValueError as error:
         raise FormatError(f"{path} is not JSON: {stand_in(path) or error}") from None
 

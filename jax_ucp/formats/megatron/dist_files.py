@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jax_ucp import json_text
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
@@ -30,6 +29,7 @@ from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.formats.torch_save.tensor_names import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import what_is
+from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent, verdicts
 from jax_ucp.sources.protocol import ArraySource
@@ -208,7 +208,7 @@ def _backend(folder: FilePath) -> str | None:
     if not path.is_file() or path.size() > MAX_CONFIG_BYTES:
         return None
     try:
-        config = json_text.decode(path.read_text())
+        config = decode_json(path.read_text())
     except ValueError:
         return None
     backend = as_dict(config).get("sharded_backend")

@@ -18,13 +18,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_ucp import json_text
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import file_size
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.megatron.dist_names import Run
+from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.beside import is_clutter
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
@@ -113,7 +113,7 @@ def zarr_array(folder: FilePath, name: str) -> ZarrArray:
     if (file_size(folder.folder(), f"{name}/{ARRAY_FILE}") or 0) > MAX_ARRAY_BYTES:
         raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
     try:
-        metadata: Any = json_text.decode(path.read_text())
+        metadata: Any = decode_json(path.read_text())
         array = _parse(name, _DEFAULTS | metadata)
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(

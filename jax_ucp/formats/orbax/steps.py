@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from jax_ucp import json_text
 from jax_ucp.errors import NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
@@ -26,6 +25,7 @@ from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.orbax import array_folders
 from jax_ucp.formats.orbax import reader as orbax
+from jax_ucp.json_text import MAX_JSON_DEPTH, is_shallow
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.contents import Contents, Item
 
@@ -255,6 +255,6 @@ def _json(
         value = msgspec.json.decode(read(path))
     except (msgspec.DecodeError, RecursionError):
         return None
-    if not json_text.is_shallow(value, json_text.MAX_DEPTH):
+    if not is_shallow(value, MAX_JSON_DEPTH):
         return None
     return value if isinstance(value, dict) else {"value": value}

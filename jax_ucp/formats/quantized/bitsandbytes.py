@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp import json_text
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import StoredWeight, is_finite
+from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.dequantized import Dequantizer, Part
 
@@ -203,7 +203,7 @@ def _state(stored: StoredWeight) -> Mapping[str, Any]:
         stored.fault(f"has {len(roles)} parts quant_state, and needs one")
     label = stored.weight.parts[roles[0]]
     try:
-        state = json_text.decode(stored.read(roles[0]).tobytes())
+        state = decode_json(stored.read(roles[0]).tobytes())
     except ValueError as error:
         stored.fault(f"{label} is not JSON: {error}")
     kind = roles[0].rpartition("__")[2]

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_ucp import json_text
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
+from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.sources.consolidated import Consolidated
@@ -34,7 +34,7 @@ def boxes(
     if MARK not in metadata:
         return {name: Box.whole(info.shape) for name, info in arrays.items()}
     try:
-        offsets: Any = json_text.decode(metadata[MARK])
+        offsets: Any = decode_json(metadata[MARK])
     except ValueError as error:
         raise FormatError(f"{path}: {MARK} is not JSON: {error}") from None
     if not isinstance(offsets, dict) or offsets.keys() != arrays.keys():

@@ -17,7 +17,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_ucp import json_text
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath, file_path
@@ -38,6 +37,7 @@ from jax_ucp.formats.huggingface.weight_names import model_of_index
 from jax_ucp.formats.options import Options, Sizes
 from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, joined
 from jax_ucp.formats.safetensors.rank_files import require_every_rank, require_total
+from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents, QuantizedWeight
@@ -216,7 +216,7 @@ def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
         raise FormatError(f"{path}: {claim}: it is cut short, or no safetensors")
     data = path.read_bytes(8, 8 + length)
     try:
-        header = json_text.decode(data, unique_names=True) if data[:1] == b"{" else None
+        header = decode_json(data, unique_names=True) if data[:1] == b"{" else None
     except ValueError as error:
         raise FormatError(f"{path}: the header is not as the format has it: {error}") from None
     if not isinstance(header, dict):
