@@ -20,8 +20,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def decode_json(text: bytes | str, *, unique_names: bool = False) -> Any:
     """The value of a JSON text, in UTF-8 if it is bytes.
 
-    Raises ValueError for what is not JSON, is nested more than `MAX_JSON_DEPTH` levels, or has half of a
-    surrogate pair in a text; with `unique_names` also where an object has a name twice.
+    Raises ValueError for what is not JSON, is nested more than `MAX_JSON_DEPTH` levels, or has half
+    of a surrogate pair in a text; with `unique_names` also where an object has a name twice.
     """
     text = text.decode() if isinstance(text, bytes) else text
     try:
