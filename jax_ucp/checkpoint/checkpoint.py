@@ -207,10 +207,12 @@ class Checkpoint:
         """
         return self._contents.groups
 
-    @property
+    @cached_property
     def notes(self) -> Sequence[str]:
-        """What the reader should know about this checkpoint."""
-        return self._contents.notes
+        """What the reader should know about this checkpoint. Reads a sample: the steps of up to
+        512 parameters, and the ends of as many files.
+        """
+        return [*self._contents.notes, *self._contents.suspicions()]
 
     @property
     def source(self) -> Mapping[str, Any]:

@@ -30,7 +30,8 @@ def verify(path: str, json_: bool, executor: Executor | None, **options: Any) ->
     outcomes = [fault for _, fault in checkpoint.verify(executor=executor)]
     checks, faults = len(outcomes), list(filter(None, outcomes))
     if json_:
-        print_json({"path": path, "format": checkpoint.format, "checks": checks, "faults": faults})
+        about = {"path": path, "format": checkpoint.format, "notes": [*checkpoint.notes]}
+        print_json({**about, "checks": checks, "faults": faults})
     else:
         for fault in faults:
             to_stderr.print(Text.assemble(("fault", "red"), f" {visible_lines(fault)}"))

@@ -40,7 +40,12 @@ class SourceFiles:
 
     @property
     def is_remote(self) -> bool:
-        return any(files.is_remote for files, _ in self._seen.values())
+        return any(files.is_remote for files, _ in self.seen)
+
+    @property
+    def seen(self) -> list[tuple[Files, FileInfo]]:
+        """The files as they were, each with where it lies."""
+        return list(self._seen.values())
 
     def identities(self) -> list[tuple[str, int, str]]:
         """URL, size and version of each file, sorted."""
@@ -60,12 +65,11 @@ class SourceFiles:
                 yield f"{url} is not the file that was opened: it was replaced, or written to"
 
     def _now(self) -> Sequence[FileInfo | None]:
-        seen = list(self._seen.values())
         now: dict[tuple[str, str], FileInfo | None] = {}
-        for url, files in {files.url(): files for files, _ in seen}.items():
-            names = [file.name for of, file in seen if of.url() == url]
+        for url, files in {files.url(): files for files, _ in self.seen}.items():
+            names = [file.name for of, file in self.seen if of.url() == url]
             now |= zip([(url, name) for name in names], stat_all(files, names), strict=True)
-        return [now[files.url(), file.name] for files, file in seen]
+        return [now[files.url(), file.name] for files, file in self.seen]
 
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
 from jax_ucp.files.looked import looking_once
@@ -39,6 +40,7 @@ from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.garbage import uncollected
 from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.suspicions import suspicions
 from jax_ucp.universal import reader as universal
 from jax_ucp.universal.ledger import LEDGER_FILE
 
@@ -265,7 +267,7 @@ def open_contents(
     with looking_once() as asked:
         contents = _open_at(path, at or file_path(path), options)
     contents.files.asked = asked
-    return contents
+    return replace(contents, suspicions=cache(partial(suspicions, contents)))
 
 
 def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Options) -> Contents:

@@ -86,7 +86,7 @@ class Contents:
     `about` is for people, and decides nothing. `companions` are the files that go with the model,
     such as its tokenizer, by the name that each has in the model's folder. `reading` is what the
     user said of how stored tensors form parameters, or of which of them are the parameters, which
-    nothing else here may show.
+    nothing else here may show. `suspicions()` reads a sample, for further notes.
     """
 
     format: str
@@ -104,6 +104,7 @@ class Contents:
     about: About = About()
     companions: Mapping[str, FilePath] = field(default_factory=dict)
     reading: str = ""
+    suspicions: Callable[[], Sequence[str]] = lambda: ()
 
     @property
     def origin(self) -> dict[str, Any]:
