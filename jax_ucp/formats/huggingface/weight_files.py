@@ -28,6 +28,10 @@ from jax_ucp.json_text import decode_json
 from jax_ucp.sources.contents import Contents
 
 _SHOWN = 4
+_OTHER_TOTAL = (
+    "{} says that the tensors have {!r:.40} bytes, and they have {}: a file of another save, such"
+    " as one of another dtype, may be among them. Some writers' totals are wrong, too"
+)
 _MAX_NAME = 200  # bytes: with the suffix of a download it is still one that file systems take
 
 CONFIG = "config.json"
@@ -145,8 +149,22 @@ def keep_index(
             f"{imported.path}: {key} of {name} is {place}; the files are not of one checkpoint"
         )
     imported.skip(path.name, "index", "says which file has which tensor; compared with the files")
-    for key, value in (index.get("metadata") or {}).items():
+    metadata = index.get("metadata") or {}
+    for key, value in metadata.items():
         imported.extra(path.name, key, value)
+    _note_another_total(imported, path, metadata.get("total_size"))
+
+
+def _note_another_total(imported: Import, index: FilePath, said: object) -> None:
+    """Add a note if the tensors do not have as many bytes as the index says.
+
+    Writers count two names of one tensor once or twice.
+    """
+    sizes = {key: info.nbytes for key, info in imported.stored.items()}
+    distinct = {imported.ties.get(key.partition(":")[2], key): n for key, n in sizes.items()}
+    totals = sum(sizes.values()), sum(distinct.values())
+    if said is not None and said not in totals:
+        imported.notes.append(_OTHER_TOTAL.format(index.name, said, totals[0]))
 
 
 def tensors_of(imported: Import) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from folder_cases import CASES, INDEX, RIGHT, Opens, truth
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from torch_cases import assert_accounted_for
+from torch_writer import Storage, Tensor
 from torch_writer import save as torch_save
 
 DATA = CASES.parent
@@ -670,3 +671,38 @@ def test_what_should_be_a_file_and_is_a_folder_or_leads_nowhere_is_refused(tmp_p
     (tmp_path / name).mkdir()
     with pytest.raises(FormatError, match=rf"{name}: it is a folder, where a file should be"):
         ucp.open(tmp_path)
+
+
+def indexed(folder: Path, suffix: str, files: list[dict[str, np.ndarray]], total: int) -> Path:
+    """A model in several files, with an index that says how many bytes the tensors have."""
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
+    names = [f"{stem}-{i + 1:05}-of-{len(files):05}.{suffix}" for i in range(len(files))]
+    for name, arrays in zip(names, files, strict=True):
+        (write if suffix == "safetensors" else write_torch)(folder / name, arrays)
+    weight_map = {key: name for name, arrays in zip(names, files, strict=True) for key in arrays}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_shard_of_another_dtype_or_shape_beside_an_index_is_noted(suffix, tmp_path):
+    first, second = ({f"w{i}": np.full((4, 6), i + 1, np.float32)} for i in range(2))
+    others = {"dtype": {"w1": second["w1"].astype(np.float16)}, "shape": {"w1": second["w1"][:3]}}
+    for name, other in {"own": second, **others}.items():
+        (tmp_path / name).mkdir()
+        notes = ucp.open(indexed(tmp_path / name, suffix, [first, other], total=192)).notes
+        nbytes = 96 + other["w1"].nbytes
+        said = f"says that the tensors have 192 bytes, and they have {nbytes}: a file of another"
+        assert sum(said in note for note in notes) == (name != "own")
+
+
+@pytest.mark.parametrize("total", [96, 192])
+def test_a_total_may_count_two_names_of_one_tensor_once_or_twice(total, tmp_path):
+    storage = Storage("0", np.arange(24, dtype=np.float32))
+    tied = {name: Tensor(storage, 0, (4, 6), (6, 1)) for name in ("head", "embed")}
+    torch_save(tied, tmp_path / "pytorch_model.bin")
+    weight_map = dict.fromkeys(tied, "pytorch_model.bin")
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert not [note for note in ucp.open(tmp_path).notes if "bytes" in note]
