@@ -9,6 +9,7 @@ import numpy as np
 
 CASES = Path(__file__).parent / "data" / "folders"
 INDEX = "model.safetensors.index.json"
+_OTHER_TOTAL = r".*\.index\.json says that the tensors have 1 bytes, and they have 320"
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ RIGHT: dict[str, Opens | Refused] = {
         ("not read: model_1.safetensors: another model of the same save",)
     ),
     "adapter_beside": Opens(("not read: adapter_model.safetensors: an adapter.*is not applied",)),
-    "diffusers_idx": Opens(),
+    "diffusers_idx": Opens((_OTHER_TOTAL,)),
     "diffusers_variants": Opens(
         (r"not read: diffusion_pytorch_model\.fp16\.safetensors: the variant fp16",)
     ),
     "hf_bin_and_st": Opens(
-        (r"not read: pytorch_model\.bin: model\.safetensors\.index\.json is read",)
+        (_OTHER_TOTAL, r"not read: pytorch_model\.bin: model\.safetensors\.index\.json is read")
     ),
     "hf_bin_noindex": Opens(),
     "hf_cache": Refused(
@@ -56,7 +57,7 @@ RIGHT: dict[str, Opens | Refused] = {
         r"model-00002-of-00002\.safetensors: it is a git-lfs pointer .*: run `git lfs pull`"
     ),
     "hf_lfs_bin": Refused(r"pytorch_model\.bin: it is a git-lfs pointer .*: run `git lfs pull`"),
-    "hf_macos": Opens(),
+    "hf_macos": Opens((_OTHER_TOTAL,)),
     "hf_macos_noindex": Opens(),
     # Mistral's own file beside transformers' parts.
     "hf_noindex_dup": Opens((r"not read: consolidated\.safetensors: weights under another name",)),

@@ -28,6 +28,7 @@ T = TypeVar("T")
 MAX_READS, MAX_REMOTE_READS = 512, 64
 # A file is looked at in windows, one at its end and one at the start of each sixteenth of it.
 _WINDOW, _SIXTEENTHS = 4096, 16
+_SECTOR = 512  # bytes of which a disk has all or none
 _MIN_ZEROS = 4  # sixteenths; shorter ends may be biases that were never trained
 _SHOWN = 4
 _UNPAIRED_STEP = re.compile(r"(^|\.)state\..+\.step$")
@@ -95,7 +96,8 @@ def _at_step(contents: Contents, step: float, leaves: Sequence[Leaf]) -> str:
 
 def _zero_ends(contents: Contents) -> Iterator[str]:
     """A note for each file of which a long end is zeros, though not all of it."""
-    files = _sample(contents.files.seen, contents.files.is_remote)
+    long = [(of, file) for of, file in contents.files.seen if file.size > _SECTOR]
+    files = _sample(long, contents.files.is_remote)
     jobs = [partial(_sixteenths_of_zeros, of, file) for of, file in files]
     for (of, file), zeros in zip(files, in_threads(jobs, contents.files.is_remote), strict=True):
         if _MIN_ZEROS <= zeros < _SIXTEENTHS:

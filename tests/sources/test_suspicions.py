@@ -175,3 +175,10 @@ def test_few_zeros_at_the_end_of_a_file_are_usual(write, tmp_path):
     zeros = len(data) // 8
     file.write_bytes(data[:-zeros] + bytes(zeros))
     assert not [note for note in ucp.open(path).notes if ZEROS in note]
+
+
+def test_a_file_of_one_sector_is_never_half_written(tmp_path):
+    file = tmp_path / "model.safetensors"
+    text = b'{"w": {"dtype": "F32", "shape": [40], "data_offsets": [0, 160]}}'
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(160))
+    assert not [note for note in ucp.open(file).notes if ZEROS in note]

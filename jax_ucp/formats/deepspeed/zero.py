@@ -258,6 +258,11 @@ def _zero12(
     The first of the flat `states` are the masters. They, and in elastic checkpoints moments too,
     are stored without the padding at the end. A state that is no part of the partition may be
     longer.
+
+    DeepSpeed 0.14.5 cuts all padding of the group from the last rank, whose partition may be
+    shorter than that: `group[: len(group) - padding]` then counts from the end
+    (`_get_groups_without_padding` and `_get_state_without_padding`). Other ranks keep theirs.
+    0.16.9 cuts each rank's own.
     """
     masters, count = states[0], len(ranks)
     gaps = _gaps(index, shapes, ranks[0], model)
@@ -266,6 +271,8 @@ def _zero12(
     for length in sorted(stored_lengths, reverse=True):
         real = [min(length, max(0, total - position * length)) for position in range(count)]
         lengths = [{n, length} for n in real]
+        padding = length * count - total
+        lengths[-1].add(len(range(length)[: length - padding]))
         # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor,
         # stage_1_and_2.py).
         if total <= length * count < total + 2 * count and _fit(masters, lengths):

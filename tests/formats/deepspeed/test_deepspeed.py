@@ -22,7 +22,7 @@ from jax_ucp.formats.deepspeed.files import _as_rank, _refuse_copies, _Run, open
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
-from torch_writer import change, save
+from torch_writer import Size, change, edit, save
 
 CASES = sorted(path.name for path in DATA.iterdir())
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -390,3 +390,63 @@ def test_what_is_believed_is_noted_and_accounted_for(in_two_minds, on_conflict):
         w for w in statuses if RANK_1 in w and w.endswith("single_partition_of_fp32_groups/0")
     }
     assert statuses[master] == ("skipped" if on_conflict == "copy" else "mapped")
+
+
+def cut_of_0_14_5(partition: np.ndarray, padding: int) -> np.ndarray:
+    """`_get_groups_without_padding` and `_get_state_without_padding` of DeepSpeed 0.14.5."""
+    return partition[: len(partition) - padding]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_group_shorter_than_its_padding_opens_as_older_versions_cut_it(copy_of, size, elastic):
+    """All padding is cut from the last rank, by a negative length where it has less."""
+    folder, name = copy_of("z2_fp32_dp4_tinygroup"), "final_layernorm.gain"
+    arrays = {state: np.arange(size, dtype=np.float32) + i for i, state in enumerate(STATES)}
+
+    def edit_model(tree: dict) -> None:
+        tree["param_shapes"][2][name] = Size((size,))
+        tree["module"][name] = arrays["param"]
+
+    edit(folder / "mp_rank_00_model_states.pt", edit_model)
+    padding = -size % 8
+    for rank in range(4):
+        partitions = {
+            state: np.pad(array, (0, padding)).reshape(4, -1)[rank].copy()
+            for state, array in arrays.items()
+        }
+        own_padding = padding if rank == 3 else 0
+
+        def edit_rank(tree: dict, partitions=partitions, own_padding=own_padding) -> None:
+            state = tree["optimizer_state_dict"]
+            master = cut_of_0_14_5(partitions.pop("param"), own_padding)
+            state["single_partition_of_fp32_groups"][2] = master
+            state["param_slice_mappings"] = []
+            moments = state["base_optimizer_state"]["state"]
+            moments[2] |= partitions
+            if elastic:
+                moments[2] |= {k: cut_of_0_14_5(v, own_padding) for k, v in partitions.items()}
+                state["base_optimizer_state"] = [*moments.values()]
+
+        edit(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", edit_rank)
+    checkpoint = ucp.open(folder)
+    for state, array in arrays.items():
+        assert same_bits(checkpoint.read(f"{state}/{name}"), array)
+    assert not [fault for _, fault in checkpoint.verify() if fault]
+
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_partition_of_a_small_group_that_lacks_an_element_is_refused(copy_of, rank):
+    """What the last rank of older versions may lack is padding; no other rank lacks any."""
+    folder = copy_of("z2_fp32_dp4_tinygroup")
+
+    def shorten(tree: dict) -> None:
+        masters = tree["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        masters[1] = masters[1][:-1]
+
+    edit(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", shorten)
+    with pytest.raises(FormatError, match="group 1 has 469 elements"):
+        ucp.open(folder)
