@@ -162,31 +162,35 @@ class _Assembly:
                 name: states for name, states in self.states.items() if is_expert(name) == expert
             }
             kept = {name: frozenset(states) - {"weight", "param"} for name, states in mine.items()}
-            mixed = len({*kept.values()} - {frozenset[str]()}) > 1
+            counts = Counter(kept.values())
+            mixed = len(counts.keys() - {frozenset[str]()}) > 1
             for name, states in mine.items():
-                self._check_states(name, kept)
+                self._check_states(name, kept[name], counts)
                 if "weight" in states:
                     self._parameter(name, states, mixed, self.causes.get(name))
                 else:
                     self._copy_of_embedding(self.copies[name], states)
 
-    def _check_states(self, name: str, kept: Mapping[str, frozenset[str]]) -> None:
+    def _check_states(
+        self, name: str, kept: frozenset[str], counts: Mapping[frozenset[str], int]
+    ) -> None:
         """Raise FormatError where a parameter has not the states of most that share one with it.
 
-        Those of one optimizer have the same states; those of another, such as Muon beside Adam,
-        share none with them. What has no state was frozen, or is of plain SGD.
+        `kept` are its states, and `counts` how many parameters have which. Those of one optimizer
+        have the same states; those of another, such as Muon beside Adam, share none with them.
+        What has no state was frozen, or is of plain SGD.
         """
-        alike = Counter(states for states in kept.values() if states & kept[name])
-        usual = alike.most_common(1)[0][0] if alike else frozenset()
-        if lost := usual - kept[name]:
+        alike = [states for states in counts if states & kept]
+        usual = max(alike, key=counts.__getitem__, default=frozenset[str]())
+        if lost := usual - kept:
             raise FormatError(
-                f"{self.files.folder}: {min(lost)} of {name} is in no file, though {alike[usual]}"
+                f"{self.files.folder}: {min(lost)} of {name} is in no file, though {counts[usual]}"
                 " parameters that share states with it have it: a part of the optimizer is"
                 " missing. weights_only opens the weights alone"
             )
-        if more := kept[name] - usual:
+        if more := kept - usual:
             raise FormatError(
-                f"{self.files.folder}: {min(more)} is there of {name}, but not of {alike[usual]}"
+                f"{self.files.folder}: {min(more)} is there of {name}, but not of {counts[usual]}"
                 " parameters that share states with it: a part of the optimizer is missing."
                 " weights_only opens the weights alone"
             )

@@ -121,12 +121,43 @@ def checkpoint_folder(path: FilePath) -> FilePath:
     if not any(child.name == _NEMO_WEIGHTS for child in inside):
         path = inside[0] if len(inside) == 1 else path
     weights = path / _NEMO_WEIGHTS
-    return weights if weights.is_dir() and _is_iteration(weights) else folder
+    has_table = (weights / METADATA_FILE).is_file()  # whose it is, the formats ask
+    return weights if has_table or (weights.is_dir() and _is_iteration(weights)) else folder
 
 
 def _is_iteration(folder: FilePath) -> bool:
-    return _backend(folder) is not None or all(
-        (folder / name).is_file() for name in (COMMON_FILE, METADATA_FILE)
+    """Whether `metadata.json` says so, or what lies there if that file is lost or damaged.
+
+    What only the keys in `.metadata` say, `fsdp` asks, which reads that file.
+    """
+    if _backend(folder) is not None:
+        return True
+    has_table = (folder / METADATA_FILE).is_file()
+    return _has_zarr_objects(folder) or (has_table and (folder / COMMON_FILE).is_file())
+
+
+def _has_zarr_objects(folder: FilePath) -> bool:
+    """Whether there is a folder with shards of an object, as the backend `zarr` has them."""
+    names = ("rng_state", "._extra_state")
+    objects = [child for child in folder.children() if child.name.endswith(names)]
+    return any(
+        path.name.startswith("shard_") for child in objects for path in child.matching(".pt")
+    )
+
+
+def without_backend(folder: FilePath) -> FormatError:
+    """The error for a checkpoint of which nothing says that its save ended.
+
+    Facts: `save` in `megatron/core/dist_checkpointing/serialization.py` of Megatron-LM
+    core_v0.16.1 to core_v0.19.0, which calls `save_config` last.
+    """
+    path = folder / CONFIG_FILE
+    state = "does not name the backend: it is cut or damaged" if path.exists() else "is missing"
+    backend = "torch_dist" if (folder / METADATA_FILE).is_file() else "zarr"
+    return FormatError(
+        f"{path} {state}. Megatron writes it when a save has ended, so this one did not end, or the"
+        " file was lost: copy it again; if you know that the save ended, write"
+        f' {{"sharded_backend": "{backend}"}} into it'
     )
 
 
@@ -137,7 +168,7 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
     """
     backend = _backend(folder)
     if backend is None:
-        raise FormatError(f"{folder / CONFIG_FILE} is missing, or names no backend")
+        raise without_backend(folder)
     read = {"torch_dist": _torch_dist, "zarr": _zarr}.get(backend)
     if read is None:
         raise FormatError(

@@ -34,14 +34,13 @@ from jax_ucp.formats.dcp.source import DcpSource, chunk_key, consolidated
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_args import of_model, refuse_difference
-from jax_ucp.formats.megatron.dist_files import CONFIG_FILE
+from jax_ucp.formats.megatron.dist_files import checkpoint_folder, without_backend
 from jax_ucp.formats.megatron.dist_names import gate_and_up
 from jax_ucp.formats.megatron.files import (
     Args,
     about,
     args_of,
     check_iteration,
-    iteration_folder,
     require_folder,
 )
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, numbered_alone
@@ -58,8 +57,10 @@ from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 
 _PICKLE = b"\x80"
-# Every checkpoint that Megatron writes has the object, and nobody else's has.
-_MARK = b"num_floating_point_operations_so_far"
+# Every checkpoint of these has the object, and nobody else's has.
+_MARK = "num_floating_point_operations_so_far"
+# Keys of torch_dist, which opens by its `metadata.json`: shards of objects, stacked layers.
+_TORCH_DIST = re.compile(rb"/shard_\d+(?:\.\d+)*_\d|decoder\.layers\.(?:self_attention|mlp)\.")
 _WRAPPER = "module."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _GATED_LAYER = re.compile(r"\.linear_fc1\.(weight|bias)\d*$")
@@ -72,24 +73,29 @@ _Path = tuple[str | int, ...]
 def recognise(path: FilePath) -> bool:
     if not path.is_dir():
         return False
-    folder = iteration_folder(path)
+    folder = checkpoint_folder(path)
     table = (folder if folder.is_dir() else path) / METADATA_FILE
-    if not table.is_file() or (table.parent / CONFIG_FILE).exists():
+    if not table.is_file():
         return False
     data = table.read_bytes()
+    if _MARK.encode() in data or _TORCH_DIST.search(data):
+        return True
     # below a root nobody else would say what is wrong with it
-    return _MARK in data or (folder != path and not data.startswith(_PICKLE))
+    return folder != path and not data.startswith(_PICKLE)
 
 
 def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory, or in one iteration's folder.
 
     Raises FormatError, naming the file and the tensor, where metadata and files do not fit
-    together, or tensors of several ranks had one name, so that only one rank's are stored.
+    together, or tensors of several ranks had one name, so that only one rank's are stored; also
+    for a checkpoint of torch_dist that lost its `metadata.json`.
     """
-    folder = iteration_folder(path)
+    folder = checkpoint_folder(path)
     require_folder(path, folder)
     metadata = read_metadata(folder, _of_optimizer if options.weights_only else None)
+    if _MARK not in metadata.objects:
+        raise without_backend(folder)
     try:
         return Reader(metadata, options).contents()
     except (FormatError, LayoutError) as error:

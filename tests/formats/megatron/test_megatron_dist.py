@@ -207,6 +207,41 @@ def test_common_of_another_run_is_refused_or_says_the_same_of_every_parameter(me
                 ucp.open(folder)
 
 
+NEWER = megatron_cases.CORE / "mla"  # has no common.pt
+
+
+@pytest.mark.parametrize("common", [True, False], ids=["common.pt", "keys alone"])
+@pytest.mark.parametrize("config", [None, b"", b'{"sharded_back', b"[]"])
+@pytest.mark.parametrize(
+    "case", [DATA / "dist_tp2_pp1_bf16", NEWER, DATA / "old0153_tp2_zarr_fp32"]
+)
+def test_a_lost_or_cut_config_is_named_and_put_back_as_the_message_says(
+    tmp_path, case, config, common
+):
+    shutil.copytree(case / "ckpt", tmp_path / "ckpt")
+    (folder,) = (tmp_path / "ckpt").glob("iter_*")
+    labels = {leaf.label for leaf in ucp.open(folder).leaves}
+    path = folder / "metadata.json"
+    path.unlink() if config is None else path.write_bytes(config)
+    if not common:
+        (folder / "common.pt").unlink(missing_ok=True)
+    for at in (folder, folder.parent):
+        with pytest.raises(FormatError, match=re.escape(str(path))) as caught:
+            ucp.open(at)
+    if common or case == NEWER:
+        path.write_text(re.search(r"write (\{.*\}) into it", str(caught.value))[1])
+        assert {leaf.label for leaf in ucp.open(folder).leaves} == labels
+
+
+def test_weights_of_nemo_that_lost_their_config_are_not_sent_elsewhere(tmp_path):
+    shutil.copytree(NEWER / "ckpt" / "iter_0000003", tmp_path / "run" / "weights")
+    path = tmp_path / "run" / "weights" / "metadata.json"
+    path.unlink()
+    for at in (tmp_path / "run", path.parent):
+        with pytest.raises(FormatError, match=re.escape(str(path))):
+            ucp.open(at)
+
+
 def test_common_of_another_iteration_is_refused(megatron_copy):
     for case in ("dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32"):
         folder = megatron_copy(case)

@@ -71,6 +71,14 @@ def test_optimizers_that_number_their_parameters_are_dicts_with_lists_again(chai
     ]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_without_a_backend_makes_it_no_plain_dcp(megatron_copy, case):
+    folder = megatron_copy(case)
+    names = ucp.open(folder).params.keys()
+    (folder / "metadata.json").write_text("{}")
+    assert ucp.open(folder).params.keys() == names
+
+
 def read(source, param):
     whole = Box.whole(param.layout.shape)
     return ConsolidatedView(source, {"x": param}).read("x", whole)
