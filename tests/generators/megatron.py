@@ -22,6 +22,7 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import re
@@ -156,6 +157,12 @@ CASES = [
          " --pipeline-model-parallel-layout Et|tmL", 2, layers=2, hidden=8, ffn=8),
     Case("small_bridge", f"{DIST} {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2,
          "core_v0.18.2", layers=1, hidden=8, ffn=8, without_args="bridge"),
+    *(Case(f"dist_muon_{tag}", "--optimizer dist_muon", 2, tag) for tag in TAGS[5:]),
+    *(Case(f"muon_distopt_{tag}", f"{DIST} --optimizer muon {parallel(2)}", 4, tag)
+      for tag in TAGS[5:]),
+    Case("dist_muon_moe_pp2", f"--optimizer dist_muon {MOE} {SHARED} --moe-grouped-gemm"
+         f" {parallel(pp=2, ep=2)}", 4),
+    Case("small_dist_muon", "--optimizer dist_muon", 2, layers=1, hidden=8, ffn=8),
 ]  # fmt: skip
 
 
@@ -227,6 +234,8 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     _stand_in_for_cuda()
     engine = ("transformer_engine", "transformer_engine_torch") if case.te else ()
     sys.meta_path.insert(0, _StandIns(("triton", *engine)))
+    if "muon" in case.argv:
+        _stand_in_for_muon()
     typing.override = getattr(typing, "override", lambda method: method)
     argv = BASE.format(layers=case.layers, hidden=case.hidden, ffn=case.ffn, seed=case.seed).split()
     argv += case.model.split() + case.argv.split()
@@ -254,6 +263,16 @@ def _write(case: Case, options: argparse.Namespace) -> None:
         os.waitpid(child, 0)
     sys.stdout.flush()
     os._exit(0)
+
+
+def _stand_in_for_muon() -> None:
+    """NVIDIA's emerging_optimizers alone, of the stand-ins that the other generator has."""
+    path = Path(__file__).with_name("megatron_stand_ins.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    stand_ins = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stand_ins)
+    stand_ins._STAND_INS = ("emerging_optimizers",)
+    stand_ins.install_transformer_engine()
 
 
 def _import_megatron() -> None:

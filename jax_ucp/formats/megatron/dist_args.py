@@ -75,7 +75,9 @@ def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[Compa
         sharding_type = as_dict(files.tree.get("content_metadata")).get(_SHARDING_TYPE)
         yield _SHARDING_TYPE, sharding_type, " and ".join(types)
     if types or any(state_of(key)[0] != "weight" for key in files.tensors):
-        yield "use_distributed_optimizer", args.optional("use_distributed_optimizer"), bool(types)
+        if not args.is_layer_wise:  # which may have a distributed one behind it
+            declared = args.optional("use_distributed_optimizer")
+            yield "use_distributed_optimizer", declared, bool(types)
         dtype = args.optional("params_dtype")
         if isinstance(dtype, np.dtype) and EMBEDDING in dtypes:
             yield "params_dtype", dtype.name, dtypes[EMBEDDING]

@@ -225,7 +225,7 @@ def plan_buffers(
     """The buffers of the optimizer of dense parameters (False), experts (True), all (None).
 
     `shapes` are those that one rank has of every parameter, with the copies of the embedding on
-    later stages; `dtypes` name those of the model's tensors. `recorded` are the sizes of buckets by
+    later stages; `dtypes` name those of what is in buffers. `recorded` are the sizes of buckets by
     (group, model chunk, dtype), where args do not say after how many elements one ends. Raises
     FormatError where the order of modules is not known here.
     """
@@ -322,7 +322,7 @@ def _by_dtype(
 ) -> list[tuple[str, list[str]]]:
     """The parameters that one optimizer has, by their dtypes, which each have a buffer."""
     by_dtype: dict[str, list[str]] = {}
-    for name in names:
+    for name in filter(dtypes.__contains__, names):
         if expert is None or is_expert(name) == expert:
             by_dtype.setdefault(dtypes[name], []).append(name)
     return sorted(by_dtype.items())

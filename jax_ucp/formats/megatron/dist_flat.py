@@ -188,14 +188,16 @@ class Filled:
         return _slices_of(self.place, self.buffer, self.flat)
 
 
-def filled(files: DistFiles, plans: Sequence[Plan], stored: Mapping[Address, Flat]) -> list[Filled]:
-    """The buffers of all optimizers as they are stored.
+def filled(
+    files: DistFiles, plans: Mapping[int, Plan], stored: Mapping[Address, Flat]
+) -> list[Filled]:
+    """The buffers of all optimizers as they are stored; `plans` by the numbers of these.
 
     Raises FormatError where one is missing, or more are there, or sizes are not those of the plans.
     """
     buffers = {
         (chain, place.group, c, dtype): (place, buffer)
-        for chain, plan in enumerate(plans)
+        for chain, plan in plans.items()
         for place in plan.places
         for (pp, ep, c, dtype), buffer in plan.buffers.items()
         if (pp, ep) == (place.pp, place.ep)

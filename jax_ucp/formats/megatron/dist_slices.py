@@ -105,7 +105,7 @@ def _read(files: DistFiles, tensors: TensorStates, stored: Mapping[Address, Flat
         slices,
         [gap for buffer in buffers for gap in buffer.gaps],
         ranks.copies,
-        dict.fromkeys(tensors.states, not_of_weights()),
+        dict.fromkeys(states, not_of_weights()),
     )
 
 
@@ -117,7 +117,10 @@ def _check_recorded_sizes(files: DistFiles, stored: Mapping[Address, Flat]) -> N
 
 @dataclass(frozen=True)
 class _HeldByRanks:
-    """How tensor-parallel ranks held each parameter, and the copies of an embedding."""
+    """How tensor-parallel ranks held each parameter, and the copies of an embedding.
+
+    `dtypes` are those of what can be in flat buffers: not of what has states by its name.
+    """
 
     cuts: Mapping[str, ParamLayout]
     dtypes: Mapping[str, str]
@@ -131,9 +134,12 @@ def _held_by_ranks(files: DistFiles, tensors: TensorStates) -> _HeldByRanks:
         if not name.endswith(BUFFERS)
     }
     copies = copies_of_embedding(files.args, cuts)
+    dtypes = dict(tensors.dtypes)
+    if files.args.is_layer_wise:
+        dtypes = {name: dtypes[name] for name in cuts if tensors.states[name].keys() == {"weight"}}
     return _HeldByRanks(
         cuts | {copy: cuts[name] for copy, name in copies.items()},
-        {**tensors.dtypes, **{copy: tensors.dtypes[name] for copy, name in copies.items()}},
+        dtypes | {copy: dtypes[name] for copy, name in copies.items() if name in dtypes},
         copies,
     )
 
@@ -194,27 +200,34 @@ def _plans(
     variant: Variant,
     several: bool,
     stored: Mapping[Address, Flat],
-) -> list[Plan]:
-    """The buffers of the optimizer, or of `several`: that of experts is the second."""
+) -> dict[int, Plan]:
+    """The buffers of the optimizer, or of `several`, by the numbers of these: that of experts is
+    the second, and so is the one behind a layer-wise optimizer, which has no buffers.
+    """
     shapes = {name: layout.shards[0] for name, layout in ranks.cuts.items()}
-    recorded: list[dict[tuple[int, int, str], list[int]]] = [{}, {}]
+    experts: dict[int, bool | None] = {0: False, 1: True} if several else {0: None}
+    if files.args.is_layer_wise:
+        experts = {1: None}
+    recorded: dict[int, dict[tuple[int, int, str], list[int]]] = {0: {}, 1: {}}
     if "data_parallel_size" not in files.args.fields:
         for (chain, group, c, dtype), flat in stored.items():
             if not flat.coalesced:
-                recorded[chain][group, c, dtype] = flat.bucket_sizes
-    return [
-        plan_buffers(files.args, expert, shapes, ranks.dtypes, variant, sizes)
-        for expert, sizes in zip((False, True) if several else (None,), recorded, strict=False)
-    ]
+                recorded.setdefault(chain, {})[group, c, dtype] = flat.bucket_sizes
+    return {
+        chain: plan_buffers(files.args, expert, shapes, ranks.dtypes, variant, recorded[chain])
+        for chain, expert in experts.items()
+    }
 
 
 def _moved(files: DistFiles, tensors: TensorStates) -> dict[str, str]:
     """What `fully_reshardable` may have moved, with the cause; see `dist_proof`."""
     try:
+        if files.args.is_layer_wise:
+            raise FormatError("the parameters of both optimizers have states by their names")
         ranks = _held_by_ranks(files, tensors)
         several = files.args.degree("expert_model_parallel_size") > 1
         plans = _plans(files, ranks, variants(files.args)[0], several, {})
-        buffers = [buffer for plan in plans for buffer in plan.buffers.values()]
+        buffers = [buffer for plan in plans.values() for buffer in plan.buffers.values()]
         return {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
     # modules of an order not known here: any of them may have been moved, if there is padding
     except (FormatError, LayoutError):

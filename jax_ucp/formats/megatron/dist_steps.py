@@ -46,7 +46,7 @@ def steps_of(files: DistFiles) -> dict[bool, list[Step]]:
     facts = Facts(files.folder)
     for key, stored in files.objects.items():
         if (about := group_object(key)) and about.what == "optimizer":
-            expert = bool(about.chain)
+            expert = bool(about.chain) and not files.args.is_layer_wise
             by_experts.setdefault(expert, []).extend(_group_steps(key, stored))
             file, stage = stored.open(), stage_of(files.args, expert, about.group)
             where = f"{stored.file}:{key}"

@@ -106,6 +106,17 @@ class Args:
         return isinstance(optimizer, str) and "muon" in optimizer
 
     @property
+    def is_layer_wise(self) -> bool:
+        """Whether matrices have a LayerWiseDistributedOptimizer, and the rest a plain distributed
+        one behind it, though `use_distributed_optimizer` is False.
+
+        Facts: `validate_args` in `megatron/training/arguments.py`, which turns `dist_muon`, and
+        `muon` with `--use-distributed-optimizer`, into this; `_get_megatron_emerging_optimizer` in
+        `megatron/core/optimizer/__init__.py` of Megatron-LM core_v0.18.2 and core_v0.19.0.
+        """
+        return self.optional("use_layer_wise_distributed_optimizer") is True
+
+    @property
     def copies_embedding(self) -> bool:
         """Whether the last pipeline stage has a copy of the word embedding (tied)."""
         several_stages = self.degree("pipeline_model_parallel_size") > 1
