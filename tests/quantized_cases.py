@@ -33,11 +33,12 @@ class Made:
     settings: dict[str, Any] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
     scheme: str = "a scheme"
+    name: str = "w"
 
     def view(self, dtype: Any = np.float32, names: Sequence[str] | None = None) -> DequantizedView:
         """The weight `w`, of the parts."""
         source = MemorySource(self.parts)
-        weight = QuantizedWeight(self.scheme, "w", {role: role for role in self.parts})
+        weight = QuantizedWeight(self.scheme, self.name, {role: role for role in self.parts})
         stored = StoredWeight(
             weight, source, {role: role for role in self.parts}, self.settings, self.said
         )
@@ -77,6 +78,7 @@ def affine(codes: np.ndarray, zero: Any, scale: np.ndarray) -> np.ndarray:
 
 Draw = Callable[..., Any]
 SIZES = st.integers(1, 40)
+POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])  # blocks, as libraries write them
 
 
 def rng_of(draw: Draw) -> np.random.Generator:
@@ -91,7 +93,7 @@ def small_scales(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> 
 def block_fp8(draw: Draw) -> Made:
     rng, experts = rng_of(draw), draw(st.sampled_from([(), (1,), (3,)]))
     shape = (*experts, draw(SIZES), draw(SIZES))
-    block = draw(st.integers(1, 50)), draw(st.integers(1, 50))
+    block = draw(POWERS), draw(POWERS)
     is_one = draw(st.booleans())  # one scale for all of a matrix
     block = shape[-2:] if is_one else block
     codes = rng.normal(size=shape).astype(FP8)
@@ -104,10 +106,17 @@ def block_fp8(draw: Draw) -> Made:
 
 @st.composite
 def row_fp8(draw: Draw) -> Made:
-    rng, shape = rng_of(draw), (draw(SIZES), draw(SIZES))
+    """A scale for each output; of the experts of Llama 4, outputs are columns."""
+    rng, rows = rng_of(draw), draw(SIZES)
+    columns = rows if draw(st.booleans()) else draw(SIZES)
+    name = draw(st.sampled_from(["weight", "gate_up_proj", "down_proj"]))
+    shape = (rows, columns) if name == "weight" else (draw(st.integers(1, 3)), rows, columns)
     codes = rng.normal(size=shape).astype(FP8)
-    scale = small_scales(rng, (shape[0], 1), np.float32)
-    return Made("fbgemm_fp8", {"codes": codes, "scale": scale}, affine(codes, 0, scale))
+    small = (rows, 1) if name == "weight" else (shape[0], 1, columns)
+    scale = small_scales(rng, small, np.float32)
+    stored = scale.reshape(shape[0], columns, 1) if name == "down_proj" else scale
+    parts = {"codes": codes, "scale": stored}
+    return Made("fbgemm_fp8", parts, affine(codes, 0, scale), name=f"param/experts.{name}")
 
 
 def group_settings(format: str, **weights: Any) -> dict[str, Any]:
@@ -180,7 +189,7 @@ def plain_codes(draw: Draw) -> Made:
         "tensor": shape,
         "channel": (1, shape[1]),
         "group": (1, width),
-        "block": (draw(st.integers(1, 9)), draw(st.integers(1, 9))),
+        "block": (draw(POWERS), draw(POWERS)),
     }[strategy]
     small = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
     codes = rng.integers(-128, 128, shape).astype(np.int8)
@@ -226,8 +235,11 @@ def gpt_oss(draw: Draw) -> Made:
 def gptq(draw: Draw) -> Made:
     rng, bits, is_v2 = rng_of(draw), draw(st.sampled_from([2, 3, 4, 8])), draw(st.booleans())
     inputs, outputs = 32 * draw(st.integers(1, 3)), 32 * draw(st.integers(1, 3))
-    groups = draw(st.integers(1, 5))
+    groups, size = draw(st.integers(1, 5)), 0
     order = rng.integers(0, groups, inputs).astype(np.int32)
+    if is_in_order := draw(st.booleans()):
+        size = draw(POWERS)
+        order, groups = np.arange(inputs, dtype=np.int32) // size, -(-inputs // size)
     codes = rng.integers(0, 1 << bits, (inputs, outputs))
     stored = rng.integers(0, 1 << bits, (groups, outputs))
     zero = stored if is_v2 else (stored + 1) % (1 << bits)
@@ -236,9 +248,10 @@ def gptq(draw: Draw) -> Made:
         "codes": packed(codes, bits, 0),
         "qzeros": packed(stored, bits, 1),
         "scales": scale,
-        "g_idx": order,
     }
-    said = {"bits": bits, "checkpoint_format": "gptq_v2" if is_v2 else "gptq"}
+    if not is_in_order or draw(st.booleans()):
+        parts["g_idx"] = order
+    said = {"bits": bits, "checkpoint_format": "gptq_v2" if is_v2 else "gptq", "group_size": size}
     want = affine(codes, zero[order], scale[order])
     return Made("gptq", parts, np.ascontiguousarray(want.T), said)
 

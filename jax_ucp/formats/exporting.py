@@ -26,6 +26,7 @@ from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
+from jax_ucp.formats.huggingface.conv1d import require_own_layout
 from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
 from jax_ucp.formats.huggingface.quantization import declared, undeclared
 from jax_ucp.formats.safetensors import writer as safetensors
@@ -132,6 +133,7 @@ class _Request:
 
 
 def _as_safetensors(request: _Request) -> _Content:
+    require_own_layout(request.contents)
     params = request.params
     max_shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
     extras = request.contents.extras

@@ -331,6 +331,26 @@ def test_a_square_weight_is_not_taken_for_a_linear_where_the_base_has_conv1d(
         base_of("conv1d").merge(folder)
 
 
+def test_a_square_weight_is_not_taken_for_a_conv1d_where_the_base_has_linears(
+    tmp_path: Path,
+) -> None:
+    """The base may be GPT-2 as bitsandbytes stores it, with outputs before inputs."""
+    shapes = {"b.lora_A.weight": (2, 6), "b.lora_B.weight": (6, 2)}
+    adapter = write_adapter(
+        tmp_path,
+        {f"base_model.model.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()},
+        r=2,
+        target_modules=["b"],
+        fan_in_fan_out=True,
+    )
+    (tmp_path / "base").mkdir()
+    base = {"a.weight": (12, 6), "a.bias": (12,), "b.weight": (6, 6)}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in base.items()}
+    write_safetensors(tmp_path / "base" / "model.safetensors", arrays)
+    with pytest.raises(FormatError, match=r"b\.weight is square, .* Linear modules alone"):
+        ucp.open(tmp_path / "base").merge(adapter)
+
+
 def test_experts_of_which_nothing_tells_the_axes_are_refused(tmp_path: Path) -> None:
     shapes = {"base_model.model.mlp.experts.lora_A.weight": (4, 6)}
     shapes["base_model.model.mlp.experts.lora_B.weight"] = (6, 4)

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.formats.huggingface import conv1d
 from jax_ucp.formats.options import Dequantize
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
@@ -157,7 +158,8 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
         return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
     if dequantize:
         said = Declared(method, settings, _said_of_weights(contents.extras))
-        return _undeclared(dequantized(contents, weights, said, dequantize), settings)
+        made = _undeclared(dequantized(contents, weights, said, dequantize), settings)
+        return _with_layout(made, method, weights)
     marked = replace(contents, inventory=_inventory(contents, weights), quantized=weights)
     if dequantize is False:
         return _kept(marked)
@@ -261,6 +263,15 @@ def _json(text: Any) -> Any:
         return decode_json(text)
     except ValueError:
         return None
+
+
+def _with_layout(contents: Contents, method: str, weights: Sequence[QuantizedWeight]) -> Contents:
+    """The checkpoint, which says where its weights are turned."""
+    first = conv1d.turned(method, contents.extras, [weight.name for weight in weights])
+    if not first:
+        return contents
+    notes = [*contents.notes, conv1d.note(first, method)]
+    return replace(contents, notes=notes, source={**contents.source, conv1d.MARK: first})
 
 
 def _undeclared(contents: Contents, settings: Mapping[str, Any]) -> Contents:

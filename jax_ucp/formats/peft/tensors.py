@@ -277,7 +277,23 @@ class _Reader:
                 " Conv1D modules, of which fan_in_fan_out=false does not hold. If this is one of"
                 f" them, write fan_in_fan_out=true in {self.config.where}"
             )
+        if self.config.fan_in_fan_out and self._is_linear:
+            raise FormatError(
+                f"{weight} is square, and fan_in_fan_out=true says that its rows are inputs, but"
+                " the base's biases show Linear modules alone: the adapter was trained on Conv1D"
+                " modules, and is not for weights in this order"
+            )
         return int(self.config.fan_in_fan_out)
+
+    @cached_property
+    def _is_linear(self) -> bool:
+        """Whether the base has weights whose outputs, as their biases count them, come first, and
+        none whose outputs come last.
+        """
+        return not self._has_conv1d and any(
+            len(shape) == 2 and self._bias(weight) == shape[:1] != shape[1:]
+            for weight, shape in self.base.items()
+        )
 
     @cached_property
     def _has_conv1d(self) -> bool:
@@ -289,8 +305,11 @@ class _Reader:
         return any(map(self._is_conv1d, self.base))
 
     def _is_conv1d(self, weight: str) -> bool:
-        shape, bias = self.base[weight], self.base.get(f"{weight.removesuffix('weight')}bias")
-        return len(shape) == 2 and bias == shape[1:] != shape[:1]
+        shape = self.base[weight]
+        return len(shape) == 2 and self._bias(weight) == shape[1:] != shape[:1]
+
+    def _bias(self, weight: str) -> Shape | None:
+        return self.base.get(f"{weight.removesuffix('weight')}bias")
 
     def _require_outputs(self, magnitude: str, outputs: int) -> None:
         shape = self.tensors[magnitude]

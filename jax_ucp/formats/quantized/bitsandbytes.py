@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import Packing
-from jax_ucp.formats.quantized.stored import StoredWeight, is_finite
+from jax_ucp.formats.quantized.stored import StoredWeight, is_finite, leading
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.dequantized import Dequantizer, Part
@@ -188,8 +188,8 @@ def _flat(stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple
     label = stored.weight.parts[role]
     if info.dtype.name not in dtypes:
         stored.fault(f"{label} is {info.dtype.name}, and not {' or '.join(dtypes)}")
-    is_flat = sum(n != 1 for n in info.shape) <= 1
-    if not is_flat or math.prod(info.shape) != math.prod(shape):
+    # Codes of shape (1, n) are those of a weight that `dequantize_4bit` turns.
+    if leading(info.shape) != leading([math.prod(shape)]):
         stored.fault(f"{label} has shape {list(info.shape)}, and not {math.prod(shape)} elements")
     if role == "codes" or info.dtype == np.uint8:
         return Part(stored.arrays[role], shape)

@@ -146,6 +146,8 @@ def _few_bits(
         shape = (*words[:-1], words[-1] * 8 // bits)
         if type(width) is not int or width < 1:
             stored.unknown(f"group_size={width!r:.40} in the config is not a length")
+        if shape[-1] % width:
+            stored.fault(f"groups of {width} do not divide rows of {shape[-1]}")
         grid = Grid((*(1 for _ in shape[:-1]), width))
         parts = {
             "codes": stored.part("codes", words, ("uint8",)),
@@ -202,7 +204,10 @@ def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -
                 stored.fault(f"groups of {width} do not divide rows of {shape[-1]}")
             return Grid((*each, 1, width))
         case "block", _:
-            return Grid((*each, *_block(stored, args["block_structure"])))
+            block = _block(stored, args["block_structure"])
+            for length, side in zip(shape[-2:], block, strict=True):
+                stored.require_block(length, side, f"block_structure={list(block)} in the config")
+            return Grid((*each, *block))
     stored.unknown(
         f"strategy={args['strategy']!r:.40} with group_size={args['group_size']!r:.40} in the"
         " config is not known here"

@@ -10,6 +10,7 @@ DeepSeek's rule holds: the last one is cut short.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight
@@ -22,14 +23,29 @@ def block_fp8(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scale_inv")
     shape = _matrix(stored)
     size = stored.settings.get("weight_block_size")
-    grid = Grid(_block(stored, shape, size))
+    block = _block(stored, shape, size)
+    for length, side in zip(shape, block, strict=True):
+        stored.require_block(length, side, f"weight_block_size={size} in the config")
+    grid = Grid(block)
     return _scaled(stored, "scale_inv", grid)
 
 
 def row_fp8(stored: StoredWeight) -> Dequantizer:
+    """fp8 with a scale for each output. The experts of Llama 4, several in one array, have inputs
+    before outputs, and the scales of `down_proj` are stored as (expert, output, 1). Source:
+    `FbgemmFp8Quantize.convert` in transformers 5.23 `integrations/fbgemm_fp8.py`.
+    """
     stored.only("codes", "scale")
     shape = _matrix(stored)
-    return _scaled(stored, "scale", Grid((*(1 for _ in shape[:-1]), shape[-1] or 1)))
+    if len(shape) == 2:
+        return _scaled(stored, "scale", Grid((1, shape[1] or 1)))
+    grid = Grid((1, shape[1] or 1, 1))
+    match stored.name.rpartition(".")[2]:
+        case "gate_up_proj" if len(shape) == 3:
+            return _scaled(stored, "scale", grid)
+        case "down_proj" if len(shape) == 3:
+            return _scaled(stored, "scale", grid, (shape[0], shape[2], 1))
+    stored.unknown("of experts in one array gate_up_proj and down_proj of Llama 4 are known")
 
 
 def _matrix(stored: StoredWeight) -> tuple[int, ...]:
@@ -50,10 +66,12 @@ def _block(stored: StoredWeight, shape: Sequence[int], size: object) -> tuple[in
     stored.unknown(f"weight_block_size={size!r:.80} in the config is not a pair of lengths")
 
 
-def _scaled(stored: StoredWeight, role: str, grid: Grid) -> Dequantizer:
+def _scaled(
+    stored: StoredWeight, role: str, grid: Grid, stored_as: tuple[int, ...] | None = None
+) -> Dequantizer:
+    """The weight; `stored_as` is the shape of its scales, where it is not that of the grid."""
     shape = stored.info("codes").shape
-    parts = {
-        "codes": stored.part("codes", shape, FP8),
-        "scale": stored.scale(role, grid.shape(shape), _SCALES),
-    }
+    small = grid.shape(shape)
+    scale = stored.scale(role, stored_as or small, _SCALES)
+    parts = {"codes": stored.part("codes", shape, FP8), "scale": replace(scale, shape=small)}
     return Affine(stored.weight.scheme, shape, parts, Codes(), grid)

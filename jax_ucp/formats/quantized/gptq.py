@@ -82,6 +82,7 @@ def _grid(stored: StoredWeight, inputs: int, groups: int) -> Grid | Gathered:
     size = inputs if size == -1 else size
     if type(size) is not int or size < 1 or -(-inputs // size) != groups:
         stored.fault(f"group_size={size!r:.20} in the config does not give {groups} groups")
+    stored.require_block(inputs, size, f"group_size={size} in the config")
     return Grid((1, size))
 
 

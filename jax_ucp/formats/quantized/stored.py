@@ -50,7 +50,8 @@ class StoredWeight:
         return self.source.arrays()[self.arrays[role]]
 
     def part(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> Part:
-        """A part as an array of a shape. Axes of length 1 may be left out of what is stored.
+        """A part as an array of a shape. Its last axes may be left out of what is stored, or be
+        added to it, if their length is 1: no other shape with as many elements has the same layout.
 
         Raises FormatError, naming the part, where it is missing or has another shape or dtype.
         """
@@ -58,7 +59,7 @@ class StoredWeight:
         label = self.weight.parts[role]
         if info.dtype.name not in dtypes:
             self.fault(f"{label} is {info.dtype.name}, and not {' or '.join(dtypes)}")
-        if _lengths(info.shape) != _lengths(shape):
+        if leading(info.shape) != leading(shape):
             self.fault(f"{label} has shape {list(info.shape)}, and not {list(shape)}")
         return Part(self.arrays[role], tuple(shape))
 
@@ -70,6 +71,27 @@ class StoredWeight:
         if self.info(role).dtype.name in ("uint8", "float8_e8m0fnu"):
             return Part(part.array, part.shape, _is_exponent, "an exponent below 255")
         return Part(part.array, part.shape, is_finite, "a finite number")
+
+    def require_block(self, length: int, size: int, what: str) -> None:
+        """Raises FormatError where the scales of an axis do not show the length of their blocks,
+        the last of which may be cut short, and another length is the likelier.
+
+        Blocks are powers of two in what libraries write. One of them alone fits a number of scales,
+        while each gives other numbers.
+        """
+        count = -(-length // size)
+        if count < 2:
+            return  # one scale is for all of the axis, whatever the block
+        least, most = -(-length // count), (length - 1) // (count - 1)
+        power = 1 << (least - 1).bit_length()
+        is_likeliest = size == power if power <= most else size * count == length
+        if least < most and not is_likeliest:
+            likely = f", and {power} is what libraries write" if power <= most else ""
+            self.fault(
+                f"{what} says blocks of {size}, and the {count} scales for an axis of {length} fit"
+                f" blocks of {least} to {most}{likely}: the config was changed, or is of another"
+                " model"
+            )
 
     def read(self, role: str) -> np.ndarray:
         """A small part. Raises FormatError where it is too large to be one."""
@@ -107,8 +129,16 @@ ABOUT_ACTIVATIONS = frozenset(
 )
 
 
-def _lengths(shape: Sequence[int]) -> list[int]:
-    return [n for n in shape if n != 1]
+def leading(shape: Sequence[int]) -> list[int]:
+    """The lengths of a shape without axes of length 1 at its end.
+
+    >>> leading((64, 1)), leading((1, 64)), leading((1, 1))
+    ([64], [1, 64], [])
+    """
+    lengths = list(shape)
+    while lengths and lengths[-1] == 1:
+        lengths.pop()
+    return lengths
 
 
 def is_finite(elements: np.ndarray) -> np.ndarray:

@@ -207,6 +207,29 @@ def test_a_config_that_names_do_not_agree_with_is_refused(case, tmp_path):
         ucp.open(path, dequantize="bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("case", "changed_to"),
+    [
+        ("fp8_block_32", {"weight_block_size": [33, 32]}),
+        ("fp8_block_32", {"weight_block_size": [32, 40]}),
+        ("gptq_4", {"group_size": 33}),
+    ],
+)
+def test_a_block_that_gives_as_many_scales_and_other_numbers_is_refused(case, changed_to, tmp_path):
+    def without_order(arrays: dict[str, np.ndarray]) -> None:
+        for name in [name for name in arrays if name.endswith(".g_idx")]:
+            del arrays[name]
+
+    path = changed(case, tmp_path, without_order)
+    whole = ucp.open(path, dequantize="float16").leaves
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= changed_to
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=r"fit blocks of 32 to .*32 is what libraries write"):
+        ucp.open(path, dequantize="float16")
+    assert whole
+
+
 def test_six_bits_whose_order_nothing_says_are_refused_and_four_bits_are_numbers(tmp_path):
     codes = np.arange(48, dtype=np.uint8).reshape(4, 12)
     (tmp_path / "a").mkdir()

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_ucp.errors import UCPError
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2, Packing, exponents
+from jax_ucp.formats.quantized.stored import leading
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.dequantized import DequantizedView
@@ -123,3 +125,79 @@ def test_rounding_is_that_of_numpy_for_every_upper_half_in_any_order(lower, dtyp
 def _into(out: np.ndarray, values: np.ndarray) -> np.ndarray:
     round_into(out, values)
     return out
+
+
+def other_shapes(array: np.ndarray) -> list[np.ndarray]:
+    """The same elements in other shapes, and with two axes exchanged."""
+    turned = [np.swapaxes(array, -1, -2)] if array.ndim > 1 else []
+    flat = array.reshape(-1)
+    shapes = [(1, -1), (-1, 1), (1, 1, -1), (-1,), (1, -1, 1), (*array.shape, 1), (1, *array.shape)]
+    return [*turned, *[flat.reshape(shape) for shape in shapes]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "ggml"])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_parts_whose_axes_are_others_are_refused_even_where_the_lengths_agree(scheme, data):
+    """Scales of (1, n) are for n columns, and those of (n, 1) or (n,) for n rows: which of them a
+    weight has is said by the scheme.
+    """
+    made: Made = data.draw(SCHEMES[scheme])
+    roles = sorted(
+        role
+        for role in made.parts
+        if role.endswith(
+            (
+                "scale",
+                "scales",
+                "scale_inv",
+                "SCB",
+                "absmax",
+                "map",
+                "zero_point",
+                "qzeros",
+                "scale_2",
+                "g_idx",
+            )
+        )
+    )
+    role = data.draw(st.sampled_from(roles))
+    array = made.parts[role]
+    made.parts[role] = changed = data.draw(st.sampled_from(other_shapes(array)))
+    is_flat = scheme == "torchao, in tiles" and changed.ndim == 1
+    if leading(changed.shape) != leading(array.shape) and not is_flat:
+        with pytest.raises(UCPError):
+            made.view()
+    elif np.array_equal(changed.reshape(-1), array.reshape(-1)):
+        got = made.view().read("w", Box.whole(made.want.shape))
+        assert np.array_equal(got, made.want.astype(np.float32), equal_nan=True)
+
+
+SIZED = {
+    "block fp8": "weight_block_size",
+    "GPTQ": "group_size",
+    "AWQ": "group_size",
+    "ModelOpt, NVFP4": "group_size",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scheme", [*SIZED, "plain codes", "packed integers", "NVFP4 and MXFP4"])
+@settings(max_examples=100)
+@given(data=st.data())
+def test_blocks_of_another_size_in_the_config_are_refused_or_mean_the_same(scheme, data):
+    made: Made = data.draw(SCHEMES[scheme])
+    size = data.draw(st.integers(1, 70))
+    if scheme in SIZED:
+        pair = [size, data.draw(st.integers(1, 70))]
+        made.settings[SIZED[scheme]] = pair if scheme == "block fp8" else size
+    else:
+        args = made.settings["config_groups"]["group_0"]["weights"]
+        args |= {"group_size": size, "block_structure": [size, data.draw(st.integers(1, 70))]}
+    try:
+        view = made.view()
+        got = view.read("w", Box.whole(made.want.shape))
+    except UCPError:
+        return
+    assert np.array_equal(got, made.want.astype(np.float32), equal_nan=True)
