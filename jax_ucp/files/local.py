@@ -1,8 +1,9 @@
 """Files of the local disk: written whole, read by range, and none outside the root.
 
 Names of files come out of files: leaves in `ucp.json` and in Orbax's `_METADATA`, spans in DCP's
-`.metadata`. Here is decided which of them are names of something inside; everything that opens such
-a name asks `LocalFiles.path`.
+`.metadata`; and a file of a checkpoint may be a link. Here is decided which names are names of
+something inside (`check_name`), and where links may lead (`Boundary`), for every file of every
+format.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +79,56 @@ def name_fault(name: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """The folder that no link below it leads out of: `named`, which somebody named, or the folder
+    of a named file.
+
+    `named` itself may be a link, and so may what leads there. Of what is reached from it upwards,
+    such as a file beside a named folder, the boundary is the folder in which it lies.
+    """
+
+    named: str
+    folder: str
+
+    @classmethod
+    def of(cls, named: str) -> Boundary:
+        return cls(named, os.path.dirname(named) if os.path.isfile(named) else named)
+
+    def require_inside(self, path: str, real: str) -> None:
+        """Raise FormatError for a path that leads to `real`, outside the boundary and the blobs of
+        a Hugging Face cache.
+        """
+        if f"{self.named}/".startswith(f"{path.rstrip('/')}/"):
+            return
+        folder = self.folder if _is_below(path, self.folder) else os.path.dirname(path)
+        if _is_below(real, folder) or any(_is_below(real, root) for root in _roots(folder)):
+            return
+        raise FormatError(
+            f"{path} is a link to {real}, outside the checkpoint: all its files have to lie in"
+            f" {folder}. If that file belongs to it, copy the checkpoint with the files themselves"
+            " (cp -rL; cp -rlL makes hard links, which take no space on the same disk); if not,"
+            " remove the link"
+        )
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+
+
 class LocalFiles(Files):
     """The local directory at `root`.
 
-    A name that leads outside through a link is refused, whatever is asked of it; links into the
-    store of blobs of a Hugging Face cache are followed, because all its files are such links. The
-    links are those found when a name is first used: who can change the directory meanwhile is not
-    kept out. Nothing is created before the first write.
+    A name that leads out of the boundary through a link is refused, whatever is asked of it. So is
+    a file that was opened and lies outside, where the system says where it lies (`/proc`): a folder
+    may be exchanged for a link after it was looked at. Nothing is created before the first write.
 
     Raises UnsupportedPath for a URL of another kind than `file://`.
     """
 
-    def __init__(self, root: str | os.PathLike[str]):
+    def __init__(self, root: str | os.PathLike[str], boundary: Boundary | None = None):
         self.root = os.path.abspath(local_path(root))
+        self._boundary = boundary or Boundary(self.root, self.root)
         # folders inside, to which no link leads, or one that may be followed
         self._known: set[str] = set()
         self._handle: int | None = None
@@ -104,11 +143,14 @@ class LocalFiles(Files):
         return path
 
     def _below(self, name: str) -> str:
-        check_name(name)
+        self._check_name(name)
         folder, _, _ = name.rpartition("/")
         if folder not in self._known:
             self._check_folders(folder)
-        return f"{self.root}/{name}"
+        return self.url(name)
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
 
     def spec(self, name: str = "") -> dict[str, Any]:
         path = self.path(name) if name else self.root.rstrip("/")
@@ -118,12 +160,14 @@ class LocalFiles(Files):
         """Look at each folder on the way; one that is not there yet may be made later, and is
         looked at again.
         """
-        outer, _, _ = folder.rpartition("/")
-        if outer and outer not in self._known:
-            self._check_folders(outer)
-        status = self._look(f"{self.root}/{folder}" if folder else self.root)
-        if status is not None and stat.S_ISDIR(status.st_mode):
-            self._known.add(folder)
+        parts = folder.split("/") if folder else []
+        for outer in itertools.accumulate(parts, "{}/{}".format, initial=""):
+            outer = outer.lstrip("/")
+            if outer in self._known:
+                continue
+            status = self._look(self.url(outer))
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                self._known.add(outer)
 
     def _look(self, path: str) -> os.stat_result | None:
         """What is at a path, or where a link leads that may be followed; None if nothing is. Raises
@@ -135,38 +179,35 @@ class LocalFiles(Files):
             return None
         if not stat.S_ISLNK(status.st_mode):
             return status
-        self._check_link(path)
+        self._boundary.require_inside(path, os.path.realpath(path))
         return _stat(path)
-
-    def _check_link(self, path: str) -> None:
-        real = os.path.realpath(path)
-        if not any(os.path.commonpath((root, real)) == root for root in _roots(self.root)):
-            raise FormatError(
-                f"{path} is a link to {real}, outside the checkpoint, in which all its files have"
-                " to lie. If that file belongs to it, copy the checkpoint with the files"
-                " themselves (cp -L)"
-            )
 
     def url(self, name: str = "") -> str:
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
+        """Of links that lead outside nothing is said but that they are there."""
         path = self.path(folder) if folder else self.root
         prefix = f"{folder}/" if folder else ""
         if not os.path.isdir(path):
             return []
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries)
-        return [_info(prefix + name, _stat(f"{path}/{name}")) for name in names]
+        return [_info(prefix + name, self._look_inside(f"{path}/{name}")) for name in names]
+
+    def _look_inside(self, path: str) -> os.stat_result | None:
+        with suppress(FormatError):
+            return self._look(path)
+        return None
 
     def stat(self, name: str) -> FileInfo | None:
         path = self._below(name) if name else self.root
-        if status := self._look(path):
-            return _info(name, status)
-        return _info(name, None) if os.path.islink(path) else None
+        if _stat(path) is None:  # a link that leads nowhere, wherever that would be
+            return _info(name, None) if os.path.islink(path) else None
+        return _info(name, self._look(path))
 
     def link(self, name: str) -> str | None:
-        path = self.path(name) if name else self.root
+        path = self._below(name) if name else self.root
         return os.readlink(path) if os.path.islink(path) else None
 
     def read_into(self, reads: Sequence[RangeRead]) -> None:
@@ -178,10 +219,14 @@ class LocalFiles(Files):
     @contextmanager
     def _opened(self, file: FileInfo) -> Iterator[int]:
         """A descriptor of the file. Raises CorruptData where it is not the one looked at."""
-        handle = os.open(self.path(file.name), os.O_RDONLY | os.O_CLOEXEC)
+        path = self.path(file.name)
+        # what was exchanged for a FIFO is not waited for
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if _info(file.name, os.fstat(handle)) != file:
                 raise CorruptData("the file has changed since it was opened; open it again")
+            with suppress(FileNotFoundError):  # a system without /proc
+                self._boundary.require_inside(path, os.readlink(f"/proc/self/fd/{handle}"))
             yield handle
         finally:
             os.close(handle)
@@ -248,7 +293,7 @@ class LocalFiles(Files):
             os.remove(self.path(name))
 
     def join(self, folder: str) -> LocalFiles:
-        return LocalFiles(self.path(folder) if folder else self.root)
+        return LocalFiles(self.path(folder) if folder else self.root, self._boundary)
 
 
 def _link(first: str, path: str) -> None:
@@ -269,18 +314,15 @@ def _link(first: str, path: str) -> None:
 
 
 class WholeDisk(LocalFiles):
-    """All files of this machine, by absolute paths without the leading slash. What people name
-    themselves is read wherever its links lead.
+    """All files of this machine, by absolute paths without the leading slash, for who named one
+    path.
     """
 
-    def __init__(self) -> None:
-        super().__init__("/")
+    def __init__(self, named: str) -> None:
+        super().__init__("/", Boundary.of(named))
 
-    def _below(self, name: str) -> str:
-        return f"/{name}"
-
-    def _check_link(self, path: str) -> None:
-        """Whoever names a file means what a link leads to."""
+    def _check_name(self, name: str) -> None:
+        """People may name what they like; `FilePath` checks what comes out of files."""
 
 
 def _stat(path: str) -> os.stat_result | None:

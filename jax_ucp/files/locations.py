@@ -15,7 +15,6 @@ from jax_ucp.files.protocol import Files
 
 # What has a say in where a bucket is, and as whom it is asked.
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HF_", "HUGGING_FACE_")
-_DISK = WholeDisk()
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Files, str]:
@@ -26,7 +25,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Files, str]:
     text = os.fspath(path)
     url = URL.match(text) if isinstance(text, str) else None
     if url is None or url["scheme"].lower() == "file":
-        return _DISK, os.path.abspath(local_path(path))[1:]
+        named = os.path.abspath(local_path(path))
+        return WholeDisk(named), named[1:]
     open_at = _SCHEMES.get(url["scheme"].lower())
     if open_at is None:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)

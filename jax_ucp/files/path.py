@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jax_ucp.errors import FormatError
 from jax_ucp.files.local import check_name
 from jax_ucp.files.locations import locate, require_writable
 from jax_ucp.files.looked import look, look_for_file, look_inside, read_once
@@ -83,8 +84,12 @@ class FilePath:
         return info.size if info else 0
 
     def file(self) -> FileInfo:
-        """The file that is there. Raises FileNotFoundError or IsADirectoryError."""
+        """The file that is there. Raises FileNotFoundError or IsADirectoryError, and FormatError
+        for a FIFO, a socket or a device.
+        """
         info = self.info()
+        if info is not None and info.kind == "other" and self.link() is None:
+            raise FormatError(f"{self} is a FIFO, a socket or a device, where a file should be")
         if info is None or info.kind == "other":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         if info.kind == "folder":
@@ -92,7 +97,7 @@ class FilePath:
         return info
 
     def folder(self) -> Files:
-        """The files below, whose names cannot lead out of it, through links neither."""
+        """The files below, whose names lead no further up."""
         return self.files.join(self.key)
 
     def children(self) -> Sequence[FilePath]:

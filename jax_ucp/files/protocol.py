@@ -41,7 +41,7 @@ class RangeRead:
 
 class Files(Protocol):
     """Files by name under one root. Names are checked here, and nowhere else: one that is absolute,
-    has `..` or leads out of the root through a link is refused with a FormatError.
+    has `..` or leads through a link out of what somebody named is refused with a FormatError.
 
     What cannot be reached, or does not answer, is a StoreError.
     """

@@ -7,6 +7,7 @@ before it is first read, and again at the end.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,11 +66,17 @@ class SourceFiles:
                 yield f"{url} is not the file that was opened: it was replaced, or written to"
 
     def _now(self) -> Sequence[FileInfo | None]:
-        now: dict[tuple[str, str], FileInfo | None] = {}
-        for url, files in {files.url(): files for files, _ in self.seen}.items():
-            names = [file.name for of, file in self.seen if of.url() == url]
-            now |= zip([(url, name) for name in names], stat_all(files, names), strict=True)
-        return [now[files.url(), file.name] for files, file in self.seen]
+        seen = self.seen
+        # of one root behind a network, files are asked for together; on a disk each root has a
+        # boundary of its own
+        together: dict[object, list[int]] = defaultdict(list)
+        for i, (files, _) in enumerate(seen):
+            together[files.url() if files.is_remote else files].append(i)
+        now: dict[int, FileInfo | None] = {}
+        for places in together.values():
+            names = [seen[i][1].name for i in places]
+            now |= zip(places, stat_all(seen[places[0]][0], names), strict=True)
+        return [now[i] for i in range(len(seen))]
 
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""

@@ -342,7 +342,7 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
     """
     notes = list(contents.notes)
     if not format.notes_siblings:
-        for folder in dict.fromkeys([at, file_path(contents.path)]):
+        for folder in dict.fromkeys([at, replace(at, key=file_path(contents.path).key)]):
             notes += weight_folder.notes_beside(folder, format.from_torch, contents.extras)
         if format.open is deepspeed.open_deepspeed and at.is_dir():
             contents = add_trainer_state(replace(contents, notes=notes), at)

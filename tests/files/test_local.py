@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,7 @@ from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files import strided
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.looked import walk
-from jax_ucp.files.path import file_path
+from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import RangeRead, file_size, read_file
 from jax_ucp.files.ranges import EDGE_BYTES, EdgesInMemory, FileRange, MemoryRange
 from jax_ucp.files.strided import GAP_BYTES, WINDOW_BYTES, read_strided
@@ -61,14 +62,84 @@ def test_a_path_from_text_that_leads_out_is_refused(tmp_path, name):
         file_path(tmp_path) / name
 
 
-def test_a_link_out_of_a_folder_is_refused_below_it_and_followed_from_outside(tmp_path):
-    (tmp_path / "other").write_bytes(b"1")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "link").symlink_to(tmp_path / "other")
-    folder = file_path(tmp_path / "folder")
-    assert (folder / "link").read_bytes() == b"1"
+def linked(tmp_path: Path) -> Path:
+    """A folder with links out of it, and a folder and a link to it beside."""
+    for name in ("folder", "folder/sub", "folder/sub/deep", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(name.encode())
+    folder = tmp_path / "folder"
+    (folder / "link").symlink_to("../other/file")
+    (folder / "dir").symlink_to("../other")
+    (folder / "sub" / "up").symlink_to("../file")
+    (folder / "sub" / "deep" / "out").symlink_to("../../../other/file")
+    (folder / "hard").hardlink_to(tmp_path / "other" / "file")
+    (tmp_path / "named").symlink_to("folder")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["link", "dir", "dir/file", "dir/none", "sub/deep/out"])
+@pytest.mark.parametrize("named", ["folder", "named", "folder/file"])
+def test_a_link_out_of_the_folder_that_was_named_is_refused_whatever_is_asked(
+    tmp_path, name, named
+):
+    linked(tmp_path)
+    folder = file_path(tmp_path / named)
+    folder = folder.parent if named == "folder/file" else folder
+    questions = [
+        FilePath.info, FilePath.exists, FilePath.is_file, FilePath.is_dir, FilePath.size,
+        FilePath.read_bytes, FilePath.read_pointer, FilePath.file, FileRange,
+        lambda path: folder.folder().stat(name),
+        lambda path: folder.folder().path(name),
+    ]  # fmt: skip
+    for question in questions:
+        with pytest.raises(FormatError, match=r"is a link to .*other.*, outside the checkpoint"):
+            question(folder / name)
+    listed = {info.name: info.kind for info in folder.folder().list()}
+    assert (listed["link"], listed["dir"], listed["sub"]) == ("other", "other", "folder")
+
+
+def test_links_inside_a_named_folder_and_what_is_named_itself_are_followed(tmp_path):
+    folder = linked(tmp_path)
+    for named in (folder, tmp_path / "named"):
+        opened = file_path(named)
+        assert (opened / "sub" / "up").read_bytes() == b"folder"
+        assert (opened / "sub").folder().find("up") is not None  # the boundary is what was named
+        assert (opened / "hard").read_bytes() == b"other"
+    assert file_path(folder / "link").read_bytes() == b"other"
+    assert (file_path(folder / "dir") / "file").read_bytes() == b"other"
     with pytest.raises(FormatError, match="outside the checkpoint"):
-        folder.folder().stat("link")
+        (file_path(folder / "sub") / "up").read_bytes()
+    with pytest.raises(FormatError, match="outside the checkpoint"):  # beside what was named
+        (file_path(folder / "sub" / "file").parent.parent / "link").read_bytes()
+
+
+def test_a_folder_that_becomes_a_link_after_it_was_looked_at_leads_nowhere_else(tmp_path):
+    """The file is the same by size, time and inode: a hard link that lies outside, too."""
+    folder = linked(tmp_path)
+    path = file_path(folder) / "sub" / "file"
+    file = path.file()
+    assert path.read_bytes() == b"folder/sub"
+    (tmp_path / "other" / "sub").mkdir()
+    (tmp_path / "other" / "sub" / "file").hardlink_to(folder / "sub" / "file")
+    (folder / "sub").rename(tmp_path / "gone")
+    (folder / "sub").symlink_to("../other/sub")
+    with pytest.raises(FormatError, match="outside the checkpoint"):
+        path.files.read_into([RangeRead(file, 0, np.empty(file.size, np.uint8))])
+
+
+def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path):
+    (tmp_path / "f").write_bytes(b"1")
+    files = LocalFiles(tmp_path)
+    file = files.stat("f")
+    assert file is not None
+    (tmp_path / "f").unlink()
+    os.mkfifo(tmp_path / "f")
+    with pytest.raises(CorruptData, match="has changed"):
+        files.read_into([RangeRead(file, 0, np.empty(1, np.uint8))])
+
+
+def test_a_name_of_two_thousand_folders_is_looked_at(tmp_path):
+    assert file_path(tmp_path).folder().stat("/".join("a" * 2000)) is None
 
 
 @given(size=st.integers(1, 3 * EDGE_BYTES), data=st.data())

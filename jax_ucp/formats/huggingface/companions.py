@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.source_files import note
 from jax_ucp.formats.assemble import Import
@@ -50,8 +49,8 @@ def kind_of(name: str) -> str:
 
 
 def keep_companions(imported: Import, folder: FilePath) -> set[str]:
-    """Account for the files in a folder that go with the model; those that are too large, or lead
-    out of it, are left out with a note. Returns the names in the folder that are accounted for.
+    """Account for the files in a folder that go with the model; those that are too large are left
+    out with a note. Returns the names in the folder that are accounted for.
     """
     room, met = MAX_BYTES, set[str]()
     for file in _files(folder):
@@ -81,24 +80,16 @@ def companions_in(folder: FilePath) -> dict[str, FilePath]:
 
 
 def _files(folder: FilePath) -> Iterator[FilePath]:
-    # through these no link leads out of the folder
     files = folder.folder()
     for inside in ("", _TEMPLATES):
-        try:
-            listed = files.list(inside)
-        except FormatError:
-            continue
-        for info in listed:
+        for info in files.list(inside):
             if info.kind != "folder" and kind_of(info.name):
                 yield FilePath(files, info.name)
 
 
 def _fault(file: FilePath, room: int) -> str:
     """Why a file is not kept; empty if it is."""
-    try:
-        info = file.info()
-    except FormatError:
-        return "it is a link that leads out of the folder"
+    info = file.info()
     if info is None or info.kind != "file":
         return "it is not a file"
     if info.size > MAX_FILE_BYTES:

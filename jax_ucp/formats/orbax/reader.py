@@ -73,13 +73,18 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
 
 
 def note_files(directory: Files) -> None:
-    """Note every file: TensorStore reads most of them, does not say which, and follows every link.
-    A name that leads out is refused here.
+    """Note every file: TensorStore reads most of them, does not say which, follows every link, and
+    waits for ever for a FIFO. A name that leads out is refused here, and what is not a file.
     """
     files = walk(directory)
     if not directory.is_remote:  # where there are links
         files = filter(None, [directory.stat(file.name) for file in files])
     for file in files:
+        if file.kind == "other":
+            raise FormatError(
+                f"{directory.url(file.name)} is a link that leads nowhere, a FIFO, a socket or a"
+                " device: stock Orbax writes files only. Remove it, or copy the file that it was"
+            )
         note(directory, file)
 
 

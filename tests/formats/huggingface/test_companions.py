@@ -85,22 +85,19 @@ def test_a_companion_that_changes_or_is_damaged_is_seen(model: Path, tmp_path: P
         ucp.open(tmp_path / "saved")
 
 
-def test_what_leads_out_of_the_folder_or_is_too_large_is_left_out_with_a_note(
+def test_what_is_too_large_is_left_out_with_a_note(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "secret").write_bytes(b"secret")
-    (model / "NOTICE").symlink_to(tmp_path / "secret")
     (model / "vocab.txt").symlink_to(model / "vocab.json")
     (model / "COPYING").mkdir()
     monkeypatch.setattr(companions, "MAX_FILE_BYTES", 255)
     opened = ucp.open(model)
     said = "\n".join(opened.notes)
-    assert "NOTICE is left out: it is a link that leads out of the folder" in said
     assert "tokenizer.model is left out: it has 256 bytes, more than the 255" in said
     opened.export(tmp_path / "out", "safetensors")
     found = contents(tmp_path / "out")
     assert found["vocab.txt"] == FILES["vocab.json"]
-    assert not {"NOTICE", "COPYING", "tokenizer.model"} & found.keys()
+    assert not {"COPYING", "tokenizer.model"} & found.keys()
     monkeypatch.setattr(companions, "MAX_BYTES", 40)
     assert "with it more than 40 bytes" in "\n".join(ucp.open(model).notes)
 

@@ -1,0 +1,210 @@
+"""Of every format: no link leads out of the folder that was named, whichever file it stands for,
+links inside are followed, and no FIFO is waited for.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from cases import DATA, Case
+from hostile_files import saved
+from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.sources.consolidated import same_bits
+
+Open = Callable[[Path], ucp.Checkpoint]
+
+CASES = [
+    *(
+        Case(*name.split("/"))
+        for name in (
+            "deepspeed/z1_bf16_dp2",
+            "deepspeed/z0_bf16_dp1",
+            "deepspeed_universal/z3_bf16_dp2_frozen_tied",
+            "deepspeed_writers/nvme_z3_small_dp2",
+            "dtensors/accelerate_llama",
+            "dtensors/verl_llama",
+            "gguf/qwen2_split",
+            "jax/orbax01110-manager_step",
+            "jax/orbax01110-pytree_values_ocdbt_zarr3",
+            "jax/orbax0128-flax_msgpack_file",
+            "jax/orbax05-aggregate",
+            "jax/orbax05-flax_chunked",
+            "jax/orbax05-flax_msgpack",
+            "jax/orbax05-paxml",
+            "jax/orbax05-t5x",
+            "megatron/dist_pp2_vpp2_fp32",
+            "megatron/legacy_ep2_moe_seq_distopt_fp32",
+            "megatron/torch_dcp_te_bf16",
+            "torch/dcp_file_per_item",
+            "torch/dcp_hf_consolidated",
+            "torch/hf_llama",
+            "trainers/accelerate_bin",
+            "trainers/accelerate_two_proof",
+            "trainers/lightning_gan",
+            "trainers/small_llama",
+        )
+    )
+]
+PLAIN = [
+    "adapters/lora/adapter",
+    "folders/diffusers_idx/ckpt",
+    "folders/hf_bin_noindex/ckpt",
+    "megatron/old0153_tp2_zarr_fp32/ckpt",
+    "orbax/ocdbt",
+    "orbax/plain",
+]
+OF_TESTS = ("truth.npz", "case.json")
+
+
+@pytest.fixture(params=[*CASES, *PLAIN, "universal"], ids=str)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Open]:
+    """A copy of a checkpoint, and what opens one of its kind."""
+    source, place = request.param, tmp_path / "named"
+    if source == "universal":
+        tree = {"a": np.arange(3), "b": [np.ones(2), 1.5, "text"]}
+        return saved(place, tree), ucp.open
+    path, open_at = (
+        (DATA / source, ucp.open) if isinstance(source, str) else (source.path, source.open)
+    )
+    is_file = path.is_file()
+    shutil.copytree(path.parent if is_file else path, place)
+    for name in OF_TESTS:
+        (place / name).unlink(missing_ok=True)
+    return place / path.name if is_file else place, open_at
+
+
+def kinds_of_files(folder: Path) -> list[Path]:
+    """One file of each kind of name, of those that have bytes and are the checkpoint's."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    of_kind = {re.sub(r"\d+", "0", path.name): path for path in files}
+    return [of_kind[kind] for kind in sorted(of_kind)]
+
+
+def arrays(opened: ucp.Checkpoint) -> dict[str, np.ndarray]:
+    return {leaf.label: opened.read(leaf.label) for leaf in opened.leaves if leaf.has_array}
+
+
+def assert_same(opened: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
+    found = arrays(opened)
+    assert found.keys() == want.keys()
+    assert all(same_bits(found[label], want[label]) for label in want)
+
+
+def opened_or_refused(open_it: Callable[[], ucp.Checkpoint], want: dict[str, np.ndarray]) -> str:
+    """The notes of a checkpoint that opens as it was, or why it is refused."""
+    try:
+        opened = open_it()
+    except UCPError as error:
+        return str(error)
+    assert_same(opened, want)
+    return "\n".join(opened.notes)
+
+
+_outside: set[str] = set()
+_read: list[str] = []
+
+
+def _watch(event: str, args: tuple) -> None:
+    if event == "open" and _outside and isinstance(args[0], str):
+        _read.extend({os.path.realpath(args[0])} & _outside)
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def nothing_is_read_of(path: Path) -> Iterator[None]:
+    """TensorStore opens files that no hook hears of; its formats refuse links before."""
+    _outside.add(str(path))
+    _read.clear()
+    try:
+        yield
+        assert _read == []
+    finally:
+        _outside.clear()
+
+
+def test_a_link_out_of_the_folder_is_refused_for_each_file_of_each_format(checkpoint, tmp_path):
+    path, open_at = checkpoint
+    named = path.parent if path.is_file() else path
+    want, noted = arrays(open_at(path)), _files_of(open_at(path))
+    for file in kinds_of_files(named):
+        if file == path:
+            continue  # it is what the user names
+        outside = tmp_path / "outside"
+        shutil.move(file, outside)
+        file.symlink_to(outside)
+        with nothing_is_read_of(outside):
+            said = opened_or_refused(lambda: open_at(path), want)
+        is_named = f"{file} is a link to {outside}, outside the checkpoint" in said
+        assert is_named or str(file) not in noted  # what is not read need not be refused
+        file.unlink()
+        shutil.move(outside, file)
+    assert_same(open_at(path), want)
+
+
+def _files_of(opened: ucp.Checkpoint) -> set[str]:
+    """The files that it is read from."""
+    return {url for url, _, _ in opened._contents.files.identities()}
+
+
+def test_steps_of_a_run_may_be_links_to_each_other_where_the_run_is_named(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(DATA / "deepspeed" / "z1_bf16_dp2", run)
+    step = next(run.glob("global_step*"))
+    want = arrays(ucp.open(run))
+    # a later step, one of whose files is that of the step before
+    states = step.with_name("global_step6")
+    shutil.copytree(step, states)
+    for file in states.glob("*model_states.pt"):
+        file.unlink()
+        file.symlink_to(f"../{step.name}/{file.name}")
+    (run / "latest").write_text("last")
+    (run / "last").symlink_to("global_step6")
+    (tmp_path / "named").symlink_to("run")
+    assert_same(ucp.open(run), want)
+    assert_same(ucp.open(tmp_path / "named"), want)
+    with pytest.raises(
+        FormatError, match=rf"global_step6/.* is a link to .*{step.name}.*, outside"
+    ):
+        ucp.open(states)
+    shutil.rmtree(step)
+    shutil.copytree(states, tmp_path / "elsewhere", symlinks=True, ignore_dangling_symlinks=True)
+    (run / "last").unlink()
+    (run / "last").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FormatError, match=r"last is a link to .*elsewhere, outside the checkpoint"):
+        ucp.open(run)
+
+
+def test_links_inside_the_folder_are_followed_in_each_format(checkpoint):
+    path, open_at = checkpoint
+    named = path.parent if path.is_file() else path
+    want = arrays(open_at(path))
+    (named / ".kept").mkdir()
+    for number, file in enumerate(kinds_of_files(named)):
+        kept = named / ".kept" / str(number)
+        file.rename(kept)
+        file.symlink_to(os.path.relpath(kept, file.parent))
+    assert_same(open_at(path), want)
+
+
+@pytest.mark.timeout(120)
+def test_a_fifo_in_place_of_a_file_is_not_waited_for_in_any_format(checkpoint, tmp_path):
+    path, open_at = checkpoint
+    named = path.parent if path.is_file() else path
+    want = arrays(open_at(path))
+    for file in kinds_of_files(named):
+        kept = tmp_path / "kept"
+        shutil.move(file, kept)
+        os.mkfifo(file)
+        opened_or_refused(lambda: open_at(path), want)
+        file.unlink()
+        shutil.move(kept, file)
