@@ -243,8 +243,7 @@ class _Asking:
         if error is None or isinstance(error, CorruptData | StoreError | Unanswered):
             return
         exceptions = _exceptions()
-        # the rest of the library's text is its own structures, printed
-        text = str(error).partition("\n\nDebug source")[0][:_MESSAGE_CHARS]
+        text = _plain(error)
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from error
         if isinstance(error, exceptions.AlreadyExistsError):
@@ -261,6 +260,11 @@ class _Asking:
             raise StoreError(f"{self._url}: {text}") from error
 
 
+def _plain(error: BaseException) -> str:
+    """The library's text, without its own structures, which it prints after that."""
+    return str(error).partition("\n\nDebug source")[0][:_MESSAGE_CHARS]
+
+
 def _may_pass(text: str) -> bool:
     """Whether asking again may help: what the server said is not that the request is wrong, and
     not a key that the library has no path for, such as one with two slashes together.
@@ -275,21 +279,21 @@ def open_store(
     scheme: str, bucket: str, retries: int = RETRIES, timeout: str = READ_TIMEOUT
 ) -> Any:
     """The library's store for a bucket, with the credentials and endpoint that the cloud's own
-    tools would take.
+    tools would take. Raises StoreError where those are not enough to make one.
     """
     obstore_store = require_extra("obstore.store", "cloud", f"{scheme}://{bucket}")
     make, config = _STORES[scheme]
     container, settings = config(bucket)
-    return getattr(obstore_store, make)(
-        container,
-        client_options={
-            "timeout": timeout,
-            "connect_timeout": CONNECT_TIMEOUT,
-            "allow_http": True,
-        },
-        retry_config={**_RETRY, "max_retries": retries},
-        **settings,
-    )
+    client = {"timeout": timeout, "connect_timeout": CONNECT_TIMEOUT, "allow_http": True}
+    retry = {**_RETRY, "max_retries": retries}
+    try:
+        store = getattr(obstore_store, make)
+        return store(container, client_options=client, retry_config=retry, **settings)
+    except _exceptions().BaseError as error:
+        raise StoreError(
+            f"{scheme}://{bucket}: {_plain(error)}. Which accounts and credentials are taken is in"
+            " docs/where-checkpoints-live.md"
+        ) from error
 
 
 def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:

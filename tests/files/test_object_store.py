@@ -51,6 +51,11 @@ def test_an_account_of_azure_is_in_a_connection_string_or_in_the_url(monkeypatch
     assert open_store("abfs", "box@home.dfs.core.windows.net").config["account_name"] == "home"
 
 
+def test_a_container_of_no_account_is_refused_with_where_to_look():
+    with pytest.raises(StoreError, match=r"az://box: .*[Aa]ccount.*where-checkpoints-live\.md$"):
+        open_store("az", "box")
+
+
 def test_an_emulator_of_google_is_asked_where_it_is(monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
     assert "http://127.0.0.1:9" in str(open_store("gs", "bucket").config)

@@ -290,9 +290,12 @@ def test_a_trainers_state_that_is_damaged_or_of_another_step_is_refused(tmp_path
         FormatError, match=r"random_states_\*.pkl.step is 7, but 0 in random_states_0"
     ):
         ucp.open(at)
-    states.write_bytes(states.read_bytes()[:1000])
-    with pytest.raises(FormatError, match=r"weights_only leaves the trainer's state aside"):
-        ucp.open(at)
+    whole = Path(dcp("."), states.name).read_bytes()
+    flipped = whole[:9_128] + bytes([whole[9_128] ^ 8]) + whole[9_129:]
+    for damaged in (whole[:1000], flipped):
+        states.write_bytes(damaged)
+        with pytest.raises(FormatError, match=r"_1\.pkl.*weights_only leaves the trainer's state"):
+            ucp.open(at)
     assert set(ucp.open(at, weights_only=True)) == set(ucp.open(dcp("pytorch_model_fsdp_0")))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from jax_ucp.errors import FormatError, UnsafePickle
+from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.facts import COUNTS, Facts
@@ -38,6 +38,8 @@ def keep_beside(imported: Import, name: str, path: FilePath, facts: Facts) -> No
 def _keep_torch(imported: Import, name: str, path: FilePath, facts: Facts) -> None:
     try:
         file = TorchFile(path, lenient=True)
+        for fault in filter(None, (check.run() for check in file.checks("full"))):
+            raise CorruptData(fault)
     except UnsafePickle as error:
         imported.skip(name, "object", f"not read, because it asks for more than data: {error}")
         imported.notes.append(f"{name} was left out: {error}")
