@@ -204,7 +204,7 @@ def only_division(
     end = tuple(ends)
     count = ways.get(end, 0)
     if count != 1:
-        how = "several ways" if count else "no way"
+        how = "several ways" if count else "no way: they have another, or a file is another rank's"
         raise Undecided(f"in the order of the model they fit it in {how}")
     places: dict[Name, tuple[int, int]] = {}
     for name, came in zip(reversed(list(sizes)), reversed(steps), strict=True):

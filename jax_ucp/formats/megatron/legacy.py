@@ -28,6 +28,7 @@ from jax_ucp.formats.megatron.dist_proof import are_remainders, are_rounded
 from jax_ucp.formats.megatron.files import (
     MODEL_FILE,
     OPTIM_FILE,
+    TRACKER,
     Args,
     Rank,
     about,
@@ -71,7 +72,10 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     """
     folder = iteration_folder(path)
     if not folder.is_dir():
-        raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
+        raise NotACheckpoint(
+            f"{path / TRACKER} stands for {folder.name}, and there is no such folder beside it:"
+            " correct the file, or open the folder of the iteration that is meant"
+        )
     args, ranks = open_ranks(folder, options.weights_only)
     return _Reader(folder, args, ranks, options).contents()
 
