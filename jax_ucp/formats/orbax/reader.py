@@ -100,9 +100,21 @@ def _leaf(directory: Files, tree: OrbaxTree, leaf: Leaf, arrays: Mapping[str, Ar
         info = arrays[leaf.name]
         leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
         _check_written(directory, tree, leaf, info)
+        _check_described(directory, tree, leaf)
     if fault := leaf_fault(leaf):
         raise FormatError(f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}")
     return leaf
+
+
+def _check_described(directory: Files, tree: OrbaxTree, leaf: Leaf) -> None:
+    """Raise FormatError where numbers may be those of a typed key, and what said so is lost."""
+    like_a_key = leaf.dtype == "uint32" and leaf.shape[-1:] in ((2,), (4,))
+    if like_a_key and leaf.name in tree.undescribed:
+        raise FormatError(
+            f"{directory}/array_metadatas has nothing of {tree.stored[leaf.name]}, and had when"
+            f" {TREE_FILE} was written: it tells which arrays are keys of jax.random. Copy the"
+            " folder array_metadatas from where the checkpoint was saved"
+        )
 
 
 def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:

@@ -117,13 +117,15 @@ class OrbaxTree:
     The leaves have no shape or dtype yet: those are with the arrays. `stored` has the name that
     stock gave each array, by the name of its leaf here, which is safe for a directory; stock's need
     not be. `packed` are the values in `checkpoint`. `written` is the shape of what a device wrote
-    of an array, where it says so. `ocdbt` is None where the files do not say it.
+    of an array, where it says so. `undescribed` are the arrays of which `array_metadatas` had more
+    to say, and is lost. `ocdbt` is None where the files do not say it.
     """
 
     leaves: tuple[Leaf, ...]
     stored: Mapping[str, str]
     packed: Mapping[str, Packed] = field(default_factory=dict)
     written: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    undescribed: frozenset[str] = frozenset()
     ocdbt: bool | None = None
     zarr3: bool = False
     all_chunks_stored: bool = False
@@ -166,6 +168,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
         {name: _stock_name(entry) for name, entry in in_arrays.items()},
         packed,
         {name: entry.value_metadata.write_shape for name, entry in in_arrays.items()},
+        frozenset(name for name, entry in in_arrays.items() if files.lacks(entry)),
         content.use_ocdbt,
         bool(content.use_zarr3),
         # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
@@ -196,6 +199,13 @@ class _TreeFiles:
     strings: Mapping[str, str]
     key_impls: Mapping[str, str]
     aggregate: Mapping[TreePath, Any]
+
+    def lacks(self, entry: _Entry) -> bool:
+        """Whether `array_metadatas` had something of an array and does not have it: `write_shape`
+        is taken from there (Orbax 0.12, `_get_param_infos_with_write_shape`).
+        """
+        written = entry.value_metadata.write_shape is not None
+        return written and _stock_name(entry) not in self.key_impls
 
     def packed_value(self, path: TreePath, entry: _Entry) -> Any:
         """What the aggregate file has for a leaf; None where it is stored elsewhere, or nothing.

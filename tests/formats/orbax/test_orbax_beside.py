@@ -138,3 +138,19 @@ def test_only_what_can_be_a_step_is_called_one(tmp_path):
     (tmp_path / "best" / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(NotACheckpoint, match=r"holds the steps 7, best, step_12: open one, .*12$"):
         ucp.open(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["plain", "ocdbt", "zarr3/state"])
+def test_keys_without_the_file_that_says_so_are_not_taken_for_numbers(case, tmp_path):
+    at = tmp_path / "c"
+    shutil.copytree(Path(__file__).parents[2] / "data" / "orbax" / case, at)
+    assert {leaf.kind for leaf in ucp.open(at).leaves if leaf.label == "rng"} == {"prng_key"}
+    shutil.rmtree(at / "array_metadatas")
+    with pytest.raises(FormatError, match="array_metadatas has nothing of rng.*Copy the folder"):
+        ucp.open(at)
+
+
+def test_a_tree_without_anything_like_keys_opens_without_that_file(tmp_path):
+    stock(tmp_path / "c", ocdbt=False, zarr3=False)
+    shutil.rmtree(tmp_path / "c" / "array_metadatas", ignore_errors=True)
+    np.testing.assert_array_equal(ucp.open(tmp_path / "c").restore()["a"], TREE["a"])
