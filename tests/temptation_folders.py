@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickletools
 import re
 import struct
@@ -37,9 +38,10 @@ from jax_ucp.formats.torch_save.unpickle import walk
 
 @dataclass(frozen=True)
 class Link:
-    """A symbolic link."""
+    """A symbolic link; `target` is relative to it, and may be written as an absolute path."""
 
     target: str
+    absolute: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def write_folder(folder: Folder, path: Path) -> Path:
         at = path / name
         at.parent.mkdir(parents=True, exist_ok=True)
         match entry:
-            case Link(target):
-                at.symlink_to(target)
+            case Link(target, absolute):
+                at.symlink_to(os.path.normpath(at.parent / target) if absolute else target)
             case EmptyFolder():
                 at.mkdir()
             case _:

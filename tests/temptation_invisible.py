@@ -107,7 +107,7 @@ def values_stored_once(case: Case) -> bool:
 
 
 def _values_stored_once(case: Case) -> bool:
-    if set(case.before) != set(case.after) or not case.changed or _steps_mixed(case):
+    if set(case.before) != set(case.after) or not case.changed:
         return False
     tensors = stored_tensors(case.before)
     if {_place(t) for t in tensors} != {_place(t) for t in stored_tensors(case.after)}:
@@ -127,22 +127,6 @@ def _place(t: Stored) -> tuple[Any, ...]:
 
 def _bytes(t: Stored, files: Files) -> bytes:
     return files[t.file][t.start : t.stop]
-
-
-def _steps_mixed(case: Case) -> bool:
-    """Whether parameters are of different steps that were of one.
-
-    An optimizer of torch, as DCP stores it, counts for each parameter the steps in which that had a
-    gradient: there different steps are what a model has of which not every part is used in every
-    step.
-    """
-    if case.subject.format == "dcp":
-        return False
-
-    def steps(leaves: Mapping[str, Any]) -> set[float]:
-        return {float(v) for n, v in leaves.items() if n.startswith("['step']") and np.size(v) == 1}
-
-    return len(steps(case.found)) > len(steps(case.want))
 
 
 def _same_but_for_values(case: Case, name: str, tensors: list[Stored]) -> bool:
@@ -211,13 +195,16 @@ def _numbers(name: str, files: Files) -> dict[tuple[str, ...], float]:
     return found
 
 
-def _called(path: tuple[str, ...]) -> str:
+def _called(path: tuple[str, ...], name: str = "") -> str:
     """What two files mean alike. A trainer's counters are one thing: all of them are of one
     training.
 
     The optimizer's own step is another: it counts anew where a run is taken up without its states.
-    So is what a group of parameters was told, of which every group has its own.
+    So is what a group of parameters was told, of which every group has its own, and the count of
+    each of accelerate's schedulers.
     """
+    if re.fullmatch(r"scheduler\w*\.bin", PurePosixPath(name).name):
+        return f"{name}: {path[-1]}"
     if "param_groups" in path:
         return ".".join(path[path.index("param_groups") :])
     return "counter" if _COUNTERS.fullmatch(path[-1]) else path[-1]
@@ -237,10 +224,10 @@ def _numbers_contradict(case: Case) -> bool:
             now = _numbers(name, case.after)
             if name in case.changed:
                 before = _numbers(name, case.before)
-                lost |= {(_called(path), n) for path, n in before.items() if now.get(path) != n}
+                lost |= {(_called(p, name), n) for p, n in before.items() if now.get(p) != n}
                 kept |= {("counter", float(n)) for n in re.findall(r"iter_(\d+)/", name)}
             else:
-                kept |= {(_called(path), n) for path, n in now.items()}
+                kept |= {(_called(path, name), n) for path, n in now.items()}
     return bool(lost & kept)
 
 
@@ -434,6 +421,18 @@ def settings_of_another(case: Case) -> bool:
     return False
 
 
+def an_optimizer_of_another(case: Case) -> bool:
+    """Beside weights as a trainer saved them is a whole optimizer that fits, of another save."""
+    of_optimizer = all(PurePosixPath(name).name.startswith("optimizer") for name in case.changed)
+    changed = [n for n in {**case.want, **case.found} if n in case.different or n not in case.found]
+    if case.subject.format != "trainers" or not of_optimizer or set(case.before) != set(case.after):
+        return False
+    with contextlib.suppress(*_UNREADABLE):
+        whole = all(_whole_file(case, name) for name in case.changed)
+        return whole and not any(n.startswith("['param']") for n in changed)
+    return False
+
+
 def _unchanged(t: Stored, case: Case, there: set[tuple[Any, ...]]) -> bool:
     return _place(t) in there and _bytes(t, case.before) == _bytes(t, case.after)
 
@@ -538,9 +537,69 @@ INVISIBLE: dict[str, Undecidable] = {
         " there are. A number that would be padded alike cannot be told from the true one.",
         padded_alike,
     ),
+    "an optimizer of another": Undecidable(
+        "A trainer's optimizer is a whole file of another save, and its shapes fit; the optimizer"
+        " of training_args.bin is not the one that a program gave to the Trainer.",
+        an_optimizer_of_another,
+    ),
     "settings of another": Undecidable(
         "Files that hold no array, only what the trainer was told, are of another checkpoint;"
         " nothing else tells it.",
         settings_of_another,
     ),
 }
+
+
+# What shows that something is wrong, but not what the right values are: a note must tell it.
+
+
+def steps_mixed(case: Case) -> bool:
+    """Whether parameters are of different steps that were of one.
+
+    An optimizer of torch counts for each parameter the steps in which that had a gradient:
+    different steps may be those of a model of which not every part is used in every step.
+    """
+
+    def steps(leaves: Mapping[str, Any]) -> set[float]:
+        return {float(v) for n, v in leaves.items() if n.startswith("['step']") and np.size(v) == 1}
+
+    return len(steps(case.found)) > len(steps(case.want))
+
+
+def half_of_a_file_is_zeros(case: Case) -> bool:
+    """Whether the second half of a file is zeros, as an interrupted download leaves it."""
+    return any(_zeros_at_its_end(case.after[n]) for n in case.changed if n in case.after)
+
+
+def _zeros_at_its_end(data: bytes) -> bool:
+    return len(data) > 512 and any(data) and not any(data[len(data) // 2 :])
+
+
+def total_contradicts(case: Case) -> bool:
+    """Whether an index tells another size of all tensors than its files have, and told theirs."""
+    indexes = [n for n in case.after if n.endswith(".safetensors.index.json")]
+    return any(
+        _total_is_right(n, case.before) and not _total_is_right(n, case.after) for n in indexes
+    )
+
+
+def _total_is_right(index: str, files: Files) -> bool:
+    about = json.loads(files[index])
+    tensors = [t for t in stored_tensors(files) if t.file in about["weight_map"].values()]
+    return about["metadata"]["total_size"] == sum(t.stop - t.start for t in tensors)
+
+
+TOLD: dict[str, tuple[Callable[[Case], bool], str]] = {
+    "steps of several saves": (steps_mixed, r"steps differ"),
+    "half of a file is zeros": (half_of_a_file_is_zeros, r"ends in zeros"),
+    "a total size of another save": (total_contradicts, r"says that the tensors have"),
+}
+
+
+def shown_by(case: Case) -> list[str]:
+    """What of TOLD shows in the files or in what came of them."""
+    found = []
+    for name, (shows, _) in TOLD.items():
+        with contextlib.suppress(*_UNREADABLE):
+            found += [name] * shows(case)
+    return found

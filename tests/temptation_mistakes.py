@@ -29,7 +29,7 @@ from temptation_subjects import Subject
 PER_ROLE = 2
 
 # What a message may name for a file that is not there.
-_ABSENT = (
+ABSENT = (
     "rank",
     "layer",
     "state",
@@ -61,10 +61,10 @@ MISSING = "|".join(
             r" no|without|incomplete|absent|hole|not found|only|needs"
         ),
         (
-            r"no such|nothing|should name|neither|is no |is not an? |no checkpoint|finished|not a"
+            r"no such|\bno\s+\S|nothing|should name|neither|is no |is not an? |no checkpoint|finished|not a"
             r" checkpoint|cannot be read|not_found"
         ),
-        r"should (have|hold|be)|cover|there (is|are)|names|not in|\bno \S|never",
+        r"should (have|hold|be)|cover|there (is|are)|names|not in|never",
     )
 )
 FOLDER = rf"folder|director|not a file|{MISSING}"
@@ -157,11 +157,11 @@ def by_role(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def chosen(subject: Subject, rng: Random, per_role: int = PER_ROLE) -> list[str]:
-    """Some files of each role."""
+    """The last file of each role, which nothing after it tells of, and some others."""
     return [
         n
         for names in by_role(list(subject.folder)).values()
-        for n in rng.sample(names, min(per_role, len(names)))
+        for n in [*rng.sample(names[:-1], min(per_role, len(names)) - 1), names[-1]]
     ]
 
 
@@ -235,14 +235,14 @@ def each_file(subject: Subject, what: str) -> Iterator[tuple[str, bytes, Random]
 def file_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, _data, _rng in each_file(subject, "missing"):
-        yield Attempt(f"{name} is missing", put({name: None}), (*names_of(name), *_ABSENT), MISSING)
+        yield Attempt(f"{name} is missing", put({name: None}), (*names_of(name), *ABSENT), MISSING)
     for names in by_role(list(subject.folder)).values():
         if len(names) > 1:
             gone = dict.fromkeys(names)
             yield Attempt(
                 f"all {role(names[0])} are missing",
                 put(gone),
-                (*names_of(*names), *_ABSENT),
+                (*names_of(*names), *ABSENT),
                 MISSING,
             )
 
@@ -255,7 +255,7 @@ def folder_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         yield Attempt(
             f"{folder}/ is missing",
             put(gone),
-            (*names_of(f"{folder}/x"), folder, *_ABSENT),
+            (*names_of(f"{folder}/x"), folder, *ABSENT),
             MISSING,
         )
 
@@ -303,7 +303,9 @@ def file_empty(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, _rng in each_file(subject, "empty"):
         if data:
-            yield Attempt(f"{name} is empty", put({name: b""}), names_of(name), DAMAGED)
+            yield Attempt(
+                f"{name} is empty", put({name: b""}), names_of(name), f"{DAMAGED}|{MISSING}"
+            )
 
 
 @mistake
@@ -330,7 +332,7 @@ def half_downloaded(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
             yield Attempt(
                 f"{name} is half, as {end}",
                 put(other),
-                (*names_of(name), *_ABSENT),
+                (*names_of(name), *ABSENT),
                 f"{MISSING}|{DAMAGED}",
             )
 
@@ -440,7 +442,7 @@ def another_thing_in_its_place(subject: Subject, _: Sequence[Subject]) -> Iterat
                 f"{name} is a git-lfs pointer",
                 put({name: lfs}),
                 named,
-                POINTER if kept_so else DAMAGED,
+                POINTER if kept_so else f"{POINTER}|{DAMAGED}",
             )
         yield Attempt(f"{name} is a web page", put({name: page}), named, WEB)
         yield Attempt(
@@ -475,7 +477,7 @@ def file_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         for other in others:
             new = path.with_name(other).as_posix()
             if new != name and new not in subject.folder:
-                named = (*names_of(name, new), *_ABSENT)
+                named = (*names_of(name, new), *ABSENT)
                 yield Attempt(
                     f"{name} is called {other}",
                     put({name: None, new: data}),
@@ -498,7 +500,7 @@ def folder_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             if new == folder or any(name.startswith(f"{new}/") for name in subject.folder):
                 continue
             made = renaming(subject, partial(_moved, folder=folder, new=new))
-            named = (folder, path.name, new, other, *names_of(f"{folder}/x"), *_ABSENT)
+            named = (folder, path.name, new, other, *names_of(f"{folder}/x"), *ABSENT)
             yield Attempt(f"{folder}/ is called {other}/", made, named, MISSING + "|" + FOREIGN)
 
 
@@ -875,6 +877,9 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             f"./{said}",
             f"{said}/",
             said.upper(),
+            f"{said} ",
+            f"../{said}",
+            "7",
             "latest",
             "release",
         ]

@@ -439,7 +439,8 @@ def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
     """A folder or a rank's file inside of it."""
     for folder in some_folders(subject, "part"):
         # which is an item by itself
-        if folder != subject.entry and f"{folder}/_METADATA" not in subject.folder:
+        inside = {name.removeprefix(f"{folder}/") for name in subject.folder}
+        if folder != subject.entry and not inside & {"_METADATA", ".metadata"}:
             opened = partial(_inside, folder)
             yield Attempt(
                 f"{folder}/ is opened",
@@ -449,7 +450,7 @@ def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
                 opened=opened,
             )
     rank = re.compile(
-        r"rank_?\d|_states|-of-\d|distcp|model_optim|distrib|\.metadata|index\.json|ucp\.json|_METADATA|latest"
+        r"rank_?\d|(?<!random)_states|-of-\d|distcp|model_optim|distrib|\.metadata|index\.json|ucp\.json|_METADATA|latest"
     )
     for name, _data, _rng in each_file(subject, "part file"):
         if rank.search(name) and name != subject.entry:

@@ -193,7 +193,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 
-def run_state(which: str, strings: bool = True) -> dict[str, Any]:
+def run_state(which: str, strings: bool = True, keys: bool = False) -> dict[str, Any]:
     """The state of a training run in JAX, of the step and seed of a sibling, or of neither."""
     rng = np.random.default_rng({"base": 0, "step": 0, "run": 1}[which])
     later = 1 if which == "step" else 0
@@ -212,7 +212,9 @@ def run_state(which: str, strings: bool = True) -> dict[str, Any]:
         "nu": array((16, 24), jnp.float32, P(None, "model")),
     }
     count = jax.device_put(np.int32(7 + later), NamedSharding(mesh(), P()))
-    return {"params": params, "opt_state": [moments, {"count": count}], "step": 7 + later} | (
+    state = {"params": params, "opt_state": [moments, {"count": count}], "step": 7 + later}
+    state |= {"key": jax.random.key(7 + later)} if keys else {}
+    return state | (
         {"run": "a name", "ids": np.arange(5, dtype=np.int64) + later} if strings else {}
     )
 
@@ -244,7 +246,7 @@ def _of_jax(
 def _universal() -> list[Subject]:
     def by_manager(which: str, path: Path) -> None:
         with ocp.CheckpointManager(path, item_handlers=ucp.CheckpointHandler()) as manager:
-            manager.save(7, args=ucp.args.Save(run_state(which)))
+            manager.save(7, args=ucp.args.Save(run_state(which, keys=True)))
             manager.wait_until_finished()
 
     def item(which: str, path: Path) -> None:
@@ -283,7 +285,8 @@ def _orbax_v0() -> list[Subject]:
     def by_handler(**how: Any) -> Callable[[str, Path], None]:
         def save(which: str, path: Path) -> None:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)) as checkpointer:
-                checkpointer.save(path, args=ocp.args.PyTreeSave(run_state(which)))
+                state = run_state(which, keys=True)
+                checkpointer.save(path, args=ocp.args.PyTreeSave(state))
 
         return save
 

@@ -41,17 +41,19 @@ import numpy as np
 from click.testing import CliRunner
 
 import jax_ucp as ucp
+import temptation_formats  # noqa: F401 - its mistakes are added to MISTAKES, and those of:
+import temptation_options  # noqa: F401
 from cases import RULES
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
 from jax_ucp.sharding.jax_versions import enable_x64
 from temptation_folders import Folder, write_folder
-from temptation_invisible import INVISIBLE, Case, another_whole
+from temptation_invisible import INVISIBLE, TOLD, Case, another_whole, shown_by
 from temptation_mistakes import MISTAKES, Attempt, Beside
 from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
 
 SECONDS = 60
-OUTCOMES = ("right", "refused", "invisible", "sampled", "unaccounted", "unnamed", "wrong")
+OUTCOMES = ("right", "refused", "noted", "invisible", "sampled", "unaccounted", "unnamed", "wrong")
 FAULTS = ("unaccounted", "unnamed", "wrong")
 
 
@@ -71,8 +73,16 @@ class Result:
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
+    """Every leaf by its path; of a typed key its numbers, with its type in the path."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in found}
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
+    keys = {name: leaf for name, leaf in leaves.items() if _is_key(leaf)}
+    data = {f"{name} {key.dtype}": jax.random.key_data(key) for name, key in keys.items()}
+    return {name: leaf for name, leaf in leaves.items() if name not in keys} | data
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
 
 
 def result_of(checkpoint: ucp.Checkpoint, tree: Any) -> Result:
@@ -242,8 +252,7 @@ class Campaign:
 
     def make(self, subject: Subject, attempt: Attempt, way: Way) -> Outcome:
         folder = attempt.folder()
-        for name, data in attempt.beside.items():
-            (self.work / name).write_bytes(data)
+        write_folder(attempt.beside, self.work)
         before = sorted(p.name for p in (self.work / "cwd").iterdir())
         with self.placed(folder) as root, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -253,7 +262,7 @@ class Campaign:
                 with in_time():
                     outcome = self.judged(subject, attempt, way, folder, root, warned)
             finally:
-                for name in ("out", "a folder", "a file"):
+                for name in ("out", "a folder", "a file", "elsewhere"):
                     _remove(self.work / name)
             if not root.exists():
                 return Outcome("wrong", f"the source is gone; {outcome.text}")
@@ -395,12 +404,12 @@ class Campaign:
             if faults
             else []
         )
-        if not attempt.options and not attempt.opened:
+        if not (attempt.options or attempt.opened or attempt.act):
             kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras, folder)]
             kinds += ["groups"] * (found.groups != want.groups)
         if kinds:
-            if name := self.invisible(subject, attempt, way, folder, found, want):
-                return Outcome("invisible", name)
+            if explained := self.explained(subject, attempt, way, folder, found, want):
+                return explained
             return Outcome("wrong", f"{what}: {'; '.join(kinds[:4])}")
         if attempt.noticed:
             said = "\n".join([*self.notes, *(str(w.message) for w in warned)])
@@ -439,7 +448,7 @@ class Campaign:
             found.extras, truth.extras, folder
         )
 
-    def invisible(
+    def explained(
         self,
         subject: Subject,
         attempt: Attempt,
@@ -447,12 +456,12 @@ class Campaign:
         folder: Folder,
         found: Result,
         want: Result,
-    ) -> str:
-        """The entry of INVISIBLE that proves that what is wrong could not be seen, or an empty
-        string.
+    ) -> Outcome | None:
+        """What is wrong, if a note tells it, or an entry of INVISIBLE proves that nothing shows
+        it.
         """
         if any(not isinstance(entry, bytes) for entry in folder.values()):
-            return ""  # a link or a folder where a file should be
+            return None  # a link or a folder where a file should be
         before, after = subject.folder, _files(folder)
         if way.weights_only:  # nothing else was read
             tables = {name for name in before if not _holds_data(name)}
@@ -469,7 +478,11 @@ class Campaign:
         )
         if way.weights_only and subject.format in ("dcp", "megatron-dist", "megatron-fsdp"):
             case = replace(case, aside=r"optimizer|chained_")
-        return next((name for name, entry in INVISIBLE.items() if entry.proves(case)), "")
+        if shown := shown_by(case):
+            told = all(re.search(TOLD[name][1], "\n".join(self.notes)) for name in shown)
+            return Outcome("noted", ", ".join(shown)) if told else None
+        proofs = (name for name, entry in INVISIBLE.items() if entry.proves(case))
+        return next((Outcome("invisible", name) for name in proofs), None)
 
     def other_truth(self, subject: Subject, which: str, way: Way) -> Result:
         if which in self.subjects:
@@ -494,7 +507,7 @@ class Campaign:
         if gone and all(folder.get(name) == data for name, data in subject.folder.items()):
             return f"the inventory has no more {gone[0]}, and {len(gone) - 1} others"
         new = [name for name in folder if name not in subject.folder and _holds_data(name)]
-        for name in new:
+        for name in new if not _in_another_step(new, subject) else ():
             path = PurePosixPath(name)
             parents = [part for part in path.parts[:-1] if len(part) > 2]
             inside = not subject.entry or name.startswith(f"{subject.entry}/")
@@ -565,6 +578,15 @@ def _different_extras(
     ]
 
 
+_POINTERS = {"latest", "latest_universal", "latest_checkpointed_iteration.txt"}
+
+
+def _in_another_step(names: Sequence[str], subject: Subject) -> bool:
+    """Whether files lie in folders of a run of which a pointer names another one."""
+    tops = {name.partition("/")[0] for name in subject.folder}
+    return bool(_POINTERS & tops) and not any(name.partition("/")[0] in tops for name in names)
+
+
 def _is_read(name: str, read: Collection[str]) -> bool:
     """Whether a file is among those that were read: an array's table, if a chunk of it is."""
     path = PurePosixPath(name)
@@ -624,13 +646,13 @@ class Table:
 
     formats: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     mistakes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    invisible: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
 
     def add(self, trial: Trial, outcome: Outcome) -> None:
         self.formats[trial.subject.format][outcome.kind] += 1
         self.mistakes[trial.mistake][outcome.kind] += 1
-        if outcome.kind == "invisible":
-            self.invisible[outcome.text] += 1
+        if outcome.kind in ("invisible", "noted"):
+            self.reasons[f"{outcome.kind}, {outcome.text}"] += 1
 
     @property
     def faults(self) -> int:
@@ -647,7 +669,7 @@ class Table:
                 total += counts
                 lines.append(_row(name, counts, width))
             lines += [_row("all", total, width), ""]
-        lines += [f"invisible, {name}: {n}" for name, n in sorted(self.invisible.items())]
+        lines += [f"{name}: {n}" for name, n in sorted(self.reasons.items())]
         return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ from temptation_folders import (
     sibling,
     write_folder,
 )
-from temptation_invisible import INVISIBLE, Case
+from temptation_invisible import INVISIBLE, Case, shown_by
 from temptation_mistakes import MISTAKES
 from temptation_subjects import FORMATS, subjects
 from temptations import Campaign, Outcome, Way, trials
@@ -153,8 +153,10 @@ def test_nothing_is_seen_where_nothing_is_broken():
 def test_every_mistake_is_made_with_some_format_and_every_format_meets_mistakes():
     made = {
         (trial.subject.format, trial.mistake)
-        for trial in trials(subjects(("deepspeed-universal", "safetensors")))
+        for trial in trials(subjects(("deepspeed-universal", "megatron-dist", "safetensors")))
     }
+    written = [path.read_text() for path in TESTS.glob("temptation_*.py")]
+    assert len(MISTAKES) == sum(text.count("\n@mistake\n") for text in written)
     assert {mistake for _, mistake in made} == set(MISTAKES)
     assert {subject.format for subject in subjects()} == set(FORMATS)
 
@@ -305,6 +307,38 @@ def test_a_safetensors_file_has_no_checksum_but_a_name_in_an_index_is_stored_twi
     assert invisible(before, name, {"['v']": X}, {"['w']": X}) == {"a name without a checksum"}
     more = {"model.safetensors.index.json": index}
     assert invisible(before | more, name | more, {"['v']": X}, {"['w']": X}) == set()
+
+
+INDEX = json.dumps({"metadata": {"total_size": 256}, "weight_map": {"w": "a.safetensors"}})
+
+
+def tensors(values: np.ndarray) -> bytes:
+    about = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [0, values.nbytes]}
+    header = json.dumps({"w": about}).encode()
+    return len(header).to_bytes(8, "little") + header + values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("after", "shown"),
+    [
+        ({"a.safetensors": tensors(Y)}, []),
+        ({"a.safetensors": tensors(X)[:180] + bytes(400)}, ["half of a file is zeros"]),
+        ({"a.safetensors": tensors(X[:60])}, ["a total size of another save"]),
+    ],
+    ids=["other values", "zeros", "a total"],
+)
+def test_what_a_note_must_tell_is_seen_in_the_files(after, shown):
+    before = {"a.safetensors": tensors(X), "model.safetensors.index.json": INDEX.encode()}
+    subject = subjects(("safetensors",))[0]
+    assert shown_by(Case(subject, before, before | after, {}, {})) == shown
+
+
+def test_parameters_that_are_of_two_steps_must_be_told():
+    steps = {f"['step']['{name}']": np.float32(5) for name in "ab"}
+    mixed = steps | {"['step']['b']": np.float32(6)}
+    case = Case(subjects(("safetensors",))[0], {}, {}, mixed, steps)
+    assert shown_by(case) == ["steps of several saves"]
+    assert shown_by(replace(case, found=steps)) == []
 
 
 def test_no_entry_proves_that_a_right_result_is_wrong_or_that_a_leaf_may_be_missing():

@@ -146,7 +146,7 @@ def test_keys_without_the_file_that_says_so_are_not_taken_for_numbers(case, tmp_
     shutil.copytree(Path(__file__).parents[2] / "data" / "orbax" / case, at)
     assert {leaf.kind for leaf in ucp.open(at).leaves if leaf.label == "rng"} == {"prng_key"}
     shutil.rmtree(at / "array_metadatas")
-    with pytest.raises(FormatError, match="array_metadatas has nothing of rng.*Copy the folder"):
+    with pytest.raises(FormatError, match=r"array_metadatas has nothing of rng.*Copy the folder"):
         ucp.open(at)
 
 
