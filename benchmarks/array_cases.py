@@ -31,14 +31,12 @@ def saved(folder: Path, arrays: int) -> None:
         checkpointer.save(folder, args=jax_ucp.args.Save(small_tree(arrays)))
 
 
-def deepspeed(folder: Path, parameters: int, ranks: int = RANKS) -> None:
+def deepspeed(folder: Path, parameters: int, ranks: int = RANKS, rows: int = HIDDEN) -> None:
     """What ZeRO-3 stores of so many parameters on some ranks, in one group, before copies of
     anything.
     """
-    shapes = {
-        f"layers.{i // LAYER}.weight_{i % LAYER}": (HIDDEN, HIDDEN) for i in range(parameters)
-    }
-    length = parameters * -(-HIDDEN * HIDDEN // ranks)
+    shapes = {f"layers.{i // LAYER}.weight_{i % LAYER}": (rows, HIDDEN) for i in range(parameters)}
+    length = parameters * -(-rows * HIDDEN // ranks)
     folder.mkdir(parents=True)
     (folder / "latest").write_text("global_step1")
     for rank in range(ranks):

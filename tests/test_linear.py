@@ -1,6 +1,8 @@
 """Opening and looking at a checkpoint takes work in proportion to its arrays, whatever wrote it."""
 
+import gc
 import sys
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -85,6 +87,49 @@ def test_reads_after_the_first_cost_the_same_among_few_arrays_and_many(folders):
         checkpoint.read(f"param/{first}")
         counts.append(operations(partial(checkpoint.read, f"param/{second}")))
     assert max(counts) - min(counts) < 64
+
+
+RANKS = (16, 32, 64)
+
+
+def zero3(folder: Path, parameters: int, ranks: int) -> Path:
+    """A ZeRO-3 checkpoint in which every rank has a part of every parameter."""
+    if not folder.exists():
+        array_cases.deepspeed(folder, parameters, ranks, rows=16)
+    return folder
+
+
+def test_opening_zero_3_is_linear_in_the_ranks(tmp_path):
+    folders = [zero3(tmp_path / str(ranks), 24, ranks) for ranks in RANKS]
+    ucp.open(folders[0])  # what is imported and made once
+    assert growth([operations(partial(ucp.open, at)) for at in folders]) < LINEAR
+
+
+def test_what_64_ranks_of_zero_3_have_alike_is_read_and_kept_once(tmp_path):
+    """What one more parameter costs on each rank: its fragment, and its name among what is
+    stored.
+    """
+    folders = [zero3(tmp_path / str(n), n, 64) for n in (32, 96)]
+    ucp.open(folders[0])
+    few, many = ([*measured(partial(ucp.open, at))] for at in folders)
+    instructions, nbytes = ((b - a) / (64 * 64) for a, b in zip(few, many, strict=True))
+    assert instructions < 2_700  # 8,455 where every rank's tables were read
+    assert nbytes < 1_050  # 2,705 where every rank's were kept
+
+
+def measured(run: Callable[[], Any]) -> tuple[int, int]:
+    """How many instructions of Python's a call takes, and how many bytes what it returns has."""
+    count = operations(run)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        result = run()
+        gc.collect()
+        nbytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    del result
+    return count, nbytes
 
 
 def test_trees_names_and_tables_are_linear():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,14 +41,34 @@ class ByteRange(Protocol):
         return out.tobytes()
 
     def read_heads(self, starts: Sequence[int], length: int) -> list[bytes]:
-        """`length` bytes from each position, or as many as there are."""
+        """`length` bytes from each position, or as many as there are; of near ones in one read."""
         heads: list[bytes] = []
         for first in range(0, len(starts), _BATCH):
-            batch = starts[first : first + _BATCH]
-            outs = [np.empty(max(0, min(length, self.size - at)), np.uint8) for at in batch]
-            self.read_into(list(zip(batch, outs, strict=True)))
-            heads += [out.tobytes() for out in outs]
+            runs = list(_runs(starts[first : first + _BATCH], length))
+            stops = [min(self.size, run[-1] + length) for run in runs]
+            outs = [
+                np.empty(max(0, stop - run[0]), np.uint8)
+                for run, stop in zip(runs, stops, strict=True)
+            ]
+            self.read_into([(run[0], out) for run, out in zip(runs, outs, strict=True)])
+            for run, out in zip(runs, outs, strict=True):
+                data = out.tobytes()
+                heads += [data[at - run[0] : at - run[0] + length] for at in run]
         return heads
+
+
+def _runs(starts: Sequence[int], length: int) -> Iterator[list[int]]:
+    """Neighbouring positions, each at most `length` bytes after the last of which so many are
+    wanted.
+    """
+    run: list[int] = []
+    for start in starts:
+        if run and not 0 <= start - run[-1] <= 2 * length:
+            yield run
+            run = []
+        run.append(start)
+    if run:
+        yield run
 
 
 class FileRange(ByteRange):

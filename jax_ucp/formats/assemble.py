@@ -8,7 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,7 @@ class Import:
         # of a parameter that is remainders, its weights, and how a copy of it may differ
         self._weights: dict[TreePath, Consolidated] = {}
         self._statuses: dict[str, tuple[Status, str]] = {}
+        self._skipped: dict[str, tuple[Status, str]] = {}  # of many things for one reason
         self._items: list[Item] = []
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
         self.unknown: set[str] = set()
@@ -309,7 +310,7 @@ class Import:
     def skip(self, where: str, what: str, reason: str) -> None:
         """Something that is stored and has no place in the tree."""
         if where in self.stored:
-            self._statuses[where] = "skipped", reason
+            self._statuses[where] = self._skipped.setdefault(reason, ("skipped", reason))
         else:
             self._items.append(Item(where, what, "skipped", reason))
 
@@ -581,7 +582,7 @@ class Import:
     def _inventory(self) -> Iterator[Item]:
         for key, info in self.stored.items():
             status, reason = self._statuses.get(key, ("skipped", "not understood"))
-            yield Item(key, f"{info.dtype} {list(info.shape)}", status, reason)
+            yield Item(key, _type_of(info), status, reason)
         yield from self._items
 
 
@@ -611,6 +612,12 @@ class _StoredTwice:
     near: bool = False
 
 
+@lru_cache
+def _type_of(info: ArrayInfo) -> str:
+    """The dtype and the shape of a stored array, for people."""
+    return f"{info.dtype} {list(info.shape)}"
+
+
 def _leaves(names: Mapping[TreePath, str], infos: Mapping[str, ArrayInfo]) -> list[Leaf]:
     leaves: list[Leaf] = []
     for path, name in names.items():
@@ -632,6 +639,8 @@ def _whole(source: ArraySource, keys: Iterable[str]) -> dict[str, Consolidated]:
 def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
     """The layout with only those shards that hold a part of the parameter, and which they are."""
     used = sorted({fragment.shard for fragment in layout.fragments}) or [0]
+    if len(used) == len(layout.shards):
+        return layout, used
     place = {shard: i for i, shard in enumerate(used)}
     fragments = tuple([replace(f, shard=place[f.shard]) for f in layout.fragments])
     shards = tuple([layout.shards[i] for i in used])

@@ -134,7 +134,7 @@ class ParamLayout:
     @cached_property
     def _faults(self) -> Sequence[str]:
         """What `check` finds. Many arrays may have one layout."""
-        if self._is_one_shard:
+        if self._is_one_shard or self._is_in_order:
             return ()
         if strays := list(self._stray_fragments()):
             return strays
@@ -154,6 +154,22 @@ class ParamLayout:
         whole = Box.whole(self.shape)
         (only,) = self.fragments
         return only.shard == 0 and only.source == only.target == whole
+
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether the fragments are runs of flat shards, one after another in row-major order of
+        all elements, as those of flat buffers are; a run of a shard is behind its others.
+        """
+        free = [0] * len(self.shards)
+        at = 0
+        for f in self.fragments:
+            if not 0 <= f.shard < len(free) or not _is_run(f, self.shards[f.shard], self.shape):
+                return False
+            if f.source.start[0] < free[f.shard] or _row_major(f.target.start, self.shape) != at:
+                return False
+            (free[f.shard],) = f.source.stop
+            at += f.target.size
+        return at == math.prod(self.shape) and not self.averaged
 
     def _stray_fragments(self) -> Iterable[str]:
         whole = Box.whole(self.shape)
@@ -219,6 +235,30 @@ def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int,
     """The positions of each two boxes that have an element in common."""
     for i, box in enumerate(boxes):
         yield from ((i, j) for j in index.meeting(box) if i < j)
+
+
+def _is_run(fragment: Fragment, shard: Shape, shape: Shape) -> bool:
+    """Whether a fragment is a range of a flat shard, and of as many elements of an array, one after
+    another in row-major order.
+
+    A box spans as many elements as it has only where these are one run.
+    """
+    source = fragment.source
+    if not len(source.start) == len(source.stop) == len(shard) == 1:
+        return False
+    first, end = source.start[0], source.stop[0]
+    if not 0 <= first < end <= shard[0]:
+        return False
+    start, stop = fragment.target.start, fragment.target.stop
+    if not len(start) == len(stop) == len(shape):
+        return False
+    span = elements = 1
+    for a, b, n in zip(start, stop, shape, strict=True):
+        if not 0 <= a < b <= n:
+            return False
+        span = (span - 1) * n + b - a
+        elements *= b - a
+    return span == elements == end - first
 
 
 def _same_elements(source: Box, target: Box) -> bool:

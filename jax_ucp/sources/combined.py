@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -60,8 +61,8 @@ class Combined(Watched):
         places: dict[str, tuple[ArraySource, str]] = {}
         for prefix, source in sources.items():
             for key, info in source.arrays().items():
-                arrays[prefix + key] = info
-                places[prefix + key] = source, key
+                name = sys.intern(prefix + key)  # whoever has it too has the same text
+                arrays[name], places[name] = info, (source, key)
         return cls(arrays, places, sources.values(), stored=True)
 
     @classmethod

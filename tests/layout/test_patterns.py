@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -19,6 +20,7 @@ from jax_ucp.layout.patterns import (
     Sharded,
     Unique,
     flat_layouts,
+    partitioned_layouts,
 )
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
 
@@ -263,3 +265,41 @@ def test_replicas_that_differ_in_one_bit_are_both_named():
     view.compare_replicas("w", Box((1,), (2,)), view.read("w", Box((1,), (2,))))
     with pytest.raises(CorruptData, match=r"w: \[0:2\] differs between r0 and r1"):
         view.compare_replicas("w", Box((0,), (2,)), view.read("w", Box((0,), (2,))))
+
+
+@st.composite
+def damaged_layouts(draw) -> ParamLayout:
+    """The layout of a parameter in flat shards, of which one number of one fragment may be
+    another.
+    """
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=3)))
+    layout = partitioned_layouts({"a": (2,), "w": shape}, draw(st.integers(1, 5)))["w"]
+    fragments = list(layout.fragments)
+    if draw(st.booleans()):
+        at = draw(st.integers(0, len(fragments) - 1))
+        old, by = fragments[at], draw(st.sampled_from([-5, -2, -1, 1, 2, 5]))
+        box, end = (
+            draw(st.sampled_from(["source", "target"])),
+            draw(st.sampled_from(["start", "stop"])),
+        )
+        numbers = list(getattr(getattr(old, box), end))
+        if numbers:
+            numbers[draw(st.integers(0, len(numbers) - 1))] += by
+        changed = replace(getattr(old, box), **{end: tuple(numbers)})
+        fragments[at] = replace(old, **{box: changed})
+    elif draw(st.booleans()):
+        fragments = draw(st.permutations(fragments))
+    return replace(layout, fragments=tuple(fragments))
+
+
+@given(damaged_layouts())
+def test_what_is_found_in_order_at_once_has_no_fault_by_the_long_proof(layout):
+    if layout._is_in_order:
+        replicas = [*layout._stray_fragments(), *layout._overlaps(), *layout._holes(False)]
+        assert not [*replicas, *layout._double_claims()]
+
+
+def test_partitions_are_found_in_order():
+    shapes = {"w": (5, 7), "b": (1,), "n": (), "t": (3, 2, 4)}
+    for layouts in (partitioned_layouts(shapes, 3), flat_layouts(shapes, [30, 30, 9])):
+        assert all(layout._is_in_order for layout in layouts.values())

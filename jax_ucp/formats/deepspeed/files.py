@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +23,7 @@ from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile, TreeContents
 from jax_ucp.formats.torch_save.unpickle import known, what_is
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
@@ -65,13 +67,13 @@ class Stored:
     state: Mapping[str, Any]
     subfolder: str = field(default="", kw_only=True)
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.subfolder + self.file.path.name
 
     def key(self, tensor: StoredTensor) -> str:
         file = tensor.file if isinstance(tensor, SwappedTensor) else self.name
-        return f"{file}:{tensor.key}"
+        return sys.intern(f"{file}:{tensor.key}")
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
 
 
 def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers, Stored]:
-    opened = opened_files(folder, names.values(), open_stored)
+    opened = opened_files(folder, names.values(), partial(open_stored, equal={}))
     return {numbers: opened[name] for numbers, name in names.items()}
 
 
@@ -498,8 +500,9 @@ def _is_copy(
     return equal and any(np.any(array != array.flat[0]) for array in mine if array.size)
 
 
-def open_stored(path: FilePath) -> Stored:
-    file = TorchFile(path)
+def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = None) -> Stored:
+    """A file of the checkpoint; ranks whose files have equal pickles share what is in `equal`."""
+    file = TorchFile(path, equal=equal)
     return Stored(file, expect_dict(file.tree, path, "the file"))
 
 

@@ -182,6 +182,10 @@ def add_model_states(
     for model in slices.files.models[mp]:
         tensors = tensors_of(slices, model, model.state.get("module") or {}, "module/")
         buffers = set(map(str, model.state.get("buffer_names") or ()))
+        if slices.files.zero3:
+            emptied = [tensor for name, tensor in tensors.items() if name not in buffers]
+            slices.skip(map(model.key, emptied), "placeholder", _EMPTIED)
+            tensors = {name: tensor for name, tensor in tensors.items() if name in buffers}
         second_names = shared | moe.router_aliases(tensors, owned, model)
         owner_of = aliases(tensors, set(owned) - buffers, second_names)
         for name in sorted(tensors, key=owner_of.__contains__):  # owners first
@@ -189,8 +193,6 @@ def add_model_states(
             tensor = ModuleTensor(mp, name, owner, key, tensors[name])
             if name in buffers:
                 _add_buffer(slices, tensor)
-            elif slices.files.zero3:
-                slices.importer.skip(key, "placeholder", _EMPTIED)
             else:
                 add(tensor)
 

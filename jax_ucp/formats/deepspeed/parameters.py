@@ -152,7 +152,7 @@ class Values:
 
     def __init__(self, importer: Import):
         self._importer = importer
-        self._agreed: set[tuple[str, ...]] = set()
+        self._agreed: dict[tuple[str, ...], Consolidated] = {}
 
     def add(self, state: str, name: str, told: Sequence[Told]) -> None:
         """Raises FormatError, naming the file, where one differs."""
@@ -174,10 +174,10 @@ class Values:
         if keys not in self._agreed:
             values = [read_value(self._importer, stored, value) for stored, value in told]
             _agreed(state, [stored for stored, _ in told], values)
-            self._agreed.add(keys)
-        layout = Replicated().join([value.shape for _, value in told])
+            layout = Replicated().join([value.shape for _, value in told])
+            self._agreed[keys] = Consolidated(layout, keys)
         reason = f"{state} of every parameter of its group"
-        self._importer.parameter(state, name, Consolidated(layout, keys), reason)
+        self._importer.parameter(state, name, self._agreed[keys], reason)
 
 
 def read_value(importer: Import, stored: Stored, value: Any) -> np.ndarray:

@@ -87,8 +87,10 @@ def teams(files: Files, weights_only: bool) -> Iterator[Team]:
 
 def _group_shapes(models: Sequence[Stored], ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
     groups = param_shapes(models[0], ranks)
+    table = models[0].state["param_shapes"]
     for model in models[1:]:
-        if param_shapes(model, ()) != groups:
+        is_same = model.state.get("param_shapes") is table  # of files with equal pickles
+        if not is_same and param_shapes(model, ()) != groups:
             raise FormatError(
                 f"{model.file.path} has another param_shapes than {models[0].name}; the files"
                 " are not of one run"
@@ -109,7 +111,8 @@ def add_partitions(slices: Slices) -> None:
         _add_wholes(slices, team)
         parts |= _parts_of_codes(slices, team)
         _add_values(slices, team)
-        _add_addresses(addresses, team.group)
+        if not slices.files.zero3:  # which records none
+            _add_addresses(addresses, team.group)
     _add_muon_steps(slices, all_teams)
     _note_missing_moments(slices)
     for rank, tensor in parts.values():  # groups share their tables
@@ -257,8 +260,9 @@ def _add_values(slices: Slices, team: Team) -> None:
             _keep_aside(slices, team, state, values, _EACH_ITS_OWN)
             continue
         stage, _, _ = slices.place(team.mp)
+        told = list(zip(ranks, values, strict=True))
         for name in team.names.values():
-            slices.states[state, name].values[stage] += zip(ranks, values, strict=True)
+            slices.states[state, name].values[stage] += told
 
 
 def _differ(slices: Slices, ranks: Sequence[Rank], values: Sequence[Any]) -> bool:

@@ -10,11 +10,13 @@ therefore not compared by reads, but by `checks`. `legacy` has the format before
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 
 import numpy as np
 
@@ -41,7 +43,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent, Note
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
-__all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
+__all__ = ["Record", "StoredTensor", "TorchFile", "TreeContents", "is_torch_file"]
 
 MAX_PICKLE_BYTES = 1 << 28
 # torch never deflates; another tool may have rewritten the file
@@ -80,9 +82,10 @@ class TorchFile(ArraySource):
     `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp`
     files do; `file` is that file as it was looked at. `data` are its bytes where they had to be
     inflated; `path` then only names them. `alike` keeps tensors that are all of a file, by what
-    they were made from, for the many files of one tensor that have the same pickle. A tensor that
-    cannot be read refuses the file, unless it is `lenient`: then it stays in the tree, and
-    `unreadable` of it says why.
+    they were made from, for the many files of one tensor that have the same pickle. `equal` keeps
+    whole objects so, for ranks that wrote the same but for the bytes of tensors: nobody may change
+    those. A tensor that cannot be read refuses the file, unless it is `lenient`: then it stays in
+    the tree, and `unreadable` of it says why.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TorchFile(ArraySource):
         file: FileInfo | None = None,
         data: bytes | None = None,
         alike: dict[Hashable, StoredTensor] | None = None,
+        equal: dict[Hashable, TreeContents] | None = None,
         lenient: bool = False,
     ):
         self.path = file_path(path)
@@ -107,21 +111,23 @@ class TorchFile(ArraySource):
             file_bytes = EdgesInMemory(self._bytes)
             self.saved_as = ""  # the name that torch.save was given, without its suffix, if any
             if torch_legacy.is_legacy(file_bytes.read(0, torch_legacy.HEAD_BYTES)):
-                self.tree, self._storages = torch_legacy.load(file_bytes)
+                tree, self._storages = torch_legacy.load(file_bytes)
+                contents = TreeContents(tree, self.path)
             else:
                 archive = _archive(file_bytes)
                 self.saved_as = archive.root
                 self._storages, self._swapped = archive.storages, archive.big_endian
-                self.tree = self._loaded(archive, {} if alike is None else alike)
+                contents = self._contents(archive, {} if alike is None else alike, equal)
             if file_bytes.is_remote:
                 self._bytes = file_bytes
-            contents = _TreeContents(self.tree, self.path)
-            self._tensors, self.unknown = contents.tensors, frozenset(contents.unknown)
+            self.tree = contents.tree
+            self._tensors, self._infos = contents.tensors, contents.infos
+            self.unknown = frozenset(contents.unknown)
             if contents.refused and not lenient:
                 raise cannot_be_read(contents.refused)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self._tensors.items()}
+        return self._infos
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read each box into its array: what lies in one run straight from the file."""
@@ -226,6 +232,26 @@ class TorchFile(ArraySource):
             for at in range(start, stop, VERIFY_BYTES):
                 Summed(self._bytes, [tally]).read_into([(at, room[: stop - at])])
 
+    def _contents(
+        self,
+        archive: _Archive,
+        alike: dict[Hashable, StoredTensor],
+        equal: dict[Hashable, TreeContents] | None,
+    ) -> TreeContents:
+        """The object of data.pkl. That of an equal file is taken, unless it has an object of a
+        class that is not known, which names its file.
+        """
+        if equal is None:
+            return TreeContents(self._loaded(archive, alike), self.path)
+        sizes = tuple([(key, member.size) for key, member in archive.storages.items()])
+        made_from = sha256(archive.pickled).digest(), archive.pickled_size, sizes
+        if made_from not in equal:
+            contents = TreeContents(self._unpickled(archive), self.path)
+            if contents.unknown:
+                return contents
+            equal[made_from] = contents
+        return equal[made_from]
+
     def _loaded(self, archive: _Archive, alike: dict[Hashable, StoredTensor]) -> object:
         """The object of data.pkl: it depends on the bytes, on what the file spends on them, and
         on storages' sizes.
@@ -325,6 +351,9 @@ def _summed(member: Member) -> bool:
     return bool(member.crc) and not member.deflated
 
 
+_EMPTY = Member("", offset=0, size=0, stored_size=0, crc=0, deflated=False)
+
+
 @dataclass(frozen=True, slots=True)
 class _Archive:
     """A zip file of torch.save: its root folder; the members that hold storages, by storage key;
@@ -353,7 +382,9 @@ def _archive(file: ByteRange) -> _Archive:
     storages: dict[str, Member] = {}
     for name, member in members.items():
         if name.startswith(prefix):
-            storages[name.removeprefix(prefix)] = member
+            # ZeRO-3's ranks have thousands of empty ones each
+            key = sys.intern(name.removeprefix(prefix))
+            storages[key] = member if member.size or member.deflated else _EMPTY
     pickled = members[f"{root}/data.pkl"]
     max_bytes = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
     data = member_bytes(file, pickled, max_bytes)
@@ -385,12 +416,13 @@ def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
     return FormatError(f"tensors that cannot be read:\n  {fault_lines(faults, REASONS_SHOWN)}")
 
 
-class _TreeContents:
+class TreeContents:
     """What the tree of a file has: every tensor by its key, which is set here, where the path to it
     is known; the names that are in no list; and why other tensors cannot be read, by path.
     """
 
     def __init__(self, tree: object, file: FilePath):
+        self.tree = tree
         self.tensors: dict[str, StoredTensor] = {}
         self.unknown: set[str] = set()
         self.refused: dict[str, str] = {}
@@ -406,6 +438,10 @@ class _TreeContents:
                 node.where = node.where or f"{file}: {_path(labels) or 'what it holds'}"
             elif isinstance(node, Unknown):
                 self.unknown.add(node.name)
+
+        self.infos = {
+            key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()
+        }
 
     def _add_tensor(self, labels: tuple[str, ...], tensor: StoredTensor) -> None:
         if tensor in self._keyed:

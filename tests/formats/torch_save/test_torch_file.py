@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import torch_writer
 from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile, TreeContents
 from jax_ucp.formats.torch_save.unpickle import Record, walk
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
@@ -731,3 +731,19 @@ def test_a_deflate_bomb_is_refused_by_its_claim(tmp_path):
         whole(TorchFile(bomb(128 << 20)), "")
     with pytest.raises(FormatError, match="more than the 1073741824 allowed"):
         whole(TorchFile(bomb(512 << 20)), "")
+
+
+def test_equal_files_share_their_object_and_keep_their_own_bytes(tmp_path):
+    paths = [tmp_path / name for name in ("first.pt", "second.pt", "other.pt", "unknown.pt")]
+    for path, value in zip(paths, (1, 2, 3, 4), strict=True):
+        tree = {"w": np.full(4, value, np.float32), "step": 7 if value < 3 else value}
+        if value == 4:
+            tree["args"] = torch_writer.Instance("some.Class", {"a": 1})
+        torch_writer.save(tree, path)
+    equal: dict[Hashable, TreeContents] = {}
+    first, second, other, unknown = (TorchFile(path, equal=equal) for path in paths)
+    assert [whole(file, "w").tolist() for file in (first, second)] == [[1] * 4, [2] * 4]
+    assert first.tree is second.tree
+    assert other.tree["step"] == 3
+    assert TorchFile(paths[3], equal=equal).tree is not unknown.tree
+    assert len(equal) == 2
