@@ -15,6 +15,7 @@ from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_flat import group_object
 from jax_ucp.formats.megatron.dist_names import is_flat, is_fully_reshardable, state_of
 from jax_ucp.formats.megatron.files import Args
+from jax_ucp.formats.megatron.gtp import check_gtp
 from jax_ucp.formats.megatron.walk import EMBEDDING, layer_of
 from jax_ucp.formats.nested import as_dict
 
@@ -35,6 +36,7 @@ def check_args(
     """
     if not files.args.fields:
         return
+    check_gtp(files.args, files.common.path, shapes)
     comparisons = itertools.chain(
         of_model(files.args, shapes), _of_ranks(files), _of_optimizer(files, dtypes)
     )

@@ -41,6 +41,7 @@ from jax_ucp.formats.megatron.dist_proof import (
     unproved_order,
 )
 from jax_ucp.formats.megatron.dist_tensors import TensorStates
+from jax_ucp.formats.megatron.gtp import uses_gtp
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS
 from jax_ucp.formats.megatron.walk import is_expert
 from jax_ucp.formats.torch_save.file import TorchFile
@@ -78,6 +79,11 @@ def buffer_states(
     """
     try:
         if has_flat_buffers(files):
+            if uses_gtp(files.args):
+                raise FormatError(
+                    f"{files.folder}: flat buffers of ranks that each have a shard of a weight"
+                    " (generalized tensor parallelism) are not read"
+                )
             return _read(files, tensors, flats(files, inside))
         if any(map(is_fully_reshardable, files.tensors)):
             return BufferStates(causes=_moved(files, tensors))

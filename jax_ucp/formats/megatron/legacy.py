@@ -37,6 +37,7 @@ from jax_ucp.formats.megatron.files import (
     iteration_folder,
     open_ranks,
 )
+from jax_ucp.formats.megatron.gtp import uses_gtp
 from jax_ucp.formats.megatron.legacy_optimizer import (
     BUFFERS,
     beside_tensors,
@@ -77,6 +78,11 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
             " correct the file, or open the folder of the iteration that is meant"
         )
     args, ranks = open_ranks(folder, options.weights_only)
+    if uses_gtp(args):
+        raise FormatError(
+            f"{ranks[0].model.path} tells of generalized tensor parallelism (GTP), of which the"
+            " legacy format keeps the shards of one rank alone"
+        )
     return _Reader(folder, args, ranks, options).contents()
 
 

@@ -492,6 +492,16 @@ def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path, mo
     assert not any(fault for _, fault in verdicts(alone.checks("sample")))
 
 
+@pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero"])
+def test_buffers_of_shards_of_generalized_tensor_parallelism_are_refused(tmp_path, kind):
+    writer = Writer(tmp_path, 1, 1, 1, 1, 1, kind)
+    writer.args["expert_tensor_parallel_num_weight_shards"] = 2
+    with pytest.raises(FormatError, match=r"generalized tensor parallelism.*weights_only"):
+        read_files(writer.files(), Options())
+    weights = read_files(writer.files(), Options(weights_only=True))
+    assert {leaf.label.partition("/")[0] for leaf in weights.leaves} == {"param"}
+
+
 def test_buffers_of_more_ranks_than_the_args_know_are_refused(tmp_path):
     writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero")
     key, *_ = [key for key in writer.objects if "param_state" in key]
