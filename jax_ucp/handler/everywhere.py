@@ -4,8 +4,11 @@ Frameworks such as tunix, MaxText and Keras build managers, contexts and handler
 inside themselves, where nobody can hand anything over. Every way of Orbax to a pytree ends in one
 of two classes, whose methods are ours within `orbax_everywhere`.
 
-Facts: orbax-checkpoint 0.12.8, `_src/handlers/pytree_checkpoint_handler.py` (v0, and what
-`StandardCheckpointHandler` is made of), `experimental/v1/_src/handlers/pytree_handler.py`.
+Facts: orbax-checkpoint 0.12.8, `_src/handlers/pytree_checkpoint_handler.py` (v0),
+`standard_checkpoint_handler.py` (made of the former, after a look at each leaf, which one process
+may not pass while others wait for it), `experimental/v1/_src/handlers/pytree_handler.py`; and
+`base_pytree_checkpoint_handler.py`, whose `finalize` wants a file of `array_metadatas` from every
+process that saved, where there are any: ours are for readers, and of one process.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import orbax.checkpoint as ocp
 
 from jax_ucp.handler.v0 import CheckpointHandler
 from jax_ucp.handler.versions import HAS_V1
+from jax_ucp.universal.store import METADATA_FILE
 
 Methods = dict[str, Callable[..., Any]]
 
@@ -65,33 +69,52 @@ def _patch() -> None:
 
 
 def _in_the_place_of_stock() -> Iterator[tuple[type, Methods]]:
-    yield ocp.PyTreeCheckpointHandler, _v0_methods(ocp.PyTreeCheckpointHandler)
+    pytree, standard = ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler
+    yield pytree, _saving(pytree, ocp.args.PyTreeSave) | _restoring(pytree) | _ending(pytree)
+    yield standard, _saving(standard, ocp.args.StandardSave)
     if HAS_V1:
         from orbax.checkpoint import v1
 
         yield v1.handlers.PyTreeHandler, _v1_methods(v1.handlers.PyTreeHandler)
 
 
-def _v0_methods(stock: type[ocp.PyTreeCheckpointHandler]) -> Methods:
-    save, async_save, restore = stock.save, stock.async_save, stock.restore
-    ours = CheckpointHandler()
+def _saving(stock: Any, kind: type) -> Methods:
+    save, async_save = stock.save, stock.async_save
 
     def our_save(self: Any, directory: Any, *args: Any, **named: Any) -> None:
         if _is_host_local(self):
             return save(self, directory, *args, **named)
-        return ours.save(directory, _arguments(ocp.args.PyTreeSave, args, named))
+        return CheckpointHandler().save(directory, _arguments(kind, args, named))
 
     async def our_async_save(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
         if _is_host_local(self):
             return await async_save(self, directory, *args, **named)
-        return await ours.async_save(directory, _arguments(ocp.args.PyTreeSave, args, named))
+        return await CheckpointHandler().async_save(directory, _arguments(kind, args, named))
+
+    return {"save": our_save, "async_save": our_async_save}
+
+
+def _restoring(stock: Any) -> Methods:
+    restore = stock.restore
 
     def our_restore(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
         if _is_host_local(self):
             return restore(self, directory, *args, **named)
-        return ours.restore(directory, _arguments(ocp.args.PyTreeRestore, args, named))
+        asked = _arguments(ocp.args.PyTreeRestore, args, named)
+        return CheckpointHandler().restore(directory, asked)
 
-    return {"save": our_save, "async_save": our_async_save, "restore": our_restore}
+    return {"restore": our_restore}
+
+
+def _ending(stock: Any) -> Methods:
+    finalize = stock.finalize
+
+    def our_finalize(self: Any, directory: Any) -> None:
+        # what stock Orbax began to save before it was ours is its own to the end
+        if _is_host_local(self) or not (directory / METADATA_FILE).exists():
+            finalize(self, directory)
+
+    return {"finalize": our_finalize}
 
 
 def _arguments(kind: type, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -101,7 +124,8 @@ def _arguments(kind: type, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _is_host_local(handler: Any) -> bool:
-    return handler._primary_host is None
+    pytree = getattr(handler, "_impl", handler)
+    return pytree._primary_host is None
 
 
 def _v1_methods(stock: Any) -> Methods:

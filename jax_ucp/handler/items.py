@@ -98,7 +98,7 @@ class Begun:
     shared: SharedSave
     snapshot: Callable[[], Snapshot]
     directory: Files
-    budget_bytes: int
+    budget_bytes: Callable[[], int]
 
     def finish(self) -> None:
         with ExitStack() as kept:
@@ -107,17 +107,21 @@ class Begun:
                     kept.enter_context(claimed(self.directory))
             self.shared.run(
                 lambda: content(self.snapshot()),
-                lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
+                lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes()),
                 commit_snapshot,
             )
 
 
-def begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> Begun:
-    """Copy this process's part of the tree to host memory; the rest is `finish`."""
+def begin(path: os.PathLike[str], made: Callable[[], Save], budget_bytes: int) -> Begun:
+    """Copy this process's part of the tree to host memory; the rest is `finish`.
+
+    `made` gives the arguments. Where one process among several cannot make them, all raise.
+    """
+    args = attempt(made)
     directory = file_path(path).folder()
     shared = SharedSave(directory.url())
-    snapshot = attempt(lambda: take_snapshot(args.described()))
-    return Begun(shared, snapshot, directory, _budget(args, budget_bytes))
+    snapshot = attempt(lambda: take_snapshot(args().described()))
+    return Begun(shared, snapshot, directory, lambda: _budget(args(), budget_bytes))
 
 
 def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -63,7 +64,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         Returns:
             What Orbax waits for: one future.
         """
-        begun = begin(directory, save_args(args), self._budget_bytes)
+        begun = begin(directory, partial(save_args, args), self._budget_bytes)
         return [
             CommitFutureAwaitingContractedSignals(
                 asyncio.to_thread(begun.finish), name="jax_ucp_write"
@@ -77,7 +78,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
             directory: of the item.
             args: as for `async_save`.
         """
-        begin(directory, save_args(args), self._budget_bytes).finish()
+        begin(directory, partial(save_args, args), self._budget_bytes).finish()
 
     def restore(self, directory: os.PathLike[str], args: Any = None) -> Any:
         """The tree in a directory, ours or stock Orbax's.

@@ -32,7 +32,9 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
     async def save(
         self, directory: v1.path.PathAwaitingCreation, checkpointable: Save
     ) -> Awaitable[None]:
-        return self._finish(directory, begin(directory.path, checkpointable, DEFAULT_BUDGET))
+        return self._finish(
+            directory, begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
+        )
 
     async def _finish(self, directory: v1.path.PathAwaitingCreation, begun: Begun) -> None:
         with begun.shared.telling():

@@ -1,0 +1,61 @@
+"""Two real processes save and restore by stock Orbax's arguments, in the universal format: trees of
+every kind come back as they were, and what one process cannot do both refuse.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parents[1] / "workers" / "handlers.py"
+SECONDS = {"quick": 150, "all": 500}  # some ten times what they take alone on a machine
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=[pytest.mark.slow])])
+def said(request, tmp_path_factory) -> list[dict]:
+    """What each process met. Those that wait for one another for long are ended."""
+    root, how = tmp_path_factory.mktemp(request.param), request.param
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [root / f"{rank}.log" for rank in range(2)]
+    workers = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, str(WORKER), str(port), str(rank), str(root / "saves"), how]
+        with log.open("wb") as errors:
+            workers.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors))
+    try:
+        heard = [worker.communicate(timeout=SECONDS[how])[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, log in zip(workers, logs, strict=True):
+        assert worker.returncode == 0, log.read_text()[-4000:]
+    return [json.loads(out.splitlines()[-1]) for out in heard]
+
+
+@pytest.mark.timeout(600)
+def test_every_tree_is_saved_in_our_format_and_restored_as_it_was_without_a_trace_of_the_save(said):
+    """Typed keys among them, of which stock Orbax wants a word from every process."""
+    for each in said:
+        for what, found in each.items():
+            if what != "failed":
+                step, ours = found["kept"]
+                assert (step, found["same"]) == ("1", True), what
+                assert ours.startswith("1/"), what
+
+
+@pytest.mark.timeout(600)
+def test_what_one_process_cannot_save_both_refuse_and_the_next_save_is_sound(said):
+    for rank, each in enumerate(said):
+        for way, found in each["failed"].items():
+            kind = "UnsupportedLeaf" if rank else "SaveFailed"
+            assert kind in found["error"], way
+            assert "bad is a" in found["error"], way
+            assert found["seconds"] < 30, way
+            assert found["whole"] == [], way
+            assert found["same"], way
+            assert [found["kept"][0], len(found["kept"])] == ["1", 2], way
