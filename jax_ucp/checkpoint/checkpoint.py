@@ -535,7 +535,8 @@ class Checkpoint:
                 than dicts, lists and tuples are dicts.
             mesh: where to put leaves that have no sharding in the target: the specs that they were
                 saved with are fitted to this mesh. `"saved"` means the devices that they were saved
-                from.
+                from. By default it is the mesh that `jax.set_mesh` has set, if there is one and a
+                target; leaves of `jax.eval_shape` and `nnx.eval_shape` go there as these say.
             rules: how to shard leaves on `mesh`: pairs of a regular expression on a leaf's label
                 and a PartitionSpec, or of the name of a logical axis and mesh axes. The first rule
                 that matches is used instead of a saved spec.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -71,7 +72,7 @@ def _patch() -> None:
 def _in_the_place_of_stock() -> Iterator[tuple[type, Methods]]:
     pytree, standard = ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler
     yield pytree, _saving(pytree, ocp.args.PyTreeSave) | _restoring(pytree) | _ending(pytree)
-    yield standard, _saving(standard, ocp.args.StandardSave)
+    yield standard, _saving(standard, ocp.args.StandardSave) | _restoring_standard(standard)
     if HAS_V1:
         from orbax.checkpoint import v1
 
@@ -102,6 +103,20 @@ def _restoring(stock: Any) -> Methods:
             return restore(self, directory, *args, **named)
         asked = _arguments(ocp.args.PyTreeRestore, args, named)
         return CheckpointHandler().restore(directory, asked)
+
+    return {"restore": our_restore}
+
+
+def _restoring_standard(stock: Any) -> Methods:
+    """As stock's, which would look up where leaves were saved from before it comes to ours."""
+    restore = stock.restore
+
+    def our_restore(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
+        if _is_host_local(self):
+            return restore(self, directory, *args, **named)
+        asked = _arguments(ocp.args.StandardRestore, args, named)
+        # what would have to be cut or padded is refused by its shape
+        return CheckpointHandler().restore(directory, replace(asked, strict=True))
 
     return {"restore": our_restore}
 

@@ -52,8 +52,9 @@ def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
     """Stock Orbax's arguments of a restore, or ours, as ours; without any, all of it as numpy
     arrays.
 
-    As with stock Orbax, a leaf of the target without a sharding goes where it was saved from, and
-    the target's dtype is that of the result. Raises ValueError for what is not done here.
+    As with stock Orbax, a leaf of the target without a sharding goes where it was saved from,
+    unless a mesh is set, and the target's dtype is that of the result. Raises ValueError for what
+    is not done here.
     """
     if args is None or isinstance(args, Restore):
         return args or Restore()

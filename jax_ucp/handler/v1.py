@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable
+from contextlib import nullcontext
 from typing import Any
 
 from etils import epath
@@ -13,7 +14,7 @@ from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
 from jax_ucp.handler.items import Begun, Restore, Save, begin, restore
 from jax_ucp.handler.stock_args import partial_restore, target_of
-from jax_ucp.sharding.jax_versions import enable_x64, has_x64
+from jax_ucp.sharding.jax_versions import enable_x64, has_x64, mesh_in_scope, set_mesh
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 # The name under which v1 keeps the tree of `v1.save`. Source: `_src/layout/checkpoint_layout.py`.
@@ -44,11 +45,11 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
     async def load(
         self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None
     ) -> Awaitable[Any]:
-        x64 = has_x64()
+        x64, mesh = has_x64(), mesh_in_scope()
         args = abstract_checkpointable or Restore()
 
         def load() -> Any:
-            with enable_x64(x64):
+            with enable_x64(x64), set_mesh(mesh) if mesh else nullcontext():
                 return restore(directory, args, DEFAULT_BUDGET)
 
         return asyncio.to_thread(load)

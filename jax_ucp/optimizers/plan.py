@@ -30,6 +30,7 @@ from jax_ucp.optimizers.slots import (
 )
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
+from jax_ucp.sharding.jax_versions import mesh_in_scope
 from jax_ucp.sharding.restore import dealt_out, plan_restore, run_restore, shared_plan
 from jax_ucp.sharding.trees import empty_kind, walk
 from jax_ucp.sources.budget import DEFAULT_BUDGET
@@ -87,8 +88,8 @@ class OptimizerPlan:
         """Read the optax state; moments lie as their parameters do, if those had shardings.
 
         Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the
-        one device that `tx.init` would take. `cast=True` converts to the dtypes of the state.
-        `share_reads` and `verify` are those of `Checkpoint.restore`.
+        mesh that is set, or on the one device that `tx.init` would take. `cast=True` converts to
+        the dtypes of the state. `share_reads` and `verify` are those of `Checkpoint.restore`.
 
         Raises TreeMismatch where dtypes differ, or leaves have no place, CorruptData where bytes
         are not what was written, or a file is no longer the one that was opened.
@@ -96,7 +97,7 @@ class OptimizerPlan:
         paths = [one.slot.path for one in self.filled]
         named = dict(zip(leaf_names(paths), map(_array_of, self.filled), strict=True))
         source = Combined.named(self.contents.arrays, named)
-        state = self.state if mesh else jax.tree.map(_on_a_device, self.state)
+        state = self.state if mesh or mesh_in_scope() else jax.tree.map(_on_a_device, self.state)
         empty = [node for node in walk(state) if not is_array(node.value)]
         leaves = [Leaf(n.path, "", "empty", value=empty_kind(n.value)) for n in empty]
         for path, (name, info) in zip(paths, source.arrays().items(), strict=True):

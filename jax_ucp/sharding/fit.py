@@ -47,7 +47,7 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
     used: set[str] = set()
     for i, (axes, n) in enumerate(zip(spec, shape, strict=False)):
         kept: list[str] = []
-        for name in _names(axes):
+        for name in axis_names(axes):
             fault = _misfit(n, kept, name, mesh, used)
             if fault:
                 notes.append(f"axis {i} of {n} is not cut over {name}: {fault}")
@@ -55,7 +55,7 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
                 kept.append(name)
                 used.add(name)
         fitted.append(tuple(kept) if len(kept) > 1 else next(iter(kept), None))
-    for name in itertools.chain.from_iterable(map(_names, spec[len(shape) :])):
+    for name in itertools.chain.from_iterable(map(axis_names, spec[len(shape) :])):
         notes.append(f"{name} is dropped: the array has only {len(shape)} axes")
     return Fit(tuple(fitted), tuple(notes))
 
@@ -161,10 +161,10 @@ def unused_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
 
 def _logical_names(leaves: Sequence[Leaf]) -> set[str]:
     axes = itertools.chain.from_iterable(leaf.axes or () for leaf in leaves)
-    return set(itertools.chain.from_iterable(map(_names, axes)))
+    return set(itertools.chain.from_iterable(map(axis_names, axes)))
 
 
-def _names(axes: Axes) -> tuple[str, ...]:
+def axis_names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else axes or ()
 
 
@@ -179,7 +179,9 @@ def wanted_spec(
             return spec
     if leaf.sharding:
         return leaf.sharding.spec
-    return tuple(tuple(filter(mesh.__contains__, _names(axes))) or None for axes in leaf.axes or ())
+    return tuple(
+        tuple(filter(mesh.__contains__, axis_names(axes))) or None for axes in leaf.axes or ()
+    )
 
 
 def fit_axes(leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule] = ()) -> Fit:
@@ -218,8 +220,8 @@ def _by_axes(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
     mesh_axes: dict[str, tuple[str, ...]] = {}  # by the first rule on a logical axis
     for name, axes in rules:
         if not isinstance(axes, PartitionSpec):
-            mesh_axes.setdefault(name, _names(axes))
+            mesh_axes.setdefault(name, axis_names(axes))
     if not mesh_axes or leaf.axes is None:
         return None
-    cut_over = [[mesh_axes.get(name, ()) for name in _names(axes)] for axes in leaf.axes]
+    cut_over = [[mesh_axes.get(name, ()) for name in axis_names(axes)] for axes in leaf.axes]
     return tuple(tuple(itertools.chain.from_iterable(names)) or None for names in cut_over)

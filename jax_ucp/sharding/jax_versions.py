@@ -1,4 +1,4 @@
-"""What releases of JAX call otherwise, and 64-bit types, which a thread may have or not."""
+"""What releases of JAX call otherwise; 64-bit types and a mesh, which a thread may have or not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.experimental
 import numpy as np
+from jax.sharding import Mesh
 
 enable_x64: Any
 set_mesh: Any
@@ -15,7 +16,19 @@ try:
 except AttributeError:  # before 0.8
     enable_x64, set_mesh = jax.experimental.enable_x64, jax.sharding.use_mesh  # pyright: ignore
 
+_get_mesh: Any
+try:
+    _get_mesh = jax.sharding.get_mesh  # pyright: ignore
+except AttributeError:  # before 0.8
+    from jax._src.mesh import get_concrete_mesh as _get_mesh
+
 
 def has_x64() -> bool:
     """Whether this thread has 64-bit types; `enable_x64` holds for one thread only."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+
+
+def mesh_in_scope() -> Mesh | None:
+    """The mesh that `jax.set_mesh` has set for this thread."""
+    mesh = _get_mesh()
+    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None

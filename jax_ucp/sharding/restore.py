@@ -13,7 +13,15 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jax.typing import DTypeLike
 
 from jax_ucp.arguments import switch, whole_number
@@ -25,6 +33,7 @@ from jax_ucp.sharding.fit import (
     ON_DEVICES,
     Fit,
     Rule,
+    axis_names,
     check_logical_rules,
     check_rules,
     fit_leaf,
@@ -32,7 +41,7 @@ from jax_ucp.sharding.fit import (
     unused_rules,
     warn_given_up,
 )
-from jax_ucp.sharding.jax_versions import enable_x64, has_x64
+from jax_ucp.sharding.jax_versions import enable_x64, has_x64, mesh_in_scope
 from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers, read_at_once
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Matched, Missing, Node, fill, key_dtype, kind_of, match, narrowed
@@ -40,6 +49,11 @@ from jax_ucp.sources.budget import DEFAULT_BUDGET, batches, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.protocol import BLOCK_BYTES, TOGETHER, TOGETHER_BYTES, ArrayInfo, ArraySource
 from jax_ucp.tree import Axes, Leaf, tree_of
+
+_NOT_ON_SET_MESH = (
+    "it is on the mesh that it was saved from, not on the one that is set, and its axes are not"
+    " explicit; give a target"
+)
 
 # Devices to go to: a mesh, those that each leaf was saved from, or what the target says.
 _Mesh = Mesh | Literal["saved"] | None
@@ -117,16 +131,18 @@ def plan_restore(
 ) -> RestorePlan:
     """Match the target, if there is one, and give every leaf its sharding.
 
-    Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on
-    this mesh, else that of the first rule on its label, or of rules on its logical axes, or the
-    PartitionSpec it was saved with, or of those of its logical axes that the mesh has, each
-    refitted. With "saved" as the mesh, a leaf without a
-    sharding of its own goes on the devices it was saved from, as it was. Without target, what was
-    saved as numpy comes as numpy; without target and mesh everything does. `cast=True` converts to
-    the target's dtypes, a dtype all floating arrays to that. With `narrow_integers`, 64-bit
-    integers that go on devices are 32-bit ones where JAX has no others. With `missing="keep"`,
-    leaves of the target that the checkpoint lacks keep their values; with "leave" they stay as they
-    are, without a value too.
+    Without `mesh` each target leaf has its own sharding, which may be on an abstract mesh of the
+    axes of the one that is set; without one of its own it goes on the mesh that is set, by the
+    logical axes of the target, if the mesh has these, or as on `mesh`. On `mesh` it has its own if
+    that is on this mesh, else that of the first rule on its label, or of rules on its logical axes,
+    or the PartitionSpec it was saved with, or of those of its logical axes that the mesh has, each
+    refitted; in the kind of memory that its own has. With "saved" as the mesh, a leaf without a
+    sharding of its own goes on the devices it was saved from, as it was, if there is no target or
+    no mesh is set. Without target, what was saved as numpy comes as numpy; without target and mesh
+    everything does. `cast=True` converts to the target's dtypes, a dtype all floating arrays to
+    that. With `narrow_integers`, 64-bit integers that go on devices are 32-bit ones where JAX has
+    no others. With `missing="keep"`, leaves of the target that the checkpoint lacks keep their
+    values; with "leave" they stay as they are, without a value too.
 
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
     without a mesh, or arguments that cannot be meant.
@@ -200,7 +216,8 @@ def _check_homes(placements: Sequence[Placement]) -> None:
     if homeless:
         raise TreeMismatch(
             f"{len(homeless)} leaves of the target have no sharding on devices, the first"
-            f" {homeless[0]}: give mesh=, or put shardings on the target's ShapeDtypeStructs"
+            f" {homeless[0]}: give mesh=, or set a mesh (jax.set_mesh) that has the axes of the"
+            " target's shardings, or put shardings on the target's ShapeDtypeStructs"
         )
 
 
@@ -443,9 +460,7 @@ def _place(
     if isinstance(mesh, Mesh):
         sharding, notes = _sharding_on(mesh, wish, rules)
     else:
-        sharding, notes = _own_sharding(wish.value), ()
-    if mesh == "saved" and sharding is None:
-        sharding = _saved_sharding(leaf)
+        sharding, notes = _sharding_of_target(wish, mesh)
     return Placement(leaf, wish.kind, dtype, sharding and _physical(sharding, leaf), notes)
 
 
@@ -464,12 +479,53 @@ def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
 def _sharding_on(
     mesh: Mesh, wish: _Wish, rules: Sequence[Rule]
 ) -> tuple[Sharding, tuple[str, ...]]:
-    """The sharding on a mesh, with notes: the target's own if it is there, else a fitted one."""
+    """The sharding on a mesh, with notes: the target's own if it is there, else a fitted one. The
+    kind of memory is the target's in any case.
+    """
     own = getattr(wish.value, "sharding", None)
-    if isinstance(own, NamedSharding) and dict(own.mesh.shape) == dict(mesh.shape):
-        # own.mesh may be abstract
-        return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind), ()
-    return fit_leaf(_ruled(wish), mesh, rules)
+    if isinstance(own, NamedSharding) and _is_like(own.mesh, mesh) and not _says_nothing(own):
+        fitted, notes = NamedSharding(mesh, own.spec), ()
+    else:
+        fitted, notes = fit_leaf(_ruled(wish), mesh, rules)
+    return _in_memory_of(own, fitted, wish.leaf), notes
+
+
+def _is_like(mesh: Mesh | AbstractMesh, other: Mesh) -> bool:
+    return dict(mesh.shape) == dict(other.shape)
+
+
+def _says_nothing(own: NamedSharding) -> bool:
+    """Whether a target's sharding leaves open how an array lies: that of `jax.eval_shape` has no
+    axes where the compiler chooses them.
+    """
+    if isinstance(own.mesh, Mesh) or any(own.spec):
+        return False
+    return any(kind is not AxisType.Explicit for kind in own.mesh.axis_types)
+
+
+def _in_memory_of(own: Sharding | None, fitted: NamedSharding, leaf: Leaf) -> NamedSharding:
+    """The sharding in the kind of memory that the target has. Raises TreeMismatch where the devices
+    have no such memory.
+    """
+    kind = None if own is None else own.memory_kind
+    if kind is None or _is_usual(own, kind):
+        return fitted
+    try:
+        return NamedSharding(fitted.mesh, fitted.spec, memory_kind=kind)
+    except ValueError as error:
+        raise TreeMismatch(
+            f"{leaf.label}: the target is in memory of the kind {kind!r}, which the devices of the"
+            f" mesh do not have: {error}"
+        ) from None
+
+
+def _is_usual(own: Sharding | None, kind: str) -> bool:
+    """Whether arrays are in that kind of memory where nobody says anything: other devices may call
+    theirs otherwise.
+    """
+    if own is None or (isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh)):
+        return False
+    return kind == next(iter(own.device_set)).default_memory().kind
 
 
 def _ruled(wish: _Wish) -> Leaf:
@@ -479,36 +535,71 @@ def _ruled(wish: _Wish) -> Leaf:
     return replace(wish.leaf, axes=wish.axes)
 
 
-def _own_sharding(value: Any) -> Sharding | None:
-    """The sharding of a target's leaf without a mesh; the only device if it has none."""
-    own = getattr(value, "sharding", None)
+def _sharding_of_target(
+    wish: _Wish, mesh: Literal["saved"] | None
+) -> tuple[Sharding | None, tuple[str, ...]]:
+    """The sharding of a target's leaf where no mesh is given, with notes: its own; else on the mesh
+    that is set; else, with "saved", that of the checkpoint; else the only device.
+    """
+    own, here = getattr(wish.value, "sharding", None), mesh_in_scope()
     if isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh):
-        return None  # on an abstract mesh
+        if here is None or not _is_like(own.mesh, here):
+            return None, ()
+        named = _named_by_target(wish, here)
+        if any(own.spec) or not (named or _says_nothing(own)):
+            fitted, notes = NamedSharding(here, own.spec), ()
+        else:
+            fitted, notes = fit_leaf(named or _ruled(wish), here)
+        return _in_memory_of(own, fitted, wish.leaf), notes
     if isinstance(own, Sharding):
-        return own
-    if value is None or len(jax.devices()) > 1:
+        return own, ()
+    if wish.value is not None and here is not None:
+        return fit_leaf(_named_by_target(wish, here) or _ruled(wish), here)
+    if mesh == "saved":
+        return _saved_sharding(wish.leaf, here)
+    if wish.value is None or len(jax.devices()) > 1:
+        return None, ()
+    return SingleDeviceSharding(jax.devices()[0]), ()
+
+
+def _named_by_target(wish: _Wish, mesh: Mesh) -> Leaf | None:
+    """The leaf with the logical axes of the target in the place of what was saved, if these are
+    axes of the mesh, as Flax names them.
+    """
+    names = {name for axes in wish.axes or () for name in axis_names(axes)}
+    if not names or not names <= set(mesh.axis_names):
         return None
-    return SingleDeviceSharding(jax.devices()[0])
+    return replace(wish.leaf, sharding=None, axes=wish.axes)
 
 
-def _saved_sharding(leaf: Leaf) -> Sharding | None:
-    """The sharding that an array of JAX was saved with, on the same devices; of another format,
-    None. Raises TreeMismatch where one of the devices is not here.
+def _saved_sharding(leaf: Leaf, here: Mesh | None) -> tuple[Sharding | None, tuple[str, ...]]:
+    """The sharding that an array of JAX was saved with, on the same devices, with notes; of another
+    format, None. It is on the mesh that is set, if that is the same.
+
+    Raises TreeMismatch where one of the devices is not here.
     """
     if leaf.kind not in ("jax", "prng_key"):
-        return None
-    if leaf.sharding is None:
-        return SingleDeviceSharding(jax.local_devices()[0])  # of one process, as it was saved
-    saved = leaf.sharding
-    here = {device.id: device for device in jax.devices()}
-    if not saved.device_ids or not here.keys() >= {*saved.device_ids}:
+        return None, ()
+    saved, is_explicit = leaf.sharding, here is not None and AxisType.Explicit in here.axis_types
+    notes = (_NOT_ON_SET_MESH,) if is_explicit else ()
+    if saved is None:  # of one process, as it was saved
+        return SingleDeviceSharding(jax.local_devices()[0]), notes
+    known = {device.id: device for device in jax.devices()}
+    if not saved.device_ids or not known.keys() >= {*saved.device_ids}:
         sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
         raise TreeMismatch(
             f"{leaf.label} was saved on a mesh of {sizes}, not all of whose devices are here, where"
-            f" there are {len(here)}: give a target with shardings, or a mesh"
+            f" there are {len(known)}: give a target with shardings, or a mesh"
         )
-    devices = np.array([here[i] for i in saved.device_ids]).reshape(saved.axis_sizes)
-    return NamedSharding(Mesh(devices, saved.axis_names), PartitionSpec(*saved.spec))
+    devices = np.array([known[i] for i in saved.device_ids]).reshape(saved.axis_sizes)
+    mesh, spec = Mesh(devices, saved.axis_names), PartitionSpec(*saved.spec)
+    if here is not None and here.axis_names == mesh.axis_names and _same_devices(here, mesh):
+        return NamedSharding(here, spec), ()
+    return NamedSharding(mesh, spec), notes
+
+
+def _same_devices(mesh: Mesh, other: Mesh) -> bool:
+    return np.array_equal(mesh.devices, other.devices)
 
 
 def _narrowed(placement: Placement) -> Placement:

@@ -21,7 +21,7 @@ from flax import nnx
 from flax.core.meta import Partitioned
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
@@ -263,6 +263,53 @@ def test_arrays_and_keys_go_to_the_kind_of_memory_that_the_target_has(tmp_path, 
     got = save(tmp_path / "c", tree).restore(tree)["w"]
     assert got.sharding == sharding
     np.testing.assert_array_equal(np.asarray(got), np.arange(8.0))
+
+
+OTHER = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+ON_OTHER = {
+    "by the saved spec": {"mesh": OTHER},
+    "by a rule": {"mesh": OTHER, "rules": [("", P("model"))]},
+    "with shared reads": {"mesh": OTHER, "share_reads": True},
+    "on the same axes": {"mesh": Mesh(MESH.devices[::-1], MESH.axis_names)},
+    "cast": {"mesh": OTHER, "cast": jnp.bfloat16},
+}
+
+
+@pytest.mark.parametrize("how", ON_OTHER)
+@pytest.mark.parametrize("of", ["a mesh", "a device", "an abstract mesh"])
+def test_the_kind_of_memory_of_a_target_is_kept_on_another_mesh(tmp_path, how, of):
+    require_memory("pinned_host")
+    homes = {
+        "a mesh": NamedSharding(MESH, P("data"), memory_kind="pinned_host"),
+        "a device": SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
+        "an abstract mesh": NamedSharding(MESH.abstract_mesh, P("data"), memory_kind="pinned_host"),
+    }
+    data, keys = np.arange(16.0, dtype=np.float32), jax.random.split(jax.random.key(0), 8)
+    at = NamedSharding(MESH, P("data"))
+    checkpoint = save(tmp_path / "c", jax.device_put({"w": data, "usual": data, "k": keys}, at))
+    target = {
+        "w": jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=homes[of]),
+        "usual": jax.device_put(data, at),
+        "k": jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=homes[of]),
+    }
+    got = checkpoint.restore(target, **ON_OTHER[how])
+    usual = jax.devices()[0].default_memory().kind
+    kinds = [got["w"], got["usual"], jax.random.key_data(got["k"])]
+    assert [leaf.sharding.memory_kind for leaf in kinds[:2]] == ["pinned_host", usual]
+    assert checkpoint.plan(target, **ON_OTHER[how])["k"].sharding.memory_kind == "pinned_host"
+    assert got["w"].sharding.mesh == ON_OTHER[how]["mesh"]
+    np.testing.assert_array_equal(np.asarray(got["w"]), data)
+    assert same(got["k"], keys)
+
+
+def test_a_kind_of_memory_that_the_devices_do_not_have_is_refused(tmp_path, monkeypatch):
+    checkpoint = save(tmp_path / "c", {"w": jnp.arange(8.0)})
+    own = NamedSharding(MESH.abstract_mesh, P("data"))
+    target = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=own)}
+    # as of an accelerator's memory, where there is none
+    monkeypatch.setattr(NamedSharding, "memory_kind", property(lambda sharding: "vmem"))
+    with pytest.raises(TreeMismatch, match="w: the target is in memory of the kind 'vmem', which"):
+        checkpoint.plan(target, mesh=MESH)
 
 
 def test_a_target_on_the_same_axes_of_another_kind_keeps_its_spec(tmp_path):
