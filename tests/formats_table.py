@@ -65,6 +65,12 @@ is read, or the weights of the only model. A file that an index or a name implie
 the same model is compared: a sample of each tensor when the folder is opened, all of it by `verify` and conversions. Notes name what else belongs
 to the model.
 
+Files with one rank's parts of tensors (torch's `HuggingFaceStorageWriter(save_distributed=True)` without consolidation) store neither the number of
+ranks nor the shapes of the whole tensors. They open if the way in which the tensors are cut shows that no rank is missing: an axis that the ranks do
+not divide evenly, an axis that FSDP cut within tensor parallelism, or norms as wide as the model, by the columns of the embedding or of the first
+projections, or by `hidden_size` in a `config.json` beside the files. Otherwise they are refused, and `sizes={"ranks": 8}` (`--size ranks=8`) says how many
+ranks wrote files.
+
 | folder in `tests/data/folders` | result | notes, or the reason |
 |---|---|---|
 {folders}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from jax.sharding import Mesh
 
 import jax_ucp as ucp
 from dcp_writer import Writer
-from jax_ucp.errors import UCPError
+from jax_ucp.errors import QuantizedWeights, UCPError
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sources.consolidated import same_bits
@@ -646,6 +647,98 @@ def test_a_refusal_says_what_is_wrong_and_its_remedy_works(name, tmp_path):
     assert found
     if whole is not None:
         assert (rounded if situation.weights else same)(found, whole)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+FP8 = ml_dtypes.float8_e4m3fn
+WORDS = {f"{Q}.weight": np.ones((64, 8), np.uint32)}
+UNREAD = {
+    "MLX's mxfp4": (
+        {**WORDS, f"{Q}.scales": np.ones((64, 2), np.uint8)},
+        {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+        r"declares MLX \(mxfp4\), which is not dequantised here",
+    ),
+    "MLX's own": (
+        {**WORDS, f"{Q}.scales": np.ones((64, 1), np.float16)},
+        {"group_size": 64, "bits": 4},
+        r"declares MLX \(affine\), which is not dequantised here",
+    ),
+    "HQQ": (
+        {f"{Q}.W_q": np.ones((32, 64), np.uint8), f"{Q}.scale": np.ones((64, 1), np.float16)},
+        {"quant_method": "hqq"},
+        "declares hqq, which is not dequantised here",
+    ),
+    "compressed-tensors that are not compressed": (
+        {
+            f"{Q}.weight": np.ones((64, 64), np.float32),
+            f"{Q}.weight_scale": np.ones((64, 1), np.float32),
+            f"{Q}.weight_zero_point": np.zeros((64, 1), FP8),
+        },
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        r"q_proj\.weight_zero_point .* a zero point beside its scale and a weight that is no codes",
+    ),
+    "fp8 without a config": (
+        {
+            f"{Q}.weight": np.ones((64, 64), FP8),
+            f"{Q}.weight_scale_inv": np.ones((1, 1), np.float32),
+        },
+        {},
+        r"names alone do not say .* Put the config\.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_quantised_weights_are_sent_only_to_where_they_are_read(name, tmp_path):
+    arrays, settings, why = UNREAD[name]
+    write_safetensors(tmp_path / "model.safetensors", arrays)
+    config = {"model_type": "llama", "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config if settings else {}))
+    marked = ucp.open(tmp_path)
+    with pytest.raises(QuantizedWeights, match=why) as refused:
+        marked.restore()
+    for said in (str(refused.value), *marked.notes):
+        assert "dequantize='bfloat16'" not in said
+        assert "dequantize=False" in said
+    with pytest.raises(QuantizedWeights, match=why):
+        ucp.open(tmp_path, dequantize="bfloat16")
+    kept = ucp.open(tmp_path, dequantize=False).restore()["stored"]
+    assert all(same_bits(np.asarray(kept[name]), array) for name, array in arrays.items())
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in (DATA / "quantized").iterdir()))
+def test_quantised_weights_that_are_read_are_sent_there(case):
+    marked = ucp.open(DATA / "quantized" / case / "ckpt")
+    with pytest.raises(QuantizedWeights, match="dequantize='bfloat16'"):
+        marked.restore()
+    assert ucp.open(DATA / "quantized" / case / "ckpt", dequantize="bfloat16").params
+
+
+def test_states_of_fused_experts_are_not_sent_to_words_or_lists(tmp_path):
+    """A folder of the Trainer of transformers 5, which trains a layer's experts as one parameter
+    and stores them one by one.
+    """
+    weights = {f"mlp.experts.{i}.{p}_proj.weight": (3, 4) for i in range(2) for p in ("gate", "up")}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in weights.items()}
+    write_safetensors(
+        tmp_path / "model.safetensors", {**arrays, "norm.weight": np.ones(4, np.float32)}
+    )
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mixtral", "transformers_version": "5.23.0"}'
+    )
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
+    states = [np.ones((2, 6, 4), np.float32), np.ones(4, np.float32)]
+    state = {i: {"exp_avg": array, "exp_avg_sq": array} for i, array in enumerate(states)}
+    groups = [{"params": [i], "lr": 0.1} for i in range(2)]
+    save({"state": state, "param_groups": groups}, tmp_path / "optimizer.pt")
+    why = "all experts of a layer, as transformers 5 trains them"
+    apart = ucp.open(tmp_path)
+    assert any(why in note for note in apart.notes)
+    assert not any("optimizer_groups=" in note for note in apart.notes)
+    for groups in ("hf-decay", "module-order", [[*arrays], ["norm.weight"]]):
+        with pytest.raises(UCPError, match=f"{why}.* weights_only"):
+            ucp.open(tmp_path, optimizer_groups=groups)
+    assert {*arrays} < {*ucp.open(tmp_path, weights_only=True).params}
 
 
 def test_files_that_say_the_same_in_instances_are_of_one_run(tmp_path):

@@ -286,7 +286,7 @@ class Import:
         tensors: Mapping[str, Stored],
         objects: Mapping[Steps, Any],
         options: Options,
-        words: Callable[[], Sequence[str]] | None = None,
+        words: Callable[[], Sequence[str] | None] | None = None,
     ) -> Places:
         """The place of each tensor of nested dicts, as `places` has it; what optimizers were told,
         and the user's word, are kept.

@@ -44,13 +44,15 @@ class QuantizedWeight:
 
     `name` is the label that the weight would have, `parts` are labels of leaves by what they are of
     it: `codes`, which stand for the numbers, and such as `scale_inv` and `qzeros`, named as the
-    format names them. `fault` says what is missing, if something is.
+    format names them. `fault` says what is missing, if something is, and `unread` why its numbers
+    are not computed here, if they are not.
     """
 
     scheme: str
     name: str
     parts: Mapping[str, str]
     fault: str = ""
+    unread: str = ""
 
     def __str__(self) -> str:
         return (
@@ -162,11 +164,25 @@ def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:
     ]:
         raise QuantizedWeights(
             f"{contents.path}: {_named(met)}. What is stored of one means something only together,"
-            " and is not read as weights unless you say so: open with dequantize='bfloat16' or"
-            " dequantize='float32' (--dequantize) for the numbers that they stand for, or with"
-            " dequantize=False (--no-dequantize): then the parts come as they are stored, under"
-            f" `{STORED}`"
+            f" and is not read as weights unless you say so: {how_to_open(met)}"
         )
+
+
+def how_to_open(weights: Sequence[QuantizedWeight]) -> str:
+    """What to say so that quantised weights are read."""
+    parts = (
+        "dequantize=False (--no-dequantize): then the parts come as they are stored, under"
+        f" `{STORED}`"
+    )
+    unread = [weight for weight in weights if weight.unread]
+    if unread:
+        why = next((weight.unread for weight in unread if weight.unread != weight.fault), "")
+        computed = ". The numbers that they stand for are not computed: " * bool(why)
+        return f"open with {parts}{computed}{why}"
+    return (
+        "open with dequantize='bfloat16' or dequantize='float32' (--dequantize) for the numbers"
+        f" that they stand for, or with {parts}"
+    )
 
 
 def require_weights(contents: Contents) -> None:

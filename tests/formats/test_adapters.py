@@ -281,7 +281,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
         lambda a: a.update(
             {"base_model.model.model.embed_tokens.weight": np.ones((41, 16), np.float32)}
         ),
-        "resize the base",
+        r"if tokens were added, merge the adapter into its base with peft \(merge_and_unload\)",
     ),
 }
 
@@ -351,20 +351,48 @@ def test_a_square_weight_is_not_taken_for_a_conv1d_where_the_base_has_linears(
         ucp.open(tmp_path / "base").merge(adapter)
 
 
-def test_experts_of_which_nothing_tells_the_axes_are_refused(tmp_path: Path) -> None:
-    shapes = {"base_model.model.mlp.experts.lora_A.weight": (4, 6)}
-    shapes["base_model.model.mlp.experts.lora_B.weight"] = (6, 4)
+UNDECIDED = {
+    "square": ({"up": (2, 6, 6)}, ["up"], "which are square: nothing stored tells whether rows"),
+    "two alike": (
+        {"up": (2, 6, 8), "down": (2, 6, 8)},
+        ["up", "down"],
+        "the parameters .*up, .*down in 2 orders, by their shapes, and nothing stored tells which",
+    ),
+    "of another base": ({"up": (2, 6, 5)}, ["up"], "fit no parameters .*: the adapter is not for"),
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_experts_of_which_nothing_tells_the_axes_are_refused(name: str, tmp_path: Path) -> None:
+    base, targets, why = UNDECIDED[name]
+    columns = base["up"][2] + (name == "of another base")
+    shapes = {}
+    for wrapped in ("", ".base_layer")[: len(targets)]:
+        module = f"base_model.model.mlp.experts{wrapped}"
+        shapes |= {f"{module}.lora_A.weight": (4, columns), f"{module}.lora_B.weight": (6, 4)}
     adapter = write_adapter(
         tmp_path,
         {name: np.ones(shape, np.float32) for name, shape in shapes.items()},
         r=2,
-        target_parameters=["experts.up"],
+        target_parameters=[f"experts.{target}" for target in targets],
     )
     (tmp_path / "base").mkdir()
-    square = {"mlp.experts.up": np.ones((2, 6, 6), np.float32)}
-    write_safetensors(tmp_path / "base" / "model.safetensors", square)
-    with pytest.raises(FormatError, match="nothing tells which is for which"):
+    arrays = {f"mlp.experts.{name}": np.ones(shape, np.float32) for name, shape in base.items()}
+    write_safetensors(tmp_path / "base" / "model.safetensors", arrays)
+    with pytest.raises(FormatError, match=why):
         ucp.open(tmp_path / "base").merge(adapter)
+
+
+@pytest.mark.parametrize("role", ["modules_to_save", "original_module"])
+def test_what_peft_writes_beside_a_resized_module_is_called_so(role: str, tmp_path: Path) -> None:
+    """peft 0.21.2, `get_peft_model_state_dict` with `save_embedding_layers`, of an embedding that is
+    in `modules_to_save` and was resized.
+    """
+    names = ["embed_tokens.weight", f"embed_tokens.{role}.weight"]
+    tensors = {f"base_model.model.model.{name}": np.ones((41, 16), np.float32) for name in names}
+    adapter = write_adapter(tmp_path, tensors, modules_to_save=["embed_tokens"])
+    with pytest.raises(FormatError, match=rf"{role}\.weight is what peft writes .* merge the adap"):
+        base_of("lora").merge(adapter)
 
 
 def test_what_is_no_base_or_no_adapter_is_refused() -> None:

@@ -53,9 +53,10 @@ from jax_ucp.formats.huggingface.weight_names import (
     which,
 )
 from jax_ucp.formats.listing import listed
-from jax_ucp.formats.options import Options
+from jax_ucp.formats.options import Options, Sizes
 from jax_ucp.formats.peft.config import LORA, method_of
 from jax_ucp.formats.safetensors import reader as safetensors
+from jax_ucp.formats.safetensors.rank_files import ranks_of
 from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.formats.torch_save.state_pairing import Stored
 from jax_ucp.layout.box import Box
@@ -361,7 +362,10 @@ def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options
         return contents
     compared, other = contents, None
     try:
-        other = open_weight_folder(parts, options) if recognise(parts) else None
+        # The shapes of the whole tensors, which are here, show whether a rank is missing.
+        ranks = len(ranks_of(_files(parts)))
+        of_all = replace(options, sizes=Sizes({"ranks": ranks}))
+        other = open_weight_folder(parts, of_all) if recognise(parts) else None
         fault = _other_structure(contents, other) if other else "it holds no weights"
     except (UCPError, OSError) as error:
         fault = str(error)

@@ -28,11 +28,12 @@ import numpy as np
 
 from jax_ucp.formats.huggingface import conv1d
 from jax_ucp.formats.options import Dequantize
+from jax_ucp.formats.quantized.schemes import why_unread
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
 from jax_ucp.json_text import decode_json
 from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight
+from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
@@ -160,13 +161,13 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
         said = Declared(method, settings, _said_of_weights(contents.extras))
         made = _undeclared(dequantized(contents, weights, said, dequantize), settings)
         return _with_layout(made, method, weights)
+    weights = [replace(weight, unread=why_unread(method, weight)) for weight in weights]
     marked = replace(contents, inventory=_inventory(contents, weights), quantized=weights)
     if dequantize is False:
         return _kept(marked)
     note = (
         f"{len(weights)} weights are quantised, the first {weights[0]}: they are refused as"
-        " weights. dequantize='bfloat16' or 'float32' (--dequantize) gives the numbers that they"
-        " stand for, dequantize=False (--no-dequantize) their parts as they are stored"
+        f" weights; {how_to_open(weights)}"
     )
     return replace(marked, notes=[*contents.notes, note])
 
@@ -213,7 +214,9 @@ _DECLARED = (
     ("quant_config.json", ""),
     ("params.json", "quantization"),
 )
-_METHODS = ("quant_method", "quant_algo", "qformat_weight", "format", "mode")
+_METHODS = ("quant_method", "quant_algo", "qformat_weight", "format")
+# The settings of MLX's `convert`, which names no method (mlx-lm 0.28 `utils.py`, `quantize_model`).
+_MLX = {"group_size", "bits"}
 
 
 def declared(extras: Mapping[str, Any]) -> str:
@@ -308,6 +311,8 @@ def _method(settings: Any, otherwise: str) -> str:
     for key in _METHODS:
         if key in settings:
             return str(settings[key] or "")
+    if settings.keys() >= _MLX and not otherwise.endswith(".json"):
+        return f"MLX ({settings.get('mode', 'affine')})"
     return otherwise
 
 
@@ -389,7 +394,7 @@ def _unexplained(
 
     What else is of the same module goes with them, except a bias.
     """
-    fault = f"the config declares {method}, and no scale that is known here lies beside it"
+    unknown = f"the config declares {method}, and no scale that is known here lies beside it"
     codes: dict[str, list[str]] = defaultdict(list)  # by module
     others: dict[str, dict[str, str]] = defaultdict(dict)  # by module and role
     for name, leaf in leaves.items():
@@ -403,7 +408,29 @@ def _unexplained(
             others[module][name.removeprefix(f"{module}.")] = name
     for module, names in codes.items():
         for name in names:
+            fault = _UNCOMPRESSED if _is_uncompressed(name, leaves) else unknown
             yield QuantizedWeight(method, name, {"codes": name} | others[module], fault)
+
+
+# llm-compressor's `save_pretrained` with save_compressed=False writes the parameters of a module as
+# they are (compressed-tensors 0.20 `quantization/lifecycle/initialize.py`).
+_UNCOMPRESSED = (
+    "it is a zero point beside its scale and a weight that is no codes, as save_compressed=False"
+    " stores it: such a weight is not rounded to what it is computed with. Save it compressed"
+)
+
+
+def _is_uncompressed(name: str, leaves: Mapping[str, Leaf]) -> bool:
+    """Whether an array is the zero point of a weight that is stored as numbers."""
+    base = name.removesuffix("_zero_point")
+    weight = leaves.get(base)
+    return bool(
+        base != name
+        and weight
+        and f"{base}_scale" in leaves
+        and weight.dtype.startswith(_FLOATING)
+        and not weight.dtype.startswith(_FEW_BITS)
+    )
 
 
 def _may_be_codes(name: str, leaf: Leaf) -> bool:

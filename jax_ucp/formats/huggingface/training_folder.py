@@ -18,6 +18,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -166,10 +167,14 @@ def _add_optimizers(
     objects = {path: node for path, (_, node) in tree.objects.items()}
     weights = weights_of(imported, folder.model)
     pairing = _Settling(weights, others, states, objects, _ModelOf(imported, folder), options)
+    if pairing.is_fused and options.optimizer_groups and not options.weights_only:
+        raise FormatError(f"{folder.path}: optimizer_groups does not fit: {_FUSED}")
     placed = imported.placed(
         pairing.tensors(pairing.order()), objects, pairing.options, pairing.words
     )
     imported.notes += [*placed.notes, *pairing.notes]
+    if pairing.is_fused:
+        imported.notes.append(_FUSED)
     _place(imported, tree, placed)
     tree.check(
         imported, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers))
@@ -302,8 +307,21 @@ class _Settling:
             self.notes.append(_order_note(types))
         return order
 
-    def words(self) -> list[str]:
-        """The words that would decide."""
+    @cached_property
+    def is_fused(self) -> bool:
+        """Whether states are of parameters that have all experts of a layer, which are stored one
+        by one.
+        """
+        numbered = filter(None, map(_EXPERT.fullmatch, self.label_of))
+        experts = {int(match[1]) for match in numbered}
+        stored = {weight.shape for weight in self.weights.values()}
+        shapes = {state.shape for state in self.states.values()} - stored
+        return any(len(shape) == 3 and {*range(shape[0])} == experts for shape in shapes)
+
+    def words(self) -> list[str] | None:
+        """The words that would decide; None if neither words nor lists would."""
+        if self.is_fused:
+            return None
         rules = (HF_DECAY, MODULE_ORDER)
         if not self.model.folder.of_trainer:
             rules = (MODULE_ORDER, HF_DECAY)
@@ -365,6 +383,12 @@ class _Settling:
         return known
 
 
+_EXPERT = re.compile(r".*\.experts\.(\d{1,5})\..*")
+_FUSED = (
+    "the optimizer has states of parameters with all experts of a layer, as transformers 5 trains"
+    " them, and save_pretrained stores the experts one by one: no stored weight has the shape of"
+    " such a state. weights_only leaves the optimizer aside"
+)
 _NO_ORDER = (
     "the files do not have the order of the model (safetensors sort their names), and nothing in"
     " them says of which class of transformers it is, or not of one that is known here; say its"

@@ -28,6 +28,10 @@ _A, _B, _BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
 _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _MAGNITUDE = "lora_magnitude_vector"
 _WRAPPED = ".base_layer"
+_MERGED_BY_PEFT = (
+    "merge the adapter into its base with peft (merge_and_unload), resized as in training, and open"
+    " what the merged model's save_pretrained writes"
+)
 # What peft calls tensors that are no weights of the model, and are none of these.
 _UNKNOWN = re.compile(
     r"\.(lora_\w+|token_adapter|trainable_tokens\w*|modules_to_save|original_module)(\.|$)"
@@ -119,12 +123,22 @@ def _sorted(
         name = tensor.removeprefix(PREFIX)
         match = _ROLE.fullmatch(name)
         if name == tensor or (not match and _UNKNOWN.search(f".{name}")):
-            faults.append(f"{tensor} is not a tensor of a LoRA adapter that is known here")
+            faults.append(f"{tensor} {_why_unknown(name)}")
         elif match:
             modules[match["module"]][match["role"]] = tensor
         else:
             others[name.replace(f"{_WRAPPED}.", ".")] = tensor
     return modules, others, faults
+
+
+def _why_unknown(name: str) -> str:
+    # `get_peft_model_state_dict` of peft 0.21.2 takes every name with that of the embedding in it.
+    if name.endswith((".modules_to_save.weight", ".original_module.weight")):
+        return (
+            "is what peft writes of a module to save whose vocabulary was resized, beside its new"
+            f" value (save_embedding_layers), and is not read here: {_MERGED_BY_PEFT}"
+        )
+    return "is not a tensor of a LoRA adapter that is known here"
 
 
 def _is_wrapper(module: str, base: Shapes) -> bool:
@@ -138,6 +152,22 @@ def _twice(found: Sequence[Change]) -> list[str]:
     """The weights that are replaced twice, or added to twice."""
     counts = Counter((change.weight, bool(change.replaced)) for change in found)
     return sorted({name for (name, _), count in counts.items() if count > 1})
+
+
+def _fit(ways: int, names: str) -> str:
+    """How factors fit the parameters of a module, where that does not decide what they do."""
+    match ways:
+        case 0:
+            return f"no parameters {names}, by their shapes: the adapter is not for this base"
+        case 1:
+            return (
+                f"{names}, which are square: nothing stored tells whether rows are inputs or"
+                f" outputs; {_MERGED_BY_PEFT}"
+            )
+    return (
+        f"the parameters {names} in {ways} orders, by their shapes, and nothing stored tells which"
+        f" is for which; {_MERGED_BY_PEFT}"
+    )
 
 
 @dataclass(frozen=True)
@@ -189,11 +219,8 @@ class _Reader:
         fitting = [list(map(self._of_parameter, order, several)) for order in orders]
         whole = list(filter(all, fitting))
         if len(whole) != 1 or any(len(ways) > 1 for ways in whole[0]):
-            raise FormatError(
-                f"{module}: its factors fit {len(whole)} ways to the parameters"
-                f" {', '.join(names) or 'that target_parameters names'}, by their shapes: they are"
-                " not for this base, or nothing tells which is for which"
-            )
+            shown = ", ".join(names) or "that target_parameters names"
+            raise FormatError(f"{module}: its factors fit {_fit(len(whole), shown)}")
         return [ways[0] for ways in whole[0]]
 
     def _targets(self, module: str) -> list[str]:
@@ -320,5 +347,5 @@ class _Reader:
         if self.tensors[tensor] != shape:
             raise FormatError(
                 f"{tensor} has shape {list(self.tensors[tensor])}, {weight} of the base"
-                f" {list(shape)}; if tokens were added, resize the base's embeddings first"
+                f" {list(shape)}; if tokens were added, {_MERGED_BY_PEFT}"
             )

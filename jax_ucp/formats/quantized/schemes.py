@@ -18,6 +18,7 @@ from jax_ucp.formats.quantized import (
     torchao,
 )
 from jax_ucp.formats.quantized.stored import StoredWeight
+from jax_ucp.sources.contents import QuantizedWeight
 from jax_ucp.sources.dequantized import Dequantizer
 
 SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
@@ -44,22 +45,31 @@ def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
     Raises QuantizedWeights where that is not known, and FormatError where the parts are not those
     of the method.
     """
-    make = SCHEMES.get(method) or _BY_ALGORITHM.get(method)
-    if method and make is None:
+    if why := why_unread(method, stored.weight):
+        is_said = why == stored.weight.fault
+        raise QuantizedWeights(f"{stored.weight}" if is_said else f"{stored.weight}: {why}")
+    make = _maker(method, stored.weight)
+    assert make is not None
+    return make(stored)
+
+
+def why_unread(method: str, weight: QuantizedWeight) -> str:
+    """Why it is not known how a weight is made of its parts; empty if it is known."""
+    is_known = _maker(method, weight) is not None
+    if method and not is_known:
         known = ", ".join(sorted(SCHEMES))
-        raise QuantizedWeights(
-            f"{stored.weight}: the config declares {method}, which is not dequantised here; known"
-            f" are {known}"
-        )
-    if stored.weight.fault:
-        raise QuantizedWeights(f"{stored.weight}")
-    if make is not None:
-        return make(stored)
-    if stored.weight.scheme.startswith(ggml.SCHEME):
-        return ggml.blocks(stored)
-    if stored.weight.scheme == _FP4:
-        return narrow.fp4(stored)
-    raise QuantizedWeights(
-        f"{stored.weight}: names alone do not say how its numbers are meant. Put the config.json of"
-        " the model, with its quantization_config, beside the weights"
+        return f"the config declares {method}, which is not dequantised here; known are {known}"
+    if weight.fault or is_known:
+        return weight.fault
+    return (
+        "names alone do not say how its numbers are meant. Put the config.json of the model, with"
+        " its quantization_config, beside the weights"
     )
+
+
+def _maker(method: str, weight: QuantizedWeight) -> Callable[[StoredWeight], Dequantizer] | None:
+    if method:
+        return SCHEMES.get(method) or _BY_ALGORITHM.get(method)
+    if weight.scheme.startswith(ggml.SCHEME):
+        return ggml.blocks
+    return narrow.fp4 if weight.scheme == _FP4 else None

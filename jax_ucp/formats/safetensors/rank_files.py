@@ -49,11 +49,10 @@ def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Si
     Raises FormatError where files are missing, or nothing shows that none is.
     """
     files = {file for parts in tensors.values() for file, _ in parts}
-    names = list(filter(None, map(_SHARD_FILE.fullmatch, sorted(files))))
-    if not names:
+    ranks = ranks_of(files)
+    if not ranks:
         return None
-    _require_counted(folder, names)
-    ranks = sorted({int(name[1]) for name in names})
+    _require_counted(folder, files)
     said = sizes.of(["ranks"]).get("ranks")
     if said is not None:
         return _said(folder, said, ranks)
@@ -76,6 +75,15 @@ def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Si
     )
 
 
+def ranks_of(files: Iterable[str]) -> list[int]:
+    """The ranks whose files these are, from 1 on.
+
+    >>> ranks_of(["shard-00002-model-00001-of-00001.safetensors", "model.safetensors"])
+    [2]
+    """
+    return sorted({int(name[1]) for name in map(_SHARD_FILE.fullmatch, files) if name})
+
+
 def require_total(
     path: FilePath, index: Mapping[str, Any], files: Mapping[str, ArraySource]
 ) -> None:
@@ -96,8 +104,9 @@ def require_total(
         )
 
 
-def _require_counted(folder: FilePath, names: Sequence[re.Match[str]]) -> None:
+def _require_counted(folder: FilePath, files: Iterable[str]) -> None:
     """Raise FormatError where no rank has a file of some number that names count."""
+    names = list(filter(None, map(_SHARD_FILE.fullmatch, sorted(files))))
     parts = max(int(name[3]) for name in names)
     present = {int(name[2]) for name in names}
     if missing := next((part for part in range(1, parts + 1) if part not in present), None):

@@ -115,7 +115,7 @@ def pair_states(
     outside: Mapping[str, Stored],
     model: Model,
     groups: OptimizerGroups | None,
-    words: Callable[[], Sequence[str]] | None = None,
+    words: Callable[[], Sequence[str] | None] | None = None,
 ) -> Pairs:
     """The pairs of all optimizers. `outside` are the tensors in none; `words` are those that would
     decide, where the tensors are not in the order of the model.
@@ -162,7 +162,7 @@ class _Pairing:
         optimizers: Sequence[OptimizerDict],
         outside: Mapping[str, Stored],
         model: Model,
-        words: Callable[[], Sequence[str]] | None = None,
+        words: Callable[[], Sequence[str] | None] | None = None,
     ):
         self.tensors, self.outside, self.words = tensors, outside, words
         self.model, self.weights, self.model_is_said = model.path, model.weights, model.is_said
@@ -641,7 +641,9 @@ class _Pairing:
         of_model = [optimizer for optimizer in optimizers if optimizer.path not in self.elsewhere]
         if self._members(of_model):
             sizes = f"{sizes_of(optimizers)}; an empty list leaves a group apart"
-            yield remedy(sizes, self._example(), (self.words or self._ordered)())
+            words = (self.words or self._ordered)()
+            if words is not None:
+                yield remedy(sizes, self._example(), words)
 
     def _ordered(self) -> list[str]:
         """The words that would decide, of tensors in the order of the model."""

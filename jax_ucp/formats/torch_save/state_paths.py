@@ -77,7 +77,7 @@ def places(
     tensors: Mapping[str, Stored],
     objects: Mapping[Steps, Any] = MappingProxyType({}),
     options: Options = _DEFAULTS,
-    words: Callable[[], Sequence[str]] | None = None,
+    words: Callable[[], Sequence[str] | None] | None = None,
 ) -> Places:
     """The place of each tensor; `objects` are what is no tensor, by path. `words` are those that
     would decide what is undecided, where tensors are not in the order of the model. Raises
