@@ -11,7 +11,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.local import check_name
 from jax_ucp.files.locations import locate, require_writable
 from jax_ucp.files.looked import look, look_for_file, look_inside, read_once
-from jax_ucp.files.protocol import FileInfo, Files
+from jax_ucp.files.protocol import POINTER_BYTES, TEXT_BYTES, FileInfo, Files, require_small
 from jax_ucp.files.source_files import note
 
 
@@ -108,22 +108,30 @@ class FilePath:
         """The children whose names end so."""
         return [child for child in self.children() if child.name.endswith(suffix)]
 
-    def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
+    def read_range(self, start: int, stop: int) -> bytes:
         """The bytes of the file from `start` to `stop`, or to its end if that comes before."""
         file = self.file()
         note(self.files, file)
-        return read_once(self.files, file, start, min(file.size, stop or file.size))
+        return read_once(self.files, file, start, min(file.size, stop))
+
+    def read_bytes(self, most: int = TEXT_BYTES) -> bytes:
+        """All bytes of the file. Raises FormatError, before it is read, where they are more than
+        `most`.
+        """
+        require_small(self.files, self.file(), most)
+        return self.read_range(0, most)
 
     def read_pointer(self) -> str:
         """The text of a file that names another, and may name the next one meanwhile: it is not
         noted as one that the checkpoint is read from.
         """
         file = self.file()
+        require_small(self.files, file, POINTER_BYTES)
         return read_once(self.files, file, 0, file.size).decode(errors="replace")
 
-    def read_text(self) -> str:
+    def read_text(self, most: int = TEXT_BYTES) -> str:
         """The text of the file, what is not UTF-8 replaced."""
-        return self.read_bytes().decode(errors="replace")
+        return self.read_bytes(most).decode(errors="replace")
 
 
 def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:

@@ -9,6 +9,12 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from jax_ucp.errors import FormatError
+
+# The most that is read of a file that is read whole: of one that names another, of other writers'
+# metadata, and of what this package writes itself, or stock Orbax.
+POINTER_BYTES, TEXT_BYTES, OWN_BYTES = 1 << 16, 1 << 28, 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
@@ -148,6 +154,16 @@ def file_size(files: Files, name: str) -> int | None:
     return info and info.size
 
 
+def require_small(files: Files, file: FileInfo, most: int) -> None:
+    """Raise FormatError for a file that would be read whole, and has more than `most` bytes."""
+    if file.size > most:
+        raise FormatError(
+            f"{files.url(file.name)} has {file.size:,} bytes, and a file of its kind is read whole"
+            f" only if it has at most {most:,}: it is damaged, or not what its name says. Restore"
+            " it from where the checkpoint comes from"
+        )
+
+
 def read_file(files: Files, name: str) -> bytes | None:
     """All bytes of a file; None if there is none, or none any more."""
     info = files.find(name)
@@ -158,7 +174,12 @@ def read_file(files: Files, name: str) -> bytes | None:
 
 
 def read_bytes(files: Files, file: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
-    """The bytes of a file from `start` to `stop`, or to its end."""
+    """The bytes of a file from `start` to `stop`, or to its end.
+
+    Raises FormatError where it would be read whole and has more than OWN_BYTES.
+    """
+    if stop is None:
+        require_small(files, file, OWN_BYTES)
     out = np.empty((file.size if stop is None else stop) - start, np.uint8)
     files.read_into([RangeRead(file, start, out)])
     return out.tobytes()

@@ -89,7 +89,6 @@ def test_a_link_out_of_the_folder_that_was_named_is_refused_whatever_is_asked(
         FilePath.info, FilePath.exists, FilePath.is_file, FilePath.is_dir, FilePath.size,
         FilePath.read_bytes, FilePath.read_pointer, FilePath.file, FileRange,
         lambda path: folder.folder().stat(name),
-        lambda path: folder.folder().path(name),
     ]  # fmt: skip
     for question in questions:
         with pytest.raises(FormatError, match=r"is a link to .*other.*, outside the checkpoint"):

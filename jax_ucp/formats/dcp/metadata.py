@@ -33,7 +33,6 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 
 METADATA_FILE = ".metadata"
-MAX_METADATA_BYTES = 1 << 28
 # Of what was put through zstd, a byte may hold so many: a block has 4 at least, and inflates to 128
 # KiB at most.
 MAX_RATIO = 1 << 15
@@ -210,7 +209,7 @@ class _Tables:
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def add(self, path: FilePath) -> None:
-        top = _fields(_load(self.folder, path), "Metadata", "the file")
+        top = _fields(safe_pickle.load(path.read_bytes(), _NAMES), "Metadata", "the file")
         spans = _spans(_dict(top.get("storage_data"), "storage_data"))
         used: set[tuple[str, Shape | None]] = set()
         for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
@@ -295,16 +294,6 @@ def _check_ends(fqn: str, shape: Shape, chunks: Collection[tuple[Shape, Shape]])
             raise FormatError(
                 f"{fqn} has shape {list(shape)}, but its chunks end elsewhere on axis {axis}"
             )
-
-
-def _load(folder: FilePath, path: FilePath) -> Any:
-    file = folder.folder().stat(path.name)
-    nbytes = file.size if file else 0
-    if nbytes > MAX_METADATA_BYTES:
-        raise FormatError(
-            f"it has {nbytes} bytes, which is too large: {MAX_METADATA_BYTES} are the most"
-        )
-    return safe_pickle.load(path.read_bytes(), _NAMES)
 
 
 def _stored(

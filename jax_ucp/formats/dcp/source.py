@@ -233,7 +233,7 @@ class _Sums:
 
 
 def _inflated(path: FilePath, span: Span, max_bytes: int) -> bytes:
-    data = path.read_bytes(span.offset, span.offset + span.length)
+    data = path.read_range(span.offset, span.offset + span.length)
     try:
         return inflate(data, max_bytes)
     except FormatError as error:

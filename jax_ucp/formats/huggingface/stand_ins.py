@@ -71,7 +71,7 @@ def stand_in(path: FilePath) -> str | None:
     """
     if path.with_name(f"{path.name}.aria2").exists():
         return f"its download has not ended: {path.name}.aria2 is beside it"
-    head = path.read_bytes(0, HEAD_BYTES)
+    head = path.read_range(0, HEAD_BYTES)
     if not head:
         return "it is empty: its download or its save has not ended"
     text = head.lstrip().lower()

@@ -20,7 +20,6 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.files.protocol import file_size
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.megatron.dist_names import Run
@@ -110,10 +109,8 @@ def _chunk_file(path: FilePath, info: ArrayInfo) -> FileRange:
 def zarr_array(folder: FilePath, name: str) -> ZarrArray:
     """The tensor in the folder `name`. Raises FormatError for what Megatron does not write."""
     path = folder / name / ARRAY_FILE
-    if (file_size(folder.folder(), f"{name}/{ARRAY_FILE}") or 0) > MAX_ARRAY_BYTES:
-        raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
     try:
-        metadata: Any = decode_json(path.read_text())
+        metadata: Any = decode_json(path.read_text(MAX_ARRAY_BYTES))
         array = _parse(name, _DEFAULTS | metadata)
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(

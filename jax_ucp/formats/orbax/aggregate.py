@@ -35,7 +35,7 @@ def read_aggregate(directory: Files, paths: Collection[TreePath]) -> Mapping[Tre
     """
     path = FilePath(directory, AGGREGATE_FILE)
     # the files of others that are called so are texts, which begin below 0x80
-    if not path.is_file() or path.read_bytes(0, 1) < b"\x80":
+    if not path.is_file() or path.read_range(0, 1) < b"\x80":
         return {}
     tree = decode(FileRange(path), str(path))
     by_name = {_names(at): value for at, value in leaf_values(tree, lambda value: False)}

@@ -39,6 +39,8 @@ MAX_RATIO = 1 << 15
 # Chunks of nothing but zeros, which older versions of Orbax left out, may make so much of no bytes
 # at all.
 FREE_BYTES = 1 << 30
+# No codec of Orbax's makes a chunk much longer than it was; small ones have headers.
+CHUNK_SLACK_BYTES = 1 << 26
 
 _V2_FILE, _V3_FILE = ".zarray", "zarr.json"
 
@@ -107,12 +109,26 @@ def check_size(storage: Storage, arrays: Mapping[str, ArrayInfo]) -> None:
     """Raise FormatError where arrays are larger than the bytes that are stored could make them."""
     claimed = sum(info.nbytes for info in arrays.values())
     stored = sum(file.size for file in walk(storage.folder))
+    if not storage.databases:
+        _check_chunks(storage, claimed)
     if claimed > FREE_BYTES + MAX_RATIO * stored:
         raise FormatError(
             f"{storage.folder} says that its arrays have {claimed} bytes, but its files have"
             f" {stored}, of which no codec makes more than {MAX_RATIO} each: the shape of an array"
             " is damaged, or files are missing"
         )
+
+
+def _check_chunks(storage: Storage, claimed: int) -> None:
+    """Raise FormatError for a file of a chunk that is larger than all arrays: TensorStore reads it
+    whole, and ends the process where there is no memory for it.
+    """
+    for file in walk(storage.folder):
+        if "/" in file.name and file.size > 2 * claimed + CHUNK_SLACK_BYTES:
+            raise FormatError(
+                f"{storage.folder}/{file.name} has {file.size:,} bytes, and all arrays have"
+                f" {claimed:,}: it is damaged, or not part of the checkpoint"
+            )
 
 
 def names_beside(storage: Storage, stored: Mapping[str, str]) -> set[str]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from jax_ucp.errors import FormatError
 from jax_ucp.files.looked import walk
 from jax_ucp.files.path import FilePath
-from jax_ucp.files.protocol import Files
+from jax_ucp.files.protocol import Files, require_small
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.files.source_files import note
 from jax_ucp.formats.flax_msgpack.source import PackedSource
@@ -33,6 +33,9 @@ from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import leaf_fault
 from jax_ucp.universal.orbax_tree import SHARDING_FILE, STRINGS_FILE, TREE_FILE
+
+# TensorStore reads these whole; of the largest arrays they have some kilobytes.
+_READ_WHOLE, _MOST_BYTES = (".zarray", "zarr.json", "manifest.ocdbt"), 1 << 20
 
 NO_CHECKSUMS = "stock Orbax keeps no checksums of array data: what it holds cannot be verified"
 UNMERGED = (
@@ -85,6 +88,8 @@ def note_files(directory: Files) -> None:
                 f"{directory.url(file.name)} is a link that leads nowhere, a FIFO, a socket or a"
                 " device: stock Orbax writes files only. Remove it, or copy the file that it was"
             )
+        if file.name.rpartition("/")[2] in _READ_WHOLE:
+            require_small(directory, file, _MOST_BYTES)
         note(directory, file)
 
 

@@ -209,12 +209,12 @@ def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
     """What the header says of each tensor, and where the data begins, of a file of so many
     bytes.
     """
-    head = path.read_bytes(0, 8)
+    head = path.read_range(0, 8)
     length = int.from_bytes(head, "little") if len(head) == 8 else -1
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
         claim = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
         raise FormatError(f"{path}: {claim}: it is cut short, or no safetensors")
-    data = path.read_bytes(8, 8 + length)
+    data = path.read_range(8, 8 + length)
     try:
         header = decode_json(data, unique_names=True) if data[:1] == b"{" else None
     except ValueError as error:

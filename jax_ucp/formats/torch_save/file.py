@@ -60,7 +60,7 @@ def is_torch_file(path: FilePath) -> bool:
     """Whether it is a file of torch.save by its content, or is named as one and begins as one,
     and is damaged.
     """
-    head = path.read_bytes(0, torch_legacy.HEAD_BYTES)
+    head = path.read_range(0, torch_legacy.HEAD_BYTES)
     if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
         return torch_legacy.is_legacy(head)
     try:

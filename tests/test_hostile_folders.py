@@ -1,5 +1,5 @@
 """Of every format: no link leads out of the folder that was named, whichever file it stands for,
-links inside are followed, and no FIFO is waited for.
+links inside are followed, no FIFO is waited for, and no file is read whole that is too large.
 """
 
 import os
@@ -15,7 +15,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA, Case
-from hostile_files import saved
+from hostile_files import little_memory, saved
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.sources.consolidated import same_bits
 
@@ -208,3 +208,39 @@ def test_a_fifo_in_place_of_a_file_is_not_waited_for_in_any_format(checkpoint, t
         opened_or_refused(lambda: open_at(path), want)
         file.unlink()
         shutil.move(kept, file)
+
+
+SPARSE_BYTES = 1 << 41
+NAMED = ("config.json", "model.safetensors.index.json", ".metadata", "ucp.json", "latest")
+NAMED += (".zarray", "manifest.ocdbt", "trainer_state.json")
+NAMED += (
+    "latest_checkpointed_iteration.txt",
+    "adapter_config.json",
+    "pytorch_model.bin.index.json",
+)
+
+
+def test_a_file_that_is_too_large_to_be_read_whole_is_refused_before_in_any_format(checkpoint):
+    """Each file gets zeros at its end that take no space on the disk."""
+    path, open_at = checkpoint
+    named = path.parent if path.is_file() else path
+    want = arrays(open_at(path))
+    for file in kinds_of_files(named):
+        size = file.stat().st_size
+        os.truncate(file, SPARSE_BYTES)
+        try:
+            with little_memory():
+                said = opened_or_refused(lambda: open_at(path), want)
+        except MemoryError:
+            raise AssertionError(f"{file} is read whole") from None
+        if file.name in NAMED:
+            assert f"{file} has {SPARSE_BYTES:,} bytes" in said
+        os.truncate(file, size)
+    assert_same(open_at(path), want)
+
+
+def test_a_file_that_names_another_is_short(tmp_path):
+    shutil.copytree(DATA / "deepspeed" / "z1_bf16_dp2", tmp_path / "run")
+    os.truncate(tmp_path / "run" / "latest", 1 << 40)
+    with pytest.raises(FormatError, match=r"latest has 1,099,511,627,776 bytes, .* at most 65,536"):
+        ucp.open(tmp_path / "run")
