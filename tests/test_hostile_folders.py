@@ -212,7 +212,7 @@ def test_a_fifo_in_place_of_a_file_is_not_waited_for_in_any_format(checkpoint, t
 
 SPARSE_BYTES = 1 << 41
 NAMED = ("config.json", "model.safetensors.index.json", ".metadata", "ucp.json", "latest")
-NAMED += (".zarray", "manifest.ocdbt", "trainer_state.json")
+NAMED += (".zarray", "trainer_state.json")
 NAMED += (
     "latest_checkpointed_iteration.txt",
     "adapter_config.json",
