@@ -84,6 +84,7 @@ class Import:
         self._statuses: dict[str, tuple[Status, str]] = {}
         self._skipped: dict[str, tuple[Status, str]] = {}  # of many things for one reason
         self._items: list[Item] = []
+        self._mentioned = extras.MentionedTensors()
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
         self.unknown: set[str] = set()
         # of parameters what is equal of two names of one tensor, where the opener knows it
@@ -233,13 +234,9 @@ class Import:
 
         What holds more of them than a setting does is left out, with a note.
         """
-        if (held := extras.tensor_bytes(value)) > extras.MAX_EXTRA_BYTES:
-            self._leave_out(
-                file,
-                name,
-                value,
-                f"an object with {held} bytes of tensors inside, which is data and no setting",
-            )
+        stored_in = file if source is None else f"{file}:{name}"
+        if refusal := self._mentioned.refusal(stored_in, value):
+            self._leave_out(file, name, value, refusal)
             return
 
         def read(key: str, box: Box) -> np.ndarray:

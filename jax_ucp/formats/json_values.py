@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import singledispatch
 from types import NoneType
 from typing import Any
@@ -29,8 +29,40 @@ MAX_EXTRA_BYTES = 1 << 24
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of all tensors in a value from a torch file."""
-    tensors = (node for _, node in walk(value) if isinstance(node, StoredTensor))
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+    return sum(nbytes for _, nbytes in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, int]]:
+    """The storage of each tensor in a value, and how many bytes the tensor has."""
+    for _, node in walk(value):
+        if isinstance(node, StoredTensor):
+            yield node.storage, math.prod(node.shape) * node.dtype.itemsize
+
+
+class MentionedTensors:
+    """The tensors that extras mention: JSON has a copy of one wherever it is mentioned."""
+
+    def __init__(self) -> None:
+        self._storages: set[tuple[str, str]] = set()
+        self._repeated = 0
+
+    def refusal(self, file: str, value: Any) -> str:
+        """Why a value from a torch file is no extra, by the tensors in it; nothing if it is one,
+        whose tensors count from then on.
+        """
+        nbytes = tensor_bytes(value)
+        if nbytes > MAX_EXTRA_BYTES:
+            return f"an object with {nbytes} bytes of tensors inside, which is data and no setting"
+        repeated, storages = self._repeated, set[tuple[str, str]]()
+        for storage, nbytes in _tensors(value):
+            is_known = (file, storage) in self._storages or (file, storage) in storages
+            repeated += nbytes if is_known else 0
+            storages.add((file, storage))
+        if repeated > MAX_EXTRA_BYTES:
+            return f"extras up to it repeat {repeated} bytes of tensors, which are stored once"
+        self._repeated = repeated
+        self._storages |= storages
+        return ""
 
 
 def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> Any:

@@ -25,8 +25,10 @@ from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import MAX_TREE_DEPTH
 from jax_ucp.universal.checked import is_dtype
 
-# No tree of a model has so many leaves and keys, nor so much text; each takes memory here.
+# No tree of a model has so many leaves and keys, nor so much text. A leaf takes 1,300 bytes here: of
+# values outside arrays there may be so many, and one more for each so many bytes.
 MAX_VALUES = 1 << 21
+FREE_VALUES, BYTES_PER_VALUE = 1 << 16, 8
 MAX_TEXT_BYTES = 1 << 26
 
 _CHUNKED = "__msgpack_chunked_array__"
@@ -101,12 +103,13 @@ class _Reader:
         self._file, self.at = file, 0
         self._end = file.size  # of the value that is being read
         self._window, self._window_at, self._window_bytes = b"", 0, _FIRST_WINDOW
-        self._values, self._text_bytes = 0, 0
+        self._values, self._text_bytes, self._skipped = 0, 0, 0
 
     def value(self, depth: int) -> Any:
         self._values += 1
-        if self._values > MAX_VALUES:
-            raise _Fault(f"there are more than {MAX_VALUES} values")
+        most = min(MAX_VALUES, FREE_VALUES + (self.at - self._skipped) // BYTES_PER_VALUE)
+        if self._values > most:
+            raise _Fault(f"there are more than {most} values in {self.at - self._skipped} bytes")
         if depth > MAX_TREE_DEPTH:
             raise _Fault(f"values are more than {MAX_TREE_DEPTH} levels deep")
         code = self._byte()
@@ -189,6 +192,7 @@ class _Reader:
         if self._byte() != 0x93:
             raise _Fault("an array is not a list of shape, dtype and bytes")
         shape, name = self.value(1), self.value(1)
+        self._values -= 2 + len(shape) if isinstance(shape, list) else 2
         form, length = self._form(self._byte())
         if form is not _Reader._bytes:
             raise _Fault("an array is not a list of shape, dtype and bytes")
@@ -216,6 +220,7 @@ class _Reader:
     def _skip(self, length: int) -> None:
         self._require(length)
         self.at += length
+        self._skipped += length
         if length > self._window_bytes:
             self._window_bytes = _FIRST_WINDOW
 

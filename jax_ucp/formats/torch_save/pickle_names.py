@@ -21,7 +21,6 @@ from jax_ucp.formats.torch_save.unpickle import (
     Opaque,
     Record,
     Unknown,
-    check_key,
     inert,
     is_plain_name,
     table,
@@ -87,14 +86,14 @@ def _bytearray(args: tuple) -> object:
 def _set(args: tuple) -> object:
     match args:
         case (list(items),):
-            return set(map(check_key, items))
+            return set(items)
     return NotImplemented
 
 
 def _frozenset(args: tuple) -> object:
     match args:
         case (list(items),):
-            return frozenset(map(check_key, items))
+            return frozenset(items)
     return NotImplemented
 
 
@@ -218,8 +217,8 @@ def _fill_array(made: Any, state: object) -> object:
 _BUILTINS = (
     Constructor("builtins.bytes", _bytes),
     Constructor("builtins.bytearray", _bytearray),
-    Constructor("builtins.set", _set),
-    Constructor("builtins.frozenset", _frozenset),
+    Constructor("builtins.set", _set, holds_keys=True),
+    Constructor("builtins.frozenset", _frozenset, holds_keys=True),
     Constructor("builtins.complex", _complex),
     Constructor("builtins.getattr", _getattr),
     *(

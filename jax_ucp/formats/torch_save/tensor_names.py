@@ -209,7 +209,9 @@ def _view_refusal(view: StoredTensor, storage: Storage) -> str:
         (n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)
     )
     if nbytes and last >= stored:
-        return f"its view reaches element {last} of storage {storage.key!r}, which has {stored}"
+        return (
+            f"its view reaches element {last} of storage {storage.key[:80]!r}, which has {stored}"
+        )
     if nbytes > max(MAX_VIEW_RATIO * storage.nbytes, FREE_VIEW_BYTES):
         return (
             f"it repeats {storage.nbytes} stored bytes to {nbytes}; save a contiguous copy instead"
@@ -254,11 +256,8 @@ def _metadata_refusal(metadata: object) -> str:
     """torch keeps conj and neg as bits of the view; the stored bytes are those of the other
     tensor.
     """
-    bits = (
-        ", ".join(sorted(str(key)[:20] for key in metadata))
-        if isinstance(metadata, dict)
-        else "unknown"
-    )
+    names = [key for key in metadata if isinstance(key, str)] if isinstance(metadata, dict) else []
+    bits = ", ".join(sorted(name[:20] for name in names[:4])) or "unknown"
     return f"it is a lazy view ({bits}); save tensor.resolve_conj().resolve_neg() instead"
 
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 import builtins
 import pickletools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
+
+import numpy as np
 
 from jax_ucp.errors import FormatError, UnsafePickle
 
@@ -31,12 +33,16 @@ T = TypeVar("T")
 FREE_BYTES = 32 << 20
 BYTES_PER_BYTE = 96
 # How many nodes a walk may meet, shared ones every time: these, and one for each two bytes of the
-# file.
+# file. A text counts as another node for each so many of its bytes: what is made of a tree, as JSON
+# or a message, has all of it wherever it is mentioned.
 FREE_NODES = 100_000
+BYTES_PER_NODE = 128
+BITS_PER_NODE = 3 * BYTES_PER_NODE
 MAX_DEPTH = 100
 MAX_MARKS = 1_000
 MAX_INT_BITS = 8_192  # Python refuses to print integers of more than 4,300 digits
 MAX_KEY_NODES = 64
+MAX_KEYS_ALIKE = 16
 MAX_LABEL = 256
 MAX_GLOBAL = 256
 
@@ -152,12 +158,14 @@ class Constructor(Name):
 
     `call` takes the tuple of arguments and returns NotImplemented where they do not fit. `build`
     receives the state of a BUILD, once per object made, and says the same; or it returns the Opaque
-    that takes the place of the object. `inert` marks classes whose instances become records.
+    that takes the place of the object. `inert` marks classes whose instances become records;
+    `holds_keys` those whose argument is a list of what must be hashed.
     """
 
     call: Callable[[tuple], object]
     build: Callable[[object, object], object] | None = None
     inert: bool = False
+    holds_keys: bool = False
 
 
 class Node:
@@ -338,8 +346,12 @@ def children(node: object) -> Iterable[tuple[object, object]]:
 
 
 def _label(key: object) -> str:
-    text = f"({', '.join(map(_label, key))})" if isinstance(key, tuple) else str(key)
+    text = f"({', '.join(map(_label, key))})" if isinstance(key, tuple) else _key_text(key)
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
+
+
+def _key_text(key: object) -> str:
+    return str(key[: MAX_LABEL + 1] if isinstance(key, str | bytes) else key)
 
 
 class _Machine:
@@ -357,6 +369,10 @@ class _Machine:
         self.memo: dict[object, object] = {}
         self.unbuilt: dict[int, _Unbuilt] = {}
         self.unknown: dict[str, Unknown] = {}
+        self.keys: dict[int, list[object]] = {}  # those that are neither text nor small, by hash
+        self.cost = 0
+        self.at = 0  # the byte up to which the pickle has been read
+        self.paying = 0  # bytes that the file spends on it
 
     def run(self, data: bytes, most: int) -> int:
         """Run the opcodes up to STOP, and return the byte after it; `most` bytes
@@ -365,7 +381,8 @@ class _Machine:
         `pickletools.genops` would find them, but interprets escapes in names, with warnings where
         they are invalid.
         """
-        at, cost, opcode, stop = 0, 0, None, len(data)
+        at, opcode, stop = 0, None, len(data)
+        self.paying = most
         while opcode is not _STOP:
             if at >= stop:
                 raise _damaged(at)
@@ -380,13 +397,24 @@ class _Machine:
                 if not 0 <= length <= stop - at:
                     raise _damaged(at)
                 argument, at = opcode.value(data[at : at + length]), at + length
-            cost += opcode.cost
-            if cost > FREE_BYTES and cost > FREE_BYTES + BYTES_PER_BYTE * min(at, most):
-                raise UnsafePickle(
-                    f"the objects in the pickle take too much memory for its first {at} bytes"
-                )
+            self.at = at
+            self.cost += opcode.cost
+            if self.cost > FREE_BYTES:
+                self.charge(0)
             opcode.step(self, argument)
         return at
+
+    def charge(self, nbytes: int) -> None:
+        """Count what an operation makes or looks through. Raises UnsafePickle where that is more
+        than the bytes that were read account for.
+        """
+        self.cost += nbytes
+        if self.cost <= FREE_BYTES:
+            return
+        if self.cost > FREE_BYTES + BYTES_PER_BYTE * min(self.at, self.paying):
+            raise UnsafePickle(
+                f"the objects in the pickle take too much memory for its first {self.at} bytes"
+            )
 
     def push(self, argument: object) -> None:
         self.stack.append(argument)
@@ -399,7 +427,7 @@ class _Machine:
     def put(self, index: int) -> None:
         item = self.memo[index] = self.top()
         if id(item) in self.unbuilt:
-            self.unbuilt[id(item)].memo += (index,)
+            self.unbuilt[id(item)].memo.append(index)
 
     def memoize(self, _: None) -> None:
         self.put(len(self.memo))
@@ -433,7 +461,32 @@ class _Machine:
 
     def add_items(self, _: None) -> None:
         items = self.pop_to_mark()
-        self.top(set).update(map(check_key, items))
+        self.top(set).update(self.hashable(items))
+
+    def frozen_set(self, _: None) -> None:
+        self.push(frozenset(self.hashable(self.pop_to_mark())))
+
+    def hashable(self, items: Sequence[T]) -> Sequence[T]:
+        """Items that a dict or a set is about to hold. Raises UnsafePickle for what cannot be a
+        key, and for keys made so that all have one hash: a dict compares each with all of them.
+        """
+        self.charge(_ELEMENT * len(items))
+        for item in items:
+            if type(item) is str or (type(item) is int and -_INT_HASHES < item < _INT_HASHES):
+                continue
+            check_key(item)
+            if isinstance(item, _SCATTERED):
+                continue
+            alike = self.keys.setdefault(hash(item), [])
+            if any(item is other for other in alike) or item in alike:
+                continue
+            self.charge(_KEY)
+            if len(alike) >= MAX_KEYS_ALIKE:
+                raise UnsafePickle(
+                    f"more than {MAX_KEYS_ALIKE} keys in the pickle have the same hash"
+                )
+            alike.append(item)
+        return items
 
     def reduce(self, _: None) -> None:
         function, args = self.pop(2)
@@ -450,7 +503,9 @@ class _Machine:
             raise UnsafePickle(
                 "the pickle refers to persistent objects, which this file cannot have"
             )
-        self.stack.append(self.persistent(*self.pop(1)))
+        id_ = self.pop(1)
+        self.charge(_extent(id_))
+        self.stack.append(self.persistent(*id_))
 
     def protocol(self, version: int) -> None:
         if version not in (2, 3, 4, 5):
@@ -488,20 +543,25 @@ class _Machine:
         if len(items) % 2:
             raise FormatError("the pickle sets a dict key without a value")
         target = self.top()
-        pairs = zip(map(check_key, items[::2]), items[1::2], strict=True)
+        pairs = zip(self.hashable(items[::2]), items[1::2], strict=True)
         (target.entries if isinstance(target, Opaque) else self.top(dict)).update(pairs)
 
     def find(self, module: object, name: object) -> object:
         """What the table says of a global; an Unknown for a class or function of a library that
         is in no table.
         """
-        dotted = f"{module}.{name}"
-        plain = isinstance(module, str) and isinstance(name, str) and "." not in name
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise UnsafePickle(
+                f"the pickle asks for {what_is(name)} of {what_is(module)}, where names of a module"
+                " and of what is in it should be"
+            )
+        dotted = f"{module[:MAX_GLOBAL]}.{name[:MAX_GLOBAL]}"
+        plain = "." not in name and len(module) + len(name) <= MAX_GLOBAL
         if plain and dotted in self.names:
             return self.names[dotted]
-        if dotted in self.unknown:
+        if plain and dotted in self.unknown:
             return self.unknown[dotted]
-        if not plain or not is_inert_global(str(module), str(name)):
+        if not plain or not is_inert_global(module, name):
             raise UnsafePickle(
                 f"the pickle asks for {dotted[:200]!r}, which no checkpoint needs: no data is made"
                 " of that, and such names can run, open or import things. Nothing was imported or"
@@ -520,6 +580,9 @@ class _Machine:
             raise UnsafePickle(
                 f"the pickle calls {what}, which is not a constructor that may be called"
             )
+        self.charge(_extent(args))
+        for items in args if function.holds_keys else ():
+            self.hashable(items if isinstance(items, list) else [])
         made = function.call(args)
         if made is NotImplemented:
             kinds = ", ".join(map(what_is, args[:10]))
@@ -539,6 +602,7 @@ class _Machine:
                 f"the pickle gives a state to {what_is(target)} that cannot take one"
             )
         assert unbuilt.constructor.build is not None, "or it would not be here"
+        self.charge(_extent((state,)))
         built = unbuilt.constructor.build(target, state)
         if built is NotImplemented:
             raise UnsafePickle(
@@ -562,7 +626,7 @@ class _Unbuilt:
 
     made: object
     constructor: Constructor
-    memo: tuple[int, ...] = ()
+    memo: list[int] = field(default_factory=list)
 
 
 def is_inert_global(module: str, name: str) -> bool:
@@ -712,9 +776,7 @@ _KNOWN = {
     "SETITEMS": _Opcode(_Machine.set_all),
     "EMPTY_SET": _pushes(set, 224),
     "ADDITEMS": _Opcode(_Machine.add_items),
-    "FROZENSET": _Opcode(
-        lambda machine, _: machine.push(frozenset(map(check_key, machine.pop_to_mark()))), cost=224
-    ),
+    "FROZENSET": _Opcode(_Machine.frozen_set, cost=224),
     "MARK": _Opcode(_Machine.mark),
     "MEMOIZE": _Opcode(_Machine.memoize, cost=96),
     "BINPUT": _Opcode(_Machine.put, _U1, cost=96),
@@ -755,6 +817,29 @@ def check_key(key: T) -> T:
     raise UnsafePickle(f"a dict key or set element of {MAX_KEY_NODES} or more parts in the pickle")
 
 
+# What an element of a container takes, a key that is kept to be compared with others, and what each
+# byte or character of a text does.
+_ELEMENT, _KEY = 96, 192
+_UNITS = {str: 4, bytes: 1, bytearray: 1}
+_UNITS |= dict.fromkeys((list, tuple, dict, set, frozenset), _ELEMENT)
+# Keys whose hash no file can choose, and below what integers are their own hash.
+_SCATTERED = (str, bytes, Node, Name, bool, type(None))
+_INT_HASHES = 1 << 60
+
+
+def _extent(arguments: Sequence[object]) -> int:
+    """What a copy of arguments takes, and of what is in tuples among them: constructors look no
+    deeper.
+    """
+    inner = [item for part in arguments if type(part) is tuple for item in part]
+    return sum(map(_copied, arguments)) + sum(map(_copied, inner))
+
+
+def _copied(value: Any) -> int:
+    unit = _UNITS.get(type(value))
+    return unit * len(value) if unit else 0
+
+
 def _check_bounds(tree: object, max_nodes: int) -> None:
     """Refuse a tree that a recursive walk would not leave: cyclic, too deep, or shared
     exponentially.
@@ -789,19 +874,35 @@ def _sum(
 ) -> tuple[int, int]:
     level = 2 if isinstance(node, Node) else 1  # what an object holds lies in one of its fields
     nodes, depth = 1, 0
-    for _, child in children(node):
+    for key, child in children(node):
+        nodes += len(key) // BYTES_PER_NODE if type(key) is str else _weight(key)
         if type(child) in _ATOMS or not isinstance(child, _CONTAINERS):
-            nodes, depth = nodes + 1, depth or level
+            nodes, depth = nodes + 1 + _weight(child), depth or level
             continue
         size = _child_size(child, above + level, max_nodes, known)
         nodes, depth = nodes + size[0], max(depth, level + size[1])
         if nodes > max_nodes:
             break
-    if nodes > max_nodes or above + depth > MAX_DEPTH:
+    if above + depth > MAX_DEPTH:
+        raise UnsafePickle(f"objects nested {above + depth} deep in the pickle")
+    if nodes > max_nodes:
         raise UnsafePickle(
-            f"objects nested {above + depth} deep, or {nodes} counting shared ones, in the pickle"
+            f"{nodes} values in the pickle or more, counting shared ones wherever they are"
+            f" mentioned and a text once for each {BYTES_PER_NODE} bytes of it; so many bytes have"
+            f" {max_nodes} at most"
         )
     return nodes, depth
+
+
+def _weight(value: Any) -> int:
+    """As how many nodes more a text, a number, an array or a key counts, by its bytes."""
+    if isinstance(value, int):
+        return value.bit_length() // BITS_PER_NODE
+    if isinstance(value, str | bytes | bytearray):
+        return len(value) // BYTES_PER_NODE
+    if isinstance(value, tuple | frozenset):
+        return sum(map(_weight, value))
+    return value.nbytes // BYTES_PER_NODE if isinstance(value, np.ndarray | np.generic) else 0
 
 
 def _child_size(
