@@ -23,6 +23,15 @@ def visible(text: str) -> str:
     return _RUNS.sub(lambda run: "".join(map(_shown, run[0])), text)
 
 
+def is_encodable(text: str) -> bool:
+    r"""Whether a file can hold the text: half of a surrogate pair is in no UTF-8.
+
+    >>> is_encodable("a\u00e9"), is_encodable("a\ud800")
+    (True, False)
+    """
+    return text.isascii() or text == text.encode(errors="replace").decode()
+
+
 def visible_lines(text: str) -> str:
     r"""A message that may have several lines. All but the first are indented: no name can pass for
     a line of ours.

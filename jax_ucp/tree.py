@@ -314,7 +314,7 @@ def is_leaf_name(name: str) -> bool:
     if _is_taken(name, RESERVED) or "\\" in name or not name.isprintable():
         return False
     for part in name.split("/"):
-        if part in ("", ".", "..") or len(part.encode()) > 200:
+        if part in ("", ".", "..") or len(part.encode(errors="surrogatepass")) > 200:
             return False
     return True
 
@@ -342,7 +342,7 @@ def _escaped(path: Path, case: bool = False) -> str:
 
 
 def _quoted(key: str, case: bool) -> str:
-    quoted = urllib.parse.quote(key, safe="").replace(".", "%2E")
+    quoted = urllib.parse.quote(key, safe="", errors="surrogatepass").replace(".", "%2E")
     if not case:
         return quoted
     # The digits after a % are upper case wherever they are, and nothing else is.

@@ -39,6 +39,7 @@ from jax_ucp.sources.duplicates import Duplicate, Mean, Replicas
 from jax_ucp.sources.optimizer_groups import groups_of, plain_settings
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.sources.remainders import WholeNumbers, WithRemainders
+from jax_ucp.text import is_encodable
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
@@ -316,11 +317,22 @@ class Import:
         self.skip(where, what, reason)
         self._left.add(where)
 
+    def _require_text(self, keys: Iterable[Key]) -> None:
+        """Raise FormatError for a name of a parameter or an extra that no file can hold."""
+        extras = itertools.chain.from_iterable(self.extras.values())
+        for name in {*map(str, keys), *extras}:
+            if not is_encodable(name):
+                raise FormatError(
+                    f"{self.path} has the name {name!a:.80}, half of a surrogate pair in it, which"
+                    " no file in UTF-8 can hold: rename it, and save it again"
+                )
+
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         self.notes += unknown_notes(self.unknown)
         self._settle_copies()
         paths = [*self.params, *self._constants]
+        self._require_text(itertools.chain.from_iterable(paths))
         names = dict(zip(paths, leaf_names(paths), strict=True))
         params = {names[path]: param for path, param in self.params.items()}
         constants = {names[path]: value for path, (value, _) in self._constants.items()}

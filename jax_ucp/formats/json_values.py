@@ -22,6 +22,7 @@ from jax_ucp.formats.torch_save.tensor_names import (
 )
 from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown, walk
 from jax_ucp.layout.box import Box
+from jax_ucp.text import is_encodable
 
 # Extras are JSON; what has more tensors than this is data, not a setting.
 MAX_EXTRA_BYTES = 1 << 24
@@ -70,10 +71,11 @@ def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> An
     key `!type`.
 
     Tensors and numpy arrays keep dtype, shape and bytes (base64, little-endian), arrays of text are
-    lists; `read` reads the tensors of the file called `file`. Dicts whose keys are not all strings
-    become lists of pairs. An object of a class that is not known here is `!opaque`, its name,
-    beside what it was made from; a class or function that is only mentioned has its name alone. A
-    tensor that cannot be read is `!left_out`, the reason.
+    lists; `read` reads the tensors of the file called `file`. A text with half of a surrogate pair
+    keeps its bytes (base64). Dicts whose keys are not all texts without become lists of pairs. An
+    object of a class that is not known here is `!opaque`, its name, beside what it was made from; a
+    class or function that is only mentioned has its name alone. A tensor that cannot be read is
+    `!left_out`, the reason.
     """
 
     def read_whole(tensor: StoredTensor) -> np.ndarray:
@@ -94,9 +96,15 @@ def _json(value: Any, read: Read) -> Any:
 @_json.register(NoneType)
 @_json.register(bool)
 @_json.register(int)
-@_json.register(str)
 def _(value: Any, read: Read) -> Any:
     return value
+
+
+@_json.register
+def _(value: str, read: Read) -> Any:
+    if is_encodable(value):
+        return value
+    return {"!wtf8": base64.b64encode(value.encode(errors="surrogatepass")).decode()}
 
 
 @_json.register
@@ -117,7 +125,7 @@ def _(value: bytes | bytearray, read: Read) -> Any:
 
 @_json.register
 def _(value: dict, read: Read) -> Any:
-    if all(isinstance(key, str) for key in value):
+    if all(isinstance(key, str) and is_encodable(key) for key in value):
         return {key: _json(item, read) for key, item in value.items()}
     return {"!dict": [[_json(key, read), _json(item, read)] for key, item in value.items()]}
 

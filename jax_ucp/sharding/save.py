@@ -34,6 +34,7 @@ from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sh
 from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.sources.budget import DEFAULT_BUDGET, batches, run_bounded
 from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
+from jax_ucp.text import is_encodable
 from jax_ucp.tree import Leaf, SavedSharding, leaf_names, unspeakable_paths
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
@@ -399,7 +400,7 @@ def _check_global(label: str, array: jax.Array) -> None:
 
 def _encodable(leaf: Leaf) -> bool:
     text = "".join(map(str, leaf.path)) + (leaf.value if isinstance(leaf.value, str) else "")
-    return text == text.encode(errors="replace").decode()
+    return is_encodable(text)
 
 
 def _host_value(node: Node, value: Any) -> np.ndarray:

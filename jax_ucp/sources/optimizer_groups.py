@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from jax_ucp.text import is_encodable
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -42,9 +44,11 @@ def plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> bool:
         if isinstance(value, list | tuple):
             return all(map(plain, value))
+        if isinstance(value, str):
+            return is_encodable(value)
         return (
             value is None
-            or isinstance(value, bool | int | str)
+            or isinstance(value, bool | int)
             or (isinstance(value, float) and isfinite(value))
         )
 

@@ -25,8 +25,8 @@ from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import MAX_TREE_DEPTH
 from jax_ucp.universal.checked import is_dtype
 
-# No tree of a model has so many leaves and keys, nor so much text. A leaf takes 1,300 bytes here: of
-# values outside arrays there may be so many, and one more for each so many bytes.
+# No tree of a model has so many leaves and keys, nor so much text. A leaf takes 1,300 bytes here:
+# values outside arrays may be so many, and one more for each so many bytes.
 MAX_VALUES = 1 << 21
 FREE_VALUES, BYTES_PER_VALUE = 1 << 16, 8
 MAX_TEXT_BYTES = 1 << 26

@@ -93,6 +93,7 @@ _TAGS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "!float": (str, float),
     "!text": (str, str),
     "!bytes": (str, base64.b64decode),
+    "!wtf8": (str, lambda data: base64.b64decode(data).decode(errors="surrogatepass")),
     "!dtype": (str, lambda name: torch_dtype(_dtype(name))),
     "!left_out": (str, _left_out),
     "!tuple": (list, lambda items: tuple(map(from_json, items))),
