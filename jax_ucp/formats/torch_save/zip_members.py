@@ -39,6 +39,7 @@ _MAX_INFLATED = 1 << 30
 # What is read of extra fields with each local header: torch pads them so that storages begin at a
 # multiple of 64 bytes.
 _EXTRA_BYTES = 96
+_NAME_BYTES = 256
 
 
 class Member(NamedTuple):
@@ -104,8 +105,10 @@ def _check_disjoint(spans: Iterable[tuple[int, int, str]], limit: int) -> None:
 
 
 def _local_headers(file: ByteRange, entries: Sequence[_Entry]) -> list[bytes]:
-    """How each member begins: its local header, with name and extra field where they are short."""
-    longest = max((len(entry.name) for entry in entries), default=0)
+    """How each member begins: its local header, with name and extra field where they are short. One
+    long name does not make all of them long.
+    """
+    longest = min(max((len(entry.name) for entry in entries), default=0), _NAME_BYTES)
     return file.read_heads(
         [entry.header for entry in entries], _LOCAL.size + longest + _EXTRA_BYTES
     )

@@ -1,0 +1,789 @@
+"""Time and memory of every parser against the bytes of its input, over sizes: `python
+tests/growth.py`; with `--units 300`, random inputs; `--family json` measures one parser alone.
+
+An input is a head and a unit, repeated until it has so many bytes: what a unit costs beyond the
+bytes it takes shows in the growth. The first unit of an input may be large and what follows refer
+to it, which is how a small file asks for much. Each input is read at two sizes in this process,
+whose memory has a limit; one whose cost grows faster than its bytes fails, or one that costs more
+for each of them than `SECONDS_PER_BYTE` and `MEMORY_PER_BYTE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import shutil
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+import fuzz
+import fuzz_inputs as inputs
+import gguf_writer
+import jax_ucp as ucp
+from hostile_files import STOCK, saved
+from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.formats.dcp.metadata import _NAMES as PICKLE_NAMES
+from jax_ucp.formats.json_values import as_json
+from jax_ucp.formats.torch_save import unpickle
+from jax_ucp.formats.torch_save.tensor_names import Storage, StorageClass
+from jax_ucp.inspection.report import inspection
+from jax_ucp.mapping.rules import Mapping
+from jax_ucp.name_patterns import NamePatterns
+from jax_ucp.shard_spec.notation import parse
+
+SIZES = 40_000, 320_000
+MEMORY_BYTES = 1 << 30
+# So much more than these at the smaller size as there are bytes more, is not looked at more closely.
+LEAST_SECONDS, LEAST_MEMORY = 0.04, 4 << 20
+SECONDS_PER_BYTE, MEMORY_PER_BYTE = 40e-6, 1_000
+# What may be taken whatever the bytes are: a pickle's `FREE_BYTES`, a tree of 65,536 leaves.
+ANY_SECONDS, ANY_MEMORY = 4.0, 160 << 20
+GROWTH = 1.5  # beyond that of the bytes
+TRIES = 3
+
+Make = Callable[[int], bytes]
+Read = Callable[[bytes], object]
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A parser: what reads an input, and inputs by name, each for any number of bytes.
+
+    `atoms` are what random units are made of, and `wrap` makes an input of units.
+    """
+
+    read: Read
+    inputs: dict[str, Make]
+    atoms: tuple[bytes, ...] = ()
+    wrap: Callable[[bytes], bytes] = bytes
+
+
+def repeated(unit: bytes, wrap: Callable[[bytes], bytes] = bytes) -> Make:
+    return lambda size: wrap(unit * (size // len(unit) + 1))
+
+
+def counted(item: Callable[[int], str], wrap: Callable[[str], str], joint: str = ",") -> Make:
+    """An input of different items, by number."""
+
+    def make(size: int) -> bytes:
+        count = size // (len(item(1000)) + len(joint)) + 1
+        return wrap(joint.join(map(item, range(count)))).encode()
+
+    return make
+
+
+# Pickles
+
+
+def storage(persistent_id: Any) -> object:
+    match persistent_id:
+        case ("storage", StorageClass() as kind, str(key), str(), int()):
+            return Storage(key, kind, 1 << 40)
+    raise FormatError("no storage")
+
+
+def read_pickle(data: bytes) -> None:
+    """All that is done with the object of a pickle, and what its JSON is written as."""
+    tree = unpickle.load(data, PICKLE_NAMES, storage)
+    for _ in unpickle.walk(tree):
+        pass
+    repr(tree)
+    msgspec.json.encode(as_json(tree, "file", lambda key, box: (_ for _ in ()).throw(UCPError())))
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def name(dotted: str) -> bytes:
+    module, _, last = dotted.rpartition(".")
+    return f"c{module}\n{last}\n".encode()
+
+
+def integer(n: int) -> bytes:
+    return b"J" + struct.pack("<i", n)
+
+
+def large_values(size: int) -> dict[str, bytes]:
+    """Values that take so many bytes of a pickle."""
+    numbers = [integer(i) for i in range(size // 5)]
+    long = [b"\x8a\x10" + (i * ((1 << 61) - 1)).to_bytes(16, "little") for i in range(size // 18)]
+    return {
+        "list": b"](" + b"".join(numbers) + b"e",
+        "tuple": b"(" + b"".join(numbers) + b"t",
+        "dict": b"}(" + b"".join(number + b"N" for number in numbers) + b"u",
+        "set": b"\x8f(" + b"".join(numbers) + b"\x90",
+        "bytes": b"B" + struct.pack("<I", size) + bytes(size),
+        "text": text("a" * size),
+        "alike": b"](" + b"".join(long) + b"e",
+        "dict alike": b"}(" + b"".join(key + b"N" for key in long) + b"u",
+        "lists": b"(" + b"]" * (size - 2) + b"t",
+    }
+
+
+# What the second half of a pickle repeats: the large value is memo 1, a tuple of it memo 2.
+OPERANDS = [b"", b"h\x01", b"h\x01" * 2, b"h\x02", b"h\x01h\x02", b"(", b"(h\x01", b"(h\x01N"]
+OPERANDS += [b"h\x03h\x01", b"h\x03h\x02", b"h\x03", b"h\x03Nh\x01", b"}h\x01", b"}(Nh\x01"]
+OPERANDS += [b"](h\x01", b"]h\x01", b"\x8f(h\x01", b"h\x01N\x86", b"X\1\0\0\0ah\x01"]
+ARGUMENTS: dict[int, bytes] = {0: b"", 1: b"\0", 2: b"\0\0", 4: b"\0\0\0\0", 8: bytes(8)}
+
+
+def opcode_inputs() -> dict[str, Make]:
+    """Each opcode of the table, again and again, with each kind of large value below it."""
+    codes = {opcode: bytes([code]) for code, opcode in enumerate(unpickle._OPCODES)}
+    made: dict[str, Make] = {}
+    for title, opcode in unpickle._KNOWN.items():
+        code = codes[opcode] + ARGUMENTS[opcode.number.size if opcode.number else 0]
+        code += b"a\nB\n" if title == "GLOBAL" else b""
+        for kind, operands in itertools.product(large_values(100), OPERANDS):
+            made[f"{title} {kind} {operands!r}"] = with_large(kind, operands + code)
+    return {title: make for title, make in made.items() if goes_on(make)}
+
+
+def goes_on(make: Make) -> bool:
+    """Whether a pickle is refused at its end, if it is: what is refused before costs nothing."""
+    data = make(3_000)
+    machine = unpickle._Machine(PICKLE_NAMES, storage)
+    with suppress(UCPError):
+        machine.run(data, len(data))
+    return machine.at > 0.9 * len(data)
+
+
+def with_large(kind: str, unit: bytes, head: bytes = b"") -> Make:
+    """A pickle of a large value, half of its bytes, and a unit repeated, all in a tuple."""
+
+    def make(size: int) -> bytes:
+        large = large_values(size // 2)[kind]
+        before = b"\x80\x04(" + large + b"q\x01\x85q\x02" + name("a.B") + b")Rq\x03" + head
+        return before + unit * (size // 2 // len(unit)) + b"t."
+
+    return make
+
+
+# Arguments that constructors take, the large value in them wherever it can be; `STORED` is a
+# storage, `VIEW` a tensor.
+STORED = b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
+SHAPE = b"K\x01\x85"
+VIEW_ARGS = b"(" + STORED + b"K\x00" + SHAPE + SHAPE + b"\x89}t"
+VIEW = name("torch._utils._rebuild_tensor_v2") + VIEW_ARGS + b"R"
+ARRAY = name("numpy._core.multiarray._reconstruct") + name("numpy.ndarray")
+ARRAY += b"K\x00\x85C\x01b\x87R"
+DTYPE = name("numpy.dtype") + text("S9") + b"\x89\x88\x87R"
+L, T = b"h\x01", b"h\x02"
+GENERIC = [b")", T, L + L + b"\x86", L + text("latin1") + b"\x86", L + b"K\x01\x86"]
+GENERIC += [b"](e\x85", L, b"G" + bytes(8) + b"G" + bytes(8) + b"\x86", b"N\x85"]
+PARTICULAR: dict[str, list[bytes]] = {
+    "_rebuild_tensor": [b"(" + STORED + b"K\x00" + L + L + b"t", b"(" + STORED + b"K\x00))t"],
+    "_rebuild_tensor_v2": [
+        b"(" + STORED + b"K\x00" + L + L + b"\x89}t",
+        b"(" + STORED + b"K\x00" + SHAPE + SHAPE + b"\x89}" + L + b"t",
+        VIEW_ARGS,
+    ],
+    "_rebuild_tensor_v3": [
+        b"(" + STORED + b"K\x00" + L + L + b"\x89}" + name("torch.float32") + b"t",
+        b"(" + STORED + b"K\x00" + SHAPE + SHAPE + b"\x89}" + name("torch.float32") + b"t",
+    ],
+    "_rebuild_parameter": [VIEW + b"\x89" + L + b"\x87"],
+    "_rebuild_parameter_with_state": [
+        b"(" + VIEW + b"\x89}" + state + b"t" for state in (L, L + L + b"\x86", b"}")
+    ],
+    "_rebuild_device_tensor_from_cpu_tensor": [
+        b"(" + VIEW + name("torch.float32") + L + b"\x89t",
+    ],
+    "_rebuild_from_type_v2": [
+        b"("
+        + name("torch._utils._rebuild_tensor_v2")
+        + name("torch.Tensor")
+        + VIEW_ARGS
+        + state
+        + b"t"
+        for state in (L, L + L + b"\x86", b"}")
+    ],
+    "scalar": [DTYPE + b"C\x09" + bytes(9) + b"\x86"],
+    "_reconstruct": [name("numpy.ndarray") + b"K\x00\x85C\x01b\x87"],
+    "dtype": [text("f4") + b"\x89\x88\x87", L + b"\x89\x88\x87"],
+    "getattr": [name("a.B") + text("c") + b"\x86", name("a.B") + L + b"\x86"],
+    "Size": [L + b"\x85"],
+}
+STATES = [b"", L + b"b", L + L + b"\x86b", b"(K\x01" + SHAPE + DTYPE + b"\x89" + L + b"tb"]
+STATES += [b"(K\x01" + L + DTYPE + b"\x89" + L + b"tb", b"(K\x03" + text("<") + b"NNN" + L + b"tb"]
+
+
+MENTIONED = [STORED, SHAPE, DTYPE, *map(name, {**PICKLE_NAMES, "a.B": None})]
+
+
+def constructors() -> dict[str, unpickle.Constructor]:
+    """The constructors of the table; of those that make records and nothing else, the first."""
+    found: dict[str, unpickle.Constructor] = {}
+    for dotted, value in PICKLE_NAMES.items():
+        if not isinstance(value, unpickle.Constructor):
+            continue
+        is_record = value.inert and value.build is unpickle._give_state
+        if not is_record or not any(known.inert for known in found.values()):
+            found[dotted] = value
+    return found
+
+
+def calls(dotted: str) -> Iterator[bytes]:
+    """What calls a constructor with arguments of each kind, and gives states to what it makes."""
+    arguments = [*GENERIC, *PARTICULAR.get(dotted.rpartition(".")[2], ())]
+    for given, state in itertools.product(arguments, STATES):
+        yield name(dotted) + given + b"R" + state
+
+
+def constructor_inputs() -> dict[str, Make]:
+    """Each constructor of the table, with all arguments and states that it takes."""
+    made: dict[str, Make] = {}
+    for dotted in constructors():
+        for number, call in enumerate(calls(dotted)):
+            for kind in large_values(100):
+                made[f"{dotted} {kind} {number}"] = _memoised(kind, call)
+    return {title: make for title, make in made.items() if goes_on(make)}
+
+
+def _memoised(kind: str, call: bytes) -> Make:
+    """The call repeated, in which memos stand for what it mentions: so it takes few bytes."""
+    head = b""
+    for memo, part in enumerate((part for part in MENTIONED if part in call), 10):
+        call = call.replace(part, b"h" + bytes([memo]))
+        head += part + b"q" + bytes([memo])
+    return with_large(kind, call, head)
+
+
+# Other formats, each input a file
+
+
+def opened(folder: Path, file: str) -> Read:
+    """What is done with a checkpoint of which one file is the input: opened, and told about."""
+
+    def read(data: bytes) -> None:
+        (folder / file).write_bytes(data)
+        checkpoint = ucp.open(folder)
+        json.dumps(inspection(checkpoint))
+        for _ in checkpoint.verify():
+            pass
+
+    return read
+
+
+def one_file(path: Path) -> Read:
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        json.dumps(inspection(ucp.open(path)))
+
+    return read
+
+
+def zip_file(members: list[tuple[bytes, bytes]], extra: int = 0) -> bytes:
+    """A zip file of stored members with extra fields of so many bytes."""
+    body, directory = b"", b""
+    pieces, entries, at = [], [], 0
+    field = struct.pack("<2H", 0x4246, extra) + bytes(extra) if extra else b""
+    for title, data in members:
+        crc = inputs.zlib.crc32(data)
+        sizes = crc, len(data), len(data)
+        local = struct.pack(
+            "<4s3H2H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, *sizes, len(title), len(field)
+        )
+        local += title + field + data
+        about = struct.pack("<4s4H2H3L2H", b"PK\1\2", 20, 20, 0, 0, 0, 0, *sizes, len(title), 0)
+        entries.append(about + struct.pack("<3H2L", 0, 0, 0, 0, at) + title)
+        pieces.append(local)
+        at += len(local)
+    body, directory = b"".join(pieces), b"".join(entries)
+    count = min(len(members), 0xFFFE)
+    return (
+        body
+        + directory
+        + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(directory), len(body), 0)
+    )
+
+
+def members(size: int, title: int = 8, data: bytes = b"") -> list[tuple[bytes, bytes]]:
+    each = 76 + 2 * title + len(data)
+    pickled = inputs.pickled({"w": inputs.tensor("0", (2,))})
+    others = [(b"a/data/%0*d" % (title, i), data) for i in range(1, size // each)]
+    return [(b"a/data.pkl", pickled), (b"a/data/0", bytes(8)), *others]
+
+
+def zip_inputs() -> dict[str, Make]:
+    return {
+        "empty members": lambda size: zip_file(members(size)),
+        "a long name among many": lambda size: zip_file(
+            [*members(size // 2), (b"a/" + b"x" * min(size // 4, 60_000), b"")]
+        ),
+        "long names": lambda size: zip_file(members(size, 5_000)),
+        "extra fields": lambda size: zip_file(members(size // 20), 1_000),
+        "a storage named again and again": lambda size: zip_file(
+            [
+                (b"a/data.pkl", inputs.pickled([inputs.tensor("0", (2,))] * (size // 120))),
+                (b"a/data/0", bytes(8)),
+            ]
+        ),
+    }
+
+
+def safetensors(header: bytes, data: int = 0) -> bytes:
+    return struct.pack("<Q", len(header)) + header + bytes(data)
+
+
+def of_header(header: str) -> str:
+    return safetensors(header.encode()).decode("latin1")
+
+
+EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+HEADERS: dict[str, Make] = {
+    "tensors": counted(lambda i: f'"w{i:06}":{EMPTY}', lambda body: "{" + body + "}"),
+    "dotted names": counted(
+        lambda i: f'"{"a." * 60}{i:06}":{EMPTY}', lambda body: "{" + body + "}"
+    ),
+    "layers": counted(lambda i: f'"m.layers.{i}.w":{EMPTY}', lambda body: "{" + body + "}"),
+    "metadata": counted(
+        lambda i: f'"k{i:06}":"v"', lambda body: '{"__metadata__":{' + body + f'}},"w":{EMPTY}}}'
+    ),
+    "spaces": lambda size: b'{"w":' + EMPTY.encode() + b" " * size + b"}",
+    "axes": lambda size: b'{"w":{"dtype":"F32","shape":[' + b"1," * (size // 2) + b"0]}}",
+}
+
+
+def json_values(item: Callable[[str], str]) -> dict[str, Make]:
+    """JSON texts, the value of each in an object as `item` has it."""
+    values: dict[str, Make] = {
+        "digits": lambda size: b"1" * size,
+        "digits of a fraction": lambda size: b"0." + b"7" * size,
+        "an exponent": lambda size: b"1e" + b"9" * size,
+        "a text": lambda size: b'"' + b"a" * size + b'"',
+        "escapes": repeated(b"\\u00e9", lambda body: b'"' + body + b'"'),
+        "surrogates": repeated(b"\\ud83d\\ude00", lambda body: b'"' + body + b'"'),
+        "letters": lambda size: b'"' + "\u00e9".encode() * (size // 2) + b'"',
+        "one wide letter": lambda size: b'"' + b"a" * size + "\U0001f600".encode() + b'"',
+        "nested": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
+        "nested a little": repeated(b"[" * 90 + b"]" * 90 + b",", lambda body: b"[" + body + b"0]"),
+        "unclosed": lambda size: b"[" * size,
+        "names": counted(lambda i: f'"{i:05}":0', lambda body: "{" + body + "}"),
+        "one name": repeated(b'"a":0,', lambda body: b"{" + body + b'"b":1}'),
+    }
+    for unit in (b"{},", b"[],", b"0,", b'"",', b"null,", b"1e9,", b'{"a":1},', b"-1.5,", b"NaN,"):
+        values[f"list of {unit.decode()}"] = repeated(unit, lambda body: b"[" + body + b"0]")
+
+    def of(make: Make) -> Make:
+        return lambda size: item("?").encode().replace(b"?", make(size))
+
+    return {title: of(make) for title, make in values.items()}
+
+
+def msgpack_inputs() -> dict[str, Make]:
+    units = {"maps": b"\x80", "lists": b"\x90", "nothing": b"\xc0", "numbers": b"\x01"}
+    units |= {"texts": b"\xa1a", "empty texts": b"\xa0", "bytes": b"\xc4\x00"}
+    units |= {"tuples": b"\xc7\x01\x04\x90", "complex": b"\xc7\x03\x02\x92\x00\x00"}
+    units |= {"arrays": b"\xc7\x0b\x01\x93\x91\x00\xa5int32\xc4\x00"}
+    units |= {"scalars": b"\xc7\x0d\x03\x93\x90\xa4int8\xc4\x01a".replace(b"\x0d", b"\x0a")}
+
+    def listed(unit: bytes) -> Make:
+        def make(size: int) -> bytes:
+            count = size // len(unit)
+            return b"\x81\xa6params\xdd" + count.to_bytes(4, "big") + unit * count
+
+        return make
+
+    def named(size: int) -> bytes:
+        count = size // 8
+        keys = [b"\xa6" + b"%06d" % i + b"\xc0" for i in range(count)]
+        return b"\x81\xa6params\xdf" + count.to_bytes(4, "big") + b"".join(keys)
+
+    def axes(size: int) -> bytes:
+        shape = b"\xdd" + (size // 2).to_bytes(4, "big") + b"\x01" * (size // 2)
+        body = b"\x93" + shape + b"\xa5int32\xc4\x00"
+        return b"\x81\xa1a\xc9" + len(body).to_bytes(4, "big") + b"\x01" + body
+
+    deep = {"deep": lambda size: b"\x81\xa1a" * (size // 3), "names": named, "axes": axes}
+    return {**{title: listed(unit) for title, unit in units.items()}, **deep}
+
+
+def gguf_inputs() -> dict[str, Make]:
+    head = {"general.architecture": ("str", "llama")}
+
+    def of(make: Callable[[int], tuple[dict[str, Any], list[gguf_writer.Tensor]]]) -> Make:
+        def file(size: int) -> bytes:
+            values, tensors = make(size)
+            return gguf_writer.Written({**head, **values}, tensors).data()
+
+        return file
+
+    def tensor(i: int) -> gguf_writer.Tensor:
+        return gguf_writer.Tensor(f"t{i:05}", [0], 0, b"", 0)
+
+    return {
+        "tensors": of(lambda size: ({}, [tensor(i) for i in range(size // 42)])),
+        "keys": of(lambda size: ({f"k{i:05}": ("u8", 1) for i in range(size // 19)}, [])),
+        "texts": of(lambda size: ({"x": (["str"], [""] * (size // 8))}, [])),
+        "numbers": of(lambda size: ({"x": (["u8"], [1] * size)}, [])),
+        "booleans": of(lambda size: ({"x": (["bool"], [True] * size)}, [])),
+        "a text": of(lambda size: ({"x": ("str", "a" * size)}, [])),
+        "a name": of(lambda size: ({"a" * size: ("u8", 1)}, [])),
+    }
+
+
+# DCP: tables with many tensors or chunks, or values that many entries share
+
+
+def dcp_inputs() -> dict[str, Make]:
+    def tensors(size: int) -> bytes:
+        files = {f"w{i}": ("__0_0.distcp", 0, 1) for i in range(2)}
+        made = inputs.dcp_metadata({**files, "epoch": ("__0_0.distcp", 0, 1)}, (2, 3), (1, 1))
+        return inputs.pickled(made)
+
+    def chunks(size: int) -> bytes:
+        count = size // 300 + 1
+        files = {f"w{i}": ("__0_0.distcp", i, 1) for i in range(count)}
+        files["epoch"] = "__0_0.distcp", 0, 1
+        return inputs.pickled(inputs.dcp_metadata(files, (count, 3), (1,) * count))
+
+    return {"chunks": chunks, "few": tensors}
+
+
+def sealed(change: Callable[[Any, int], None], folder: Path) -> Make:
+    """A `ucp.json` of the checkpoint in a folder, changed."""
+    content = json.loads((folder / "ucp.json").read_bytes())
+
+    def make(size: int) -> bytes:
+        changed = json.loads(json.dumps(content))
+        change(changed, size)
+        changed["digest"] = ""
+        return inputs.sealed(json.dumps(changed, separators=(",", ":")).encode())
+
+    return make
+
+
+def universal_inputs(folder: Path) -> dict[str, Make]:
+    def leaves(content: Any, size: int) -> None:
+        content["leaves"] += [
+            {"path": [f"n{i}"], "name": f"n{i}", "kind": "none"} for i in range(size // 45)
+        ]
+
+    def shardings(content: Any, size: int) -> None:
+        mesh = {"axis_names": ["x"], "axis_sizes": [1], "spec": ["x"], "device_ids": [0]}
+        content["shardings"] += [mesh] * (size // 70)
+
+    def extras(content: Any, size: int) -> None:
+        content["extras"]["a"] = {"b": [[]] * (size // 3)}
+
+    def deep(content: Any, size: int) -> None:
+        value: Any = 0
+        for _ in range(300):
+            value = [value]
+        content["extras"]["a"] = {"b": [value] * (size // 600)}
+
+    def digests(content: Any, size: int) -> None:
+        next(iter(content["arrays"].values()))["digests"] = ["0" * 16] * (size // 19)
+
+    def paths(content: Any, size: int) -> None:
+        content["leaves"] += [
+            {"path": ["d"] * 200 + [f"n{i}"], "name": f"n{i}", "kind": "none"}
+            for i in range(size // 850)
+        ]
+
+    changes = {"leaves": leaves, "shardings": shardings, "extras": extras, "deep": deep}
+    changes |= {"digests": digests, "paths": paths}
+    return {title: sealed(change, folder) for title, change in changes.items()}
+
+
+def stock_inputs(file: Path) -> dict[str, Make]:
+    content = json.loads(file.read_bytes())
+
+    def entries(size: int) -> bytes:
+        entry = {
+            "key_metadata": [{"key": "?", "key_type": 2}],
+            "value_metadata": {"value_type": "None", "skip_deserialize": True},
+        }
+        text = json.dumps(entry)
+        made = {f"n{i}": json.loads(text.replace("?", f"n{i}")) for i in range(size // len(text))}
+        return json.dumps(
+            {**content, "tree_metadata": {**content["tree_metadata"], **made}}
+        ).encode()
+
+    return {"entries": entries}
+
+
+# Texts of people: mappings, specs, patterns
+
+YAML_ATOMS = (
+    *(b"- param: a\n  leaf: b\n", b"  ", b"- ", b"? ", b"a: ", b"a: 1\n", b"[", b"{", b"]", b"}"),
+    *(b",", b'"', b"'", b"\n", b"#x\n", b"|\n", b">\n", b"&a ", b"*a", b"!!int ", b"1:1", b"%"),
+    *(b"{a}", b"{a}.", b"x", b"\\u00e9", b"~", b"---\n", b"...\n", b"\t", b"sizes:\n", b"a*"),
+)
+
+
+def yaml_inputs(section: str) -> dict[str, Make]:
+    made: dict[str, Make] = {repr(atom): repeated(atom) for atom in YAML_ATOMS}
+    made["sizes"] = counted(lambda i: f"  s{i:05}: 1", lambda body: f"sizes:\n{body}\n", "\n")
+    made["sizes of sizes"] = counted(
+        lambda i: f"  s{i:05}: s{max(i - 1, 0):05}", lambda body: f"sizes:\n{body}\n", "\n"
+    )
+    made["a product"] = lambda size: b"sizes:\n  a: 2\n  b: " + b"a*" * (size // 2) + b"a\n"
+    made["sums"] = lambda size: (
+        b"sizes:\n"
+        + b"".join(b"  s%d: " % i + b"a + " * 2_000 + b"a\n" for i in range(size // 8_000))
+    )
+    rule = "- param: a{{i}}.b{i:05}\n  leaf: x{{i}}.b{i:05}"
+    made["rules"] = counted(lambda i: rule.format(i=i), lambda body: f"{section}:\n{body}\n", "\n")
+    made["placeholders"] = lambda size: (
+        f'{section}:\n- param: "{"{a}." * (size // 8)}w"\n  leaf: "{"{a}." * (size // 8)}w"\n'.encode()
+    )
+    made["axes"] = lambda size: (
+        f'{section}:\n- param: w\n  axes: "{"(a + " * (size // 8)}b{")" * (size // 8)}"\n'.encode()
+    )
+    made["long texts"] = repeated(b"- " + b"1:" * 4_900 + b"1\n")
+    return made
+
+
+def match_patterns(data: bytes) -> None:
+    patterns = NamePatterns(data.decode().split("\n"), "the input")
+    for i in range(len(data) // 16):
+        patterns.matching(f"layers.{i}.weight")
+
+
+PATTERNS: dict[str, Make] = {
+    "many": counted(lambda i: rf"layers\.{i}\.weight", str, "\n"),
+    "repetitions": counted(lambda i: rf"(\w|.){{1,900}}{i}", str, "\n"),
+    "alternatives": lambda size: b"|".join([b"a"] * 400 + [b""]) + b"\na" * (size // 2),
+}
+
+
+def mapped(folder: Path) -> Read:
+    """Names that a mapping's placeholders could part in many ways."""
+    mapping = folder / "many.yaml"
+    mapping.write_text('rules:\n- param: "{a}{b}{c}{d}x"\n  leaf: "{a}{b}{c}{d}x"\n')
+
+    def read(data: bytes) -> None:
+        (folder / "m.safetensors").write_bytes(safetensors(data))
+        for pattern in ("{a}.{b}.{c}.{d}.w", "{a}{b}x"):
+            rule = {"param": pattern, "leaf": pattern}
+            ucp.open(folder / "m.safetensors").map(Mapping.from_dict({"leaves": [rule]}))
+
+    return read
+
+
+def file_names(folder: Path) -> Read:
+    """A folder with a file for each line: names of ranks, layers and steps."""
+
+    def read(data: bytes) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for line in dict.fromkeys(data.decode().split("\n")):
+            (folder / line).touch()
+        ucp.open(folder)
+
+    return read
+
+
+NAMES: dict[str, Make] = {
+    title: counted(item, str, "\n")
+    for title, item in {
+        "ranks of ZeRO": lambda i: f"bf16_zero_pp_rank_{i}_mp_rank_00_optim_states.pt",
+        "ranks": lambda i: f"mp_rank_{i:02}_model_states.pt",
+        "layers": lambda i: f"layer_{i:02}-model_00-model_states.pt",
+        "experts": lambda i: f"layer_0_expert_{i}_mp_rank_00_model_states.pt",
+        "shards": lambda i: f"model-{i:05}-of-99999.safetensors",
+        "parts of shards": lambda i: f"shard-{i:05}-model-00001-of-00001.safetensors",
+        "ranks of FSDP": lambda i: f"model_world_size_9999_rank_{i}.pt",
+        "steps": lambda i: f"checkpoint_{i}",
+        "iterations": lambda i: f"iter_{i:07}",
+        "rank metadata": lambda i: f"__{i}.metadata",
+        "digits": lambda i: f"{i}" + "9" * 150,
+        "dashes": lambda i: "-" * 150 + f"{i}.safetensors",
+    }.items()
+}
+
+
+def families(work: Path) -> dict[str, Family]:
+    """Every parser, with inputs; files lie in `work`."""
+
+    def folder(title: str) -> Path:
+        (work / title).mkdir()
+        return work / title
+
+    config, adapter, index = folder("config"), folder("adapter"), folder("index")
+    for place in (config, index):
+        (place / "model.safetensors").write_bytes(safetensors(b'{"w":' + EMPTY.encode() + b"}"))
+    (adapter / "adapter_model.safetensors").write_bytes(
+        safetensors(b'{"w":' + EMPTY.encode() + b"}")
+    )
+    (index / "config.json").write_text("{}")
+    dcp = folder("dcp")
+    (dcp / "__0_0.distcp").write_bytes(bytes(1 << 20))
+    ours = saved(work / "ours", {"a": [1.0, 2.0]})
+    stock = Path(shutil.copytree(STOCK / "plain", work / "stock"))
+    zarr = next(path for path in sorted(stock.rglob(".zarray")))
+    of_json = json_values(lambda value: '{"model_type": "llama", "x": ?}')
+    weights = counted(
+        lambda i: f'"w{i:05}":"model.safetensors"', lambda b: f'{{"weight_map":{{{b}}}}}'
+    )
+    made = {
+        "opcodes": Family(read_pickle, opcode_inputs()),
+        "constructors": Family(read_pickle, constructor_inputs()),
+        "zip": Family(one_file(work / "x.pt"), zip_inputs()),
+        "safetensors": Family(
+            one_file(work / "x.safetensors"),
+            {title: lambda size, m=make: safetensors(m(size)) for title, make in HEADERS.items()},
+        ),
+        "json": Family(opened(config, "config.json"), of_json),
+        "adapter": Family(opened(adapter, "adapter_config.json"), of_json),
+        "index": Family(opened(index, "model.safetensors.index.json"), {"names": weights}),
+        "msgpack": Family(one_file(work / "x.msgpack"), msgpack_inputs()),
+        "gguf": Family(one_file(work / "x.gguf"), gguf_inputs()),
+        "dcp": Family(opened(dcp, ".metadata"), dcp_inputs()),
+        "universal": Family(opened(ours, "ucp.json"), universal_inputs(ours)),
+        "orbax": Family(opened(stock, "_METADATA"), stock_inputs(stock / "_METADATA")),
+        "zarr": Family(opened(stock, str(zarr.relative_to(stock))), of_json),
+        "mappings": Family(lambda data: Mapping.parse(data.decode()), yaml_inputs("leaves")),
+        "specs": Family(lambda data: parse(data.decode()), yaml_inputs("shards")),
+        "patterns": Family(match_patterns, PATTERNS),
+        "mapped names": Family(mapped(folder("mapped")), HEADERS),
+        "file names": Family(file_names(work / "names"), NAMES),
+    }
+    return made
+
+
+# Measuring
+
+
+def trimmed() -> None:
+    """Give memory back that is free, so that what is asked for next can be seen."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status(key: str) -> int:
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
+    return int(line.split()[1]) << 10
+
+
+def cost(read: Read, data: bytes) -> Cost:
+    """What reading takes. Raises whatever is not an error of ours, with the input's number."""
+    trimmed()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before, begin = _status("VmRSS"), time.process_time()
+    with suppress(UCPError):
+        read(data)
+    return Cost(time.process_time() - begin, max(0, _status("VmHWM") - before))
+
+
+def fault(family: Family, make: Make) -> str | None:
+    """What is wrong with the growth of an input's cost, measured several times; None if it is as
+    that of its bytes.
+    """
+    found = None
+    small_input, large_input = map(make, SIZES)
+    for _ in range(TRIES):
+        large = cost(family.read, large_input)
+        found = _verdict(Cost(0, 0), large, len(small_input), len(large_input))
+        if found is not None:
+            small = cost(family.read, small_input)
+            found = _verdict(small, large, len(small_input), len(large_input))
+        if found is None:
+            return None
+    return found
+
+
+def _verdict(small: Cost, large: Cost, small_bytes: int, large_bytes: int) -> str | None:
+    times = large_bytes / small_bytes * GROWTH
+    said = (
+        f"{small_bytes} bytes: {small.seconds:.2f} s, {small.memory >> 20} MiB;"
+        f" {large_bytes} bytes: {large.seconds:.2f} s, {large.memory >> 20} MiB"
+    )
+    if large.seconds > ANY_SECONDS + SECONDS_PER_BYTE * large_bytes:
+        return f"too slow: {said}"
+    if large.memory > ANY_MEMORY + MEMORY_PER_BYTE * large_bytes:
+        return f"too large: {said}"
+    if large.seconds > times * max(LEAST_SECONDS, small.seconds):
+        return f"time grows faster than the bytes: {said}"
+    if large.memory > times * max(LEAST_MEMORY, small.memory):
+        return f"memory grows faster than the bytes: {said}"
+    return None
+
+
+def random_inputs(family: Family, count: int, seed: int) -> dict[str, Make]:
+    """Units of several inputs' units, drawn by a seed: an input's first bytes, then others'."""
+    rng = Random(seed)
+    made: dict[str, Make] = {}
+    kinds = sorted(family.inputs)
+    for number in range(count):
+        first, second = rng.choice(kinds), rng.choice(kinds)
+        cut, again = rng.random(), rng.choice([1, 3, 50])
+        made[f"{seed}.{number} {first} | {second}"] = _joined(
+            family.inputs[first], family.inputs[second], cut, again
+        )
+    return made
+
+
+def _joined(first: Make, second: Make, cut: float, again: int) -> Make:
+    def make(size: int) -> bytes:
+        a, b = first(size // 2), second(size // (2 * again))
+        return a[: int(len(a) * cut)] + b[int(len(b) * cut / 4) :] * again + a[int(len(a) * cut) :]
+
+    return make
+
+
+def run(names: list[str], units: int = 0, seed: int = 0, sample: int = 0) -> int:
+    """Measure, print what fails, and return how many inputs did."""
+    faults = measured = 0
+    with tempfile.TemporaryDirectory() as work:
+        known = families(Path(work))
+        ucp.open(Path(work) / "ours")
+        fuzz.limit_memory(MEMORY_BYTES)
+        for title in names or known:
+            family = known[title]
+            chosen = random_inputs(family, units, seed) if units else family.inputs
+            if 0 < sample < len(chosen):
+                chosen = {kind: chosen[kind] for kind in Random(seed).sample([*chosen], sample)}
+            begin = time.monotonic()
+            for kind, make in chosen.items():
+                measured += 1
+                try:
+                    said = fault(family, make)
+                except Exception as error:
+                    said = f"{type(error).__name__}: {error!s:.200}"
+                if said:
+                    faults += 1
+                    print(f"{title}: {kind:.200}: {said}", flush=True)
+            print(
+                f"{title:14} {len(chosen):>6} inputs, {time.monotonic() - begin:.0f} s", flush=True
+            )
+    print(f"{measured} inputs, {faults} faults")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--units", type=int, default=0, help="random inputs for each parser")
+    parser.add_argument("--sample", type=int, default=0, help="so many inputs of each parser")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", action="append", default=[])
+    said = parser.parse_args()
+    return 1 if run(said.family, said.units, said.seed, said.sample) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
