@@ -47,7 +47,7 @@ from jax_ucp.shard_spec.notation import parse
 SIZES = 40_000, 320_000
 MEMORY_BYTES = 1 << 30
 # So much more than these at the smaller size as there are bytes more, is not looked at more closely.
-LEAST_SECONDS, LEAST_MEMORY = 0.04, 4 << 20
+LEAST_SECONDS, LEAST_MEMORY = 0.05, 8 << 20
 SECONDS_PER_BYTE, MEMORY_PER_BYTE = 40e-6, 1_000
 # What may be taken whatever the bytes are: a pickle's `FREE_BYTES`, a tree of 65,536 leaves.
 ANY_SECONDS, ANY_MEMORY = 4.0, 160 << 20

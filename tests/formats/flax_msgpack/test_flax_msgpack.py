@@ -193,6 +193,24 @@ def test_values_and_texts_have_limits(tmp_path, monkeypatch):
             ucp.open(written(tree, tmp_path / "f.msgpack"))
 
 
+@pytest.mark.parametrize("unit", [b"\x80", b"\x90", b"\xc0", b"\xa0", b"\x01"])
+def test_values_that_take_a_byte_each_are_as_many_as_bytes_account_for(tmp_path, unit):
+    def file(count: int) -> Path:
+        body = b"\xdd" + count.to_bytes(4, "big") + unit * count
+        (tmp_path / "f.msgpack").write_bytes(b"\x81\xa6params" + body)
+        return tmp_path / "f.msgpack"
+
+    assert len(ucp.open(file(10_000)).leaves) == 10_000
+    with pytest.raises(FormatError, match=r"more than \d+ values in \d+ bytes"):
+        ucp.open(file(80_000))
+
+
+def test_a_file_may_have_any_number_of_arrays(tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder, "FREE_VALUES", 10)
+    tree = {f"w{i}": np.ones((2, 3), np.float32) for i in range(1000)}
+    assert len(ucp.open(written(tree, tmp_path / "f.msgpack")).leaves) == 1000
+
+
 def test_opening_reads_little_and_a_box_its_own_bytes(tmp_path, monkeypatch):
     tree = {str(i): np.random.default_rng(i).random((512, 256)) for i in range(8)}
     path = written(tree, tmp_path / "f.msgpack")

@@ -7,6 +7,7 @@ import io
 import math
 import pathlib
 import pickle
+import struct
 import tracemalloc
 import types
 from typing import Any
@@ -195,6 +196,11 @@ def text(value: str) -> bytes:
 
 
 RUN = text("touch /tmp/jax_ucp_was_here")
+NUMBERS = [b"J" + struct.pack("<i", i) for i in range(10_000)]
+# Integers that differ by multiples of what Python takes hashes modulo.
+ALIKE = [b"\x8a\x10" + (2**70 + i * (2**61 - 1)).to_bytes(16, "little") for i in range(20)]
+
+
 HOSTILE = {
     "a call of os.system": (b"cos\nsystem\n" + RUN + b"\x85R.", "'os.system'"),
     "a call of builtins.eval": (b"c__builtin__\neval\n" + RUN + b"\x85R.", "'__builtin__.eval'"),
@@ -275,6 +281,48 @@ HOSTILE = {
         b"]" + b"q\x00h\x00\x86" * 60 + b".",
         "counting shared ones wherever",
     ),
+    "a module of 2**60 parts": (
+        b")" + b"q\x00h\x00\x86" * 60 + text("n") + b"\x93.",
+        "asks for a str of a tuple",
+    ),
+    "a module that is a list 3,000 deep": (
+        b"]" * 3000 + b"a" * 2999 + text("n") + b"\x93.",
+        "asks for a str of a list",
+    ),
+    "a name that is a number": (text("m") + b"K\x01\x93.", "asks for an int of a str"),
+    "a text of a megabyte that is mentioned 100,000 times": (
+        b"](" + text("A" * (1 << 20)) + b"q\x01" + b"h\x01" * 100_000 + b"e.",
+        "counting shared ones wherever",
+    ),
+    "a key of a megabyte that 20,000 dicts have": (
+        b"](" + text("A" * (1 << 20)) + b"q\x01" + b"}h\x01Ns" * 20_000 + b"e.",
+        "counting shared ones wherever",
+    ),
+    "an integer of 8,000 bits that is mentioned 100,000 times": (
+        b"](\x8b"
+        + struct.pack("<i", 1000)
+        + b"\x01" * 1000
+        + b"q\x01"
+        + b"h\x01" * 200_000
+        + b"e.",
+        "counting shared ones wherever",
+    ),
+    "20 keys of a dict that have one hash": (
+        b"}(" + b"N".join(ALIKE) + b"N" + b"u.",
+        "same hash",
+    ),
+    "20 elements of a set that have one hash": (
+        b"\x8f(" + b"".join(ALIKE) + b"\x90.",
+        "same hash",
+    ),
+    "a set called on 20 elements that have one hash": (
+        b"cbuiltins\nset\n](" + b"".join(ALIKE) + b"e\x85R.",
+        "same hash",
+    ),
+    "a frozenset of tuples that have one hash": (
+        b"(" + b"\x85".join(ALIKE) + b"\x85" + b"\x91.",
+        "same hash",
+    ),
     "a flood of marks": (b"(" * 1_000_000 + b".", "open marks"),
     "an integer of a megabyte": (
         b"\x8b\x40\x42\x0f\x00" + b"\x01" * 1_000_000 + b".",
@@ -336,6 +384,40 @@ def test_a_memo_index_of_four_billion_costs_no_memory():
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
+
+
+SHARED = {
+    "Counter": (
+        b"ccollections\nCounter\n",
+        b"}(" + b"".join(number + b"N" for number in NUMBERS) + b"u",
+    ),
+    "set": (b"cbuiltins\nset\n", b"](" + b"".join(NUMBERS) + b"e"),
+    "bytearray": (b"cbuiltins\nbytearray\n", b"B" + struct.pack("<I", 50_000) + bytes(50_000)),
+    "path": (b"cpathlib\nPosixPath\n", text("a/" * 25_000)),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_a_call_copies_is_paid_for_by_bytes_however_often_it_is_called(kind):
+    constructor, argument = SHARED[kind]
+    begin = b"\x80\x04(" + constructor + b"q\x01" + argument + b"\x85q\x02"
+    load(begin + b"h\x01h\x02R" * 2 + b"t.")
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsafePickle, match="too much memory for its first"):
+            load(begin + b"h\x01h\x02R" * 10_000 + b"t.")
+        assert tracemalloc.get_traced_memory()[1] < 2 * safe_pickle.FREE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_object_may_be_put_into_the_memo_again_and_again():
+    """Each index of it leads to what takes its place when it is given a state."""
+    data = b"\x80\x04cnumpy\ndtype\n" + text("O8") + b"\x89\x88\x87R" + b"\x94" * 200_000
+    made = load(
+        data + b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tbj\x07\0\0\0\x86."
+    )
+    assert made[0] is made[1]
 
 
 def test_nesting_up_to_the_limit_is_read():

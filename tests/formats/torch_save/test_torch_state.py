@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import json_values as extras
+from jax_ucp.formats.torch_save.from_json import from_json
 from jax_ucp.sources.consolidated import same_bits
 from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
 from torch_writer import Instance, save
@@ -280,3 +281,43 @@ def test_an_object_made_of_data_is_left_out_and_noted(tmp_path, monkeypatch):
         " setting"
     ]
     assert_accounted_for(checkpoint)
+
+
+def test_a_tensor_that_many_extras_mention_is_written_as_often_as_extras_may_repeat(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 1000)
+    shared, other = np.zeros(100, np.float32), np.ones(50, np.float32)
+    tree = {f"run{i}": Instance("argparse.Namespace", {"x": shared}) for i in range(9)}
+    tree |= {"w": np.ones(2, np.float32), "own": Instance("argparse.Namespace", {"x": other})}
+    save(tree, tmp_path / "x.pt")
+    checkpoint = ucp.open(tmp_path / "x.pt")
+    assert [*checkpoint.extras["x.pt"]] == ["run0", "run1", "run2", "own"]
+    assert checkpoint.notes[0] == (
+        "run3 in x.pt was left out: extras up to it repeat 1200 bytes of tensors, which are stored"
+        " once"
+    )
+    assert_accounted_for(checkpoint)
+
+
+TEXTS = ["a\ud800", {"\udfff": 1, "b": 2}, Instance("argparse.Namespace", {"x\ud800": "\ud801"})]
+
+
+@pytest.mark.parametrize("value", TEXTS, ids=["a text", "a name", "a field"])
+def test_half_of_a_surrogate_pair_is_kept_by_its_bytes(tmp_path, value):
+    save({"w": np.ones(2, np.float32), "x": value}, tmp_path / "x.pt")
+    kept = ucp.open(tmp_path / "x.pt").extras["x.pt"]["x"]
+    copy = ucp.open(tmp_path / "x.pt").save(tmp_path / "copy")
+    assert ucp.open(copy.path).extras["x.pt"]["x"] == kept
+    assert "!wtf8" in str(kept)
+    if not isinstance(value, Instance):
+        assert from_json(kept) == value
+
+
+@pytest.mark.parametrize("name", ["w", "x"])
+def test_a_name_that_no_file_can_hold_is_refused(tmp_path, name):
+    tree = {"w": np.ones(2, np.float32), "x": 1}
+    tree[f"{name}\ud800"] = tree.pop(name)
+    save(tree, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"x\.pt has the name .*half of a surrogate pair"):
+        ucp.open(tmp_path / "x.pt")

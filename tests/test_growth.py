@@ -1,0 +1,79 @@
+"""What parsers take is measured, and what grows faster than its bytes is seen."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import growth
+from growth import Family, constructors, fault
+from jax_ucp.errors import FormatError
+
+TESTS = Path(__file__).parent
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what memory a process has")
+
+
+def measured(*arguments: object) -> str:
+    """What the measuring says, in a process whose memory has a limit."""
+    command = [sys.executable, str(TESTS / "growth.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@linux
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["opcodes", "constructors", "zip", "json", "gguf", "dcp"])
+def test_a_few_inputs_of_a_parser_take_what_their_bytes_account_for(family):
+    assert " 0 faults" in measured("--family", family, "--sample", 4)
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("units", [[], ["--units", 40]], ids=["all", "random"])
+def test_every_parser_takes_what_the_bytes_of_its_input_account_for(units):
+    assert " 0 faults" in measured(*units)
+
+
+def test_every_constructor_and_every_opcode_is_measured():
+    """A new one fails here until an input is given that it takes."""
+    called = {kind.split()[0] for kind in growth.constructor_inputs()}
+    assert called == {*constructors()}
+    used = {kind.split()[0] for kind in growth.opcode_inputs()}
+    # what ends a pickle, and what is in one once
+    assert {*growth.unpickle._KNOWN} - used <= {"STOP", "PROTO", "FRAME"}
+
+
+def copies(data: bytes) -> list[bytes]:
+    return [data[i:] for i in range(0, len(data), 400)]
+
+
+def compares(data: bytes) -> int:
+    pieces = [data[i : i + 100] for i in range(0, len(data), 100)]
+    return sum(a is b for a in pieces for b in pieces)
+
+
+def refuses(data: bytes) -> None:
+    raise FormatError("no")
+
+
+READERS = {
+    "linear": (bytes.split, None),
+    "refused": (refuses, None),
+    "copies": (copies, "memory grows faster|too large"),
+    "compares": (compares, "time grows faster"),
+    "keeps much": (lambda data: bytes(2_000 * len(data)), "too large"),
+}
+
+
+@linux
+@pytest.mark.parametrize("kind", READERS)
+def test_what_grows_faster_than_its_input_is_seen(kind):
+    read, why = READERS[kind]
+    said = fault(Family(read, {}), lambda size: bytes(size))
+    if why is None:
+        assert said is None
+    else:
+        assert any(part in str(said) for part in why.split("|")), said
