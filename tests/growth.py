@@ -51,7 +51,7 @@ LEAST_SECONDS, LEAST_MEMORY = 0.05, 8 << 20
 SECONDS_PER_BYTE, MEMORY_PER_BYTE = 40e-6, 1_000
 # What may be taken whatever the bytes are: a pickle's `FREE_BYTES`, a tree of 65,536 leaves.
 ANY_SECONDS, ANY_MEMORY = 4.0, 160 << 20
-GROWTH = 1.5  # beyond that of the bytes
+GROWTH = 2.5  # times what the bytes account for; a square is 8
 TRIES = 3
 
 Make = Callable[[int], bytes]
