@@ -35,11 +35,11 @@ def truth(case: str) -> dict[str, np.ndarray]:
 
 
 def core_truth(case: str) -> dict[str, np.ndarray]:
-    """The live state of a case of newer releases, with the steps of every parameter."""
+    """The live state of a case of newer releases, with the steps of what Adam has moments of."""
     steps = json.loads((CORE / case / "case.json").read_text())["steps"]
     with np.load(CORE / case / "truth.npz") as arrays:
         state = {key: arrays[key] for key in arrays.files}
-    names = [key.removeprefix("param/") for key in state if key.startswith("param/")]
+    names = [key.removeprefix("exp_avg/") for key in state if key.startswith("exp_avg/")]
     return state | {f"step/{name}": np.asarray(steps) for name in names}
 
 
