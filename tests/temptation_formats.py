@@ -68,7 +68,8 @@ def link_to_elsewhere(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
         path = PurePosixPath(name)
         up = "../" * len(path.parts)
         beside = {f"elsewhere/{path.name}": data}
-        noticed = "" if name == subject.entry else r"link|leads out"
+        is_read = name.startswith(f"{subject.entry}/" if subject.entry else "")
+        noticed = r"link|leads out" if is_read else ""
         for how in ("a relative", "an absolute"):
             target = f"{up}elsewhere/{path.name}"
             yield Attempt(
@@ -299,7 +300,19 @@ def arguments_of_another_run(subject: Subject, _: Sequence[Subject]) -> Iterator
             edit(path, partial(_told, args=args))
             data = path.read_bytes()
         (value,) = args.values()
-        yield Attempt(f"{name} has {what} {value}", put({name: data}), (what,), r".", noticed=what)
+        gated = "swiglu" in subject.name and not what.startswith("expert")
+        yield Attempt(
+            f"{name} has {what} {value}",
+            put({name: data}),
+            (what,),
+            r".",
+            act=_restored,
+            noticed=_NO_NOTE_IS_ENOUGH if gated else "",
+        )
+
+
+def _restored(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+    return checkpoint.restore()
 
 
 def _told(tree: Any, args: Mapping[str, Any]) -> None:

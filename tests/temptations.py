@@ -583,8 +583,9 @@ _POINTERS = {"latest", "latest_universal", "latest_checkpointed_iteration.txt"}
 
 def _in_another_step(names: Sequence[str], subject: Subject) -> bool:
     """Whether files lie in folders of a run of which a pointer names another one."""
-    tops = {name.partition("/")[0] for name in subject.folder}
-    return bool(_POINTERS & tops) and not any(name.partition("/")[0] in tops for name in names)
+    tops = {name.partition("/")[0] for name in subject.folder if "/" in name}
+    points = not _POINTERS.isdisjoint(subject.folder)
+    return points and not any(name.partition("/")[0] in tops for name in names)
 
 
 def _is_read(name: str, read: Collection[str]) -> bool:

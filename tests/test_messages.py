@@ -7,6 +7,7 @@ where it names a remedy, following it gives the arrays of the whole checkpoint, 
 import json
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +109,24 @@ def without(pattern: str) -> Callable[[Path, str], Arrays]:
 def only(folder: Path, pattern: str) -> Path:
     (path,) = folder.glob(pattern)
     return path
+
+
+def without_table(folder: Path) -> Path:
+    (folder / ".metadata").unlink()
+    return folder.parent
+
+
+def one_state_too_much(folder: Path) -> None:
+    """An atom of a state that no other parameter has."""
+    atom = min(folder.glob("zero/*/exp_avg.pt"))
+    rewrite_as(atom, atom.with_name("momentum.pt"))
+
+
+def rewrite_as(path: Path, other: Path) -> None:
+    """The same file under another name, by which torch.save was given it."""
+    with zipfile.ZipFile(path) as file, zipfile.ZipFile(other, "w") as renamed:
+        for name in file.namelist():
+            renamed.writestr(name.replace(path.stem, other.stem, 1), file.read(name))
 
 
 def change(pattern: str, what: Callable[[Any], None]) -> Callable[[Path], None]:
@@ -415,6 +434,24 @@ SITUATIONS = {
         UNIVERSAL,
         delete("zero/optimizer_state.pt"),
         [r"optimizer_state\.pt is missing", ALONE],
+        weights_only,
+        True,
+    ),
+    "a folder of one of Megatron's ranks": Situation(
+        "megatron/legacy_tp2_pp1_bf16",
+        lambda folder: folder / "mp_rank_00",
+        [r"mp_rank_00/model_optim_rng\.pt is what one rank wrote of a checkpoint: open \S+$"],
+        open_what_it_says,
+    ),
+    "a run whose step lost its table": Situation(
+        "megatron/torch_dcp_te_bf16",
+        without_table,
+        [r"iter_0000003 has \.distcp files but no \.metadata: the save never ended"],
+    ),
+    "a universal folder with a state of one parameter alone": Situation(
+        UNIVERSAL,
+        one_state_too_much,
+        [r"/momentum\.pt is missing: .*, as \S+/momentum\.pt, which may be too much", ALONE],
         weights_only,
         True,
     ),

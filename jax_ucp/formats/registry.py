@@ -330,10 +330,18 @@ def _not_recognised(path: str | os.PathLike[str] | FilePath, at: FilePath) -> No
     known = "\n  ".join(format.label for format in FORMATS)
     message = f"{path} is not a checkpoint of a format known here:\n  {known}"
     if at.is_dir():
-        point_inside(at, lambda inside: _format_of(inside) is not None)
+        point_inside(at, _opens)
         if why := not_read(at):
             message += f"\n{why}"
     return NotACheckpoint(message)
+
+
+def _opens(inside: FilePath) -> bool:
+    """Whether a format knows a folder. Raises NotACheckpoint for one of DCP without its table."""
+    format = _format_of(inside)
+    if format is not None and format.open is dcp.open_dcp:
+        dcp.require_metadata(inside)
+    return format is not None
 
 
 def _with_notes(contents: Contents, at: FilePath, format: Format, options: Options) -> Contents:

@@ -425,7 +425,8 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
         path, first = metadata.folder / name, spans[0][1]
         if file is None:
             raise FormatError(
-                f"{path} is missing: {len(spans)} items lie in it, the first of {first}"
+                f"{path} is missing: by the table {len(spans)} items lie in it, the first of"
+                f" {first}"
             )
         if file.kind != "file":
             raise FormatError(f"{path}, in which {first} should lie, is not a file")

@@ -92,6 +92,15 @@ def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) ->
         raise LayoutError(f"{path}: {error}") from None
 
 
+def require_metadata(folder: FilePath) -> None:
+    """Raise NotACheckpoint for a folder without the table of its items."""
+    if not metadata_files(folder):
+        raise NotACheckpoint(
+            f"{folder} has .distcp files but no .metadata: the save never ended, for that file is"
+            " written last, or it was not copied with the others, for its name begins with a dot"
+        )
+
+
 @dataclass(frozen=True)
 class Save:
     """What one call of `save` wrote; `prefix` leads to its folder, `left` are the names of what is
@@ -105,12 +114,7 @@ class Save:
 
     @classmethod
     def opened(cls, path: FilePath, folder: FilePath, options: Options) -> Save:
-        if not metadata_files(folder):
-            raise NotACheckpoint(
-                f"{folder} has .distcp files but no .metadata: the save never ended, for that file"
-                " is written last, or it was not copied with the others, for its name begins with a"
-                " dot"
-            )
+        require_metadata(folder)
         prefix = "" if folder == path else f"{folder.below(path)}/"
         metadata = read_metadata(folder, _of_optimizers if options.weights_only else None)
         left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()

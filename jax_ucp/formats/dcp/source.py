@@ -157,7 +157,9 @@ class DcpSource(ArraySource):
         try:
             file = self._opened(span, max_bytes)
         except FormatError as error:
-            raise type(error)(f"{error} (while reading {key})") from error
+            raise type(error)(
+                f"{error} (while reading {key}; the file may be of another rank or save)"
+            ) from error
         with self._lock:
             return self._keep(span, file)
 

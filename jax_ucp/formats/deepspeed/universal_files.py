@@ -217,10 +217,13 @@ def _check_states(universal: UniversalFiles) -> None:
         _check_moments(universal, index, states)
         for name in shapes:
             missing = states - universal.states(name).keys() - {"fp32"}
-            if missing:
+            if missing and "fp32" in universal.states(name):
+                state = min(missing)
+                other = next(other for other in shapes if state in universal.states(other))
                 raise FormatError(
-                    f"{zero / name / min(missing)}.pt is missing: other parameters of the group"
-                    " have that state. weights_only opens the parameters without it"
+                    f"{zero / name / state}.pt is missing: other parameters of the group have that"
+                    f" state, as {other}/{state}.pt, which may be too much if it is the only one."
+                    " weights_only opens the parameters without it"
                 )
 
 

@@ -26,7 +26,7 @@ _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 
 def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
     """Raises NotACheckpoint, naming what to open, where a folder holds checkpoints, FormatError
-    where parts of one.
+    where parts of one. `recognised` may raise too, of what would be refused if it were opened.
     """
     children = _children(at)
     steps = list(filter(_can_be_step, children))
@@ -38,16 +38,17 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
             f"{at / STEP_FILE} is a folder, but should be a file that Orbax writes into each step:"
             " a copy or an unpacking went wrong. Put the file in its place"
         )
-    folders = filter(FilePath.is_dir, children)
-    wholes, refusals = _torch_files(children)
-    inside = [*_revisions(at), *filter(recognised, folders), *wholes, *_gguf_files(children)]
+    folders, of_folders = _apart(filter(FilePath.is_dir, children), recognised)
+    files = filter(is_torch_file, filter(FilePath.is_file, children))
+    wholes, of_files = _apart(files, _is_whole)
+    inside = [*_revisions(at), *folders, *wholes, *_gguf_files(children)]
     if inside:
         names = listed([path.name for path in inside], _SHOWN)
         raise NotACheckpoint(
             f"{at} is not a checkpoint itself, but holds {names}: open one, {inside[0]}"
         )
-    if refusals:
-        raise refusals[0]
+    for error in [*of_folders, *of_files]:
+        raise error
 
 
 def _can_be_step(path: FilePath) -> bool:
@@ -61,18 +62,23 @@ def _gguf_files(paths: Iterable[FilePath]) -> list[FilePath]:
     return [path for path in files if not _LATER_PART.fullmatch(path.name)]
 
 
-def _torch_files(paths: Iterable[FilePath]) -> tuple[list[FilePath], list[FormatError]]:
-    """Torch's files that are whole, and why each other one is not."""
-    wholes: list[FilePath] = []
+def _apart(
+    paths: Iterable[FilePath], check: Callable[[FilePath], bool]
+) -> tuple[list[FilePath], list[FormatError]]:
+    """The paths that a check is true of, and the errors that it raises of others."""
+    found: list[FilePath] = []
     refusals: list[FormatError] = []
-    files = filter(FilePath.is_file, paths)
-    for path in filter(is_torch_file, files):
+    for path in paths:
         try:
-            refuse_part(path)
-            wholes.append(path)
+            found += [path] * check(path)
         except FormatError as error:
             refusals.append(error)
-    return wholes, refusals
+    return found, refusals
+
+
+def _is_whole(path: FilePath) -> bool:
+    refuse_part(path)
+    return True
 
 
 def not_read(at: FilePath) -> str:

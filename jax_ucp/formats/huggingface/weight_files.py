@@ -53,6 +53,12 @@ _RANKS = (
     re.compile(r"(.*(?<![a-z])shard[_-]?)(\d+)(.*)"),
     re.compile(r"(consolidated\.)(\d+)(\.pth)"),
 )
+# DeepSpeed's and Megatron's files hold one rank's part, which looks like a whole model's state
+# dict.
+RANK_STATES = re.compile(
+    r"(mp_rank_|zero_pp_rank_|layer_|expp_rank_)\d.*_states\.pt"
+    r"|model_optim_rng\.pt|distrib_optim\.pt"
+)
 _CHECKLIST = "checklist.chk"  # of Llama's originals: a line for each file
 
 
@@ -214,7 +220,15 @@ def refuse_part(path: FilePath) -> None:
             raise FormatError(
                 f"{path} is one of the {len(files)} files of a model that {index} names: open that"
             )
+    if RANK_STATES.search(path.name):
+        raise one_ranks(path)
     refuse_rank(path)
+
+
+def one_ranks(path: FilePath) -> FormatError:
+    """The error for a file of DeepSpeed's or Megatron's ranks; Megatron has a folder for each."""
+    whole = path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
+    return FormatError(f"{path} is what one rank wrote of a checkpoint: open {whole}")
 
 
 def _one_part(path: FilePath, part: int, parts: int) -> FormatError:

@@ -74,8 +74,8 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     folder = iteration_folder(path)
     if not folder.is_dir():
         raise NotACheckpoint(
-            f"{path / TRACKER} stands for {folder.name}, and there is no such folder beside it:"
-            " correct the file, or open the folder of the iteration that is meant"
+            f"Megatron's folder of the iteration in {path / TRACKER}, {folder.name}, is not beside"
+            " it: there is no such folder. Correct the file, or open the folder that is meant"
         )
     args, ranks = open_ranks(folder, options.weights_only)
     if uses_gtp(args):

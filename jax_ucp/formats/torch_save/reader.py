@@ -11,18 +11,18 @@ has buffers and tied weights too. Everything that is no tensor is an extra.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.weight_files import (
+    RANK_STATES,
     finish,
     index_save,
     keep_index,
+    one_ranks,
     refuse_part,
     refuse_stand_in,
     tensors_of,
@@ -41,13 +41,6 @@ from jax_ucp.sources.contents import About, Contents
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
 
 LIGHTNING = "pytorch-lightning_version"  # the version that wrote a checkpoint
-
-# DeepSpeed's and Megatron's files hold one rank's part, which looks like a whole model's state
-# dict.
-_RANK_FILE = re.compile(
-    r"(mp_rank_|zero_pp_rank_|layer_|expp_rank_)\d.*_states\.pt"
-    r"|model_optim_rng\.pt|distrib_optim\.pt"
-)
 
 
 def recognise(path: FilePath) -> bool:
@@ -106,17 +99,8 @@ def read_weights(
 def _refuse_rank_file(name: str, file: TorchFile) -> None:
     """Raise FormatError for a file of DeepSpeed or Megatron: it is one rank's part."""
     of_deepspeed = isinstance(file.tree, dict) and "ds_version" in file.tree
-    if of_deepspeed or _RANK_FILE.search(name):
-        raise FormatError(
-            f"{file.path} is what one rank wrote of a checkpoint: open {_whole(file.path)}"
-        )
-
-
-def _whole(path: FilePath) -> FilePath:
-    """The folder of the checkpoint that a rank's file is of: Megatron has one inside it for each
-    rank.
-    """
-    return path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
+    if of_deepspeed or RANK_STATES.search(name):
+        raise one_ranks(file.path)
 
 
 def _owned_by_optimizers(
