@@ -275,6 +275,38 @@ def refuse_rank(path: FilePath) -> None:
             )
 
 
+def refuse_rank_of_llama(imported: Import, path: FilePath) -> None:
+    """Raises FormatError for one rank's file of Llama's originals, of which no other is there.
+
+    Each rank's norms are whole, and of a matrix it has a part of the rows or the columns; the
+    `params.json` beside it has the whole model's sizes. Source: `ModelArgs` and `Transformer` in
+    meta-llama `llama/model.py` and `llama3/llama/model.py`.
+    """
+    if not _RANKS[2].fullmatch(path.name):
+        return
+    params = path.parent / "params.json"
+    said = read_json(params) if params.is_file() else {}
+    items = said.items() if isinstance(said, Mapping) else ()
+    sizes = {key: n for key, n in items if type(n) is int and n > 0}
+    shapes = {str(key): param.layout.shape for (_, key), param in imported.params.items()}
+    width = sizes.get("dim") or next(iter(shapes.get("norm.weight", ())), 0)
+    head = sizes.get("head_dim") or width // sizes.get("n_heads", 1)
+    whole = {
+        "tok_embeddings.weight": (sizes.get("vocab_size", 0), width),
+        "output.weight": (sizes.get("vocab_size", 0), width),
+        "layers.0.attention.wq.weight": (sizes.get("n_heads", 0) * head, width),
+    }
+    for name, least in whole.items():
+        shape = shapes.get(name, least)
+        if len(shape) == 2 and any(n < wanted for n, wanted in zip(shape, least, strict=True)):
+            raise FormatError(
+                f"{path} is named after a rank, and has {name} of {list(shape)}, of which the whole"
+                f" model has at least {[n or 'any' for n in least]}: it is one part of several, and"
+                " the others are missing. Copy them, and convert them with"
+                " convert_llama_weights_to_hf.py of transformers"
+            )
+
+
 def _differ_in_number(pattern: re.Pattern[str], a: str, b: str) -> bool:
     """Whether two names fit a pattern and differ in the second group alone."""
     first, second = pattern.fullmatch(a), pattern.fullmatch(b)

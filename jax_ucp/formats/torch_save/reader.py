@@ -24,6 +24,7 @@ from jax_ucp.formats.huggingface.weight_files import (
     keep_index,
     one_ranks,
     refuse_part,
+    refuse_rank_of_llama,
     refuse_stand_in,
     tensors_of,
 )
@@ -60,6 +61,7 @@ def open_torch(path: FilePath, options: Options) -> Contents:
     else:
         refuse_part(path)
         imported = read_weights(path, path.parent, [path.name], options)
+        refuse_rank_of_llama(imported, path)
     return finish(imported)
 
 

@@ -361,6 +361,43 @@ def test_what_one_rank_wrote_is_refused_where_there_are_others(tmp_path, mine, o
         assert len(ucp.open(tmp_path / mine).leaves) == len(NAMES)  # of one rank, which has all
 
 
+PARAMS = {"dim": 8, "n_heads": 2, "vocab_size": 32}
+OF_LLAMA = {
+    "tok_embeddings.weight": (32, 8),
+    "norm.weight": (8,),
+    "layers.0.attention.wq.weight": (8, 8),
+    "output.weight": (32, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "params", "is_part"),
+    [
+        ({}, PARAMS, False),
+        ({}, {**PARAMS, "vocab_size": -1}, False),
+        ({"layers.0.attention.wq.weight": (12, 8)}, {**PARAMS, "head_dim": 6}, False),
+        ({"tok_embeddings.weight": (32, 4)}, None, True),
+        ({"tok_embeddings.weight": (16, 8), "output.weight": (16, 8)}, PARAMS, True),
+        ({"layers.0.attention.wq.weight": (4, 8)}, {**PARAMS, "vocab_size": -1}, True),
+        ({"layers.0.attention.wq.weight": (8, 8)}, {**PARAMS, "head_dim": 6}, True),
+        ({}, [], False),
+    ],
+)
+def test_one_rank_s_file_of_llama_without_the_others_is_refused(tmp_path, changed, params, is_part):
+    shapes = OF_LLAMA | changed
+    path = tmp_path / "consolidated.00.pth"
+    write_torch(path, {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+    if params is not None:
+        (tmp_path / "params.json").write_text(json.dumps(params))
+    if is_part:
+        with pytest.raises(
+            FormatError, match=r"consolidated\.00\.pth is named after a rank, and has"
+        ):
+            ucp.open(path)
+    else:
+        assert {name: leaf.shape for name, leaf in ucp.open(path).params.items()} == shapes
+
+
 def test_a_rank_that_a_list_of_checksums_names_is_missing(tmp_path):
     write_torch(tmp_path / "consolidated.00.pth", tensors(0))
     lines = "0123  consolidated.00.pth\n4567  consolidated.01.pth\n89ab  params.json\n"
