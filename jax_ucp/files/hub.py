@@ -10,18 +10,22 @@ import os
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from jax_ucp.arguments import require_extra
 from jax_ucp.errors import StoreError, UnsupportedPath
+from jax_ucp.files.http import ERROR_BYTES, MOST_REDIRECTS, REDIRECTS, redirected
 from jax_ucp.files.protocol import FileInfo
-from jax_ucp.files.remote import ReadOnlyFiles, Unanswered
+from jax_ucp.files.remote import PASSING, ReadOnlyFiles, Unanswered, bounded
 
 _TIMEOUT_S = 30
 _MESSAGE_CHARS = 300
 # What a link that has expired is answered with, by one network of servers or another.
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+# Where the hub's files lie: its own hosts and its networks', such as `cdn-lfs-us-1.hf.co` and
+# `cas-bridge.xethub.hf.co`, to which `huggingface.co/.../resolve/...` redirects.
+_HOSTS = ("huggingface.co", "*.huggingface.co", "hf.co", "*.hf.co")
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -97,22 +101,33 @@ class Hub(ReadOnlyFiles):
 
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         key = self.key(file.name)
-        link = self._links.get(key)
-        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        asked, link = self._resolve(key), self._links.get(key)
+        url = link or asked
         with _Asking(self.url(file.name)):
-            hub = require_extra("huggingface_hub", "hub", self.url())
-            if link is None:
-                headers |= hub.utils.build_hf_headers()
-            session = hub.utils.get_session()
-            answer = session.get(link or self._resolve(key), headers=headers, timeout=_TIMEOUT_S)
-            if link is not None and answer.status_code in _EXPIRED:
-                self._links.pop(key, None)
-                raise Unanswered(f"a link has expired, {answer.status_code}")
-            hub.utils.hf_raise_for_status(answer)
-        if answer.history:
-            self._links[key] = str(answer.url)
-        self._require_range(answer, file, start, stop)
-        return memoryview(answer.content)
+            for _ in range(MOST_REDIRECTS + 1):
+                with self._stream(url, asked, start, stop) as answer:
+                    if answer.status_code not in REDIRECTS:
+                        if link is not None and answer.status_code in _EXPIRED:
+                            self._links.pop(key, None)
+                            raise Unanswered(f"a link has expired, {answer.status_code}")
+                        self._require_range(answer, file, start, stop)
+                        if url != asked:
+                            self._links[key] = url
+                        return bounded(answer.iter_raw(), stop - start)
+                    url = redirected(url, answer.headers.get("Location"), _HOSTS)
+        raise StoreError(f"{self.url(file.name)} redirects more than {MOST_REDIRECTS} times")
+
+    def _stream(self, url: str, asked: str, start: int, stop: int) -> AbstractContextManager[Any]:
+        """The answer for a range, of which nothing but the head has come. Only the hub itself is
+        told the token.
+        """
+        hub = require_extra("huggingface_hub", "hub", self.url())
+        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        if urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(asked)[:2]:
+            headers |= hub.utils.build_hf_headers()
+        return hub.utils.get_session().stream(
+            "GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=False
+        )
 
     def _resolve(self, key: str) -> str:
         """The hub's address of a file."""
@@ -121,6 +136,8 @@ class Hub(ReadOnlyFiles):
         return hub.hf_hub_url(self._repo, key, revision=self._commit, endpoint=endpoint)
 
     def _require_range(self, answer: Any, file: FileInfo, start: int, stop: int) -> None:
+        if answer.status_code >= 400:
+            self._raise_refusal(answer)
         if answer.status_code == 200 and (start, stop) == (0, file.size):
             return
         if answer.status_code != 206:
@@ -128,6 +145,18 @@ class Hub(ReadOnlyFiles):
         said = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if said is None or tuple(map(int, said.groups())) != (start, stop - 1, file.size):
             raise Unanswered(f"{answer.headers.get('Content-Range')} came, of {start} to {stop}")
+
+    def _raise_refusal(self, answer: Any) -> NoReturn:
+        """Raise what the library has for an answer that is an error, of which it gets the first
+        bytes.
+        """
+        hub = require_extra("huggingface_hub", "hub", self.url())
+        about = {name: text for name, text in answer.headers.items() if name.startswith("x-")}
+        text = next(answer.iter_raw(ERROR_BYTES), b"")
+        hub.utils.hf_raise_for_status(
+            type(answer)(answer.status_code, headers=about, content=text, request=answer.request)
+        )
+        raise StoreError(f"{self.url()}: the hub answered with status {answer.status_code}")
 
     def spec(self, name: str = "") -> NoReturn:
         raise UnsupportedPath(
@@ -153,7 +182,7 @@ class _Asking:
             return
         text = " ".join(str(error).split())[:_MESSAGE_CHARS]
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is None or status in _PASSING:
+        if status is None or status in PASSING:
             raise Unanswered(text or type(error).__name__) from error
         raise StoreError(f"{self._url}: the hub refused: {text}") from error
 

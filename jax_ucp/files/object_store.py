@@ -1,4 +1,4 @@
-"""Buckets of S3, Google Cloud Storage and Azure, and files of web servers, through `obstore`."""
+"""Buckets of S3, Google Cloud Storage and Azure, through `obstore`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from jax_ucp.arguments import require_extra
 from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.protocol import FileInfo, read_bytes
-from jax_ucp.files.remote import RemoteFiles, Unanswered
+from jax_ucp.files.remote import Refused, RemoteFiles, Unanswered, bounded
 
 # A file of more than so many bytes is uploaded in parts, some of them at once. S3 and Google Cloud
 # Storage take 10,000 parts, none but the last below 5 MiB. An upload in parts waits for two
@@ -37,10 +37,6 @@ _MESSAGE_CHARS = 300
 
 Chunk = bytes | bytearray
 R = TypeVar("R")
-
-
-class Refused(StoreError):
-    """The store answered that whoever asks may not."""
 
 
 class Bucket(RemoteFiles):
@@ -111,7 +107,8 @@ class Bucket(RemoteFiles):
                 )
             if answer.range != (start, stop):
                 raise Unanswered(f"bytes {answer.range} came, of {start} to {stop}")
-            return memoryview(answer.bytes())
+            # what is longer than that comes in two chunks, of which none is longer by much
+            return bounded(answer.stream(min_chunk_size=stop - start), stop - start)
 
     def write(
         self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
@@ -381,8 +378,6 @@ _STORES: Mapping[str, tuple[str, Callable[[str], tuple[str, Mapping[str, Any]]]]
     "gs": ("GCSStore", _gcs_settings),
     "az": ("AzureStore", _azure_settings),
     "abfs": ("AzureStore", _abfs_settings),
-    "http": ("HTTPStore", lambda host: (f"http://{host}", {})),
-    "https": ("HTTPStore", lambda host: (f"https://{host}", {})),
 }
 
 
@@ -405,8 +400,6 @@ def _gcs_kvstore(bucket: str) -> dict[str, Any]:
 _KVSTORES: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "s3": _s3_kvstore,
     "gs": _gcs_kvstore,
-    "http": lambda host: {"driver": "http", "base_url": f"http://{host}"},
-    "https": lambda host: {"driver": "http", "base_url": f"https://{host}"},
 }
 
 
@@ -456,11 +449,11 @@ def _folders(name: str) -> Iterator[str]:
 
 
 def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
-    return FileInfo(name, meta["size"], version_of(meta))
+    return FileInfo(name, meta["size"], _version(meta))
 
 
-def version_of(meta: Mapping[str, Any]) -> str:
-    """The object's etag; where a web server has none, when it was changed."""
+def _version(meta: Mapping[str, Any]) -> str:
+    """The object's etag; where a store has none, when it was changed."""
     return _etag(meta) or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
 
 

@@ -30,8 +30,30 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 R = TypeVar("R")
 
 
+# Statuses of HTTP after which the next request may be answered.
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
 class Unanswered(Exception):
     """A request failed in a way that the next one may not: it is worth asking again."""
+
+
+class Refused(StoreError):
+    """The store answered that whoever asks may not."""
+
+
+def bounded(chunks: Iterable[bytes], most: int) -> memoryview:
+    """The bytes of an answer. Raises Unanswered as soon as they are more than `most`, whatever the
+    server says or sends.
+    """
+    parts: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        if size > most:
+            raise Unanswered(f"more than the {most} bytes came that were asked for")
+        parts.append(chunk)
+    return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 @dataclass

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
+import re
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
 
+from jax_ucp.errors import CorruptData, StoreError
+from jax_ucp.files.http import Answer, Client
 from jax_ucp.files.in_flight import request_all
-from jax_ucp.files.object_store import Bucket, Refused, obstore, version_of
-from jax_ucp.files.protocol import FileInfo, Files
-from jax_ucp.files.remote import ReadOnlyFiles
+from jax_ucp.files.protocol import FileInfo
+from jax_ucp.files.remote import PASSING, ReadOnlyFiles, Refused, Unanswered
+
+# The page of a folder with 100,000 files has some 10 MB.
+_PAGE_BYTES = 16 << 20
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
-class Web(ReadOnlyFiles, Bucket):
+class Web(ReadOnlyFiles):
     """What a web server has below `prefix`. It is read only."""
 
+    def __init__(self, scheme: str, host: str, prefix: str = ""):
+        self._scheme, self._host, self._prefix = scheme, host, prefix
+
     def url(self, name: str = "") -> str:
-        return urllib.parse.quote(super().url(name), safe=":/@[]")
+        return urllib.parse.quote(self._address(name), safe=":/@[]")
+
+    def _address(self, name: str) -> str:
+        return f"{self._scheme}://{self._host}/{self._key(name)}".removesuffix("/")
 
     def join(self, folder: str) -> Web:
-        return Web(self._scheme, self._bucket, self.key(folder), self._store)
+        return Web(self._scheme, self._host, self.key(folder))
 
     def stat(self, name: str) -> FileInfo | None:
         try:
-            answer = self._page(name, head=True)
+            answer = self._ask("HEAD", name)
         except FileNotFoundError:
             return None
         if _is_list(answer):
             return FileInfo(name, 0, "", "folder")
-        return FileInfo(name, answer.meta["size"], version_of(answer.meta))
+        size = answer.headers.get("Content-Length", "")
+        if not size.isdecimal():
+            raise StoreError(f"{self.url(name)}: the server does not say how many bytes it has")
+        return FileInfo(name, int(size), _version(answer))
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
         """Nothing where the server shows no page of the folder."""
@@ -39,26 +57,65 @@ class Web(ReadOnlyFiles, Bucket):
             return []
         if info is None or info.kind != "folder":
             return []
-        links = _Links(f"{super().url(folder)}/")
-        links.feed(bytes(self._page(folder, head=False).bytes()).decode(errors="replace"))
+        links = _Links(f"{self._address(folder)}/")
+        links.feed(bytes(self._ask("GET", folder).body).decode(errors="replace"))
         names = sorted("/".join(filter(None, (folder, name))) for name in links.names)
         return [info for info in request_all(self.stat, names) if info is not None]
 
-    def walk(self, folder: str = "") -> Iterator[FileInfo]:
-        return Files.walk(self, folder)
+    def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
+        name = file.name
+        answer = self._asked("GET", name, {"Range": f"bytes={start}-{stop - 1}"}, stop - start)
+        if answer.status != 206:
+            raise StoreError(f"{self.url(name)}: the server does not answer with ranges")
+        found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if found is None or tuple(map(int, found.groups()[:2])) != (start, stop - 1):
+            raise Unanswered(f"{answer.headers.get('Content-Range')} came, of {start} to {stop}")
+        if FileInfo(name, int(found[3]), _version(answer)) != file:
+            raise CorruptData(f"{self.url(name)} has changed since it was opened; open it again")
+        return answer.body
 
-    def find(self, name: str) -> FileInfo | None:
-        return Files.find(self, name)
+    def spec(self, name: str = "") -> dict[str, Any]:
+        path = f"{key}/" if (key := self.key(name)) else ""
+        return {"driver": "http", "base_url": f"{self._scheme}://{self._host}", "path": path}
 
-    def _page(self, name: str, head: bool) -> Any:
-        key = self.key(name)
-        return self._ask(name, lambda: obstore().get(self._store, key, options={"head": head}))
+    def _ask(self, method: str, name: str) -> Answer:
+        return self.persist(name, lambda: self._asked(method, name, {}, _PAGE_BYTES))
+
+    def _asked(self, method: str, name: str, headers: dict[str, str], most: int) -> Answer:
+        """What the server answers, if that is no error."""
+        self.key(name)
+        url = self.url(name)
+        headers = {"Accept-Encoding": "identity", **headers}
+        answer = _client(os.getpid()).ask(method, url, headers, most)
+        status = answer.status
+        if status in (404, 410):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+        if status in (401, 403):
+            raise Refused(f"{url}: the server refused, with status {status}")
+        if status in PASSING:
+            raise Unanswered(f"status {status}")
+        if status >= 300:
+            raise StoreError(f"{url}: the server answered with status {status}")
+        return answer
 
 
-def _is_list(answer: Any) -> bool:
+@functools.lru_cache(maxsize=1)
+def _client(process: int) -> Client:
+    """The connections of a process: another one that was forked has its own."""
+    return Client()
+
+
+def _version(answer: Answer) -> str:
+    """The etag; where a server has none, when the file was changed."""
+    if etag := answer.headers.get("ETag"):
+        return etag.strip('"')
+    return f"changed {answer.headers.get('Last-Modified')}"
+
+
+def _is_list(answer: Answer) -> bool:
     """Whether the server made this page of a folder: it is none of its files, which have a time."""
-    is_html = str(answer.attributes.get("Content-Type", "")).startswith("text/html")
-    return is_html and not answer.meta["e_tag"] and answer.meta["last_modified"].timestamp() == 0
+    is_html = answer.headers.get("Content-Type", "").startswith("text/html")
+    return is_html and "ETag" not in answer.headers and "Last-Modified" not in answer.headers
 
 
 class _Links(HTMLParser):
