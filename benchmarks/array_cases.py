@@ -10,10 +10,11 @@ import numpy as np
 
 import jax_ucp
 from benchmarks.count_worker import small_tree
-from jax_ucp.formats.torch_save.pickle_writer import Global, Instance
+from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, dumps, torch_dtype
 from jax_ucp.formats.torch_save.zip_writer import TorchZip
 
 HIDDEN, RANKS = 4, 2
+DCP, DATA = "torch.distributed.checkpoint", "__0_0.distcp"
 # A layer's parameters: as many in every case, so that sizes can be compared.
 LAYER = 10
 
@@ -106,6 +107,86 @@ def megatron(folder: Path, parameters: int) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("1")
 
 
+def megatron_experts(folder: Path, parameters: int) -> None:
+    """A torch_dist Megatron checkpoint of at least so many parameters, nearly all of them experts
+    of one layer, each in a chunk of its own, in fp32 with Adam's moments.
+    """
+    experts = -(-parameters // 2)
+    kinds = {"linear_fc1": (4 * HIDDEN, HIDDEN), "linear_fc2": (HIDDEN, 4 * HIDDEN)}
+    iteration = folder / "iter_0000001"
+    iteration.mkdir(parents=True)
+    stored = _Dcp(iteration)
+    for state in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
+        stored.tensor(f"{state}decoder.final_layernorm.weight", (HIDDEN,), 1)
+        for kind, shape in kinds.items():
+            key = f"{state}decoder.layers.mlp.experts.experts.{kind}.weight"
+            stored.tensor(key, (1, experts, *shape), experts)
+    stored.finish()
+    arguments = _arguments(1) | {"num_experts": experts, "moe_ffn_hidden_size": 4 * HIDDEN}
+    groups = [{"wd_mult": 1.0, "step": 1, "params": []}]
+    common = {
+        "args": Instance(Global("argparse", "Namespace"), arguments),
+        "iteration": 1,
+        "optimizer": {"state": {}, "param_groups": groups},
+    }
+    _save(common, iteration / "common.pt")
+    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+
+
+class _Dcp:
+    """Writes the tensors of a DCP checkpoint, each in equal chunks along its second axis."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.data = bytearray()
+        self.entries: dict[str, Any] = {}
+        self.storage: dict[Any, Any] = {}
+
+    def tensor(self, name: str, shape: tuple[int, ...], count: int) -> None:
+        sizes = (1, 1, *shape[2:]) if count > 1 else shape
+        item = _zipped(np.zeros(sizes, np.float32))
+        chunks = []
+        for i in range(count):
+            offsets = _size((0, i, 0, 0) if count > 1 else (0,) * len(shape))
+            index = _of_dcp("metadata.MetadataIndex", fqn=name, offset=offsets, index=None)
+            place = {"relative_path": DATA, "offset": len(self.data), "length": len(item)}
+            self.storage[index] = _of_dcp("filesystem._StorageInfo", **place)
+            chunks.append(
+                _of_dcp("metadata.ChunkStorageMetadata", offsets=offsets, sizes=_size(sizes))
+            )
+            self.data += item
+        properties = Instance(
+            Global(f"{DCP}.metadata", "TensorProperties"),
+            (torch_dtype(np.dtype(np.float32)), None, False, None, False),
+        )
+        self.entries[name] = _of_dcp(
+            "metadata.TensorStorageMetadata",
+            properties=properties,
+            size=_size(shape),
+            chunks=chunks,
+        )
+
+    def finish(self) -> None:
+        metadata = _of_dcp(
+            "metadata.Metadata",
+            state_dict_metadata=self.entries,
+            planner_data={name: (name,) for name in self.entries},
+            storage_data=self.storage,
+        )
+        (self.folder / DATA).write_bytes(self.data)
+        (self.folder / ".metadata").write_bytes(dumps(metadata))
+
+
+def _of_dcp(kind: str, **fields: Any) -> Instance:
+    module, _, name = kind.rpartition(".")
+    return Instance(Global(f"{DCP}.{module}", name), fields)
+
+
+def _size(shape: tuple[int, ...]) -> Call:
+    return Call(Global("torch", "Size"), (shape,))
+
+
 def _layer(layer: int) -> Iterator[tuple[str, np.ndarray]]:
     h = HIDDEN
     for name, shape in [
@@ -152,9 +233,13 @@ def _arguments(layers: int) -> dict[str, Any]:
 
 def _save(tree: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_zipped(tree))
+
+
+def _zipped(tree: Any) -> bytes:
     written = TorchZip(tree)
     data, tail = bytearray(written.size), written.section().tail
     assert tail is not None, "of a tree in memory nothing but a tail is written"
     for start, part in tail([]):
         data[start : start + len(part)] = part
-    path.write_bytes(data)
+    return bytes(data)

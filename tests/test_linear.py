@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,8 @@ from jax_ucp.tree import Key, leaf_names, tree_fault
 SIZES = (48, 96, 192)
 LINEAR = 2.05  # a square step in a hundred linear ones makes it more
 WRITERS = [array_cases.converted, array_cases.deepspeed, array_cases.megatron]
+WRITERS += [array_cases.megatron_experts]
+MANY = (7_500, 30_000)  # of 60 layers with 256 experts the parameters
 
 
 def operations(run: Callable[[], Any]) -> int:
@@ -66,6 +69,16 @@ def folders(request, tmp_path_factory) -> list[Path]:
 
 def test_opening_is_linear_in_the_arrays(folders):
     assert growth([operations(partial(ucp.open, at)) for at in folders]) < LINEAR
+
+
+def test_thirty_thousand_experts_open_as_fast_each_as_a_quarter_of_them(tmp_path):
+    seconds = []
+    for size in MANY:
+        array_cases.megatron_experts(tmp_path / str(size), size)
+        start = time.process_time()
+        assert len(ucp.open(tmp_path / str(size)).params) > size
+        seconds.append(time.process_time() - start)
+    assert seconds[1] / seconds[0] < 2 * MANY[1] / MANY[0]
 
 
 def test_inspecting_is_linear_in_the_arrays(folders):

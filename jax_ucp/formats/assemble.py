@@ -8,7 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -642,7 +642,8 @@ def _union(sets: Sequence[frozenset[str]]) -> frozenset[str]:
 def _whole(source: ArraySource, keys: Iterable[str]) -> dict[str, Consolidated]:
     """Arrays of a source as they are."""
     infos = source.arrays()
-    return {key: Consolidated(Unique().join([infos[key].shape]), [key]) for key in keys}
+    layout = cache(lambda shape: Unique().join([shape]))
+    return {key: Consolidated(layout(infos[key].shape), [key]) for key in keys}
 
 
 def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:

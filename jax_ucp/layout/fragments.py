@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -134,7 +134,7 @@ class ParamLayout:
     @cached_property
     def _faults(self) -> Sequence[str]:
         """What `check` finds. Many arrays may have one layout."""
-        if self._is_one_shard or self._is_in_order:
+        if self._is_one_shard or self._is_grid or self._is_in_order:
             return ()
         if strays := list(self._stray_fragments()):
             return strays
@@ -154,6 +154,31 @@ class ParamLayout:
         whole = Box.whole(self.shape)
         (only,) = self.fragments
         return only.shard == 0 and only.source == only.target == whole
+
+    @property
+    def _is_grid(self) -> bool:
+        """Whether the fragments are whole shards, each once, and all the blocks of a grid: distinct
+        ones, as many as the ranges of the axes have combinations.
+        """
+        if self.averaged or not all(map(self._is_whole_shard, self.fragments)):
+            return False
+        blocks = {(f.target.start, f.target.stop) for f in self.fragments}
+        once = len({f.shard for f in self.fragments}) == len(blocks) == len(self.fragments)
+        axes = [
+            {(start[axis], stop[axis]) for start, stop in blocks} for axis in range(len(self.shape))
+        ]
+        is_full = len(blocks) == math.prod(map(len, axes))
+        return once and is_full and all(map(_tile, axes, self.shape))
+
+    def _is_whole_shard(self, fragment: Fragment) -> bool:
+        if not 0 <= fragment.shard < len(self.shards):
+            return False
+        source, target, shard = fragment.source, fragment.target, self.shards[fragment.shard]
+        return (
+            len(shard) == len(self.shape)
+            and source.start == (0,) * len(shard)
+            and (source.stop == target.shape == shard)
+        )
 
     @property
     def _is_in_order(self) -> bool:
@@ -235,6 +260,16 @@ def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int,
     """The positions of each two boxes that have an element in common."""
     for i, box in enumerate(boxes):
         yield from ((i, j) for j in index.meeting(box) if i < j)
+
+
+def _tile(ranges: Collection[tuple[int, int]], length: int) -> bool:
+    """Whether ranges, none of them empty, lie one after another from 0 to the length."""
+    at = 0
+    for start, stop in sorted(ranges):
+        if start != at or stop <= start:
+            return False
+        at = stop
+    return at == length
 
 
 def _is_run(fragment: Fragment, shard: Shape, shape: Shape) -> bool:

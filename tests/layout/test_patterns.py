@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 from typing import get_args
 
@@ -196,6 +197,29 @@ def test_check_accepts_exactly_what_counting_every_element_accepts(case, data):
     else:
         with pytest.raises(LayoutError, match=r"hole|overlap|double claim"):
             changed.check()
+
+
+@given(st.data(), st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), max_size=3))
+def test_blocks_of_a_grid_are_an_array_in_any_order_if_each_is_there_once(data, cuts):
+    """`cuts` are the lengths of the blocks along each axis; one block may be lost, be there twice,
+    or lie elsewhere.
+    """
+    shape = tuple(map(sum, cuts))
+    edges = [list(itertools.pairwise(itertools.accumulate(axis, initial=0))) for axis in cuts]
+    boxes = data.draw(st.permutations([Box.spanning(at) for at in itertools.product(*edges)]))
+    change = data.draw(st.sampled_from(["none", "lost", "twice", "moved"]))
+    if change != "none":
+        last = boxes.pop()
+        by = data.draw(st.tuples(*(st.integers(-1, 1) for _ in shape)))
+        boxes += {"lost": [], "twice": [last, last], "moved": [last.shift(by)]}[change]
+    fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(boxes)]
+    layout = ParamLayout(shape, tuple(box.shape for box in boxes), tuple(fragments))
+    inside = all(fragment.target.within(Box.whole(shape)) for fragment in fragments)
+    if change == "twice" or (inside and covered_once(layout)):
+        layout.check()  # a second one is a replica
+    else:
+        with pytest.raises(LayoutError):
+            layout.check()
 
 
 def test_check_names_every_fault_at_once():

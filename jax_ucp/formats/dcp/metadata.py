@@ -13,6 +13,7 @@ Facts: `torch/distributed/checkpoint/metadata.py`, `filesystem.py` and `default_
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -92,7 +93,7 @@ class Chunk:
 
     @property
     def box(self) -> Box:
-        return Box.whole(self.sizes).shift(self.offsets)
+        return Box(self.offsets, tuple(map(operator.add, self.offsets, self.sizes)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ class TensorEntry:
         elements.
         """
         fragments = [
-            Fragment(i, Box.whole(c.sizes), c.box) for i, c in enumerate(self.chunks) if c.box.size
+            Fragment(i, Box.whole(c.sizes), c.box)
+            for i, c in enumerate(self.chunks)
+            if 0 not in c.sizes
         ]
         return ParamLayout(
             self.shape, tuple(chunk.sizes for chunk in self.chunks), tuple(fragments)

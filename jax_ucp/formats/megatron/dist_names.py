@@ -134,16 +134,16 @@ def unstacked(
     """
     depth = len(stacks_of(key))
     params: dict[str, tuple[tuple[int, ...], list[Run]]] = {}
+    by_place: dict[tuple[int, ...], list[Run]] = {}
     for place in itertools.product(*map(range, shape[:depth])):
-        params[name_of(key, place)] = tuple(shape[depth:]), []
+        by_place[place] = []
+        params[name_of(key, place)] = tuple(shape[depth:]), by_place[place]
     for run in runs:
         inner = Box(run.target.start[depth:], run.target.stop[depth:])
         leading = Box(run.target.start[:depth], run.target.stop[:depth])
         for i, place in enumerate(itertools.product(*map(range, leading.start, leading.stop))):
             if inner.size:
-                params[name_of(key, place)][1].append(
-                    Run(run.key, run.start + i * inner.size, inner)
-                )
+                by_place[place].append(Run(run.key, run.start + i * inner.size, inner))
     return params
 
 

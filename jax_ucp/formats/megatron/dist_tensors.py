@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron.dist_files import DistFiles
@@ -123,6 +124,7 @@ def _consolidated(
     """Parameters as chunks that are stored, or cut out of such; and these cuts."""
     states: dict[str, dict[str, Consolidated]] = {}
     cuts: dict[str, Cut] = {}
+    layout = cache(_layout)  # experts by the thousand have few, each of which is proved once
     for state, blocks in by_state.items():
         for name, shape, runs in _whole(blocks):
             keys = [_key(run, stored[run.key].shape) for run in runs]
@@ -131,7 +133,9 @@ def _consolidated(
                 for key, run in zip(keys, runs, strict=True)
                 if key != run.key
             }
-            states.setdefault(name, {})[state] = Consolidated(_layout(shape, runs), keys)
+            states.setdefault(name, {})[state] = Consolidated(
+                layout(tuple(shape), tuple(run.target for run in runs)), keys
+            )
     return states, cuts
 
 
@@ -151,7 +155,6 @@ def _key(run: Run, stored: Shape) -> str:
     return f"{run.key}[{run.start}:{run.start + run.target.size}]"
 
 
-def _layout(shape: Shape, runs: Sequence[Run]) -> ParamLayout:
-    boxes = [run.target for run in runs]
+def _layout(shape: Shape, boxes: Sequence[Box]) -> ParamLayout:
     fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(boxes)]
-    return ParamLayout(tuple(shape), tuple(box.shape for box in boxes), tuple(fragments))
+    return ParamLayout(shape, tuple(box.shape for box in boxes), tuple(fragments))
