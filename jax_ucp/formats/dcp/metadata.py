@@ -16,8 +16,8 @@ import math
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ METADATA_FILE = ".metadata"
 # Of what was put through zstd, a byte may hold so many: a block has 4 at least, and inflates to 128
 # KiB at most.
 MAX_RATIO = 1 << 15
+MIN_CODE_BITS = 4  # of an element, where torchao's optimizers store codes
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _RANK_DATA = re.compile(r"__(\d+)_\d+\.distcp$")
 _MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
@@ -124,7 +125,8 @@ class DcpMetadata:
 
     `tensors` and `objects` go by flattened name (fqn). `paths[fqn]` is the path in the nested state
     dict that was saved, where the planner recorded it; names contain dots, so only the path tells
-    where a key ends. `files` are those of the metadata itself.
+    where a key ends. `files` are those of the metadata itself. `short` are chunks whose items have
+    fewer bytes than their elements: codes, or damaged.
     """
 
     folder: FilePath
@@ -132,6 +134,7 @@ class DcpMetadata:
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, tuple[Span, ...]]
     paths: Mapping[str, tuple[str | int, ...]]
+    short: Sequence[tuple[str, Chunk]] = ()
 
     def spans(self) -> Iterable[tuple[str, Span]]:
         """Every item that is stored, with the name of what it holds."""
@@ -174,8 +177,9 @@ def read_metadata(
         metadata = tables.metadata(tuple(path.name for path in files))
     except FormatError as error:
         raise type(error)(f"{files[0] if len(files) == 1 else folder}: {error}") from error
-    _check_spans(metadata, leave(metadata) if leave else ())
-    return metadata
+    left = leave(metadata) if leave else ()
+    _check_spans(metadata, left)
+    return replace(metadata, short=[*_short(metadata, left)])
 
 
 def _require_ranks(folder: FilePath, names: Sequence[str]) -> None:
@@ -435,10 +439,16 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
             raise FormatError(f"{path}, in which {first} should lie, is not a file")
         note(folder, file)
         _check_apart(path, file.size, spans)
+
+
+def _short(metadata: DcpMetadata, left: Collection[str]) -> Iterator[tuple[str, Chunk]]:
+    """The chunks whose elements their bytes cannot hold. Raises CorruptData where codes of them
+    cannot be there either: nothing is allocated for such a one.
+    """
     for fqn, tensor in metadata.tensors.items():
-        if fqn not in left:
-            for chunk in tensor.chunks:
-                _check_size(metadata.folder, fqn, tensor.dtype, chunk)
+        for chunk in tensor.chunks if fqn not in left else ():
+            if _check_size(metadata.folder, fqn, tensor.dtype, chunk):
+                yield fqn, chunk
 
 
 def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -> None:
@@ -454,19 +464,41 @@ def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -
                 " truncated, or belongs to another save"
             )
         if span.offset < free:
+            if why := of_another_serialisation(path):
+                raise FormatError(why)
             raise FormatError(
                 f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}"
             )
         free, before = end, fqn
 
 
-def _check_size(folder: FilePath, fqn: str, dtype: np.dtype, chunk: Chunk) -> None:
-    """Raise CorruptData where the bytes of a chunk cannot hold its elements: nothing is
-    allocated for such a one.
+def of_another_serialisation(path: FilePath) -> str:
+    """Why a file of items cannot be read, if it is not of torch.save's but of safetensors."""
+    head = path.read_bytes(0, 10)
+    if head[8:] != b'{"' or int.from_bytes(head[:8], "little") > path.size():
+        return ""
+    return (
+        f"{path} has its items in safetensors (FileSystemWriter with"
+        " serialization_format=SerializationFormat.SAFETENSORS), which is not read. Save without"
+        " serialization_format, or with HuggingFaceStorageWriter"
+    )
+
+
+def _check_size(folder: FilePath, fqn: str, dtype: np.dtype, chunk: Chunk) -> bool:
+    """Whether the bytes of a chunk are too few for its elements, and may be codes of them. Raises
+    CorruptData where they are too few for that too.
     """
+    elements, room = math.prod(chunk.sizes), chunk.span.length
+    room *= MAX_RATIO if chunk.span.transforms else 1
+    if elements * MIN_CODE_BITS > 8 * room:
+        raise too_short(folder, fqn, dtype, chunk)
+    return elements * dtype.itemsize > room
+
+
+def too_short(folder: FilePath, fqn: str, dtype: np.dtype, chunk: Chunk) -> CorruptData:
+    """The error for a chunk whose bytes cannot hold its elements."""
     nbytes = math.prod(chunk.sizes) * dtype.itemsize
-    if nbytes > chunk.span.length * (MAX_RATIO if chunk.span.transforms else 1):
-        raise CorruptData(
-            f"{folder / METADATA_FILE}: {fqn} has a chunk of {dtype} {list(chunk.sizes)}, {nbytes}"
-            f" bytes, but the item of it in {chunk.span.file} has {chunk.span.length}"
-        )
+    return CorruptData(
+        f"{folder / METADATA_FILE}: {fqn} has a chunk of {dtype} {list(chunk.sizes)}, {nbytes}"
+        f" bytes, but the item of it in {chunk.span.file} has {chunk.span.length}"
+    )

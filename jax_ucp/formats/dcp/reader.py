@@ -45,6 +45,10 @@ from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import About, Contents
 
+_CODED = (
+    "{} tensors, such as {}, are states of torchao's low-bit optimizers: they are read as the"
+    " numbers that their codes stand for, in the dtype that each has in .metadata"
+)
 LIGHTNING = "meta.pt"  # what Lightning's trainer saves besides, in the same folder
 
 
@@ -186,6 +190,8 @@ def _tensors(
         for fqn, tensor in save.metadata.tensors.items():
             _tensor(imported, save, fqn, tensor, (*places.at[fqn], fqn in left))
     imported.notes += places.notes
+    if coded := [fqn for save in saves for fqn, _ in save.metadata.short]:
+        imported.notes.append(_CODED.format(len({*coded}), min(coded)))
     # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
     if not any(save.metadata.paths for save in saves):
         imported.notes.append(

@@ -20,7 +20,15 @@ from jax_ucp.files.crc import Part, Tally
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
-from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
+from jax_ucp.formats.dcp.metadata import (
+    Chunk,
+    DcpMetadata,
+    Span,
+    TensorEntry,
+    of_another_serialisation,
+    too_short,
+)
+from jax_ucp.formats.torch_save.coded_states import CodedState
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
 from jax_ucp.formats.zstd import inflate
@@ -58,23 +66,33 @@ class DcpSource(ArraySource):
             for fqn, tensor in metadata.tensors.items()
             for chunk in tensor.chunks
         }
+        # Too short for their tensors: they must be codes of torchao's optimizers.
+        self.coded = {chunk_key(fqn, chunk) for fqn, chunk in metadata.short}
         self._files: OrderedDict[Span, TorchFile] = OrderedDict()
         self._opened_files: dict[str, FileInfo] = {}
         self._alike: dict[Hashable, StoredTensor] = {}
         self._watching: dict[str, list[_Summing]] = {}
         self._inflated = 0
         self._lock = Lock()
+        self._require_coded(metadata.short)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return {
             key: ArrayInfo(
-                chunk.sizes, tensor.dtype, chunk.sizes if chunk.span.transforms else None
+                chunk.sizes,
+                tensor.dtype,
+                chunk.sizes if chunk.span.transforms or key in self.coded else None,
             )
             for key, (tensor, chunk) in self._chunks.items()
         }
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         file, stored = self._checked(key)
+        if isinstance(stored, CodedState):
+            values = _values(file, stored)
+            for box, out in zip(boxes, outs, strict=True):
+                out[...] = values[box.index]
+            return
         with self._lock:
             sums = [summing.tally(file, stored) for summing in self._watching.get(key, ())]
         file.read_summed(stored.key, boxes, outs, [tally for tally in sums if tally])
@@ -115,17 +133,30 @@ class DcpSource(ArraySource):
             return None
         try:
             file, stored = self._checked(key)
+            if isinstance(stored, CodedState):
+                faults = (file.fault(part.storage) for part in stored.parts.values())
+                return next(filter(None, faults), None)
             return file.fault(stored.storage, tally)
         except FormatError as error:
             return str(error)
 
-    def _checked(self, key: str) -> tuple[TorchFile, StoredTensor]:
+    def _require_coded(self, short: Sequence[tuple[str, Chunk]]) -> None:
+        """Raise CorruptData where an item is shorter than its tensor, and not codes of it."""
+        for fqn, chunk in short:
+            try:
+                is_coded = isinstance(self._checked(chunk_key(fqn, chunk))[1], CodedState)
+            except CorruptData:
+                is_coded = False
+            if not is_coded:
+                raise too_short(self.folder, fqn, self._tensors[fqn].dtype, chunk)
+
+    def _checked(self, key: str) -> tuple[TorchFile, StoredTensor | CodedState]:
         tensor, chunk = self._chunks[key]
         file = self._open(
             chunk.span, Box.whole(chunk.sizes).size * tensor.dtype.itemsize + _OVERHEAD, key
         )
         stored = file.tree
-        if not isinstance(stored, StoredTensor):
+        if not isinstance(stored, StoredTensor | CodedState):
             raise FormatError(f"{self.folder}/{key} should be a tensor, but is {what_is(stored)}")
         if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype):
             raise CorruptData(
@@ -157,6 +188,8 @@ class DcpSource(ArraySource):
         try:
             file = self._opened(span, max_bytes)
         except FormatError as error:
+            if why := of_another_serialisation(self._paths[span.file]):
+                raise FormatError(why) from error
             raise type(error)(
                 f"{error} (while reading {key}; the file may be of another rank or save)"
             ) from error
@@ -186,13 +219,21 @@ class DcpSource(ArraySource):
                 length=span.length,
                 file=self._opened_files[span.file],
                 alike=self._alike,
+                may_be_coded=True,
             )
         if span.transforms != (ZSTD,):
             raise FormatError(
                 f"{path}: an item was written through {list(span.transforms)}; only {ZSTD!r} is"
                 " read"
             )
-        return TorchFile(path, data=_inflated(path, span, max_bytes), alike=self._alike)
+        data = _inflated(path, span, max_bytes)
+        return TorchFile(path, data=data, alike=self._alike, may_be_coded=True)
+
+
+def _values(file: TorchFile, state: CodedState) -> np.ndarray:
+    """What the codes of an item stand for, all of them."""
+    parts = {name: file.read(part.key, Box.whole(part.shape)) for name, part in state.parts.items()}
+    return state.values(parts)
 
 
 @dataclass

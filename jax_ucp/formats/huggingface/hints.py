@@ -13,6 +13,7 @@ from jax_ucp.formats.huggingface.weight_names import holds_weights
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.orbax.steps import STEP_FILE, is_step, items_of_step, not_a_step
 from jax_ucp.formats.torch_save.file import is_torch_file
+from jax_ucp.formats.torch_save.reader import refuse_distributed
 
 _SHOWN = 6
 _FOREIGN = {
@@ -78,6 +79,7 @@ def _apart(
 
 def _is_whole(path: FilePath) -> bool:
     refuse_part(path)
+    refuse_distributed(path)
     return True
 
 

@@ -29,6 +29,7 @@ from jax_ucp.files.strided import read_strided
 from jax_ucp.formats.huggingface.stand_ins import stand_in, why_missing
 from jax_ucp.formats.torch_save import legacy as torch_legacy
 from jax_ucp.formats.torch_save import unpickle as safe_pickle
+from jax_ucp.formats.torch_save.coded_states import CodedState
 from jax_ucp.formats.torch_save.tensor_names import (
     NAMES,
     Storage,
@@ -85,7 +86,8 @@ class TorchFile(ArraySource):
     they were made from, for the many files of one tensor that have the same pickle. `equal` keeps
     whole objects so, for ranks that wrote the same but for the bytes of tensors: nobody may change
     those. A tensor that cannot be read refuses the file, unless it is `lenient`: then it stays in
-    the tree, and `unreadable` of it says why.
+    the tree, and `unreadable` of it says why. With `may_be_coded` the whole object may be a state
+    of torchao's optimizers, a CodedState.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class TorchFile(ArraySource):
         alike: dict[Hashable, StoredTensor] | None = None,
         equal: dict[Hashable, TreeContents] | None = None,
         lenient: bool = False,
+        may_be_coded: bool = False,
     ):
         self.path = file_path(path)
         self.in_memory = len(data or b"")  # bytes of it that are held in memory
@@ -123,7 +126,8 @@ class TorchFile(ArraySource):
             self.tree = contents.tree
             self._tensors, self._infos = contents.tensors, contents.infos
             self.unknown = frozenset(contents.unknown)
-            if contents.refused and not lenient:
+            is_coded = may_be_coded and isinstance(self.tree, CodedState)
+            if contents.refused and not lenient and not is_coded:
                 raise cannot_be_read(contents.refused)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:

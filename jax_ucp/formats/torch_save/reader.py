@@ -11,9 +11,11 @@ has buffers and tied weights too. Everything that is no tensor is an extra.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
@@ -33,7 +35,9 @@ from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 from jax_ucp.formats.torch_save.opaque import weights_place
 from jax_ucp.formats.torch_save.state_pairing import Stored
 from jax_ucp.formats.torch_save.state_paths import Places
+from jax_ucp.formats.torch_save.tensor_names import DTensor
 from jax_ucp.formats.torch_save.tree import Tree, keep_extras
+from jax_ucp.formats.torch_save.unpickle import walk
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
@@ -42,6 +46,8 @@ from jax_ucp.sources.contents import About, Contents
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
 
 LIGHTNING = "pytorch-lightning_version"  # the version that wrote a checkpoint
+
+_NUMBERED = re.compile(r"\w+_\d+\.pt")
 
 
 def recognise(path: FilePath) -> bool:
@@ -67,6 +73,7 @@ def open_torch(path: FilePath, options: Options) -> Contents:
 
 def _opened(path: FilePath) -> TorchFile:
     refuse_stand_in(path)
+    refuse_distributed(path)
     return TorchFile(path, lenient=True)
 
 
@@ -96,6 +103,18 @@ def read_weights(
     tree.check(imported, weights_place(paths, places.at, places.in_optimizers))
     _place(imported, tree, places, options)
     return imported
+
+
+def refuse_distributed(path: FilePath) -> None:
+    """Raises FormatError for a file that is called after a rank and has parts of DTensors."""
+    if not _NUMBERED.fullmatch(path.name):
+        return
+    if any(isinstance(node, DTensor) for _, node in walk(TorchFile(path, lenient=True).tree)):
+        raise FormatError(
+            f"{path} has what one rank had of DTensors, as torch.distributed.checkpoint."
+            "_experimental (checkpoint_RANK.pt) and torch_checkpointing (NAME_RANK.pt) write them:"
+            " these formats are not read. Save with torch.distributed.checkpoint.save"
+        )
 
 
 def _refuse_rank_file(name: str, file: TorchFile) -> None:

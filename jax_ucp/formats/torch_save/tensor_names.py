@@ -17,6 +17,7 @@ import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.torch_save import dtensor_names, pickle_names
+from jax_ucp.formats.torch_save.coded_states import CODED_TYPES, CodedState, coded_state
 from jax_ucp.formats.torch_save.unpickle import (
     Constructor,
     Name,
@@ -244,6 +245,11 @@ def unreadable(node: object) -> str:
                 " the files of all ranks, if they are called *_world_size_N_rank_R.pt, or save"
                 " tensor.full_tensor() instead"
             )
+        case CodedState():
+            return (
+                f"it is a {node.type}, codes of torchao's optimizer, which are read in folders of"
+                " DCP only; save state.dequantize() instead"
+            )
         # as only functions have that make tensors
         case Opaque() if any(isinstance(arg, Storage) for arg in node.args):
             return (
@@ -307,6 +313,13 @@ def _rebuild_from_type_v2(args: tuple) -> object:
         ) if kind in dtensor_names.DTENSOR_TYPES:
             return _rebuild_dtensor(inner, state)
         case (
+            Constructor(name="torch._utils._rebuild_wrapper_subclass"),
+            Name() as kind,
+            tuple(inner),
+            state,
+        ) if kind in CODED_TYPES or kind == _FLOAT8_WEIGHT:
+            return _rebuild_of_torchao(kind, inner, state)
+        case (
             Constructor() as function,
             Name() as kind,
             tuple(inner),
@@ -323,6 +336,27 @@ def _rebuild_from_type_v2(args: tuple) -> object:
                 f"it is made by {function}, which is not known here; save a plain tensor instead"
             )
     return NotImplemented
+
+
+def _rebuild_of_torchao(kind: Name, inner: tuple, state: object) -> object:
+    """`inner` as of a DTensor. A weight that is cast to float8 when it is gathered is a plain
+    tensor, `_tensor`, in a wrapper (`torchao/float8/fsdp_utils.py`); states are codes.
+    """
+    attributes = _attributes(state)
+    match inner:
+        case (_, dtype, tuple(shape), *_) if attributes is not None and all(map(_is_size, shape)):
+            pass
+        case _:
+            return NotImplemented
+    if kind == _FLOAT8_WEIGHT:
+        weight = attributes.get("_tensor")
+        if isinstance(weight, Refused):
+            return weight
+        fits = isinstance(weight, StoredTensor) and (weight.shape, weight.dtype) == (shape, dtype)
+        return weight if fits else NotImplemented
+    parts = {name: part for name, part in attributes.items() if isinstance(part, StoredTensor)}
+    misfit = f"it is a {kind} whose codes, scales and table do not fit one another and its shape"
+    return coded_state(kind, shape, dtype, parts) or Refused(misfit)
 
 
 def _attributes(state: object) -> dict[str, object] | None:
@@ -425,6 +459,8 @@ _TENSOR_TYPES = frozenset(
     )
 )
 
+_FLOAT8_WEIGHT = Name("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor")
+
 _STORAGE_CLASSES = [
     StorageClass(f"{module}.{kind}Storage", _DTYPES[dtype])
     for module in ("torch", "torch.cuda")
@@ -442,6 +478,8 @@ NAMES: dict[str, object] = {
         *_PLAIN_REBUILD,
         *_REFUSED_REBUILD,
         *_TENSOR_TYPES,
+        *CODED_TYPES,
+        _FLOAT8_WEIGHT,
         *_STORAGE_CLASSES,
         Constructor("torch._utils._rebuild_parameter_with_state", _rebuild_parameter_with_state),
         Constructor("torch._utils._rebuild_device_tensor_from_cpu_tensor", _rebuild_device_tensor),
