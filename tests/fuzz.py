@@ -90,6 +90,7 @@ STOCK_CASES += ("jax/orbax05-paxml", "jax/orbax05-flax_msgpack")
 MSGPACK_FILES = ("orbax0128-flax_msgpack_file/ckpt", "orbax05-flax_chunked/ckpt")
 MSGPACK_FILES += ("orbax05-flax_msgpack/ckpt/checkpoint_9",)
 STATES = ("param", "exp_avg")
+COMMANDS = ("inspect", "plan", "verify", "convert", "diff", "report", "export")
 # The files of a stock checkpoint that are JSON, by how their names end.
 JSON_FILES = ("_METADATA", "_sharding", "_strings.json", "process_0", ".zarray", "zarr.json")
 
@@ -238,7 +239,13 @@ def run_command(path: Path, target: Path, command: str) -> None:
     """A command, which ends with a message for a person: no traceback, and nothing that a
     terminal obeys.
     """
-    more = {"convert": [str(target)], "inspect": ["--all"]}.get(command, [])
+    more = {
+        "convert": [str(target)],
+        "export": [str(target)],
+        "inspect": ["--all"],
+        "diff": [str(path)],
+        "report": ["-o", f"{target}.html"],
+    }.get(command, [])
     result = CliRunner().invoke(jax_ucp_command, [command, str(path), *more])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -440,7 +447,7 @@ class Targets:
     def _done(self, rng: Random, folder: Path) -> Read:
         shutil.rmtree(self.target, ignore_errors=True)
         if rng.random() < 0.15:
-            command = rng.choice(["inspect", "plan", "verify", "convert"])
+            command = rng.choice(COMMANDS)
             return lambda: run_command(folder, self.target, command)
         return lambda: read_ours(folder, self.target)
 
@@ -592,7 +599,12 @@ class Targets:
         else:
             data = rng.choice([b"", b"{}", before + before, b"global_step9", b"\xff\xfe"])
         with replaced(path, data):
-            yield lambda: read_folder(folder)
+            if rng.random() < 0.7:
+                yield lambda: read_folder(folder)
+                return
+            shutil.rmtree(self.target, ignore_errors=True)
+            command = rng.choice(COMMANDS)
+            yield lambda: run_command(folder, self.target, command)
 
 
 def _entries(folder: Path) -> dict[str, bytes]:
@@ -648,7 +660,7 @@ def run(numbers: range, work: Path, family: str | None = None) -> int:
     for folder in (*targets.ours, *targets.stock):
         shutil.rmtree(targets.target, ignore_errors=True)
         read_ours(folder, targets.target)
-        for command in ("inspect", "plan", "verify"):
+        for command in ("inspect", "plan", "verify", "diff", "report"):
             run_command(folder, targets.target, command)
     warnings.simplefilter("error")
     limit_memory(MEMORY_BYTES)

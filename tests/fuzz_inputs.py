@@ -780,9 +780,14 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
     for _ in range(rng.choice([1, 1, 1, 1, 2, 4])):
         value = _spoilt_inside(rng, value)
     # What is not JSON is, to a reader of JSON, noise: most inputs should get further.
-    return json.dumps(value, ensure_ascii=rng.random() < 0.5, separators=(",", ":")).encode(
-        "utf-8", "surrogatepass"
-    )
+    text = json.dumps(value, ensure_ascii=rng.random() < 0.5, separators=(",", ":"))
+    if rng.random() < 0.06:
+        levels = rng.choice([90, 99, 101, 400, 900, 960])
+        deep = rng.choice(["[" * levels + "]" * levels, '{"a":' * levels + "1" + "}" * levels])
+        places = [match.span() for match in re.finditer(r'(?<=:)(\d+|"[^"\\]*"|null)', text)]
+        first, last = rng.choice(places or [(0, len(text))])
+        text = text[:first] + rng.choice([deep, r'"\ud800"', r'{"\udfff":1}']) + text[last:]
+    return text.encode("utf-8", "surrogatepass")
 
 
 def spoilt_msgpack(rng: Random, data: bytes) -> bytes:
