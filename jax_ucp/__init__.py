@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jax_ucp.orbax_import import register_with_orbax
+from jax_ucp.version import VERSION
 
 if TYPE_CHECKING:
     from jax_ucp import args as args
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from jax_ucp.mapping.rules import Mapping as Mapping
     from jax_ucp.shard_spec.rules import Spec as Spec
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 _HOMES = {
     "Checkpoint": "jax_ucp.checkpoint",

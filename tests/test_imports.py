@@ -21,6 +21,7 @@ DATA = ROOT / "tests" / "data"
 # The rooms from the bottom up: each may import those above it in this list, besides itself.
 ROOMS = (
     *(
+        "version",
         "orbax_import",
         "errors",
         "text",

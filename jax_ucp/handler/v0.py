@@ -9,9 +9,9 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.handler.at_exit import NotedCommit, note
 from jax_ucp.handler.items import Restore, Save, begin, restore
 from jax_ucp.handler.stock_args import RESTORE_ARGS, SAVE_ARGS, restore_args, save_args
 from jax_ucp.sources.budget import DEFAULT_BUDGET
@@ -65,11 +65,9 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
             What Orbax waits for: one future.
         """
         begun = begin(directory, partial(save_args, args), self._budget_bytes)
-        return [
-            CommitFutureAwaitingContractedSignals(
-                asyncio.to_thread(begun.finish), name="jax_ucp_write"
-            )
-        ]
+        commit = NotedCommit(begun.directory.url(), asyncio.to_thread(begun.finish))
+        note(commit)
+        return [commit]
 
     def save(self, directory: os.PathLike[str], args: Any) -> None:
         """Write the tree, and return when it is a checkpoint.

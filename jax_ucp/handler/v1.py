@@ -12,6 +12,7 @@ from etils import epath
 from orbax.checkpoint import v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
+from jax_ucp.handler.at_exit import NotedLoop, note
 from jax_ucp.handler.items import Begun, Restore, Save, begin, restore
 from jax_ucp.handler.stock_args import partial_restore, target_of
 from jax_ucp.sharding.jax_versions import enable_x64, has_x64, mesh_in_scope, set_mesh
@@ -33,9 +34,10 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
     async def save(
         self, directory: v1.path.PathAwaitingCreation, checkpointable: Save
     ) -> Awaitable[None]:
-        return self._finish(
-            directory, begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
-        )
+        begun = begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
+        noted = NotedLoop(begun.directory.url())
+        note(noted)
+        return noted.run(self._finish(directory, begun))
 
     async def _finish(self, directory: v1.path.PathAwaitingCreation, begun: Begun) -> None:
         with begun.shared.telling():

@@ -9,10 +9,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_ucp.errors import TreeMismatch
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.recorded import RecordedFiles, Recording
-from jax_ucp.sharding.share import exchanged, tell
+from jax_ucp.sharding.share import exchanged, require_alike, tell
 from jax_ucp.universal.metadata import digest
 
 T = TypeVar("T")
@@ -33,12 +32,11 @@ def open_together(at: FilePath, open_at: Callable[[FilePath], T]) -> T:
     """
     if jax.process_count() == 1:
         return open_at(at)
-    mine = digest(str(at).encode()).encode()
-    if others := [process for process, theirs in enumerate(exchanged(mine)) if theirs != mine]:
-        raise TreeMismatch(
-            f"processes {others[:4]} open another checkpoint than this one, {at}: with"
-            " share_reads=True all processes must open the same path"
-        )
+    require_alike(
+        digest(str(at).encode()),
+        f"open another checkpoint than this one, {at}: with share_reads=True all processes must"
+        " open the same path",
+    )
     if not at.files.is_remote:
         return _told(lambda: open_at(at))
     recording = Recording()

@@ -31,6 +31,7 @@ from jax_ucp.sharding.jax_versions import set_mesh
 from jax_ucp.sharding.reads import touched_units
 from jax_ucp.sources.budget import in_order
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.version import VERSION
 
 WORDS_BYTES = 1024  # of what a process has to say to the others
 
@@ -314,13 +315,28 @@ def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
         (name, r.shape, r.dtype.name, r.cut, r.sharding.spec, dict(r.sharding.mesh.shape))
         for name, r in reads
     ]
-    mine = hashlib.sha256(repr(plan).encode(errors="replace")).hexdigest().encode()
-    if others := [process for process, theirs in enumerate(exchanged(mine)) if theirs != mine]:
+    require_alike(
+        hashlib.sha256(repr(plan).encode(errors="replace")).hexdigest(),
+        "do not read the same as this one: with share_reads=True all processes must restore the"
+        " same checkpoint, to the same target, with the same arguments",
+    )
+
+
+def require_alike(mine: str, otherwise: str) -> None:
+    """Raise TreeMismatch in all processes if one has another word than this one, or another version
+    of this package. Every process must call this; `otherwise` says what is so of the others.
+    """
+    words = exchanged(f"{VERSION} {mine}".encode())
+    own = words[jax.process_index()]
+    others = [process for process, theirs in enumerate(words) if theirs != own]
+    versions = {words[process].partition(b" ")[0].decode() for process in others}
+    if versions - {VERSION}:
         raise TreeMismatch(
-            f"processes {others[:4]} do not read the same as this one: with share_reads=True"
-            " all processes must restore the same checkpoint, to the same target, with the same"
-            " arguments"
+            f"processes {others[:4]} have another version of jax_ucp than this one, which has"
+            f" {VERSION}: with share_reads=True all processes must have the same"
         )
+    if others:
+        raise TreeMismatch(f"processes {others[:4]} {otherwise}")
 
 
 def tell(fault: Exception | None, what: str) -> None:

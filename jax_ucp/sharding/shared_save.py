@@ -23,6 +23,7 @@ from jax._src import (
 
 from jax_ucp.errors import SaveFailed
 from jax_ucp.universal.metadata import digest
+from jax_ucp.version import VERSION
 
 T = TypeVar("T")
 
@@ -152,7 +153,8 @@ class SharedSave:
     def _agree(self, content: Callable[[], Content]) -> None:
         """Return if all processes have the same content."""
         with self.telling():
-            mine = content()
+            # other versions may cut and write otherwise
+            mine = [("", "the version of jax_ucp", VERSION), *content()]
             encoded = msgspec.json.encode(mine)
         own = digest(encoded)
 
@@ -208,8 +210,8 @@ class SharedSave:
         packed = _client().blocking_key_value_get_bytes(self._content_place, PATIENCE_S * 1000)
         if not packed:
             return (
-                f"process {self._process} would save another tree than process 0, of {len(mine)}"
-                " leaves"
+                f"process {self._process} would save another tree than process 0, of"
+                f" {len(mine) - 1} leaves, by jax_ucp {VERSION}"
             )
         theirs = msgspec.json.decode(zlib.decompress(packed), type=list[tuple[str, str, str]])
         return differences(mine, theirs, self._process)

@@ -19,7 +19,7 @@ from jax_ucp.files.protocol import Files, file_size
 from jax_ucp.universal.store import METADATA_FILE
 
 STEP_FILE, COMMIT_FILE = "_CHECKPOINT_METADATA", "commit_success.txt"
-_UNFINISHED = ".orbax-checkpoint-tmp"
+UNFINISHED_STEP = ".orbax-checkpoint-tmp"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
@@ -49,7 +49,7 @@ def write_step(
 def _write_folder(target: FilePath, item: str, write: Callable[[FilePath], object]) -> None:
     if target.exists():
         raise FileExistsError(f"{target} is there already; give another step")
-    unfinished = target.with_name(f"{target.name}{_UNFINISHED}")
+    unfinished = target.with_name(f"{target.name}{UNFINISHED_STEP}")
     others = [entry.name for entry in unfinished.children() if entry.name not in (item, STEP_FILE)]
     if others:
         raise FileExistsError(

@@ -34,7 +34,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from jax_ucp.handler.versions import HAS_V1
+from jax_ucp.sharding import share, shared_save
 from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.version import VERSION
 
 MESH = Mesh(np.array(jax.devices()), ("x",))
 
@@ -215,6 +217,29 @@ def failed(way: str) -> dict[str, Any]:
     return {"error": error, "seconds": seconds, "whole": whole, "same": same, "kept": kept(path)}
 
 
+def caught(do: Callable[[], object]) -> str:
+    try:
+        do()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return ""
+
+
+def versions(saved: Path) -> dict[str, Any]:
+    """What is said where process 1 has another version of the package."""
+    path = root / "versions"
+    opened = ucp.open(saved, step=1)
+    share.VERSION = shared_save.VERSION = "0.0.1" if rank else VERSION
+    found = {
+        "saved": caught(lambda: WAYS[QUICK[0]][0](path, ARRAYS)),
+        "opened": caught(lambda: ucp.open(saved, step=1, share_reads=True)),
+        "restored": caught(lambda: opened.restore(mesh=MESH, rules=[("", P())], share_reads=True)),
+    }
+    share.VERSION = shared_save.VERSION = VERSION
+    sync_global_devices("versions")
+    return found | {"whole": [str(file) for file in path.rglob("ucp.json")]}
+
+
 QUICK = "StandardSave, everywhere", "PyTreeSave, everywhere in the background", "v1, everywhere"
 
 said: dict[str, Any] = {"failed": {}}
@@ -226,4 +251,7 @@ for way, (_, _, trees) in WAYS.items():
         said[f"{way}, {name}"] = met(way, name)
     print(way, "failed", file=sys.stderr, flush=True)
     said["failed"][way] = failed(way)
+share.SMALL_BYTES = 0
+first = f"{QUICK[0]}, all of them".replace(" ", "_")
+said["versions"] = versions(root / first)
 print(json.dumps(said))

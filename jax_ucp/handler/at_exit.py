@@ -1,0 +1,149 @@
+"""Saves in the background for which a program does not wait before it ends.
+
+Python stops pools of threads before it waits for threads, so that such a save could not go on, and
+Orbax's thread for it would fail with nobody to hear of it. Here they end before the pools do.
+
+Facts: `threading._shutdown` and `concurrent.futures.thread._python_exit` of CPython 3.11 to 3.14,
+the only hook that comes early enough; the thread that waits for the futures of a save, in
+`_src/checkpointers/async_checkpointer.py`, and the event loop of each save of v1, in
+`_src/asyncio_utils.py`, of orbax-checkpoint 0.12.8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from jax_ucp.universal.step import UNFINISHED_STEP
+
+ORBAX_THREAD = "async_save"
+
+# How long Orbax may take until it has made the folders of a save.
+BEGIN_S = 60
+
+_saves: list[_Save] = []
+
+
+class _Save(Protocol):
+    """A save that may be going on."""
+
+    url: str
+
+    def is_over(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Return when it is a checkpoint. Raises what ended it."""
+        ...
+
+
+def note(save: _Save) -> None:
+    """Have the program wait for a save before it ends."""
+    _saves[:] = [*(each for each in _saves if not each.is_over()), save]
+
+
+class NotedCommit(CommitFutureAwaitingContractedSignals):
+    """What v0 waits for: in a thread that makes a checkpoint of it then, or in the caller's."""
+
+    def __init__(self, url: str, finish: Coroutine[Any, Any, None]):
+        super().__init__(finish, name="jax_ucp_write")
+        self.url = url
+        self._thread: threading.Thread | None = None
+        self._is_heard = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        thread = threading.current_thread()
+        if thread.name == ORBAX_THREAD:
+            self._thread = thread
+            return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            self._is_heard = True
+
+    def is_over(self) -> bool:
+        return self._is_heard or (self._thread is not None and not self._thread.is_alive())
+
+    def wait(self) -> None:
+        super().result()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class NotedLoop:
+    """What v1 runs in an event loop that has nothing else to do."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_finished = False
+
+    async def run(self, finish: Coroutine[Any, Any, None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        await finish
+        self._is_finished = True
+
+    def is_over(self) -> bool:
+        return self._loop is not None and not self._loop.is_running()
+
+    def wait(self) -> None:
+        end = time.monotonic() + BEGIN_S
+        while self._loop is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if self._loop is None:
+            raise TimeoutError(f"Orbax did not begin it within {BEGIN_S} s")
+        if self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(_others(), self._loop).result()
+        if not self._is_finished:
+            raise RuntimeError("it was stopped")
+
+
+async def _others() -> None:
+    """Wait for all that runs in this event loop. Raises what ended any of it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*tasks)
+
+
+def _wait_for_saves() -> None:
+    lost = False
+    for save in _saves:
+        if save.is_over():
+            continue
+        url = save.url.replace(UNFINISHED_STEP, "")
+        _say(
+            f"the program ends while {url} is being saved in the background, and waits for it."
+            " Wait for a save before the end: wait_until_finished() or close() of the manager,"
+            " result() of what save_async returned"
+        )
+        try:
+            save.wait()
+        except BaseException as error:
+            lost = True
+            _say(f"LOST: {url} was not saved: {type(error).__name__}: {error}")
+    if lost:
+        atexit.register(_end_badly)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"jax_ucp: {text}\n")
+    sys.stderr.flush()
+
+
+def _end_badly() -> None:
+    """End with an exit code that says so, after what else is to be done at the end: nothing that is
+    raised there would change the code.
+    """
+    atexit.unregister(_end_badly)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(1)
+
+
+threading._register_atexit(_wait_for_saves)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,56 @@
+"""A program that does not wait for its last save in the background: the save is finished, or its loss
+is said and is the exit code.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from handler_cases import needs_v1
+
+WORKER = Path(__file__).parents[1] / "workers" / "ends.py"
+WAYS = [
+    "manager",
+    pytest.param("everywhere", marks=pytest.mark.slow),
+    pytest.param("checkpointer", marks=pytest.mark.slow),
+    pytest.param("v1", marks=needs_v1),
+]
+
+
+def ended(root: Path, way: str, how: str) -> tuple[int, list[str]]:
+    """The exit code, and what we said."""
+    command = [sys.executable, str(WORKER), str(root), way, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode, [
+        line for line in done.stderr.splitlines() if line.startswith("jax_ucp: ")
+    ]
+
+
+@pytest.mark.parametrize(("how", "code"), [("slow", 0), ("exits", 3)])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_save_that_nobody_waited_for_is_finished_and_that_is_said(tmp_path, way, how, code):
+    found, said = ended(tmp_path, way, how)
+    assert found == code
+    assert [line.split(" while ")[0] for line in said] == ["jax_ucp: the program ends"]
+    assert f"{tmp_path}/1" in said[0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
+    got = ucp.open(tmp_path, step=1).restore()
+    assert all((got[f"w{i}"] == np.full((300, 300), i)).all() for i in range(3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_save_that_is_lost_at_the_end_is_named_and_is_the_exit_code(tmp_path, way):
+    code, said = ended(tmp_path, way, "fails")
+    assert code == 1
+    assert said[1].startswith(f"jax_ucp: LOST: {tmp_path}/1")
+    assert "No space left on device" in said[1]
+    assert list(tmp_path.rglob("ucp.json")) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_a_save_that_was_waited_for_nothing_is_said(tmp_path, way):
+    assert ended(tmp_path, way, "waits") == (0, [])
