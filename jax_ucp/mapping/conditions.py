@@ -4,7 +4,7 @@
                  repeats(key, literal, ...): the key's list is these over and over
     comparison   two values with == != < <= > >=, or a value `in` or `not in` a list of literals
     value        a key, a literal, or first(value, value, ...)
-    literal      a number, "text", true, false, null
+    literal      a number, "text", true, false, null, or [], the list with nothing in it
     key          a name in the config; `a.b` is the name b in what a holds
 
 Defaults are written down: `first` is the first of its values that the config has. A key that it
@@ -24,7 +24,7 @@ from typing import Any
 
 from jax_ucp.errors import SpecError
 
-_MAX_LENGTH = 500
+_MAX_LENGTH = 1000
 _SHOWN = 60
 _WORDS = {"true": True, "false": False, "null": None}
 _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -188,6 +188,8 @@ def _is_literal(node: ast.expr) -> bool:
             return is_number(value)
         case ast.Name(id=name):
             return name in _WORDS
+        case ast.List(elts=items):
+            return not items
     return False
 
 
@@ -199,6 +201,8 @@ def _literal(node: ast.expr) -> Any:
             return -value
         case ast.Name(id=name):
             return _WORDS[name]
+        case ast.List():
+            return []
     raise AssertionError(ast.dump(node))
 
 

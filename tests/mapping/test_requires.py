@@ -251,7 +251,11 @@ ACCEPTED = [
         {"hidden_act": "swish", "attention_bias": None, "mlp_bias": None},
     ),
     ("torch/hf_llama", "hf-llama-to-tunix", {"rope_parameters": None, "rope_theta": 1000000}),
-    ("torch/hf_gemma", "hf-gemma-to-tunix", {"hidden_act": "gelu", "tie_word_embeddings": None}),
+    (
+        "torch/hf_gemma",
+        "hf-gemma-to-tunix",
+        {"hidden_act": "gelu", "tie_word_embeddings": None},
+    ),
     ("torch/hf_qwen2", "hf-qwen2-to-tunix", {"use_sliding_window": False, "sliding_window": 8}),
     # as long as its positions
     ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": 64}),
@@ -365,7 +369,7 @@ def test_a_checkpoint_without_its_config_is_refused_until_that_is_given(tmp_path
     checkpoint = ucp.open(model(tmp_path / "model", "torch/hf_llama", {}, WITHOUT))
     with pytest.raises(
         LayoutError,
-        match=r"requires family, rope, activation, bias, but the checkpoint does not have",
+        match=r"requires family, rope, one_rotation, .*, but the checkpoint does not have",
     ):
         checkpoint.map("hf-llama2-to-maxtext", sizes={"heads": 4, "kv_heads": 2})
     assert checkpoint.config == {}
@@ -431,7 +435,8 @@ def test_what_the_user_vouches_for_is_noted_and_must_be_a_requirement():
     assert note.startswith("on the user's word, against the requirement rope_theta: ")
     assert "rope_parameters.rope_theta = 10000.0" in note
     with pytest.raises(
-        LayoutError, match=r"theta in assume: the requirements of .* are family, rope, rope_theta, "
+        LayoutError,
+        match=r"theta in assume: the requirements of .* are family, rope, one_rotation, ",
     ):
         checkpoint.map("hf-llama-to-tunix", assume=["theta"])
     with pytest.raises(TypeError, match="a list of names of requirements"):
@@ -462,9 +467,14 @@ def test_the_command_line_shows_what_became_of_each_requirement(tmp_path):
     assert states == {
         "family": "met",
         "rope": "met",
+        "one_rotation": "met",
         "rope_theta": "unmet",
         "activation": "met",
         "bias": "met",
+        "sliding_window": "met",
+        "causal": "met",
+        "torchscript": "met",
+        "layers_alike": "met",
     }
     assert len(found["faults"]) == 1
     text = run("map", case, "--mapping", "hf-llama-to-tunix", code=1)
@@ -500,7 +510,7 @@ def test_config_and_assume_go_with_a_mapping(tmp_path):
     text = run("map", case, "--mapping", "hf-llama2-to-maxtext", "--assume", "none", code=1)
     assert (
         "none in assume: the requirements of hf-llama2-to-maxtext.yaml are family, rope,"
-        " activation, bias" in text
+        " one_rotation, activation, bias, sliding_window" in text
     )
     missing = run(
         "map", case, "--mapping", "hf-llama2-to-maxtext", "--config", tmp_path / "no.json", code=1

@@ -1,0 +1,53 @@
+"""Changes of the configs of small models, which `generators/config_moves.py` tries on transformers
+and the tests of mappings on what mappings require.
+"""
+
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+DATA = Path(__file__).parent / "data"
+# A folder with a model, and the mappings that fit it.
+CASES = {
+    "maxtext/llama2": ["hf-llama2-to-maxtext", "hf-llama-to-tunix"],
+    "maxtext/llama31": ["hf-llama-to-maxtext"],
+    "maxtext/mistral": ["hf-mistral-to-maxtext"],
+    "maxtext/mixtral": ["hf-mixtral-to-maxtext"],
+    "maxtext/qwen2": ["hf-qwen2-to-maxtext", "hf-qwen2-to-tunix"],
+    "maxtext/qwen3": ["hf-qwen3-to-maxtext", "hf-qwen3-to-tunix"],
+    "maxtext/qwen3_moe": ["hf-qwen3-moe-to-maxtext", "hf-qwen3-moe-to-tunix"],
+    "torch/hf_gemma": ["hf-gemma-to-tunix"],
+    "torch/hf_gemma_mha": ["hf-gemma-7b-to-tunix"],
+    "maxtext/gemma2": ["hf-gemma2-to-maxtext", "hf-gemma2-to-tunix"],
+    "maxtext/gemma3": ["hf-gemma3-to-maxtext", "hf-gemma3-to-tunix"],
+    "maxtext/deepseek3": ["hf-deepseek3-to-maxtext"],
+    "maxtext/gpt_oss": ["hf-gpt-oss-to-maxtext"],
+    "torch/hf_gpt2": ["hf-gpt2-to-flax"],
+}
+ABSENT = "absent"  # what a change has for a key that the config shall not have
+_V5_ONLY = ("rope_parameters", "dtype", "_sliding_window_pattern")
+
+
+def changed(config: Config, change: Config) -> Config:
+    """The config with other values, and without those that are absent."""
+    new = {**config, **change}
+    return {key: value for key, value in new.items() if value != ABSENT}
+
+
+def v4_style(config: Config) -> Config:
+    """The config as transformers 4 writes it: the rotation's base beside `rope_scaling`."""
+    rope = config.get("rope_parameters", {})
+    if config["model_type"] == "qwen3_moe":
+        config = {**config, "num_experts": config["num_local_experts"], "num_local_experts": ABSENT}
+    new = {key: value for key, value in config.items() if key not in _V5_ONLY}
+    if "full_attention" in rope:
+        new["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        new["sliding_window_pattern"] = config["_sliding_window_pattern"]
+        new.pop("layer_types")
+        rope = rope["full_attention"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if rope:
+        new["rope_theta"] = rope["rope_theta"]
+        new["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    new = changed(new, {})
+    return {**new, "torch_dtype": config["dtype"], "transformers_version": "4.57.6"}
