@@ -235,6 +235,7 @@ def test_a_file_that_is_too_large_to_be_read_whole_is_refused_before_in_any_form
             raise AssertionError(f"{file} is read whole") from None
         if file.name in NAMED:
             assert f"{file} has {SPARSE_BYTES:,} bytes" in said
+            assert "not JSON" not in said
         os.truncate(file, size)
     assert_same(open_at(path), want)
 

@@ -63,8 +63,9 @@ _CHECKLIST = "checklist.chk"  # of Llama's originals: a line for each file
 
 
 def read_json(path: FilePath) -> Any:
+    data = path.read_bytes()
     try:
-        return decode_json(path.read_bytes())
+        return decode_json(data)
     except ValueError as error:
         raise FormatError(f"{path} is not JSON: {stand_in(path) or error}") from None
 

@@ -109,8 +109,9 @@ def _chunk_file(path: FilePath, info: ArrayInfo) -> FileRange:
 def zarr_array(folder: FilePath, name: str) -> ZarrArray:
     """The tensor in the folder `name`. Raises FormatError for what Megatron does not write."""
     path = folder / name / ARRAY_FILE
+    text = path.read_text(MAX_ARRAY_BYTES)
     try:
-        metadata: Any = decode_json(path.read_text(MAX_ARRAY_BYTES))
+        metadata: Any = decode_json(text)
         array = _parse(name, _DEFAULTS | metadata)
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
