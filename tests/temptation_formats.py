@@ -80,7 +80,7 @@ def link_to_elsewhere(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
                 noticed=noticed,
                 beside=beside,
             )
-        kept = f"kept {path.name}"
+        kept = f"kept/{path.name}"
         inside = {name: Link(kept), path.with_name(kept).as_posix(): data}
         yield Attempt(f"{name} is a link to {kept}", put(inside), (*names_of(name), kept), r".")
 

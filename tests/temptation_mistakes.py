@@ -682,7 +682,7 @@ def files_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
             yield Attempt(
                 f"{a} and {b} are exchanged",
                 put(both),
-                (*names_of(a, b), "exchanged", "ranks"),
+                (*names_of(a, b), "exchanged", "rank"),
                 FOREIGN + "|" + DAMAGED,
             )
 
@@ -702,7 +702,7 @@ def file_of_another_rank(subject: Subject, _: Sequence[Subject]) -> Iterator[Att
             yield Attempt(
                 f"{a} is a copy of {b}",
                 put({a: subject.folder[b]}),
-                (*names_of(a, b), "exchanged", "ranks"),
+                (*names_of(a, b), "exchanged", "rank"),
                 FOREIGN + "|" + DAMAGED,
             )
 

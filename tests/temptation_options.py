@@ -391,7 +391,7 @@ def _inside(name: str, root: Path) -> str:
 
 @mistake
 def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    url = r"url|scheme|bucket|local|remote|download|s3|gs|http|hf|file:"
+    url = r"url|account|scheme|bucket|local|remote|download|s3|gs|http|hf|file:"
     entry = subject.entry
 
     def at(root: Path) -> str:
@@ -459,7 +459,7 @@ def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
                 f"{name} is opened",
                 same_folder(subject),
                 ("",),
-                r"known|part|open|rank|folder|not a|is no|shard",
+                r"known|part|open|rank|folder|not a|is no|shard|no use",
                 opened=opened,
             )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
@@ -367,6 +367,8 @@ def _keep_rest(imported: Import, saved: _Saved, options: Options) -> None:
                 for key, value in rest.items():
                     imported.extra(name, str(key), value)
     for _, name, file in saved.of("extra_state"):
+        for fault in filter(None, (check.run() for check in file.checks("full"))):
+            raise CorruptData(f"{fault}; weights_only leaves the trainer's state aside")
         tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
         for key, value in tree.items():
             imported.extra(name, str(key), value)
