@@ -81,7 +81,7 @@ def link_to_elsewhere(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
                 beside=beside,
             )
         kept = f"kept/{path.name}"
-        inside = {name: Link(kept), (path.parent / kept).as_posix(): data}
+        inside = {name: Link("../" * (len(path.parts) - 1) + kept), kept: data}
         yield Attempt(f"{name} is a link to {kept}", put(inside), (*names_of(name), kept), r".")
 
 
