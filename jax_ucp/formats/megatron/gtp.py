@@ -52,9 +52,10 @@ def check_gtp(args: Args, path: FilePath, shapes: Mapping[str, Shape]) -> None:
         shards = shards_of(args, is_expert(name))
         is_cut = len(shape) == 2 and name.endswith(".weight") and not _WHOLE.fullmatch(name)
         if shards > 1 and is_cut and (why := _fault(args, name, shape[0], shards)):
+            key = f"expert_{_SHARDS}" if is_expert(name) else _SHARDS
             raise FormatError(
                 f"{path} tells of generalized tensor parallelism (GTP): {shards} shards on each"
-                f" tensor-parallel rank ({_SHARDS}). {name} {why}. Such a checkpoint is not read"
+                f" tensor-parallel rank ({key}). {name} {why}. Such a checkpoint is not read"
             )
 
 
