@@ -117,21 +117,21 @@ _OTHER_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "has other heads": ({"num_attention_heads": 2, "num_key_value_heads": 1}, "llama|qwen3|gemma"),
     "has a layer more": ({"num_hidden_layers": 3, "n_layer": 3}, "."),
     "has a layer less": ({"num_hidden_layers": 1, "n_layer": 1}, "."),
-    "has twice the width": ({"hidden_size": 64, "n_embd": 48}, "."),
     "has another family": (
         {"model_type": "granite", "architectures": ["GraniteForCausalLM"]},
         ".",
     ),
     "has another activation": (
-        {"hidden_act": "relu", "hidden_activation": "relu", "activation_function": "relu"},
-        ".",
+        {"hidden_act": "relu", "hidden_activation": "relu"},
+        "llama|qwen|mixtral|gemma",
     ),
     "has a window": ({"sliding_window": 8}, "mixtral"),
     "attends both ways": ({"use_bidirectional_attention": True}, "gemma"),
     "scales attention by layer": ({"scale_attn_by_inverse_layer_idx": True}, "gpt2"),
 }
-# Edits that transformers does not read.
+# Edits that transformers does not read, or that it refuses itself and that move no array.
 _SAME_MODEL: dict[str, tuple[dict[str, Any], str]] = {
+    "has twice the width": ({"hidden_size": 64, "n_embd": 48}, "never"),
     "has a name": ({"_name_or_path": "somebody/model"}, "never"),
     "was mended": ({"unsloth_fixed": True}, "never"),
     "was written by another version": ({"transformers_version": "4.57.1"}, "never"),
