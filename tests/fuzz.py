@@ -146,7 +146,8 @@ class Guard:
     def __init__(self, target: Path) -> None:
         self.seen: list[str] = []
         self.watching = False
-        self.target = str(target)
+        # an export grows beside its target, and is renamed
+        self.targets = str(target), str(target.with_name(f".{target.name}.partial"))
         sys.addaudithook(self._hear)
         trap = types.ModuleType("ucp_trap")
         vars(trap)["spring"] = lambda *args, **more: self.seen.append("the trap was called")
@@ -157,7 +158,7 @@ class Guard:
         if not self.watching:
             return
         where = _place(event, args)
-        if isinstance(where, int) or str(where).startswith(self.target):
+        if isinstance(where, int) or str(where).startswith(self.targets):
             return  # an int is a file that is open already
         writes = event == "open" and (
             set(str(args[1] or "")) & set("wax+") or int(args[2] or 0) & WRITING

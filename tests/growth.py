@@ -20,7 +20,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +144,11 @@ def large_values(size: int) -> dict[str, bytes]:
 OPERANDS = [b"", b"h\x01", b"h\x01" * 2, b"h\x02", b"h\x01h\x02", b"(", b"(h\x01", b"(h\x01N"]
 OPERANDS += [b"h\x03h\x01", b"h\x03h\x02", b"h\x03", b"h\x03Nh\x01", b"}h\x01", b"}(Nh\x01"]
 OPERANDS += [b"](h\x01", b"]h\x01", b"\x8f(h\x01", b"h\x01N\x86", b"X\1\0\0\0ah\x01"]
-ARGUMENTS: dict[int, bytes] = {0: b"", 1: b"\0", 2: b"\0\0", 4: b"\0\0\0\0", 8: bytes(8)}
+OPERANDS += [text("a") + text("b"), name("a.B") + b")", name("a.B") + b"h\x02"]
+OPERANDS += [name("a.B") + b")R}", name("a.B") + b")Rh\x01"]
+OPERANDS.append(
+    b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\x04t"
+)
 
 
 def opcode_inputs() -> dict[str, Make]:
@@ -152,7 +156,9 @@ def opcode_inputs() -> dict[str, Make]:
     codes = {opcode: bytes([code]) for code, opcode in enumerate(unpickle._OPCODES)}
     made: dict[str, Make] = {}
     for title, opcode in unpickle._KNOWN.items():
-        code = codes[opcode] + ARGUMENTS[opcode.number.size if opcode.number else 0]
+        number = 0 if opcode.value else 1  # of no bytes, or the first memo
+        code = codes[opcode]
+        code += number.to_bytes(opcode.number.size, "little") if opcode.number else b""
         code += b"a\nB\n" if title == "GLOBAL" else b""
         for kind, operands in itertools.product(large_values(100), OPERANDS):
             made[f"{title} {kind} {operands!r}"] = with_large(kind, operands + code)
@@ -161,7 +167,7 @@ def opcode_inputs() -> dict[str, Make]:
 
 def goes_on(make: Make) -> bool:
     """Whether a pickle is refused at its end, if it is: what is refused before costs nothing."""
-    data = make(3_000)
+    data = make(1_000)
     machine = unpickle._Machine(PICKLE_NAMES, storage)
     with suppress(UCPError):
         machine.run(data, len(data))
@@ -615,8 +621,8 @@ NAMES: dict[str, Make] = {
 }
 
 
-def families(work: Path) -> dict[str, Family]:
-    """Every parser, with inputs; files lie in `work`."""
+def families(work: Path, wanted: Sequence[str] = ()) -> dict[str, Family]:
+    """The parsers that are wanted, or every one, with inputs; files lie in `work`."""
 
     def folder(title: str) -> Path:
         (work / title).mkdir()
@@ -638,9 +644,13 @@ def families(work: Path) -> dict[str, Family]:
     weights = counted(
         lambda i: f'"w{i:05}":"model.safetensors"', lambda b: f'{{"weight_map":{{{b}}}}}'
     )
-    made = {
-        "opcodes": Family(read_pickle, opcode_inputs()),
-        "constructors": Family(read_pickle, constructor_inputs()),
+    pickles = {"opcodes": opcode_inputs, "constructors": constructor_inputs}
+    return {
+        **{
+            title: Family(read_pickle, find())
+            for title, find in pickles.items()
+            if title in wanted or not wanted
+        },
         "zip": Family(one_file(work / "x.pt"), zip_inputs()),
         "safetensors": Family(
             one_file(work / "x.safetensors"),
@@ -661,7 +671,6 @@ def families(work: Path) -> dict[str, Family]:
         "mapped names": Family(mapped(folder("mapped")), HEADERS),
         "file names": Family(file_names(work / "names"), NAMES),
     }
-    return made
 
 
 # Measuring
@@ -750,7 +759,7 @@ def run(names: list[str], units: int = 0, seed: int = 0, sample: int = 0) -> int
     """Measure, print what fails, and return how many inputs did."""
     faults = measured = 0
     with tempfile.TemporaryDirectory() as work:
-        known = families(Path(work))
+        known = families(Path(work), names)
         ucp.open(Path(work) / "ours")
         fuzz.limit_memory(MEMORY_BYTES)
         for title in names or known:
