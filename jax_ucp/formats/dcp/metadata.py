@@ -474,7 +474,7 @@ def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -
 
 def of_another_serialisation(path: FilePath) -> str:
     """Why a file of items cannot be read, if it is not of torch.save's but of safetensors."""
-    head = path.read_bytes(0, 10)
+    head = path.read_range(0, 10)
     if head[8:] != b'{"' or int.from_bytes(head[:8], "little") > path.size():
         return ""
     return (
