@@ -80,7 +80,7 @@ def link_to_elsewhere(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
                 noticed=noticed,
                 beside=beside,
             )
-        kept = f"kept/{path.name}"
+        kept = "kept/0"  # named like no file of a checkpoint
         inside = {name: Link("../" * (len(path.parts) - 1) + kept), kept: data}
         yield Attempt(f"{name} is a link to {kept}", put(inside), (*names_of(name), kept), r".")
 
