@@ -28,9 +28,11 @@ from jax_ucp.layout.patterns import (
 )
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import Rule
-from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.consolidated import Consolidated, same_bits
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
+from jax_ucp.sources.evaluate import Evaluated, Reader
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource, MakesArrays
+from jax_ucp.sources.value import Array, Stored, joined
 from jax_ucp.text import visible_lines
 from jax_ucp.tree import Key, Leaf, leaf_names
 
@@ -51,6 +53,16 @@ class MemoryStore(MakesArrays):
 
     def write(self, key: str, box: Box, data: np.ndarray) -> None:
         self.data[key][box.index] = data
+
+
+def evaluated(store: ArraySource, *levels: Mapping[str, Consolidated]) -> Evaluated:
+    """Joined arrays; those of a level may be made of stored arrays, or of a level before."""
+    arrays: dict[str, Array] = {key: Stored(key, info) for key, info in store.arrays().items()}
+    for level in levels:
+        for name, param in level.items():
+            inputs = [arrays[key] for key in param.keys]
+            arrays[name] = joined(name, param.layout, param.keys, inputs)
+    return Evaluated(Reader(store), arrays)
 
 
 def numbered(shape: Sequence[int], dtype: type = np.int64) -> np.ndarray:

@@ -19,9 +19,9 @@ from jax_ucp.formats import json_values as extras
 from jax_ucp.formats.json_values import as_json
 from jax_ucp.formats.options import NOTHING_TWICE, Options
 from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.torch_save import state_pairing
 from jax_ucp.formats.torch_save.opaque import unknown_notes
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps
-from jax_ucp.formats.torch_save.state_pairing import Stored
 from jax_ucp.formats.torch_save.state_paths import Places, UnknownModel, places
 from jax_ucp.formats.torch_save.tensor_names import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import walk
@@ -30,15 +30,16 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import About, Contents, Item, QuantizedWeight, Status
-from jax_ucp.sources.cuts import Cut, WithCuts
-from jax_ucp.sources.decoded import Coded, WithDecoded
+from jax_ucp.sources.decoded import decoded
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.duplicates import Duplicate, Mean, Replicas
+from jax_ucp.sources.evaluate import Evaluated, Reader
 from jax_ucp.sources.optimizer_groups import groups_of, plain_settings
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
-from jax_ucp.sources.remainders import WholeNumbers, WithRemainders
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.remainders import WholeNumbers, masters
+from jax_ucp.sources.value import Array, Computed, Constant, Cut, Stored, joined, stored
 from jax_ucp.text import is_encodable
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
@@ -73,9 +74,8 @@ class Import:
         self.about = About()
         # what the user said that is part of the result, for its `source`
         self.said: dict[str, Any] = {}
-        self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
-        self._cuts: dict[str, Cut] = {}
-        self._decoded: dict[str, Coded] = {}
+        self._constants: dict[TreePath, Constant] = {}
+        self._arrays: dict[str, Array] = {}  # stored ones, cuts, decoded ones and slices
         self._slices: dict[str, Consolidated] = {}
         self._duplicates: list[_StoredTwice] = []
         self._places: list[tuple[str, Consolidated, Consolidated, str, bool]] = []
@@ -105,7 +105,8 @@ class Import:
         keys = itertools.chain.from_iterable(
             param.keys for path, param in self.params.items() if str(path[0]) == "param"
         )
-        return {self._stored(key).partition(":")[0] for key in keys}
+        arrays = itertools.chain.from_iterable(stored(self.array(key)) for key in keys)
+        return {array.item.partition(":")[0] for array in arrays}
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
         """One state of a parameter, made of stored tensors. Raises FormatError if it is there
@@ -126,19 +127,38 @@ class Import:
         """The dtype in which a parameter is stored."""
         return self.stored[next(self._stored_keys(param.keys))].dtype
 
-    def cut(self, key: str, cut: Cut) -> None:
-        """A tensor called `key` that lies inside a stored one; parameters, slices and duplicates
-        may be made of it.
+    def cut(
+        self, key: str, whole: str, start: int, shape: tuple[int, ...], transposed: bool = False
+    ) -> None:
+        """A tensor called `key` that lies inside the stored one called `whole`: as many of its
+        elements as `shape` has, from `start` on, and perhaps transposed. Parameters, slices and
+        duplicates may be made of it. Raises LayoutError if it is not inside.
         """
-        self._cuts[key] = cut
+        cut = self._arrays[key] = Cut(self.array(whole), start, shape, transposed)
+        cut.check(key)
 
-    def decoded(self, key: str, coded: Coded, reason: str) -> None:
+    def decoded(
+        self, key: str, codes: str, table: str, scales: str, block: int, reason: str
+    ) -> None:
         """A tensor called `key` that is decoded from stored ones; what is made of it says so of
         its codes.
         """
-        self._decoded[key] = coded
-        for part in (coded.table, coded.scales):
+        parts = self.array(codes), self.array(table), self.array(scales)
+        self._arrays[key] = decoded(*parts, block)
+        for part in (table, scales):
             self._statuses[part] = "mapped", reason
+
+    def array(self, key: str) -> Array:
+        """A stored tensor, or one that was cut out, decoded or put together, by its name."""
+        if key not in self._arrays:
+            tensor = self._slices.get(key)
+            self._arrays[key] = (
+                self._joined(key, tensor) if tensor else Stored(key, self.stored[key])
+            )
+        return self._arrays[key]
+
+    def _joined(self, name: str, param: Consolidated) -> Array:
+        return joined(name, param.layout, param.keys, [self.array(key) for key in param.keys])
 
     def slice(self, key: str, tensor: Consolidated, reason: str) -> None:
         """A tensor that one rank had in memory, made of stored ones; parameters are made of it
@@ -153,20 +173,24 @@ class Import:
                 self._statuses[self._stored(key)] = "mapped", reason
 
     def _stored(self, key: str) -> str:
-        if key in self._decoded:
-            return self._decoded[key].codes
-        return self._cuts[key].key if key in self._cuts else key
+        """The name of the stored tensor that a tensor is, lies in, or has its codes in."""
+        array = self.array(key)
+        while not isinstance(array, Stored):
+            assert isinstance(array, Cut | Computed), "slices are made of these"
+            array = array.whole if isinstance(array, Cut) else array.inputs["codes"]
+        return array.item
 
     def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
         """One state of a parameter that is no tensor in the file; `where` is `file:item`. Raises
         as `parameter`.
         """
-        self._constants[self._new(state, name)] = value, where
+        self._constants[self._new(state, name)] = Constant(value, where)
 
     def _new(self, state: str, name: str) -> TreePath:
         path = Key("dict", state), Key("dict", name)
         if path in self.params or path in self._constants:
-            where = self.params[path].keys[0] if path in self.params else self._constants[path][1]
+            known = self.params.get(path)
+            where = known.keys[0] if known else self._constants[path].where
             raise FormatError(f"{self.path}: {state} of {name} is stored twice, in {where} too")
         return path
 
@@ -281,7 +305,7 @@ class Import:
 
     def placed(
         self,
-        tensors: Mapping[str, Stored],
+        tensors: Mapping[str, state_pairing.Stored],
         objects: Mapping[Steps, Any],
         options: Options,
         words: Callable[[], Sequence[str] | None] | None = None,
@@ -334,18 +358,16 @@ class Import:
         paths = [*self.params, *self._constants]
         self._require_text(itertools.chain.from_iterable(paths))
         names = dict(zip(paths, leaf_names(paths), strict=True))
-        params = {names[path]: param for path, param in self.params.items()}
-        constants = {names[path]: value for path, (value, _) in self._constants.items()}
-        shards = self._with_cuts()
-        slices = self._slice_view(shards)
-        weights = {f"weight of {names[path]}": param for path, param in self._weights.items()}
-        view = ConsolidatedView(slices or shards, {**params, **weights})
-        masters = WithRemainders(
-            view, {names[path]: f"weight of {names[path]}" for path in self._weights}
-        )
-        stated = {names[path]: at for path, (_, at) in self._constants.items()}
-        pieces = {name: [_piece_of_constant(at)] for name, at in stated.items()}
-        arrays = Combined.named(masters, {**{name: name for name in params}, **constants}, pieces)
+        parts = {key: self.array(key) for key in (*self.stored, *self._arrays, *self._slices)}
+        params = {names[path]: self._joined(names[path], p) for path, p in self.params.items()}
+        values = dict(params)
+        for path, weight in self._weights.items():
+            whole = self._joined(f"weight of {names[path]}", weight)
+            values[names[path]] = masters(params[names[path]], whole)
+        values |= {names[path]: constant for path, constant in self._constants.items()}
+        reader = Reader(self.shards)
+        arrays = Evaluated(reader, values)
+        views = _Views(Evaluated(reader, params), Evaluated(reader, parts), names)
         return Contents(
             self.format,
             str(self.path),
@@ -358,7 +380,7 @@ class Import:
             source=(
                 {"format": self.format, "name": self.path.name, **self.said} if self.said else {}
             ),
-            checks=partial(self._checks, _Views(view, slices, shards, names)),
+            checks=partial(self._checks, views),
             quantized=self.quantized,
             about=self.about,
             companions=self.companions,
@@ -375,10 +397,6 @@ class Import:
             self._settle_conflicts()
         else:
             self.notes.append(NOTHING_TWICE.format(self.on_conflict))
-
-    def _with_cuts(self) -> ArraySource:
-        shards = WithDecoded(self.shards, self._decoded) if self._decoded else self.shards
-        return WithCuts(shards, self._cuts) if self._cuts else shards
 
     def _checks(self, views: _Views, extent: Extent) -> Iterator[Check]:
         """The proofs of all leaves."""
@@ -404,22 +422,17 @@ class Import:
         for path, keys in self._means if not self.on_conflict else ():
             name = views.names[path]
             stored = ", ".join(dict.fromkeys(self._stored_keys(self.params[path].keys)))
-            mean = Mean(_label(path), views.params, name, views.shards, keys, stored)
+            mean = Mean(_label(path), views.params, name, views.parts, keys, stored)
             yield mean.check(resting[name], extent)
 
     def _proof(self, duplicate: _StoredTwice, views: _Views) -> Duplicate:
         """What compares a second copy with a parameter or a slice."""
-        if isinstance(duplicate.of, str):
-            assert views.slices is not None, "it has what is compared by its name"
-            source, whole = views.slices, duplicate.of
-        else:
-            source, whole = views.params, views.names[duplicate.of]
-        in_slices = views.slices is not None and duplicate.key in self._slices
+        is_part = isinstance(duplicate.of, str)
         return Duplicate(
             _label(duplicate.of),
-            source,
-            whole,
-            views.slices if views.slices is not None and in_slices else views.shards,
+            views.parts if is_part else views.params,
+            duplicate.of if isinstance(duplicate.of, str) else views.names[duplicate.of],
+            views.parts,
             duplicate.key,
             duplicate.at,
             duplicate.stored,
@@ -476,20 +489,16 @@ class Import:
             yield key
             if key in self._slices:
                 yield from self._keys_below(self._slices[key].keys)
-            elif key in self._cuts:
-                yield self._cuts[key].key
-            elif coded := self._decoded.get(key):
-                yield from (coded.codes, coded.table, coded.scales)
+            else:
+                yield from (array.item for array in stored(self.array(key)))
 
     def _is_of_parameter(self, settings: tuple[str, dict[str, Any]]) -> bool:
         return (Key("dict", "param"), Key("dict", settings[0])) in self.params
 
-    def view(self, params: Mapping[str, Consolidated]) -> ConsolidatedView:
-        """Arrays made of what this import has heard of so far: all of slices, or none."""
-        keys = [key for param in params.values() for key in param.keys]
-        slices = {key: self._slices[key] for key in keys if key in self._slices}
-        shards = self._with_cuts()
-        return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
+    def view(self, params: Mapping[str, Consolidated]) -> Evaluated:
+        """Arrays made of what this import has heard of so far."""
+        values = {name: self._joined(name, param) for name, param in params.items()}
+        return Evaluated(Reader(self.shards), values)
 
     def _join_copies(self) -> None:
         """A copy of a copy, as ZeRO-0's module has of a tied weight whose other name has the
@@ -566,27 +575,7 @@ class Import:
                 yield self._stored(key)
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        return self._slices[key].layout.shape if key in self._slices else self.stored[key].shape
-
-    def _slice_view(self, shards: ArraySource) -> ConsolidatedView | None:
-        """The slices, and stored tensors that are whole slices; None where parameters are made
-        of nothing but those, and compared by their own names.
-        """
-        compared = {duplicate.of for duplicate in self._duplicates if isinstance(duplicate.of, str)}
-        if not self._slices and not compared:
-            return None
-        # A copy of a parameter that is itself in slices is one level above them.
-        slices: dict[str, Consolidated] = {}
-        above: dict[str, Consolidated] = {}
-        for key, tensor in self._slices.items():
-            level = slices if self._slices.keys().isdisjoint(tensor.keys) else above
-            level[key] = tensor
-        whole = itertools.chain(self.params.values(), self._weights.values())
-        used = {key for param in whole for key in param.keys} | compared
-        view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
-        if not above:
-            return view
-        return ConsolidatedView(view, {**above, **_whole(view, view.arrays().keys())})
+        return self.array(key).info.shape
 
     def _inventory(self) -> Iterator[Item]:
         for key, info in self.stored.items():
@@ -597,13 +586,10 @@ class Import:
 
 @dataclass(frozen=True)
 class _Views:
-    """The parameters by the names of their leaves, the slices that they are made of, if any, and
-    the stored tensors below.
-    """
+    """The parameters by the names of their leaves, and by name what they are made of."""
 
-    params: ConsolidatedView
-    slices: ConsolidatedView | None
-    shards: ArraySource
+    params: Evaluated
+    parts: Evaluated
     names: Mapping[TreePath, str]
 
 
@@ -639,13 +625,6 @@ def _union(sets: Sequence[frozenset[str]]) -> frozenset[str]:
     return sets[0] if len(sets) == 1 else frozenset().union(*sets)
 
 
-def _whole(source: ArraySource, keys: Iterable[str]) -> dict[str, Consolidated]:
-    """Arrays of a source as they are."""
-    infos = source.arrays()
-    layout = cache(lambda shape: Unique().join([shape]))
-    return {key: Consolidated(layout(infos[key].shape), [key]) for key in keys}
-
-
 def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
     """The layout with only those shards that hold a part of the parameter, and which they are."""
     used = sorted({fragment.shard for fragment in layout.fragments}) or [0]
@@ -655,11 +634,6 @@ def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
     fragments = tuple([replace(f, shard=place[f.shard]) for f in layout.fragments])
     shards = tuple([layout.shards[i] for i in used])
     return replace(layout, shards=shards, fragments=fragments), used
-
-
-def _piece_of_constant(at: str) -> Piece:
-    file, _, item = at.partition(":")
-    return Piece(file, item, Box((), ()), Box((), ()))
 
 
 def _label(path: str | Iterable[Key]) -> str:

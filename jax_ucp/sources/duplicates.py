@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
 from jax_ucp.sources.checks import Check, Extent
-from jax_ucp.sources.consolidated import ConsolidatedView, same_bits
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.evaluate import Evaluated
 from jax_ucp.sources.protocol import ArraySource
 from jax_ucp.sources.watched import Proof, Watched, elements_of, split
 
@@ -183,11 +183,11 @@ class Mean(Proof[Watched]):
 
 
 @dataclass(frozen=True)
-class Replicas(Proof[ConsolidatedView]):
+class Replicas(Proof[Evaluated]):
     """A parameter of a view, of which every copy is the same."""
 
     label: str
-    source: ConsolidatedView
+    source: Evaluated
     key: str
 
     def nbytes(self, extent: Extent) -> int:
@@ -199,12 +199,13 @@ class Replicas(Proof[ConsolidatedView]):
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
         """The first box of which two copies differ, with where they are stored."""
         for box, data in zip(boxes, split(elements, boxes), strict=True):
-            try:
-                self.source.compare_replicas(self.key, box, data)
-            except CorruptData as error:
-                pieces = self.source.locate(self.key, box)
-                items = dict.fromkeys(piece.name for piece in pieces)
-                return f"{error} (stored in {', '.join(items)}); {_CAUSE}"
+            if hit := self.source.unequal_replicas(self.key, box, data):
+                pieces = self.source.locate(self.key, hit)
+                items = " and ".join(dict.fromkeys(piece.name for piece in pieces))
+                return (
+                    f"{self.label}: {hit} differs between {items}, which should be replicas;"
+                    f" {_CAUSE}"
+                )
         return None
 
 
@@ -231,10 +232,9 @@ def _place_of(position: int, boxes: Sequence[Box]) -> tuple[int, ...]:
 
 def tiles(source: ArraySource, key: str) -> Sequence[Box]:
     """The blocks of an array that are each stored in one place."""
-    whole = Box.whole(source.arrays()[key].shape)
-    if isinstance(source, ConsolidatedView):
-        return list(dict.fromkeys(source.tiles(key, whole)))
-    return [whole]
+    if isinstance(source, Evaluated):
+        return source.tiles(key)
+    return [Box.whole(source.arrays()[key].shape)]
 
 
 def _whole_numbers(values: np.ndarray) -> bool:

@@ -8,17 +8,17 @@ rounds so to the weight: nothing in them shows whether they belong together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
 from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.duplicates import tiles
-from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, Piece
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.value import Array, Computed
 from jax_ucp.sources.watched import Proof, Watched
 
 _MASTER = np.dtype(np.float32)
@@ -41,37 +41,24 @@ def joined_halves(weights: np.ndarray, remainders: np.ndarray) -> np.ndarray:
     return (high << 16 | low & 0xFFFF).view(_MASTER)
 
 
-class WithRemainders(ArraySource):
-    """A source of which some arrays are remainders: as masters, each with its weight.
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Masters of their low 16 bits, `low`, and their bfloat16 `weights`."""
 
-    `weights` names, for each such array, the array of the source that has its weights.
-    """
+    @property
+    def elementwise(self) -> Sequence[str]:
+        return ["low", "weights"]
 
-    def __init__(self, source: ArraySource, weights: Mapping[str, str]):
-        self._source, self._weights = source, weights
-        infos = source.arrays()
-        self._arrays = {
-            key: ArrayInfo(info.shape, _MASTER) if key in weights else info
-            for key, info in infos.items()
-        }
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        return {"low": box, "weights": box}
 
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return self._arrays
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        return joined_halves(parts["weights"], parts["low"])
 
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        if key not in self._weights:
-            self._source.read_into(key, boxes, outs)
-            return
-        for box, out in zip(boxes, outs, strict=True):
-            for rows in row_boxes(box.shape, _MASTER.itemsize, BLOCK_BYTES):
-                block = rows.shift(box.start)
-                weights = self._source.read(self._weights[key], block)
-                out[rows.index] = joined_halves(weights, self._source.read(key, block))
 
-    def locate(self, key: str, box: Box) -> Iterator[Piece]:
-        yield from self._source.locate(key, box)
-        if key in self._weights:
-            yield from self._source.locate(self._weights[key], box)
+def masters(low: Array, weights: Array) -> Computed:
+    """The fp32 masters of their low 16 bits and their weights."""
+    return Computed(Halves(), {"low": low, "weights": weights}, ArrayInfo(low.info.shape, _MASTER))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -30,21 +30,21 @@ class Watched(ArraySource):
         """While this lasts, `look` is called with all boxes of an array that are read, and their
         elements; once for each read, also if it watches several times.
         """
-        return _Watching(self._looks, key, look)
+        return Watching(self._looks, key, look)
 
     def _show(self, key: str, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
         for look in self._looks.get(key, ()):
             look(boxes, arrays)
 
 
-class _Watching(AbstractContextManager[None]):
+class Watching(AbstractContextManager[None]):
     """A look that is one of `looks` while this lasts. Each array among a million has one, which a
     generator would make dearer.
     """
 
     __slots__ = ("_key", "_look", "_looks")
 
-    def __init__(self, looks: dict[str, dict[Look, int]], key: str, look: Look):
+    def __init__(self, looks: dict[Any, dict[Look, int]], key: Hashable, look: Look):
         self._looks, self._key, self._look = looks, key, look
 
     def __enter__(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from helpers import MemoryStore, boxes_in, by_hand, cut_by, numbered
+from helpers import MemoryStore, boxes_in, by_hand, cut_by, evaluated, numbered
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
@@ -23,7 +23,9 @@ from jax_ucp.layout.patterns import (
     flat_layouts,
     partitioned_layouts,
 )
-from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.duplicates import Replicas
+from jax_ucp.sources.evaluate import Evaluated
 
 
 def test_the_public_patterns_are_the_classes_that_specs_take():
@@ -89,9 +91,9 @@ def patterns(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
     )
 
 
-def view_of(layout: ParamLayout, shards: list[np.ndarray]) -> ConsolidatedView:
+def view_of(layout: ParamLayout, shards: list[np.ndarray]) -> Evaluated:
     source = MemoryStore({str(i): shard for i, shard in enumerate(shards)})
-    return ConsolidatedView(source, {"w": Consolidated(layout, list(source.data))})
+    return evaluated(source, {"w": Consolidated(layout, list(source.data))})
 
 
 @given(patterns())
@@ -146,13 +148,14 @@ def test_flat_partitions_of_tensor_parallel_shards_read_as_the_original_through_
         zero_views |= {
             f"{name}/tp{tp}": Consolidated(layout, keys) for name, layout in layouts.items()
         }
-    inner = ConsolidatedView(MemoryStore(partitions), zero_views)
     outer = {}
     for name, (pattern, shape) in params.items():
         keys = [f"{name}/tp{tp}" for tp in range(ranks)]
-        outer[name] = Consolidated(pattern.join([inner.arrays()[key].shape for key in keys]), keys)
+        outer[name] = Consolidated(
+            pattern.join([zero_views[key].layout.shape for key in keys]), keys
+        )
         assert outer[name].layout.shape == shape
-    view = ConsolidatedView(inner, outer)
+    view = evaluated(MemoryStore(partitions), zero_views, outer)
     for name, (_, shape) in params.items():
         box = data.draw(boxes_in(shape))
         np.testing.assert_array_equal(view.read(name, box), whole[name][box.index])
@@ -276,19 +279,16 @@ def test_a_missing_partition_is_named_by_the_parameter_it_cuts_off():
 def test_a_view_refuses_shards_of_different_dtypes():
     store = MemoryStore({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float16)})
     with pytest.raises(LayoutError, match=r"w: the shards differ in dtype.*float16"):
-        ConsolidatedView(store, {"w": Consolidated(Sharded(0).join([(2,), (2,)]), ["a", "b"])})
+        evaluated(store, {"w": Consolidated(Sharded(0).join([(2,), (2,)]), ["a", "b"])})
 
 
 def test_replicas_that_differ_in_one_bit_are_both_named():
-    from jax_ucp.errors import CorruptData
-
     store = MemoryStore({"r0": np.array([0.0, 1.0]), "r1": np.array([-0.0, 1.0])})
-    view = ConsolidatedView(
-        store, {"w": Consolidated(Replicated().join([(2,), (2,)]), ["r0", "r1"])}
-    )
-    view.compare_replicas("w", Box((1,), (2,)), view.read("w", Box((1,), (2,))))
-    with pytest.raises(CorruptData, match=r"w: \[0:2\] differs between r0 and r1"):
-        view.compare_replicas("w", Box((0,), (2,)), view.read("w", Box((0,), (2,))))
+    view = evaluated(store, {"w": Consolidated(Replicated().join([(2,), (2,)]), ["r0", "r1"])})
+    proof, last, whole = Replicas("w", view, "w"), Box((1,), (2,)), Box((0,), (2,))
+    assert proof.fault_in([last], view.read("w", last)) is None
+    fault = proof.fault_in([whole], view.read("w", whole)) or ""
+    assert "w: [0:2] differs between r0 and r1, which should be replicas" in fault
 
 
 @st.composite

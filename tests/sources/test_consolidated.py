@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, numbered
+from helpers import MemoryStore, evaluated, numbered
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Sharded, flat_layouts
-from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.sources.consolidated import Consolidated
 
 
 @given(
@@ -26,9 +26,9 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
     whole = flat_layouts({"buffer": buffer.shape}, [len(piece) for piece in stored.values()])[
         "buffer"
     ]
-    inner = ConsolidatedView(MemoryStore(stored), {"buffer": Consolidated(whole, [*stored])})
     layout = flat_layouts({"before": (before,), "w": shape}, [len(buffer)])["w"]
-    view = ConsolidatedView(inner, {"w": Consolidated(layout, ["buffer"])})
+    slices = {"buffer": Consolidated(whole, [*stored])}
+    view = evaluated(MemoryStore(stored), slices, {"w": Consolidated(layout, ["buffer"])})
     got = np.full(shape, -1, np.int32)
     for piece in view.locate("w", Box.whole(shape)):
         got[piece.target.index] = stored[piece.file][piece.source.index].reshape(piece.target.shape)
@@ -38,7 +38,7 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
 @given(st.integers(0, 6), st.integers(0, 4), st.integers(0, 4))
 def test_any_box_may_be_empty(row, column, width):
     whole = numbered((6, 4))
-    view = ConsolidatedView(
+    view = evaluated(
         MemoryStore({"0": whole[:3], "1": whole[3:]}),
         {"w": Consolidated(Sharded(0).join([(3, 4)] * 2), ["0", "1"])},
     )

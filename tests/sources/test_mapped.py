@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, boxes_in, contents_of, grids, numbered
+from helpers import MemoryStore, boxes_in, contents_of, evaluated, grids, numbered
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, LayoutError, TreeMismatch
 from jax_ucp.layout.box import Box
@@ -19,7 +19,7 @@ from jax_ucp.mapping.binding import bind
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.rules import Mapping
 from jax_ucp.mapping.states import states_of
-from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView, same_bits
+from jax_ucp.sources.consolidated import Consolidated, same_bits
 from jax_ucp.sources.gather import read_boxes
 from jax_ucp.sources.protocol import ArrayInfo
 
@@ -232,7 +232,7 @@ def test_a_device_slice_is_read_straight_out_of_the_shards():
     shards = MemoryStore({f"rank{r}": PARAMS["h.0.q"][6 * r : 6 * r + 6] for r in range(2)})
     contents = contents_of({"param": {"h.0.q": PARAMS["h.0.q"]}})
     whole = Consolidated(Sharded(0).join([(6, EMBED)] * 2), ["rank0", "rank1"])
-    view = ConsolidatedView(shards, {contents.leaves[0].name: whole})
+    view = evaluated(shards, {contents.leaves[0].name: whole})
     rule = {"param": "h.{i}.q", "axes": "(heads dim) embed", "leaf": {"q": "i embed heads dim"}}
     rules = Mapping.from_dict({"sizes": {"dim": DIM}, "leaves": [rule]})
     got = (

@@ -21,8 +21,9 @@ from jax_ucp.files import pread
 from jax_ucp.files.pread import pread_into
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.cuts import Cut, WithCuts
+from jax_ucp.sources.evaluate import Evaluated, Reader
 from jax_ucp.sources.gather import ALIGNMENT, read_boxes
+from jax_ucp.sources.value import Cut, Stored
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = [
@@ -128,6 +129,10 @@ def test_what_lies_in_runs_is_read_from_the_files_once_and_no_more(case, monkeyp
     assert sum(read) == needed
 
 
+def cut_of(store: MemoryStore, start: int, shape: tuple[int, ...], transposed: bool = False) -> Cut:
+    return Cut(Stored("w", store.arrays()["w"]), start, shape, transposed)
+
+
 @given(st.data())
 def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_also_turned(data):
     stored = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
@@ -135,14 +140,10 @@ def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_als
     shape = data.draw(st.just(stored[depth:]) | st.tuples(st.integers(1, stored[-1])))
     size = math.prod(shape)
     start = data.draw(st.integers(0, math.prod(stored) - size))
-    cut = Cut(
-        "w",
-        start - start % size if data.draw(st.booleans()) else start,
-        shape,
-        data.draw(st.booleans()),
-    )
     store = MemoryStore({"w": numbered(stored)})
-    view = WithCuts(store, {"cut": cut})
+    start = start - start % size if data.draw(st.booleans()) else start
+    cut = cut_of(store, start, shape, data.draw(st.booleans()))
+    view = Evaluated(Reader(store), {"cut": cut})
     want = store.data["w"].ravel()[cut.start : cut.start + size].reshape(shape)
     want = want.T if cut.transposed else want
     box = data.draw(boxes_in(want.shape))
@@ -157,7 +158,7 @@ def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_als
 
 def test_columns_of_a_layer_of_several_are_read_and_nothing_beside_them():
     store = MemoryStore({"w": numbered((3, 4, 8))})
-    view = WithCuts(store, {"layer": Cut("w", 32, (4, 8))})
+    view = Evaluated(Reader(store), {"layer": cut_of(store, 32, (4, 8))})
     np.testing.assert_array_equal(
         view.read("layer", Box((1, 2), (3, 5))), store.data["w"][1, 1:3, 2:5]
     )
@@ -165,9 +166,11 @@ def test_columns_of_a_layer_of_several_are_read_and_nothing_beside_them():
 
 
 def test_a_cut_that_reaches_past_its_tensor_is_refused():
-    for start in (12, 20, 24):
-        with pytest.raises(LayoutError):
-            WithCuts(MemoryStore({"w": numbered((2, 3, 4))}), {"cut": Cut("w", 24 + start, (3, 4))})
+    store = MemoryStore({"w": numbered((2, 3, 4))})
+    cut_of(store, 12, (3, 4)).check("inside")
+    for start in (-1, 13, 24):
+        with pytest.raises(LayoutError, match=r"past: .* is not inside an array of 24"):
+            cut_of(store, start, (3, 4)).check("past")
 
 
 @given(st.data())

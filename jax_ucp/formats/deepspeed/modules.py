@@ -30,7 +30,6 @@ from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import Sharded, flat_layouts
 from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.cuts import Cut
 
 # A stored tensor with its name in the importer.
 StoredKey = tuple[str, StoredTensor]
@@ -152,7 +151,7 @@ class ModuleReader:
         for number in numbers:
             key, tensor = experts[number]
             keys.append(f"{key} as a row")
-            self.importer.cut(keys[-1], Cut(key, 0, (1, *tensor.shape)))
+            self.importer.cut(keys[-1], key, 0, (1, *tensor.shape))
         layout = Sharded(0).join([(1, *experts[number][1].shape) for number in numbers])
         whole = f"{name} on mp_rank_{mp:02d}"
         reason = f"an expert of {name}, of which the optimizer has no second copy"

@@ -32,8 +32,6 @@ from jax_ucp.formats.torch_save.unpickle import Opaque
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated, same_bits
-from jax_ucp.sources.cuts import Cut
-from jax_ucp.sources.decoded import Coded
 
 _LION = "Lion has one moment; CPULion writes a second one and never reads it"
 _OTHER_MOMENTUM = (
@@ -209,7 +207,7 @@ def _add_wholes(slices: Slices, team: Team) -> None:
             for local, start in whole.starts.items():
                 shape, name = team.group.shapes[local], team.names[local]
                 part = f"{key} from {start}"
-                slices.importer.cut(part, Cut(key, start, shape))
+                slices.importer.cut(part, key, start, shape)
                 if first := slices.states[state, name].keys.get(place):
                     slices.importer.slice_duplicate(first, part, "", cause=_OTHER_MOMENTUM)
                 else:
@@ -223,9 +221,10 @@ def _decoded(slices: Slices, team: Team, state: str, keys: list[str]) -> tuple[s
         return state, keys
     codes = team.group.codes.get(state, ())
     for at, (rank, one) in enumerate(zip(team.group.ranks, codes, strict=False)):
-        coded = Coded(keys[at], rank.key(one.table), rank.key(one.scales), one.block)
+        parts = keys[at], rank.key(one.table), rank.key(one.scales)
         keys[at] = f"{keys[at]} decoded"
-        slices.importer.decoded(keys[at], coded, f"what the codes of {state} mean")
+        reason = f"what the codes of {state} mean"
+        slices.importer.decoded(keys[at], *parts, one.block, reason)
     return plain_name(state, team.settings), keys
 
 

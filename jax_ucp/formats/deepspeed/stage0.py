@@ -42,7 +42,6 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.decoded import Coded
 
 _BY_SHAPE = (
     "ZeRO-0 stores optimizer states without names; their shapes fit the parameters in one way only"
@@ -132,8 +131,9 @@ def _add_decoded(
     slices: Slices, one: StageZero, name: str, state: str, tensor: Any, codes: Codes
 ) -> None:
     key, file = one.stored.key(tensor), one.stored
-    coded = Coded(key, file.key(codes.table), file.key(codes.scales), codes.block)
-    slices.importer.decoded(f"{key} decoded", coded, f"what the codes of {state} mean")
+    parts = key, file.key(codes.table), file.key(codes.scales)
+    reason = f"what the codes of {state} mean"
+    slices.importer.decoded(f"{key} decoded", *parts, codes.block, reason)
     whole = Consolidated(Unique().join([tensor.shape]), [f"{key} decoded"])
     slices.add(one.mp, None, state, name, whole, f"{state} of {name}")
 

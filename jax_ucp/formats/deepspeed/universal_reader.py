@@ -46,7 +46,6 @@ from jax_ucp.shard_spec.rules import Shard
 from jax_ucp.sources.beside import items_beside
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.cuts import Cut
 
 _MODEL = re.compile(r".*mp_rank_.*_model_states\.pt")
 _HOW_TO_CUT = "says how to cut the parameter; it is whole here"
@@ -205,8 +204,8 @@ class _Reader:
                 raise FormatError(f"{atom} is missing: rank 0's part of it is in {OPTIMIZER}")
             whole = f"the first {numel} elements of {label} of {name}"
             copy = f"{stored}, from {start}"
-            self.importer.cut(whole, Cut(key, 0, (numel,)))
-            self.importer.cut(copy, Cut(stored, start, (numel,)))
+            self.importer.cut(whole, key, 0, (numel,))
+            self.importer.cut(copy, stored, start, (numel,))
             self.importer.slice_duplicate(whole, copy, "")
             start += numel
 

@@ -137,8 +137,8 @@ class _Assembly:
         )
         importer.about = about(_layout(files), self.args, files.tree.get("iteration"))
         importer.unknown |= files.common.unknown
-        for key, cut in tensors.cuts.items():
-            importer.cut(key, cut)
+        for key, run in tensors.cuts.items():
+            importer.cut(key, run.key, run.start, run.target.shape)
         for part in buffers.slices:
             reason = f"{part.state} of {part.name}, a part of a flat buffer"
             importer.slice(part.key, part.tensor, reason)

@@ -27,7 +27,6 @@ from jax_ucp.formats.megatron.dist_names import (
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.cuts import Cut
 from jax_ucp.sources.protocol import ArrayInfo
 
 # By parameter its shape, and the runs that it is made of.
@@ -45,7 +44,7 @@ class TensorStates:
 
     states: Mapping[str, Mapping[str, Consolidated]]
     dtypes: Mapping[str, str]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, Run]
     left: Sequence[str]
 
     @property
@@ -120,19 +119,15 @@ def _unstacked(files: DistFiles, key: str, model: str) -> _Blocks:
 
 def _consolidated(
     stored: Mapping[str, ArrayInfo], by_state: Mapping[str, _Blocks]
-) -> tuple[Mapping[str, Mapping[str, Consolidated]], Mapping[str, Cut]]:
+) -> tuple[Mapping[str, Mapping[str, Consolidated]], Mapping[str, Run]]:
     """Parameters as chunks that are stored, or cut out of such; and these cuts."""
     states: dict[str, dict[str, Consolidated]] = {}
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, Run] = {}
     layout = cache(_layout)  # experts by the thousand have few, each of which is proved once
     for state, blocks in by_state.items():
         for name, shape, runs in _whole(blocks):
             keys = [_key(run, stored[run.key].shape) for run in runs]
-            cuts |= {
-                key: Cut(run.key, run.start, run.target.shape)
-                for key, run in zip(keys, runs, strict=True)
-                if key != run.key
-            }
+            cuts |= {key: run for key, run in zip(keys, runs, strict=True) if key != run.key}
             states.setdefault(name, {})[state] = Consolidated(
                 layout(tuple(shape), tuple(run.target for run in runs)), keys
             )

@@ -58,7 +58,6 @@ from jax_ucp.shard_spec.rules import Shard, Spec, layouts
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.cuts import Cut
 
 
 def recognise(path: FilePath) -> bool:
@@ -270,7 +269,7 @@ class _Reader:
         if whole or stored.shape == ():
             return stored.key, stored.shape
         key, start = f"{stored.key}@{part.name}", stored.start + part.start
-        self.importer.cut(key, Cut(stored.key, start, part.shape, part.transposed))
+        self.importer.cut(key, stored.key, start, part.shape, part.transposed)
         return key, part.shape[::-1] if part.transposed else part.shape
 
     def _layouts(self) -> dict[str, ParamLayout]:

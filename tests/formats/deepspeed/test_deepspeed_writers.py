@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 import generated_cases
 import jax_ucp as ucp
+from helpers import MemoryStore
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.combined import MemorySource
-from jax_ucp.sources.decoded import Coded, WithDecoded, block_of
+from jax_ucp.sources.decoded import block_of, decoded
+from jax_ucp.sources.evaluate import Reader
+from jax_ucp.sources.value import Stored
 from torch_writer import change, edit
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed_writers"
@@ -69,15 +71,16 @@ def test_a_box_of_decoded_numbers_is_that_of_table_times_scale(data):
     codes = random.integers(0, 256, shape).astype(np.uint8)
     table = random.standard_normal(256, dtype=np.float32)
     scales = random.standard_normal(-(-count // block), dtype=np.float32)
-    source = MemorySource({"codes": codes, "table": table, "scales": scales})
-    decoded = WithDecoded(source, {"x": Coded("codes", "table", "scales", block)})
+    store = MemoryStore({"codes": codes, "table": table, "scales": scales})
+    parts = [Stored(key, info) for key, info in store.arrays().items()]
+    array, reader = decoded(*parts, block), Reader(store)
     want = (table[codes].ravel() * np.repeat(scales, block)[:count]).reshape(shape)
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
     stop = tuple(data.draw(st.integers(a, n)) for a, n in zip(start, shape, strict=True))
     box = Box(start, stop)
-    assert decoded.read("x", box).tobytes() == want[box.index].tobytes()
+    assert reader.read(array, box).tobytes() == want[box.index].tobytes()
     out = np.empty(box.shape, np.float32)
-    decoded.read_into("x", [box], [out])
+    reader.read_into(array, [box], [out])
     assert out.tobytes() == want[box.index].tobytes()
 
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, by_hand, cut_by, numbered
+from helpers import MemoryStore, by_hand, cut_by, evaluated, numbered
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.megatron.dist import read_files
@@ -32,7 +32,7 @@ from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused, Replicated, Sharded
 from jax_ucp.sources.checks import verdicts
-from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView, same_bits
+from jax_ucp.sources.consolidated import Consolidated, same_bits
 from torch_writer import save
 
 HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 3, 20, 40, 4, 4
@@ -61,7 +61,7 @@ def test_a_part_of_a_buffer_that_is_cut_anywhere_is_joined_again(data, transpose
     layout, used = slice_of(Part("w", at, shape, transposed), before, pieces)
     layout.check()
     store = MemoryStore({str(i): buffer[a:b] for i, (a, b) in enumerate(pieces)})
-    view = ConsolidatedView(store, {"w": Consolidated(layout, [str(i) for i in used])})
+    view = evaluated(store, {"w": Consolidated(layout, [str(i) for i in used])})
     whole = memory.T if transposed else memory
     np.testing.assert_array_equal(view.read("w", Box.whole(whole.shape)), whole)
 

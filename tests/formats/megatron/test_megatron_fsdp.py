@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from helpers import MemoryStore
+from helpers import MemoryStore, evaluated
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
@@ -28,7 +28,7 @@ from jax_ucp.formats.megatron.sizes import check_whole
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused, Sharded
-from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.sources.consolidated import Consolidated
 from megatron_cases import DATA, EVERY
 
 CASES = [case for case in EVERY if case.startswith(("torch_dcp", "fsdp_dtensor"))]
@@ -81,7 +81,7 @@ def test_a_config_without_a_backend_makes_it_no_plain_dcp(megatron_copy, case):
 
 def read(source, param):
     whole = Box.whole(param.layout.shape)
-    return ConsolidatedView(source, {"x": param}).read("x", whole)
+    return evaluated(source, {"x": param}).read("x", whole)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans())
