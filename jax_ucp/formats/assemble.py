@@ -358,7 +358,8 @@ class Import:
         paths = [*self.params, *self._constants]
         self._require_text(itertools.chain.from_iterable(paths))
         names = dict(zip(paths, leaf_names(paths), strict=True))
-        parts = {key: self.array(key) for key in (*self.stored, *self._arrays, *self._slices)}
+        for key in self._slices:
+            self.array(key)
         params = {names[path]: self._joined(names[path], p) for path, p in self.params.items()}
         values = dict(params)
         for path, weight in self._weights.items():
@@ -367,7 +368,7 @@ class Import:
         values |= {names[path]: constant for path, constant in self._constants.items()}
         reader = Reader(self.shards)
         arrays = Evaluated(reader, values)
-        views = _Views(Evaluated(reader, params), Evaluated(reader, parts), names)
+        views = _Views(reader, Evaluated(reader, params), names)
         return Contents(
             self.format,
             str(self.path),
@@ -400,12 +401,12 @@ class Import:
 
     def _checks(self, views: _Views, extent: Extent) -> Iterator[Check]:
         """The proofs of all leaves."""
-        resting = self._resting(views.names)
+        resting, parts = self._resting(views.names), self._compared(views.reader)
         yield from passed_on(self._shard_checks(extent), resting)
         if not self.on_conflict:
             yield from self._replica_checks(views, resting, extent)
         for duplicate in self._duplicates:
-            proof = self._proof(duplicate, views)
+            proof = self._proof(duplicate, views, parts)
             stored = proof.key if proof.key in resting else self._stored(proof.key)
             yield proof.check(resting[stored], extent)
         for name, master, weight, cause, near in self._places:
@@ -422,17 +423,24 @@ class Import:
         for path, keys in self._means if not self.on_conflict else ():
             name = views.names[path]
             stored = ", ".join(dict.fromkeys(self._stored_keys(self.params[path].keys)))
-            mean = Mean(_label(path), views.params, name, views.parts, keys, stored)
+            mean = Mean(_label(path), views.params, name, parts, keys, stored)
             yield mean.check(resting[name], extent)
 
-    def _proof(self, duplicate: _StoredTwice, views: _Views) -> Duplicate:
+    def _compared(self, reader: Reader) -> Evaluated:
+        """The second copies, and the slices and stored tensors that they are copies of."""
+        keys = {key for _, copies in self._means for key in copies}
+        for duplicate in self._duplicates:
+            keys |= {key for key in (duplicate.key, duplicate.of) if isinstance(key, str)}
+        return Evaluated(reader, {key: self.array(key) for key in sorted(keys)})
+
+    def _proof(self, duplicate: _StoredTwice, views: _Views, parts: Evaluated) -> Duplicate:
         """What compares a second copy with a parameter or a slice."""
         is_part = isinstance(duplicate.of, str)
         return Duplicate(
             _label(duplicate.of),
-            views.parts if is_part else views.params,
+            parts if is_part else views.params,
             duplicate.of if isinstance(duplicate.of, str) else views.names[duplicate.of],
-            views.parts,
+            parts,
             duplicate.key,
             duplicate.at,
             duplicate.stored,
@@ -586,10 +594,10 @@ class Import:
 
 @dataclass(frozen=True)
 class _Views:
-    """The parameters by the names of their leaves, and by name what they are made of."""
+    """The parameters by the names of their leaves, and what reads them."""
 
+    reader: Reader
     params: Evaluated
-    parts: Evaluated
     names: Mapping[TreePath, str]
 
 

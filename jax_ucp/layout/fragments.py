@@ -134,7 +134,7 @@ class ParamLayout:
     @cached_property
     def _faults(self) -> Sequence[str]:
         """What `check` finds. Many arrays may have one layout."""
-        if self._is_one_shard or self._is_grid or self._is_in_order:
+        if self.is_one_shard or self._is_grid or self._is_in_order:
             return ()
         if strays := list(self._stray_fragments()):
             return strays
@@ -147,7 +147,7 @@ class ParamLayout:
         ]
 
     @property
-    def _is_one_shard(self) -> bool:
+    def is_one_shard(self) -> bool:
         """Whether the parameter is one shard, whole and as it is stored."""
         if self.shards != (self.shape,) or len(self.fragments) != 1 or self.averaged:
             return False

@@ -167,6 +167,8 @@ def joined(name: str, layout: ParamLayout, keys: Sequence[str], inputs: Sequence
         layout.check()
     except LayoutError as error:
         raise LayoutError(f"{name}: {error} (shards: {', '.join(keys)})") from None
+    if layout.is_one_shard:
+        return inputs[0]
     return Joined(layout, tuple(inputs), ArrayInfo(layout.shape, inputs[0].info.dtype))
 
 
