@@ -497,8 +497,8 @@ class Import:
             yield key
             if key in self._slices:
                 yield from self._keys_below(self._slices[key].keys)
-            else:
-                yield from (array.item for array in stored(self.array(key)))
+            elif not isinstance(array := self.array(key), Stored):
+                yield from (inner.item for inner in stored(array))
 
     def _is_of_parameter(self, settings: tuple[str, dict[str, Any]]) -> bool:
         return (Key("dict", "param"), Key("dict", settings[0])) in self.params
