@@ -13,6 +13,7 @@ from typing import Any
 
 # No config of a model is a tenth as deep.
 MAX_JSON_DEPTH = 100
+_TOO_DEEP = f"its values are nested more than {MAX_JSON_DEPTH} levels"
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -26,11 +27,10 @@ def decode_json(text: bytes | str, *, unique_names: bool = False) -> Any:
     text = text.decode() if isinstance(text, bytes) else text
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique_names else None)
-        is_deep = not is_shallow(value, MAX_JSON_DEPTH)
     except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"its values are nested more than {MAX_JSON_DEPTH} levels")
+        raise ValueError(_TOO_DEEP) from None
+    if not is_shallow(value, MAX_JSON_DEPTH):
+        raise ValueError(_TOO_DEEP)
     if _SURROGATE.search(text):
         _require_whole_characters(value)
     return value

@@ -24,7 +24,7 @@ class CountedFiles(RemoteFiles):
 
     def __init__(self, root: str = "", latency: float = 0, fault_every: int = 0, parent=None):
         self.root, self.latency, self.fault_every = root, latency, fault_every
-        self._disk = WholeDisk()
+        self._disk = WholeDisk("/")
         self._parent = parent
         self.asked: Counter[str] = Counter()
         self.seen: list[Seen] = []
