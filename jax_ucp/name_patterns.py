@@ -1,15 +1,22 @@
-"""Regular expressions that come out of a checkpoint, matched in time that is linear in the name.
+"""Regular expressions that come out of a checkpoint, matched in time that is linear in the bytes
+of patterns and names.
 
 DeepSpeed's `universal_checkpoint_info` says with patterns for Python's `re.match` which parameters
 are cut how. Python tries all ways in which a pattern could match: `(\\w|.)+!` takes twice as long
 for every letter of a name. RE2 does not. What RE2 lacks (lookaround, references to groups), or
 reads otherwise than Python, is refused.
+
+A trainer may write a pattern for each parameter: DeepSpeed's AutoTP (`^name$`, escaped), peft's
+`rank_pattern` (names whose dots stand for any letter). Patterns of text and dots alone are not
+tried one by one: those with dots in the same places are looked up together.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import re2
@@ -19,51 +26,121 @@ from jax_ucp.errors import FormatError
 # Patterns that trainers write have some tens of characters.
 MAX_PATTERN_LENGTH = 1000
 
-# What a compiled pattern may take, and the states that RE2 keeps of it. It has no repetition of
-# more than 1,000.
-PATTERN_BYTES = 1 << 18
+# What a compiled pattern may take, and the states that RE2 keeps of it: all may share `SHARED`
+# bytes, and each has some more for its own length. It has no repetition of more than 1,000.
+MAX_PATTERN_BYTES = 1 << 18
+SHARED_BYTES = 1 << 24
+BYTES_PER_LETTER = 512
 
-# Every pattern is tried on every name, at about a microsecond each. A model of 2,000 parameters
-# with a pattern for each, as AutoTP writes them, takes 4 million.
-MAX_TRIES = 1 << 24
+# A step takes RE2 at most some 10 ns, mostly 1: it is an instruction of a pattern at a letter of a
+# name. Megatron-DeepSpeed's twenty patterns take 1,000 for each letter.
+FREE_STEPS = 1 << 26
+STEPS_PER_BYTE = 4_000
+_TRY_STEPS, _COMPILE_STEPS, _INSTRUCTION_STEPS, _GAP_STEPS = 200, 10_000, 100, 16
 
 _REMEDY = "Say in a spec how slices form parameters (spec=, --spec)"
 
 # Where RE2 sees plain text or a POSIX class, Python sees a repetition or a set of characters.
 _OTHERWISE = re.compile(r"\{,|\{0\d|\{\d*,0\d|\[:")
 
+# Text whose dots stand for any letter: at the beginning of a name, all of it, or, as peft has it,
+# all that is behind the beginning or a dot.
+_UNIT = re.compile(r"[\w/:,=@%&~ -]|\.|\\[^\w]", re.ASCII)
+_TEXT = rf"((?:{_UNIT.pattern})+)"
+_PLAIN = re.compile(rf"\^?{_TEXT}(\$?)|\(\.\*\\\.\)\?\({_TEXT}\)\$", re.ASCII)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where so many letters lie in a name: at its beginning or, if `tail`, its end. `gaps` are
+    those that may be any.
+    """
+
+    tail: bool
+    whole: bool
+    length: int
+    gaps: tuple[int, ...]
+
+    def text(self, name: str) -> str | None:
+        """A name's letters there, without those that may be any; None if it has no such place."""
+        start = len(name) - self.length if self.tail else 0
+        end = start + self.length
+        outside = start < 0 or end > len(name) or (self.whole and end < len(name))
+        if outside or (start > 0 and name[start - 1] != "."):
+            return None
+        bounds = (start - 1, *(start + gap for gap in self.gaps), end)
+        return "".join(name[before + 1 : after] for before, after in pairwise(bounds))
+
 
 class NamePatterns:
     """The patterns that the file `where` has. Raises FormatError, with a remedy, for one that
-    cannot be matched as Python would.
+    cannot be matched as Python would, and for more work than their bytes account for.
     """
 
     def __init__(self, patterns: Iterable[str], where: str, remedy: str = _REMEDY):
         self._where, self._remedy = where, remedy
-        self._compiled = {pattern: _compiled(pattern, where, remedy) for pattern in patterns}
+        self._plain: dict[_Place, dict[str, list[str]]] = {}
+        self._compiled: dict[str, Any] = {}
         self._matching: dict[str, frozenset[str]] = {}
+        self._steps = FREE_STEPS
+        others = [pattern for pattern in dict.fromkeys(patterns) if not self._is_plain(pattern)]
+        for pattern in others:
+            compiled = _compiled(pattern, SHARED_BYTES // len(others), where, remedy)
+            self._charge(
+                _COMPILE_STEPS + _INSTRUCTION_STEPS * compiled.programsize, bytes_read=len(pattern)
+            )
+            self._compiled[pattern] = compiled
+        self._each = _TRY_STEPS * (len(self._plain) + len(others))
+        self._each += _GAP_STEPS * sum(len(place.gaps) for place in self._plain)
+        self._letter = sum(compiled.programsize for compiled in self._compiled.values())
+        self._letter += len(self._plain)
 
     def matching(self, name: str) -> frozenset[str]:
         """Those that match at the beginning of a name, as `re.match` does. Raises FormatError
         for too many names.
         """
         if name not in self._matching:
-            self._matching[name] = frozenset(self._match(name)) if self._compiled else frozenset()
+            any_there = self._compiled or self._plain
+            self._matching[name] = frozenset(self._match(name)) if any_there else frozenset()
         return self._matching[name]
 
-    def _match(self, name: str) -> Iterable[str]:
+    def _match(self, name: str) -> Iterator[str]:
         # Python's \w has letters of all alphabets, and its $ is before a last line break too.
         if not (name.isascii() and name.isprintable()):
             raise FormatError(
                 f"{self._where} has patterns, which are only matched with names of printable ASCII,"
                 f" not with {name!r:.200}. {self._remedy}"
             )
-        if len(self._compiled) * (len(self._matching) + 1) > MAX_TRIES:
+        self._charge(self._each + self._letter * len(name), bytes_read=len(name))
+        for place, texts in self._plain.items():
+            text = place.text(name)
+            found = texts.get(text, ()) if text is not None else ()
+            self._charge(_TRY_STEPS * len(found))
+            yield from found
+        yield from (pattern for pattern, each in self._compiled.items() if each.match(name))
+
+    def _is_plain(self, pattern: str) -> bool:
+        """Whether it is of text and dots alone, and is known from now on by its place."""
+        _check_length(pattern, self._where)
+        if (found := _PLAIN.fullmatch(pattern)) is None:
+            return False
+        text, end, tail = found.groups()
+        units = _UNIT.findall(text or tail)
+        gaps = tuple(at for at, unit in enumerate(units) if unit == ".")
+        place = _Place(tail is not None, bool(end), len(units), gaps)
+        letters = "".join(unit[-1] for unit in units if unit != ".")
+        self._plain.setdefault(place, {}).setdefault(letters, []).append(pattern)
+        self._charge(0, bytes_read=len(pattern))
+        return True
+
+    def _charge(self, steps: int, bytes_read: int = 0) -> None:
+        self._steps += STEPS_PER_BYTE * bytes_read - steps
+        if self._steps < 0:
             raise FormatError(
-                f"{self._where} has {len(self._compiled)} patterns, each to be tried on more than"
-                f" {len(self._matching)} names: more than {MAX_TRIES} in all. {self._remedy}"
+                f"{self._where} has patterns that take more work, tried on each name, than their"
+                f" bytes and those of the names account for: {len(self._compiled)} with"
+                f" repetitions or choices, {len(self._matching)} names so far. {self._remedy}"
             )
-        return (pattern for pattern, compiled in self._compiled.items() if compiled.match(name))
 
 
 def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
@@ -78,16 +155,21 @@ def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]
     return patterns
 
 
-def _compiled(pattern: str, where: str, remedy: str) -> Any:
+def _check_length(pattern: str, where: str) -> None:
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise FormatError(
             f"{where} has a pattern of {len(pattern)} characters; {MAX_PATTERN_LENGTH} are the most"
         )
+
+
+def _compiled(pattern: str, shared: int, where: str, remedy: str) -> Any:
+    """The pattern as RE2 has it, with its part of the bytes that all share."""
     fault = "it is not ASCII" if not pattern.isascii() else None
     if found := _OTHERWISE.search(pattern):
         fault = f"{found[0]!r} means something else to RE2 than to Python"
     options = re2.Options()
-    options.max_mem, options.log_errors = PATTERN_BYTES, False
+    options.max_mem = min(MAX_PATTERN_BYTES, shared + BYTES_PER_LETTER * len(pattern))
+    options.log_errors, options.never_capture = False, True
     try:
         compiled = None if fault else re2.compile(pattern, options)
     except re2.error as error:

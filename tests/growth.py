@@ -570,6 +570,12 @@ def match_patterns(data: bytes) -> None:
 
 PATTERNS: dict[str, Make] = {
     "many": counted(lambda i: rf"layers\.{i}\.weight", str, "\n"),
+    "whole names": counted(lambda i: rf"^layers\.{i}\.weight$", str, "\n"),
+    "ends of names": counted(lambda i: rf"(.*\.)?({i}.weight)$", str, "\n"),
+    "numbers": counted(lambda i: rf"layers\.\d+{i}", str, "\n"),
+    "dots anywhere": counted(lambda i: f"{i:016b}".replace("1", ".").replace("0", "l"), str, "\n"),
+    "states": counted(lambda i: rf"(.*[al]){{9}}{i}", str, "\n"),
+    "empty steps": counted(lambda i: rf"(\w*){{300}}{i}", str, "\n"),
     "repetitions": counted(lambda i: rf"(\w|.){{1,900}}{i}", str, "\n"),
     "alternatives": lambda size: b"|".join([b"a"] * 400 + [b""]) + b"\na" * (size // 2),
 }

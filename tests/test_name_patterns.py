@@ -16,7 +16,7 @@ import torch_writer
 from jax_ucp import name_patterns
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel
-from jax_ucp.name_patterns import MAX_TRIES, NamePatterns
+from jax_ucp.name_patterns import NamePatterns
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,7 +66,7 @@ PIECES += [
     "*+",
     r"\s",
 ]
-PIECES += ["{", "}", "-", "\\"]
+PIECES += ["{", "}", "-", "\\", r"(.*\.)?(", ")$", "b.A", r"\-", "l.p"]
 
 
 @settings(max_examples=1000)
@@ -120,14 +120,64 @@ def test_names_for_which_the_two_differ_are_refused(name):
     assert NamePatterns([], "f").matching(name) == frozenset()
 
 
-def test_patterns_are_not_tried_on_names_without_end(monkeypatch):
-    assert MAX_TRIES >= 4_000_000  # of a model with 2,000 parameters and a pattern for each
-    monkeypatch.setattr(name_patterns, "MAX_TRIES", 100)
-    patterns = NamePatterns(["a"] + [f"b{i}" for i in range(9)], "f")
-    for i in range(10):
-        patterns.matching(f"a{i}")
-    with pytest.raises(FormatError, match="more than 100 in all"):
-        patterns.matching("b")
+PLAIN = {
+    "as AutoTP writes it": lambda name: f"^{re.escape(name)}$",
+    "a beginning": re.escape,
+    "with dots": str,
+    "as peft has it": lambda name: rf"(.*\.)?({name})$",
+}
+
+
+@settings(max_examples=500)
+@given(
+    st.sampled_from(sorted(PLAIN)),
+    st.lists(st.text("ab.-\\ ", min_size=1, max_size=5), min_size=1, max_size=8),
+    st.lists(st.text("ab.- ", max_size=9), min_size=1, max_size=5),
+)
+def test_texts_looked_up_together_match_what_each_does_in_python(kind, texts, names):
+    made = [PLAIN[kind](text.replace("\\", r"\.")) for text in texts]
+    patterns = NamePatterns(made, "f")
+    for name in names:
+        assert patterns.matching(name) == {each for each in made if re.match(each, name)}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_pattern_for_each_of_many_parameters_takes_no_longer_for_each(kind):
+    names = [f"m.layers.{i}.mlp.experts.{i % 7}.w" for i in range(20_000)]
+    made = [PLAIN[kind](name) for name in names]
+    patterns = NamePatterns(made, "f")
+    assert [patterns.matching(name) for name in names] == [{pattern} for pattern in made]
+
+
+@pytest.mark.parametrize("pattern", [r"a+{i}\.w", r"(a|b)*{i}", r"(.*\.)?(a+{i})$"])
+def test_patterns_are_not_tried_on_names_beyond_what_their_bytes_account_for(pattern, monkeypatch):
+    monkeypatch.setattr(name_patterns, "FREE_STEPS", 1 << 22)
+    patterns = NamePatterns([pattern.replace("{i}", str(i)) for i in range(400)], "f")
+    names = [f"a{i}.w" for i in range(400)]
+    with pytest.raises(FormatError, match=r"f has patterns that take more work.*400 with rep"):
+        list(map(patterns.matching, names))
+
+
+def test_texts_with_dots_in_places_of_their_own_are_bounded_too(monkeypatch):
+    monkeypatch.setattr(name_patterns, "FREE_STEPS", 1 << 22)
+    made = ["".join(".x"[i >> bit & 1] for bit in range(11)) for i in range(1 << 11)]
+    patterns = NamePatterns(made, "f")
+    names = [f"{i:013}" for i in range(1 << 11)]
+    with pytest.raises(FormatError, match="f has patterns that take more work"):
+        list(map(patterns.matching, names))
+
+
+def test_patterns_whose_programs_are_large_are_refused():
+    with pytest.raises(FormatError, match=r"pattern too large|take more work"):
+        NamePatterns([rf"(\w|.){{1,900}}{i}" for i in range(1_000)], "f")
+
+
+def test_the_patterns_of_a_large_model_are_tried_on_all_of_its_names():
+    """Megatron-DeepSpeed's, with stages, layers and experts of a mixture."""
+    patterns = NamePatterns([rf"\d+\.layers\.\d+\.part{i}\.(weight|bias)" for i in range(20)], "f")
+    for i in range(30_000):
+        name = f"{i % 8}.layers.{i}.part{i % 25}.weight"
+        assert len(patterns.matching(name)) == (i % 25 < 20)
 
 
 @pytest.mark.parametrize("pattern", SLOW[:2])
