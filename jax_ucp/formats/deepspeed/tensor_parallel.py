@@ -90,12 +90,18 @@ class TensorParallel:
         self.sizes = sizes
         affine_map = self.info.get("affine_map") or {}
         self.maps: Mapping[str, Any] = affine_map.get("params") or {}
-        self.sub_params = list(map(_sub_params, self.info.get("parameter_with_sub_params") or ()))
-        self._lists = {key: pattern_list(self.info, key, path) for key in (*_LISTS, _PIPELINE)}
+        self.sub_params: dict[str, tuple[int, _SubParams]] = {}  # the first come first
+        for sub in map(_sub_params, self.info.get("parameter_with_sub_params") or ()):
+            for pattern in sub.patterns:
+                self.sub_params.setdefault(pattern, (len(self.sub_params), sub))
+        self._lists = {
+            key: dict.fromkeys(pattern_list(self.info, key, path)) for key in (*_LISTS, _PIPELINE)
+        }
+        self._cutting = dict.fromkeys(chain(*map(self._lists.__getitem__, _LISTS), self.sub_params))
         self._unsupported: Mapping[str, Any] = dict(
             self.info.get("autotp_unsupported_parameter_patterns") or {}
         )
-        listed = (*self._cutting(), self._lists[_PIPELINE], self.maps, self._unsupported)
+        listed = (self._cutting, self._lists[_PIPELINE], self.maps, self._unsupported)
         self._patterns = NamePatterns(list(chain(*listed)), path)
         self.widths_recorded = self._version(affine_map) >= 0.4
         if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, _LISTS))):
@@ -118,10 +124,6 @@ class TensorParallel:
             )
         return version
 
-    def _cutting(self) -> list[Sequence[str]]:
-        """The patterns of each list that says how parameters are cut."""
-        return [*map(self._lists.__getitem__, _LISTS), *(sub.patterns for sub in self.sub_params)]
-
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
         """The parameter that the slices form. Raises LayoutError where they do not fit."""
         if (affine := self._hit(self.maps, name, "affine_map")) is not None:
@@ -138,7 +140,8 @@ class TensorParallel:
 
     def names(self, name: str) -> bool:
         """Whether any list or map names the parameter."""
-        return not self._patterns.matching(name).isdisjoint(chain(*self._cutting(), self.maps))
+        matching = self._patterns.matching(name)
+        return any(pattern in self._cutting or pattern in self.maps for pattern in matching)
 
     def stage_copy(self, name: str) -> bool:
         """Whether several pipeline stages may hold the parameter; the first one's is used."""
@@ -152,14 +155,14 @@ class TensorParallel:
         if self.tp == 1:
             return
         matching = {name: self._patterns.matching(name) for name in names}
-        for pattern, why in self._unsupported.items():
-            if name := next((name for name in matching if pattern in matching[name]), None):
+        for name, patterns in matching.items():
+            if pattern := next(filter(self._unsupported.__contains__, patterns), None):
                 raise FormatError(
                     f"{self.path}: DeepSpeed says that the slices of {name} cannot be joined:"
-                    f" {why}. {_SPEC}"
+                    f" {self._unsupported[pattern]}. {_SPEC}"
                 )
         used = frozenset[str]().union(*matching.values())
-        if unused := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
+        if unused := [pattern for pattern in self._cutting if pattern not in used]:
             raise FormatError(
                 f"{self.path}: universal_checkpoint_info has patterns that match no parameter:"
                 f" {unused}. What they were meant for would be joined on its first axis. {_SPEC}"
@@ -190,10 +193,9 @@ class TensorParallel:
             halves = tuple(shape[0] // 2 for shape in slices)
             return Fused(0, {"first": halves, "second": halves})
         matching = self._patterns.matching(name)
-        for sub in self.sub_params:
-            for pattern in sub.patterns:
-                if pattern in matching:
-                    return self._fused(name, slices, sub, pattern)
+        if parted := [pattern for pattern in matching if pattern in self.sub_params]:
+            pattern = min(parted, key=lambda pattern: self.sub_params[pattern][0])
+            return self._fused(name, slices, self.sub_params[pattern][1], pattern)
         return Sharded(1 if _ROWS in listed else 0)
 
     def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
@@ -212,9 +214,8 @@ class TensorParallel:
             raise FormatError(f"{what} have the shard widths {widths}, which do not add up to them")
         return Fused(sub.axis, {str(number): tuple(row) for number, row in enumerate(widths)})
 
-    def _hit(self, patterns: Iterable[str], name: str, what: str) -> str | None:
-        matching = self._patterns.matching(name)
-        hits = [pattern for pattern in patterns if pattern in matching]
+    def _hit(self, patterns: Collection[str], name: str, what: str) -> str | None:
+        hits = sorted(pattern for pattern in self._patterns.matching(name) if pattern in patterns)
         if len(hits) > 1:
             raise FormatError(
                 f"{self.path}: {name} matches several patterns of {what}: {hits}. {_SPEC}"

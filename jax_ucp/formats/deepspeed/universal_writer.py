@@ -14,6 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -119,9 +121,14 @@ def _atoms(
     stage: int,
 ) -> Iterable[File]:
     """A file for each state of each parameter; the step of ZeRO-3 is in zero/optimizer_state.pt."""
-    patterns = NamePatterns(_patterns(info), "universal_checkpoint_info")
+    lists = {key: frozenset(_list(info, key)) for key in _LISTS}
+    parts: dict[str, tuple[int, Any]] = {}  # the first come first
+    for sub in info.get("parameter_with_sub_params") or ():
+        for pattern in _sub_patterns(sub):
+            parts.setdefault(pattern, (len(parts), sub))
+    patterns = NamePatterns(chain(*lists.values(), parts), "universal_checkpoint_info")
     for name, states in owned.items():
-        cut = _how_to_cut(states["param"], info, patterns.matching(name))
+        cut = _how_to_cut(states["param"], lists, parts, patterns.matching(name))
         for state, tensor in states.items():
             if state == "param":
                 yield torch_file(f"{folder}/{name}/fp32.pt", {"param": tensor, **cut})
@@ -253,14 +260,6 @@ def _names_a_folder(name: str) -> bool:
     return not reserved and "/" not in name and "\0" not in name and len(name.encode()) <= 255
 
 
-def _patterns(info: Mapping[str, Any]) -> Iterable[str]:
-    """All patterns by which the info names parameters."""
-    for key in _LISTS:
-        yield from _list(info, key)
-    for sub in info.get("parameter_with_sub_params") or ():
-        yield from _sub_patterns(sub)
-
-
 def _list(info: Mapping[str, Any], key: str) -> Sequence[str]:
     return pattern_list(info, key, "universal_checkpoint_info")
 
@@ -270,17 +269,22 @@ def _sub_patterns(sub: Any) -> Sequence[str]:
 
 
 def _how_to_cut(
-    tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str]
+    tensor: Tensor,
+    lists: Mapping[str, frozenset[str]],
+    parts: Mapping[str, tuple[int, Any]],
+    matching: frozenset[str],
 ) -> dict[str, Any]:
     """What an atom has for ranks with slices of it, in the converter's order of precedence.
 
-    `matching` are the patterns of the info that match its name.
+    `matching` are the patterns of the lists, and of `parts` by number, that match its name.
     """
 
     def matches(key: str) -> bool:
-        return not matching.isdisjoint(_list(info, key))
+        return not matching.isdisjoint(lists[key])
 
-    cut = _cut(tensor, info, matching, matches)
+    parted = [parts[pattern] for pattern in matching if pattern in parts]
+    sub = min(parted, key=itemgetter(0))[1] if parted else None
+    cut = _cut(tensor, sub, matches)
     if matches("vocabulary_parameter_patterns"):
         cut["vocab_tensor"] = True
     if matches("expert_parameter_patterns"):
@@ -288,20 +292,16 @@ def _how_to_cut(
     return cut
 
 
-def _cut(
-    tensor: Tensor,
-    info: Mapping[str, Any],
-    matching: frozenset[str],
-    matches: Callable[[str], bool],
-) -> dict[str, Any]:
-    """The axis or parts it is cut along; nothing for a replica. `matches` looks in a list."""
+def _cut(tensor: Tensor, sub: Any, matches: Callable[[str], bool]) -> dict[str, Any]:
+    """The axis or the parts `sub` it is cut along; nothing for a replica. `matches` looks in a
+    list.
+    """
     if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
         return {}
     if matches("parameter_with_2_sub_params_cat_dim_0"):
         return {"cat_dim": 0, "param_n_sub_params": 2}
-    for sub in info.get("parameter_with_sub_params") or ():
-        if not matching.isdisjoint(_sub_patterns(sub)):
-            return {"sub_param_shape": _sub_param_shape(sub, tensor)}
+    if sub is not None:
+        return {"sub_param_shape": _sub_param_shape(sub, tensor)}
     return {"cat_dim": 1 if matches("parameter_with_row_parallelism_patterns") else 0}
 
 

@@ -3,7 +3,9 @@ where they are wrong.
 """
 
 import json
+import re
 import shutil
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -334,6 +336,35 @@ def test_tensor_parallel_slices_that_nothing_describes_are_refused(said):
     ):
         TensorParallel(said, 2, "file.pt", {})
     assert TensorParallel(said, 1, "file.pt", {}).layout("w", [(2, 2)]).shape == (2, 2)
+
+
+def test_lists_with_a_pattern_for_each_parameter_are_not_walked_through_for_each():
+    """As AutoTP writes them."""
+    rows, replicas, parts = ([f"m.{i}.{kind}.w" for i in range(6_000)] for kind in "abc")
+
+    def each(names):
+        return [f"^{re.escape(name)}$" for name in names]
+
+    parallel = TensorParallel(
+        {
+            "parameter_with_row_parallelism_patterns": each(rows),
+            "tp_replicated_parameter_patterns": each(replicas),
+            "parameter_with_sub_params": [
+                {"patterns": [pattern], "shape": (2, -1), "partition_dim": 0}
+                for pattern in each(parts)
+            ],
+        },
+        2,
+        "f",
+        {},
+    )
+    begin = time.process_time()
+    for names, shape in ((rows, (4, 4)), (replicas, (4, 2)), (parts, (8, 2))):
+        assert {parallel.layout(name, [(4, 2)] * 2).shape for name in names} == {shape}
+        assert not any(map(parallel.stage_copy, names))
+        assert all(map(parallel.names, names))
+    parallel.check_used([*rows, *replicas, *parts])
+    assert time.process_time() - begin < 6  # walks take twenty
 
 
 def test_patterns_that_hit_twice_or_never_are_refused():
