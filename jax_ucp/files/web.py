@@ -101,7 +101,7 @@ class Web(ReadOnlyFiles):
 
 @functools.lru_cache(maxsize=1)
 def _client(process: int) -> Client:
-    """The connections of a process: another one that was forked has its own."""
+    """The HTTP connections of a process; a forked child has its own."""
     return Client()
 
 

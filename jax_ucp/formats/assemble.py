@@ -130,9 +130,9 @@ class Import:
     def cut(
         self, key: str, whole: str, start: int, shape: tuple[int, ...], transposed: bool = False
     ) -> None:
-        """A tensor called `key` that lies inside the stored one called `whole`: as many of its
-        elements as `shape` has, from `start` on, and perhaps transposed. Parameters, slices and
-        duplicates may be made of it. Raises LayoutError if it is not inside.
+        """Define the tensor `key`: elements of the stored tensor `whole`, in row-major order from
+        `start` on, in `shape`, and perhaps transposed. Parameters, slices and duplicates may be
+        made of it. Raises LayoutError if it is not inside.
         """
         cut = self._arrays[key] = Cut(self.array(whole), start, shape, transposed)
         cut.check(key)
@@ -140,8 +140,8 @@ class Import:
     def decoded(
         self, key: str, codes: str, table: str, scales: str, block: int, reason: str
     ) -> None:
-        """A tensor called `key` that is decoded from stored ones; what is made of it says so of
-        its codes.
+        """Define the tensor `key`: 8-bit codes decoded by a table and scales, which are names of
+        stored tensors. The inventory gives the codes the reason of what is made of it.
         """
         parts = self.array(codes), self.array(table), self.array(scales)
         self._arrays[key] = decoded(*parts, block)
@@ -149,7 +149,7 @@ class Import:
             self._statuses[part] = "mapped", reason
 
     def array(self, key: str) -> Array:
-        """A stored tensor, or one that was cut out, decoded or put together, by its name."""
+        """The tensor called `key`: stored, cut out, decoded or put together."""
         if key not in self._arrays:
             tensor = self._slices.get(key)
             self._arrays[key] = (

@@ -88,7 +88,7 @@ def _step(contents: Contents, leaf: Leaf) -> float | None:
 
 
 def _at_step(contents: Contents, step: float, leaves: Sequence[Leaf]) -> str:
-    """What is of a step: how many parameters of the sample, the first one, and its file."""
+    """A text for a step: how many sampled parameters have it, the first of them, and its file."""
     name = "/".join(map(str, leaves[0].path[1:]))
     files = sorted({piece.file for piece in contents.locate(leaves[0])})
     return f"{step:.17g} of {len(leaves)}, as {name} in {', '.join(files[:1])}"

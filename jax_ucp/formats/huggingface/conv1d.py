@@ -24,8 +24,8 @@ _WEIGHT = re.compile(r".*\b(c_attn|q_attn|c_proj|c_fc)\.weight")
 
 
 def turned(method: str, extras: Mapping[str, Any], weights: Iterable[str]) -> str:
-    """The first of some dequantised weights that the model's class has the other way round; empty
-    if it has none.
+    """The name of the first dequantised weight that the model's class stores transposed (Conv1D);
+    empty if there is none.
     """
     config = extras.get("config.json", {}).get("config")
     model = config.get("model_type") if isinstance(config, Mapping) else None
