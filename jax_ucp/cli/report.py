@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     " repeated.",
 )
 @click.option(
-    "--headers", is_flag=True, help="Read metadata only; the page then has no statistics."
+    "--headers",
+    is_flag=True,
+    help="Read metadata and a small sample; the page then has no statistics.",
 )
 @click.option(
     "--sample-above",
