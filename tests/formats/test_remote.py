@@ -217,9 +217,12 @@ def test_near_ranges_are_one_request_and_long_ones_several(tmp_path):
 def test_a_plan_says_what_is_asked_of_a_network(large):
     folder, _ = large
     with counted() as files:
+        ucp.open(f"counted://{folder}/universal")
+        asked = {"requests": sum(files.asked.values()), "nbytes": files.nbytes}
+    with counted():
         result = CliRunner().invoke(main, ["plan", f"counted://{folder}/universal", "--json"])
         opening = json.loads(result.output)["opening"]
-        assert opening == {"requests": sum(files.asked.values()), "nbytes": files.nbytes}
+        assert opening == asked
         on_mesh = ["plan", f"counted://{folder}/universal", "--mesh", "x=4", "--hosts", "2"]
         text = CliRunner().invoke(main, on_mesh).output
         assert f"by {opening['requests']} requests, which brought" in text
