@@ -31,10 +31,10 @@ def test_a_few_inputs_of_a_parser_take_what_their_bytes_account_for(family):
 
 @linux
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("units", [[], ["--units", 40]], ids=["all", "random"])
-def test_every_parser_takes_what_the_bytes_of_its_input_account_for(units):
-    assert " 0 faults" in measured(*units)
+@pytest.mark.timeout(900)
+def test_a_sample_of_every_parser_takes_what_the_bytes_of_its_input_account_for():
+    """All of them, and random ones, take hours: `python tests/growth.py --units 40`."""
+    assert " 0 faults" in measured("--sample", 2)
 
 
 def test_every_constructor_and_every_opcode_is_measured():
