@@ -126,9 +126,9 @@ def to(location: str) -> Say:
 @pytest.mark.parametrize("kind", ["web", "hub"])
 def test_a_redirect_to_another_host_is_followed_where_it_is_allowed(kind, monkeypatch):
     def good(server: Server) -> None:
+        tokens.append(server.headers.get("Authorization"))
         first, last = server.partial(Content_Length=8192)
         server.wfile.write(np.arange(first, last + 1).astype(np.uint8).tobytes())
-        tokens.append(server.headers.get("Authorization"))
 
     tokens: list[str | None] = []
     with served(good) as (other, asked), served(to(f"{other}/elsewhere")) as (address, _):

@@ -96,7 +96,7 @@ def test_few_requests_wait_for_one_another(faulty_s3):
     assert requests <= 2 * 24 + 10
     order = [request.path.rpartition("/")[2] for request in proxy.seen if request.method == "PUT"]
     assert order[0] == WRITER_FILE
-    assert order[-2:] == ["_METADATA", METADATA_FILE]
+    assert order[-2:] == [METADATA_FILE, "_METADATA"]
     requests, waits = asked(lambda: ucp.open(saved))
     assert (waits, requests) <= (3 + 1, 6)
     opened = ucp.open(saved)
