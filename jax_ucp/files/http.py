@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import http.client
 import ipaddress
+import itertools
 import os
 import socket
 import ssl
@@ -104,6 +105,13 @@ class Client:
     def __init__(self) -> None:
         self._idle: dict[Origin, list[http.client.HTTPConnection]] = {}
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        with self._lock:
+            for connection in itertools.chain.from_iterable(self._idle.values()):
+                connection.close()
+            self._idle.clear()
 
     def ask(self, method: str, url: str, headers: Mapping[str, str], most: int) -> Answer:
         """The answer to a request, of which at most `most` bytes are asked for.

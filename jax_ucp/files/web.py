@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import os
@@ -101,8 +102,10 @@ class Web(ReadOnlyFiles):
 
 @functools.lru_cache(maxsize=1)
 def _client(process: int) -> Client:
-    """The HTTP connections of a process; a forked child has its own."""
-    return Client()
+    """The HTTP connections of a process, closed at its end; a forked child has its own."""
+    client = Client()
+    atexit.register(client.close)
+    return client
 
 
 def _version(answer: Answer) -> str:
