@@ -10,8 +10,8 @@ import numpy as np
 
 import jax_ucp
 from benchmarks.count_worker import small_tree
-from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, dumps, torch_dtype
-from jax_ucp.formats.torch_save.zip_writer import TorchZip
+from jax_ucp.codecs.pickle_writer import Call, Global, Instance, dumps, torch_dtype
+from jax_ucp.codecs.zip_writer import TorchZip
 
 HIDDEN, RANKS = 4, 2
 DCP, DATA = "torch.distributed.checkpoint", "__0_0.distcp"

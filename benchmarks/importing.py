@@ -29,8 +29,8 @@ import jax_ucp
 from benchmarks.child import ChildSample, folder_bytes, run_child
 from benchmarks.limit import copy_in, write_flat
 from benchmarks.race import Contestant, Options, Table, compared, race
-from jax_ucp.sources.checks import Extent
-from jax_ucp.sources.contents import Contents
+from jax_ucp.arrays.checks import Extent
+from jax_ucp.arrays.contents import Contents
 
 HERE = Path(__file__).parent
 CASES = HERE.parent / "tests/data/megatron"

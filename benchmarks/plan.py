@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.race import Options, Table
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.layout.blocks import chunk_shapes, stack_chunks
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.sharding.reads import HostMesh, Stored, planned_cell, planned_reads
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sharding.reads import HostMesh, PlannedArray, planned_cell, planned_reads
 from jax_ucp.tree import Axes
 from jax_ucp.universal.stacks import stacks_of
 
@@ -45,7 +45,7 @@ def parameters() -> Iterator[tuple[tuple[int, ...], tuple[Axes, ...]]]:
             yield (HIDDEN, EMBED), ("model", ("fsdp", "data"))
 
 
-def saved(mesh: HostMesh) -> Iterator[tuple[Stored, tuple[Axes, ...]]]:
+def saved(mesh: HostMesh) -> Iterator[tuple[PlannedArray, tuple[Axes, ...]]]:
     """How a save from the mesh writes every array, or stack of arrays, and the spec it is wanted
     by.
     """
@@ -65,13 +65,13 @@ def saved(mesh: HostMesh) -> Iterator[tuple[Stored, tuple[Axes, ...]]]:
         cell = cells[shape, spec]
         if members := stacked.get((shape, wanted, spec)):
             chunks = stack_chunks(members, shape, ITEMSIZE, cell)
-            yield Stored(shape, ITEMSIZE, chunks, spec, count=members), wanted
+            yield PlannedArray(shape, ITEMSIZE, chunks, spec, count=members), wanted
         else:
             chunks = chunk_shapes(shape, ITEMSIZE, cell)
-            yield from [(Stored(shape, ITEMSIZE, chunks, spec), wanted)] * (count * STATES)
+            yield from [(PlannedArray(shape, ITEMSIZE, chunks, spec), wanted)] * (count * STATES)
 
 
-def _files(stored: Stored) -> int:
+def _files(stored: PlannedArray) -> int:
     """How many files an array has, or a stack."""
     count = (stored.count,) * stored.chunks.is_stack
     sides = zip((*count, *stored.shape), stored.chunks.outer, strict=True)

@@ -24,12 +24,13 @@ import jax_ucp as ucp
 from benchmarks.plan import STATES, parameters
 from benchmarks.race import Options, Table
 from benchmarks.scale_worker import EXECUTORS, peak_mib
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.protocol import ArrayInfo, MakesArrays
+from jax_ucp.files.path import file_path
+from jax_ucp.jobs.run import shares_of
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
 from jax_ucp.tree import Key, Leaf
-from jax_ucp.universal.copy import plan_copy
-from jax_ucp.universal.shares import parts_of
+from jax_ucp.universal.copy import UniversalTarget, plan_copy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from servers.fault_proxy import FaultProxy, Faults
@@ -78,8 +79,10 @@ def planned(count: int) -> dict[str, object]:
     contents = trillion()
     begun, before = time.process_time(), peak_mib()
     plan = plan_copy(contents)
-    parts = parts_of(contents, plan, count)
-    nbytes = [sum(block.nbytes for block in part.alone) for part in parts]
+    groups = UniversalTarget(contents, plan, file_path("nowhere")).groups(count)
+    nbytes = [0] * count
+    for group, share in zip(groups, shares_of(groups, count), strict=True):
+        nbytes[share] += sum(block.nbytes for block in group)
     return {
         "arrays": len(plan.arrays),
         "TB": round(plan.write_bytes / 1e12, 2),

@@ -19,7 +19,7 @@ from pathlib import Path
 import obstore  # else the first request imports it
 
 import jax_ucp as ucp
-from jax_ucp.universal.copy import Block
+from jax_ucp.universal.copy import CopyBlock
 
 
 def peak_mib() -> int:
@@ -34,7 +34,7 @@ def main(source: str, target: str, index: str, count: str, budget: str) -> None:
     sys.stdin.readline()
     begin, cpu, blocks = time.monotonic(), time.process_time(), [0]
 
-    def progress(block: Block) -> None:
+    def progress(block: CopyBlock) -> None:
         blocks[0] += block.nbytes
 
     checkpoint = ucp.open(source)

@@ -116,7 +116,7 @@ def truth(case: Path) -> tuple[np.ndarray, np.ndarray]:
     """The tokens that torch was given, and its logits."""
     if case.parent.name == "torch":
         with np.load(case / "truth.npz") as arrays:
-            return arrays["io::tokens"], arrays["io::logits"]
+            return arrays["io/tokens"], arrays["io/logits"]
     with np.load(case / "logits.npz") as arrays:
         return arrays["tokens"], arrays["transformers"]
 

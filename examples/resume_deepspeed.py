@@ -69,7 +69,7 @@ def main(case: str, groups: str | None = None) -> int:
     print(f"{case}: {len(mapped.params)} parameters of the model; of its optimizer's state")
     print("\n".join(f"    {line}" for line in report.splitlines() if "embed/embedding" in line))
     with np.load(DATA / case / "truth.npz") as truth:
-        losses = next_losses(run, batches_of(truth["tokens_after"], about))
+        losses = next_losses(run, batches_of(truth["io/tokens_after"], about))
     torch, live = (about["dense_continuation"][key] for key in ("losses_fp32", "live_losses"))
     for loss, dense, seen in zip(losses, torch, live, strict=True):
         print(f"loss {loss:.6f}; of torch in fp32 {dense:.6f}; of the live run {seen:.6f}")

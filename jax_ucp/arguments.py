@@ -1,4 +1,4 @@
-"""What callers give: paths and numbers, checked in one place before anything is read or written."""
+"""Arguments of callers, paths and numbers, checked before anything is read or written."""
 
 from __future__ import annotations
 

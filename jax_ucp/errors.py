@@ -28,10 +28,66 @@ code which knows nothing of us catches them where it would expect to.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
+
+from jax_ucp.text import fault_lines
+
+# What to say of an option that opens the rest of a checkpoint.
+WAYS_OUT = {
+    "weights_only": "weights_only opens the weights alone: the optimizer and the trainer's state"
+    " are left aside"
+}
 
 
 class UCPError(Exception):
-    """Anything jax_ucp refuses to do, with the reason and the remedy in its text."""
+    """Anything jax_ucp refuses to do, with the reason and the remedy: data, which `str` words.
+
+    Attributes:
+        reason: Why it is refused, in one sentence.
+        faults: Everything that is wrong, where the reason is a title over several faults. `str`
+            lists the first of them.
+        remedy: What to do; it follows the list of faults.
+        path: The file or the folder that it is about. `str` begins with it, unless the reason
+            names it.
+        way_out: The option that opens the rest of the checkpoint, such as `weights_only`.
+
+    >>> error = LayoutError("2 leaves do not fit:", ["a is missing", "b is missing"]).at("run/7")
+    >>> print(error)
+    run/7: 2 leaves do not fit:
+      a is missing
+      b is missing
+    """
+
+    def __init__(
+        self,
+        reason: object = "",
+        faults: Sequence[str] = (),
+        *,
+        remedy: str = "",
+        path: object = "",
+        way_out: str = "",
+    ):
+        super().__init__(reason)
+        self.reason, self.faults, self.remedy = str(reason), list(faults), remedy
+        self.path, self.way_out = str(path), way_out
+
+    def at(self, path: object = "", item: str = "", way_out: str = "") -> Self:
+        """The error, with the file, the item in it and the way out that its caller knows of. The
+        file that it has stays.
+        """
+        self.path, self.way_out = self.path or str(path), self.way_out or way_out
+        if item:
+            self.reason = f"{item}: {self.reason}"
+        return self
+
+    def __str__(self) -> str:
+        reason = self.reason
+        if self.path not in reason:
+            reason = f"{self.path}: {reason}"
+        text = f"{reason}{fault_lines(self.faults)}"
+        if self.remedy:
+            text += f"\n{self.remedy}"
+        return f"{text}; {WAYS_OUT[self.way_out]}" if self.way_out else text
 
 
 class LayoutError(UCPError, ValueError):
@@ -96,20 +152,3 @@ class UnsupportedLeaf(UCPError, TypeError):
 
 class ShardingWarning(UserWarning):
     """Leaves are not placed on a mesh as their saved specs or the rules ask for."""
-
-
-FAULTS_SHOWN = 20
-
-
-def fault_lines(faults: Sequence[str], shown: int = FAULTS_SHOWN) -> str:
-    """The first `shown` faults, a line each with the indent that a message's later lines have.
-
-    >>> print("  " + fault_lines(["a is missing", "b is missing", "c is missing"], shown=2))
-      a is missing
-      b is missing
-      ... and 1 more
-    """
-    lines = list(faults[:shown])
-    if len(faults) > shown:
-        lines.append(f"... and {len(faults) - shown} more")
-    return "\n  ".join(lines)

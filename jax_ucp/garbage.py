@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the garbage collector, which would look at all objects of the program again for each so
     many new ones: of a snapshot of 10,000 arrays that was half the time.
     """

@@ -96,8 +96,9 @@ class NamePatterns:
         self._letter += len(self._plain)
 
     def matching(self, name: str) -> frozenset[str]:
-        """Those that match at the beginning of a name, as `re.match` does. Raises FormatError
-        for too many names.
+        """The patterns that match at the beginning of a name, as `re.match` does.
+
+        Raises FormatError for too many names.
         """
         if name not in self._matching:
             any_there = self._compiled or self._plain
@@ -121,7 +122,11 @@ class NamePatterns:
 
     def _is_plain(self, pattern: str) -> bool:
         """Whether it is of text and dots alone, and is known from now on by its place."""
-        _check_length(pattern, self._where)
+        if len(pattern) > MAX_PATTERN_LENGTH:
+            raise FormatError(
+                f"{self._where} has a pattern of {len(pattern)} characters; {MAX_PATTERN_LENGTH}"
+                " are the most"
+            )
         if (found := _PLAIN.fullmatch(pattern)) is None:
             return False
         text, end, tail = found.groups()
@@ -153,13 +158,6 @@ def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]
     ):
         raise FormatError(f"{where}: {key} should be a list of patterns, but is {patterns!r:.80}")
     return patterns
-
-
-def _check_length(pattern: str, where: str) -> None:
-    if len(pattern) > MAX_PATTERN_LENGTH:
-        raise FormatError(
-            f"{where} has a pattern of {len(pattern)} characters; {MAX_PATTERN_LENGTH} are the most"
-        )
 
 
 def _compiled(pattern: str, shared: int, where: str, remedy: str) -> Any:

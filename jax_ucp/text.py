@@ -8,6 +8,7 @@ that a name reads as another.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 # What `str.isprintable` calls unprintable: control and format characters (bidirectional ones among
 # them), surrogates, separators other than a space, and code points that mean nothing.
@@ -43,6 +44,29 @@ def visible_lines(text: str) -> str:
     """
     first, *others = map(visible, text.split("\n"))
     return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in others)])
+
+
+def listed(names: Sequence[str], shown: int = 8) -> str:
+    """The first `shown` names, and the number of the others.
+
+    >>> listed(["a", "b", "c"], shown=2), listed(["a", "b"], shown=2)
+    ('a, b and 1 more', 'a, b')
+    """
+    first = ", ".join(names[:shown])
+    return f"{first} and {len(names) - shown} more" if len(names) > shown else first
+
+
+def fault_lines(faults: Sequence[str], shown: int = 20) -> str:
+    """The first `shown` faults, each on a line of its own after the title that they belong to.
+
+    >>> print("3 faults:" + fault_lines(["a is missing", "b is missing", "c is missing"], shown=2))
+    3 faults:
+      a is missing
+      b is missing
+      ... and 1 more
+    """
+    more = [f"... and {len(faults) - shown} more"] if len(faults) > shown else []
+    return "".join(f"\n  {line}" for line in (*faults[:shown], *more))
 
 
 def _shown(character: str) -> str:

@@ -78,7 +78,7 @@ Axes = str | tuple[str, ...] | None
 
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """One step down a tree: into a dict, list or tuple, or to a named field of any other node."""
+    """A step down a tree: into a dict, list or tuple, or to a named field of any other node."""
 
     kind: KeyKind
     name: str | int
@@ -104,7 +104,7 @@ class SavedSharding:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of a checkpoint's tree.
+    """A leaf of a checkpoint's tree.
 
     `kind` says what it was, for it to come back as that; an `array` comes from a format that does
     not know of JAX, and goes on a mesh if there is one. `name` is its key in the source that holds
@@ -132,6 +132,16 @@ class Leaf:
     def label(self) -> str:
         """The path as people write it: `params/layers/0/kernel`."""
         return "/".join([str(key.name) for key in self.path])
+
+    @property
+    def state(self) -> str:
+        """Its state in a tree `{state: {parameter: array}}`; empty for a leaf at the top."""
+        return str(self.path[0]) if len(self.path) > 1 else ""
+
+    @property
+    def param(self) -> str:
+        """The name of its parameter in such a tree, with slashes between keys."""
+        return "/".join(map(str, self.path[1:]))
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:
@@ -187,7 +197,7 @@ def _is_nested(folded: str, nested: Set[str]) -> bool:
 
 
 def folded_name(name: str) -> str:
-    """What all names have in common that some file system takes for this one.
+    """The same text for all names that some file system takes for one.
 
     APFS, NTFS, exFAT, SMB and ext4's `casefold` do not tell upper from lower case, APFS and ZFS not
     how an accent is written; ext4 overlooks what Unicode calls ignorable, and exFAT dots and spaces
@@ -240,7 +250,7 @@ def _add_nodes(path: Path, keys_of: dict[Path, set[Key]]) -> None:
 
 
 def _node_fault(path: Path, keys: Set[Key], leaf: bool) -> str | None:
-    """What is wrong with a node that has something below it."""
+    """The fault of a node that has something below it, or None."""
     if leaf:
         return f"{_named(path)} is a leaf, but has something below it"
     kinds = {key.kind for key in keys}
@@ -262,7 +272,7 @@ def _named(path: Path) -> str:
     return f"{'/'.join(map(str, path))!r:.200}" if path else "the tree itself"
 
 
-def unspeakable_paths(paths: Iterable[Path]) -> list[list[str]]:
+def ambiguous_paths(paths: Iterable[Path]) -> list[list[str]]:
     """Groups of different paths that stock metadata cannot tell apart, such as dict keys 0 and
     "0".
     """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 # Programs that tests start in processes of their own, and one that needs torch to write cases anew.
-collect_ignore = ["generators", "workers", "write_pairing_cases.py"]
+collect_ignore = ["data", "generators", "workers", "write_pairing_cases.py"]
 
 settings.register_profile("default", deadline=None, max_examples=100)
 settings.load_profile("default")
@@ -20,7 +20,7 @@ pytest_plugins = ["servers.fixtures"]
 TESTS = Path(__file__).parent
 
 # Integers, texts and small files in memory: under a minute in all.
-FAST = ("layout/", "shard_spec/", "mapping/", "sources/", "universal/", "files/")
+FAST = ("layout/", "shard_spec/", "mapping/", "arrays/", "universal/", "files/")
 FAST += ("test_name_patterns.py", "test_visible.py")
 # Campaigns: kills, faults, hostile inputs, mistakes.
 SLOW = ("export/test_export_faults.py", "test_faults.py", "test_fuzz.py", "test_save_faults.py")

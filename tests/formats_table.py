@@ -4,6 +4,8 @@ docs/formats.md`.
 
 import os
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -12,12 +14,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from jax.sharding import Mesh
 
 import jax_ucp as ucp
-from cases import Case, Outcome, every, mesh_4_2, outcome
-from deepspeed_cases import word
-from folder_cases import CASES, RIGHT
+from cases import RULES, Case, every, flat, names_of
+from helpers import mesh_of, restored_on
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.huggingface.module_order import model_types
 from jax_ucp.formats.huggingface.quantization import SCHEMES
+from jax_ucp.layout.box import Box
+from jax_ucp.sharding.jax_versions import enable_x64
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 
@@ -214,11 +219,84 @@ check that no case is missing.
 """
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What of a case equals its truth; `refusal` is the error of one that is not read."""
+
+    format: str
+    arrays: int = 0
+    equal: Mapping[str, int] | None = None
+    accounted: bool = False
+    refusal: str = ""
+
+
+WAYS = ("read", "restored", "converted")
+
+
+def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
+    """Open the case, read it, restore it on the mesh, convert it to `folder` and restore that
+    too.
+    """
+    if case.about.get("kind", "").startswith("torch_save"):
+        return _files(case)
+    found = {}
+    try:
+        checkpoint, want = case.open(), case.truth()
+        converted = checkpoint.save(folder)
+    except UCPError as error:
+        return Outcome(case.family, refusal=str(error))
+    with enable_x64(True):
+        found["restored"] = flat(restored_on(mesh, checkpoint, RULES))
+        found["converted"] = flat(restored_on(mesh, converted, RULES))
+    found["read"] = {
+        leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array
+    }
+    # What a trainer keeps beside the model is in no truth: torchtitan's own step.
+    assert all(label in want or label.startswith("other/") for label in found["read"]), set(
+        found["read"]
+    ) - set(want)
+    same = {
+        way: sum(
+            label in found[way] and case.equal(found[way][label], want[label], label)
+            for label in want
+        )
+        for way in WAYS
+    }
+    places = [item.where for item in checkpoint.inventory]
+    told = len(set(places)) == len(places) and all(
+        item.reason != "not understood" for item in checkpoint.inventory
+    )
+    return Outcome(checkpoint.format, len(want), same, told)
+
+
+def _files(case: Case) -> Outcome:
+    """Files of torch.save, each by itself: `truth` has their tensors as `file:key`. A refused
+    file has none.
+    """
+    tensors, refused = {}, ""
+    for path in sorted(case.path.glob("*.pt")):
+        try:
+            ucp.open(path)  # which refuses tensors that only an unknown class can tell apart
+            file = TorchFile(path)
+        except UCPError as error:
+            refused = f"{path.name}: {str(error).partition(': ')[2]}"
+            continue
+        tensors |= {
+            f"{path.name}:{key}": file.read(key, Box.whole(i.shape))
+            for key, i in file.arrays().items()
+        }
+    same = sum(
+        same_bits(array, want)
+        for label, want in case.truth().items()
+        if (array := tensors.get(label)) is not None
+    )
+    return Outcome("torch.save files", len(tensors), {"read": same}, True, refused)
+
+
 def line(case: Case, found: Outcome) -> str:
     """The case's line of the table."""
     cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
-    families = ("trainers", "dtensors", "deepspeed_writers")
-    said = case.about["options"] if case.family in families else word(case.path)
+    said = {} if case.family in ("gguf", "jax", "megatron") else case.options
     if said:
         cells[2] += "; with " + ", ".join(f"`{key}={value!r}`" for key, value in said.items())
     if found.equal is None:
@@ -240,21 +318,10 @@ def _all(equal: int | None, arrays: int) -> str:
 def _features(case: Case) -> str:
     """What the case shows, in the words of whoever made it, or by its degrees of parallelism."""
     about = case.about
-    if case.family in ("trainers", "dtensors"):
-        writers = ", ".join(f"{name} {number}" for name, number in about["writer"].items())
-        return f"{about['about']}; {writers}"
-    if text := about.get("about") or about.get("description"):
-        return str(text).partition(" {")[0].replace("|", "/")
-    if case.is_generated:
-        return ", ".join(f"{name} {version}" for name, version in about["writer"].items())
-    degrees = [
-        f"{name} {n}"
-        for name, n in about["parallel"].items()
-        if name != "world" and isinstance(n, int) and n > 1
-    ]
-    optimizer = about["optimizer"]
-    said = [about["ckpt_format"], *(degrees or ["one rank"]), *dict.fromkeys(optimizer["classes"])]
-    return ", ".join(said + ([optimizer["sharding_type"]] if optimizer["sharding_type"] else []))
+    text = str(about["about"]).partition(" {")[0].replace("|", "/")
+    if case.family not in ("trainers", "dtensors"):
+        return text
+    return f"{text}; " + ", ".join(f"{name} {n}" for name, n in about["writer"].items())
 
 
 def row(case: Case, mesh: Mesh) -> str:
@@ -264,7 +331,7 @@ def row(case: Case, mesh: Mesh) -> str:
 
 def folder_row(case: str) -> str:
     """The line of a folder: how it is read and what is noted, or why it is refused."""
-    path = CASES / case / RIGHT[case].at
+    path = Case(f"folders/{case}").path
     try:
         checkpoint = ucp.open(path)
         checkpoint.plan()
@@ -278,13 +345,13 @@ def folder_row(case: str) -> str:
 def text() -> str:
     """The page without its table of cases."""
     schemes = "\n".join(f"- {name}" for name in sorted({scheme.name for scheme in SCHEMES}))
-    folders = "\n".join(map(folder_row, RIGHT))
+    folders = "\n".join(map(folder_row, names_of("folders")))
     page = TEXT.replace("{folders}", folders).replace("{schemes}", schemes)
     return page.replace("{types}", str(len(model_types())))
 
 
 def page() -> str:
-    mesh = mesh_4_2()
+    mesh = mesh_of(4, 2)
     head = (
         "| case | format | what it shows | arrays | equal when read | restored | converted,"
         " restored | accounted for |"

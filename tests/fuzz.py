@@ -25,6 +25,7 @@ import types
 import unicodedata
 import warnings
 import zipfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,29 +34,32 @@ from random import Random
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 import tensorstore as ts
 from click.testing import CliRunner
 
 import fuzz_inputs as inputs
 import jax_ucp as ucp
+from jax_ucp.arrays.checks import verdicts
 from jax_ucp.cli.main import main as jax_ucp_command
+from jax_ucp.codecs import unpickle as safe_pickle
+from jax_ucp.codecs.json_values import as_json
+from jax_ucp.codecs.tensor_names import NAMES, Storage, StorageClass
+from jax_ucp.codecs.torch_file import TorchFile
+from jax_ucp.codecs.zip_members import member_bytes, zip_members
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.files.listing import Listing
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import MemoryRange
+from jax_ucp.formats import saved_index
 from jax_ucp.formats.dcp.metadata import read_metadata
-from jax_ucp.formats.json_values import as_json
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
-from jax_ucp.formats.torch_save import unpickle as safe_pickle
-from jax_ucp.formats.torch_save.file import TorchFile
-from jax_ucp.formats.torch_save.tensor_names import NAMES, Storage, StorageClass
-from jax_ucp.formats.torch_save.zip_members import member_bytes, zip_members
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping.rules import Mapping, shipped
 from jax_ucp.shard_spec.notation import built_in, parse
-from jax_ucp.sources.checks import verdicts
 from jax_ucp.universal import packs
-from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, index_parts
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, ValueRange, index_parts
 from spec_writer import to_yaml
 
 DATA = Path(__file__).parent / "data"
@@ -299,6 +303,7 @@ class Targets:
         self.databases = [
             _entries(folder) for folder in self.stock if (folder / MANIFEST_FILE).exists()
         ]
+        self.indexed = [self._index(folder) for folder in [*self.folders[:3], self.dcp]]
         self.packed = [(DATA / "jax" / name).read_bytes() for name in MSGPACK_FILES]
         self.texts = [
             (Mapping.parse, (ROOT / "mapping" / "models" / f"{name}.yaml").read_text())
@@ -416,6 +421,37 @@ class Targets:
         path.write_bytes(inputs.spoilt_msgpack(rng, rng.choice(self.packed)))
         yield self._done(rng, path)
 
+    @contextmanager
+    def indexes(self, rng: Random) -> Iterator[Read]:
+        """A saved index that says something else: in its file, in what the checkpoint's files
+        answered, or in their bytes.
+        """
+        index = rng.choice(self.indexed)
+        body = msgspec.msgpack.decode(zlib.decompress(index.removeprefix(saved_index.MAGIC)))
+        way = rng.random()
+        if way < 0.2:
+            data = inputs.noise(rng, index)
+        else:
+            if way < 0.5:
+                body["listing"] = inputs.noise(rng, body["listing"])
+            else:
+                listing = Listing.decode(body["listing"])
+                question = rng.choice(list(listing.ranges))
+                whole = listing.ranges[question]
+                spoilt = inputs.noise(rng, whole)[: len(whole)]
+                listing.ranges[question] = spoilt.ljust(len(whole), b"\0")
+                body["listing"] = listing.encode()
+            data = saved_index.MAGIC + zlib.compress(msgspec.msgpack.encode(body))
+        path = self.work / "x.ucp-index"
+        path.write_bytes(data)
+        yield lambda: read_folder(path)
+
+    def _index(self, folder: Path) -> bytes:
+        index = self.work / "index.ucp-index"
+        ucp.open(folder).save_index(index)
+        ucp.open(index)  # which lets msgspec evaluate our own annotations
+        return index.read_bytes()
+
     def _database(self, rng: Random, folder: Path) -> None:
         """A stock checkpoint in `folder`, with some keys or values of its database changed."""
         at = rng.randrange(len(self.databases))
@@ -432,12 +468,12 @@ class Targets:
                 values[key] = inputs.noise(rng, values[key]) or b" "
             else:
                 values[f"../{key}"] = values.pop(key)
-        file, entries = "data", dict[str, Range]()
+        file, entries = "data", dict[str, ValueRange]()
         if rng.random() < 0.1:
             file = rng.choice(["../plain/ucp.json", "/etc/passwd", "a/../../x", "x" * 300])
         end = 0
         for key, value in values.items():
-            entries[key], end = Range(file, end, len(value)), end + len(value)
+            entries[key], end = ValueRange(file, end, len(value)), end + len(value)
         parts, manifest = index_parts(
             "node", sorted((key.encode(), at) for key, at in entries.items())
         )
@@ -640,7 +676,7 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
 SHARES = {"pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10}
 SHARES |= {"universal": 14, "orbax": 14, "msgpack_files": 10, "quantized": 10, "yaml_texts": 6}
 SHARES |= {"adapters": 8}
-SHARES |= {"gguf": 8}
+SHARES |= {"gguf": 8, "indexes": 8}
 
 
 def run(numbers: range, work: Path, family: str | None = None) -> int:

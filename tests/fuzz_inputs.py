@@ -26,7 +26,7 @@ import xxhash
 import yaml
 
 from gguf_writer import Tensor, Written
-from jax_ucp.formats.torch_save.tensor_names import NAMES
+from jax_ucp.codecs.tensor_names import NAMES
 
 # A name that must never be called; `fuzz.py` puts a module there that takes note if it is.
 TRAP = "ucp_trap.spring"

@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 
 import jax_ucp as ucp
-from gguf_cases import CASES, about, file_of, truth
+from cases import Case, names_of
 from jax_ucp.formats.quantized.ggml import SCHEME, TYPES
 
 HEAD = "| type | cases | elements | dtype | reference | equal |\n|---|---|---|---|---|---|"
@@ -20,15 +20,16 @@ def table() -> str:
     cases: dict[str, set[str]] = defaultdict(set)
     elements: dict[str, int] = defaultdict(int)
     equal: dict[str, int] = defaultdict(int)
-    for case in CASES:
-        checkpoint, want = ucp.open(file_of(case), dequantize="float32"), truth(case)
-        for weight in ucp.open(file_of(case))._contents.quantized:
+    for case in names_of("gguf"):
+        live = Case(f"gguf/{case}")
+        checkpoint, want = live.open(), live.truth()
+        for weight in ucp.open(live.path)._contents.quantized:
             type, array = weight.scheme.removeprefix(SCHEME), checkpoint.read(weight.name)
             cases[type].add(case)
             elements[type] += array.size
             same = array.view(np.uint32) == want[weight.name].view(np.uint32)
             equal[type] += int(np.count_nonzero(same))
-    reference = f"gguf {about(CASES[0])['writer']['gguf']}"
+    reference = f"gguf {live.about['writer']['gguf']}"
     rows = []
     for type in TYPES:
         differ = elements[type] - equal[type]

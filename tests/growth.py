@@ -34,11 +34,11 @@ import fuzz_inputs as inputs
 import gguf_writer
 import jax_ucp as ucp
 from hostile_files import STOCK, saved
+from jax_ucp.codecs import unpickle
+from jax_ucp.codecs.json_values import as_json
+from jax_ucp.codecs.tensor_names import Storage, StorageClass
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.dcp.metadata import _NAMES as PICKLE_NAMES
-from jax_ucp.formats.json_values import as_json
-from jax_ucp.formats.torch_save import unpickle
-from jax_ucp.formats.torch_save.tensor_names import Storage, StorageClass
 from jax_ucp.inspection.report import inspection
 from jax_ucp.mapping.rules import Mapping
 from jax_ucp.name_patterns import NamePatterns

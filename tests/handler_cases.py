@@ -8,11 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from helpers import mesh_of
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.handler.versions import HAS_V1
-from jax_ucp.sources.consolidated import same_bits
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-OTHER = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("data", "model"))
+MESH = mesh_of(4, 2)
+OTHER = mesh_of(2, 3)
 
 NUMBERS = "params", "opt", "step"  # StandardCheckpointer takes no strings
 

@@ -5,14 +5,21 @@ import hashlib
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, MakesArrays
+from jax_ucp.arrays.value import Array, joined
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.box import Box
@@ -28,11 +35,6 @@ from jax_ucp.layout.patterns import (
 )
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import Rule
-from jax_ucp.sources.consolidated import Consolidated, same_bits
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.evaluate import Evaluated, Reader
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource, MakesArrays
-from jax_ucp.sources.value import Array, Stored, joined
 from jax_ucp.text import visible_lines
 from jax_ucp.tree import Key, Leaf, leaf_names
 
@@ -55,14 +57,22 @@ class MemoryStore(MakesArrays):
         self.data[key][box.index] = data
 
 
+@dataclass(frozen=True)
+class Consolidated:
+    """A parameter of named shards: `keys[i]` is shard i of `layout`."""
+
+    layout: ParamLayout
+    keys: Sequence[str]
+
+
 def evaluated(store: ArraySource, *levels: Mapping[str, Consolidated]) -> Evaluated:
     """Joined arrays; those of a level may be made of stored arrays, or of a level before."""
-    arrays: dict[str, Array] = {key: Stored(key, info) for key, info in store.arrays().items()}
+    arrays: dict[str, Array] = dict(expressions(store))
     for level in levels:
         for name, param in level.items():
             inputs = [arrays[key] for key in param.keys]
-            arrays[name] = joined(name, param.layout, param.keys, inputs)
-    return Evaluated(Reader(store), arrays)
+            arrays[name] = joined(name, param.layout, inputs, param.keys)
+    return Evaluated(arrays)
 
 
 def numbered(shape: Sequence[int], dtype: type = np.int64) -> np.ndarray:
@@ -131,6 +141,19 @@ def boxes_of_hosts(
         {index_box(indices[device] or (), tuple(shape)) for device in devices}
         for devices in np.split(mesh.devices.ravel(), hosts)
     ]
+
+
+def mesh_of(*shape: int, names: Sequence[str] = ("data", "model")) -> Mesh:
+    """So many of the devices as a mesh of this shape."""
+    devices = np.array(jax.devices()[: int(np.prod(shape))])
+    return Mesh(devices.reshape(shape), tuple(names)[: len(shape)])
+
+
+def require_memory(kind: str | None) -> None:
+    """Skip the test if the devices have no memory of that kind."""
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    if kind not in {None, *kinds}:
+        pytest.skip(f"these devices have no {kind}")
 
 
 def contents_of(tree: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Contents:

@@ -12,11 +12,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 import gguf_writer
+from jax_ucp.arrays.contents import QuantizedWeight
+from jax_ucp.arrays.dequantized import Dequantized, Dequantizer, dequantized
+from jax_ucp.arrays.evaluate import Evaluated
+from jax_ucp.arrays.protocol import ArraySource
+from jax_ucp.arrays.value import Computed, Constant
 from jax_ucp.formats.quantized.schemes import dequantizer
 from jax_ucp.formats.quantized.stored import StoredWeight
-from jax_ucp.sources.combined import MemorySource
-from jax_ucp.sources.contents import QuantizedWeight
-from jax_ucp.sources.dequantized import DequantizedView
 
 FP8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -35,14 +37,22 @@ class Made:
     scheme: str = "a scheme"
     name: str = "w"
 
-    def view(self, dtype: Any = np.float32, names: Sequence[str] | None = None) -> DequantizedView:
+    def view(self, dtype: Any = np.float32, names: Sequence[str] | None = None) -> Evaluated:
         """The weight `w`, of the parts."""
-        source = MemorySource(self.parts)
+        arrays = {role: Constant(part) for role, part in self.parts.items()}
         weight = QuantizedWeight(self.scheme, self.name, {role: role for role in self.parts})
-        stored = StoredWeight(
-            weight, source, {role: role for role in self.parts}, self.settings, self.said
-        )
-        return DequantizedView(source, {"w": dequantizer(self.method, stored)}, {}, np.dtype(dtype))
+        stored = StoredWeight(weight, arrays, self.settings, self.said)
+        made = dequantizer(self.method, stored)
+        return Evaluated({"w": dequantized("w", made, np.dtype(dtype))})
+
+
+def weight_of(source: ArraySource, key: str) -> Dequantizer | None:
+    """How a weight of a source is dequantised, if it is."""
+    assert isinstance(source, Evaluated)
+    array = source.values[key]
+    if isinstance(array, Computed) and isinstance(array.rule, Dequantized):
+        return array.rule.weight
+    return None
 
 
 def words(codes: Sequence[int], bits: int, width: int, order: Sequence[int] = ()) -> list[int]:

@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
-import jax_ucp as ucp
-from jax_ucp.sources.dequantized import DequantizedView
+from cases import Case
+from quantized_cases import weight_of
 
 DATA = Path(__file__).parent / "data" / "quantized"
 PAGE = Path(__file__).parents[1] / "docs" / "quantization.md"
@@ -32,15 +29,14 @@ _REFERENCES = (
 
 def row(case: str) -> str:
     """The line of a case: how many elements of its quantised weights have the reference's bits."""
-    said = json.loads((DATA / case / "case.json").read_text())
-    checkpoint = ucp.open(DATA / case / "ckpt", **said["options"])
-    view = checkpoint._contents.arrays
-    assert isinstance(view, DequantizedView)
-    weights = {leaf.label: view._weights.get(leaf.name) for leaf in checkpoint.leaves}
+    live = Case(f"quantized/{case}")
+    said, checkpoint = live.about, live.open()
+    arrays = checkpoint._contents.arrays
+    weights = {leaf.label: weight_of(arrays, leaf.name) for leaf in checkpoint.leaves}
     schemes = sorted({weight.scheme for weight in weights.values() if weight})
     shapes = sorted({weight.shape for weight in weights.values() if weight})
     elements = equal = 0
-    for label, want in _truth(case):
+    for label, want in live.truth().items():
         if weights[label] is None:
             continue
         made = checkpoint.read(label)
@@ -56,13 +52,6 @@ def row(case: str) -> str:
 
 def table() -> str:
     return "\n".join([HEAD, *map(row, CASES)])
-
-
-def _truth(case: str) -> Iterator[tuple[str, np.ndarray]]:
-    with np.load(DATA / case / "truth.npz") as arrays:
-        for name, array in arrays.items():
-            is_bfloat16 = array.dtype == np.uint16
-            yield name, array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

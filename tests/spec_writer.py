@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_ucp.layout.patterns import Fused, Padded, Pattern, Sharded
 from jax_ucp.shard_spec.document import dumped
-from jax_ucp.shard_spec.rules import Spec, Written
+from jax_ucp.shard_spec.rules import Spec, UnboundPattern
 
 
 def to_yaml(spec: Spec) -> str:
@@ -17,7 +17,7 @@ def to_yaml(spec: Spec) -> str:
     for sentence in spec.own:
         said = (
             sentence.pattern.node
-            if isinstance(sentence.pattern, Written)
+            if isinstance(sentence.pattern, UnboundPattern)
             else node_of(sentence.pattern)
         )
         when = {"when": sentence.when} if sentence.when else {}

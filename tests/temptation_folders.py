@@ -26,14 +26,14 @@ from pathlib import Path, PurePosixPath
 import ml_dtypes
 import numpy as np
 
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
+from jax_ucp.codecs.unpickle import walk
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import MemoryRange
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.gguf.header import read_head
 from jax_ucp.formats.gguf.types import PLAIN
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
-from jax_ucp.formats.torch_save.unpickle import walk
 
 
 @dataclass(frozen=True)

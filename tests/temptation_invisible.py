@@ -22,8 +22,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
-from jax_ucp.formats.torch_save.unpickle import walk
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
+from jax_ucp.codecs.unpickle import walk
 from temptation_folders import Stored, archives, resummed, stored_tensors
 from temptation_subjects import Subject
 

@@ -5,7 +5,6 @@ siblings.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import shutil
 import tempfile
@@ -18,7 +17,6 @@ from typing import Any
 import flax.serialization
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
@@ -27,11 +25,11 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 import torch_writer
-from cases import DATA, Case, every
+from cases import DATA, Case, every, names_of
+from helpers import mesh_of
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from megatron_cases import CORE
 from temptation_folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
 
 FORMATS = (
@@ -111,9 +109,13 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
         for case in every()
         if not case.about.get("kind", "").startswith("torch_save")
         # what is opened only where nothing is compared proves nothing
-        and not (case.is_generated and "on_conflict" in case.about["options"])
+        and "on_conflict" not in case.options
     ]
-    found += [_recorded(Case("megatron_core", path.name)) for path in sorted(CORE.glob("[!p]*"))]
+    found += [
+        _recorded(Case(f"megatron_core/{name}"))
+        for name in names_of("megatron_core")
+        if name[0] != "p"
+    ]
     makers = {
         "universal": _universal,
         "orbax-v0": _orbax_v0,
@@ -142,35 +144,18 @@ def _under_these_names(folder: dict[str, bytes]) -> dict[str, bytes]:
     return folder | {"latest": b"global_step5"}
 
 
-# Their optimizers number the parameters and name none.
-_UNNAMED_GROUPS = ("z0_fp32_dp2", "moe_ep2_dp2_z0_fp32")
-
-
 def _recorded(case: Case) -> Subject:
     folder = {}
     if case.path.is_dir():
         found = read_folder(case.path)
         folder = {name: data for name, data in found.items() if Path(name).name not in _OURS}
-    options: dict[str, Any] = dict(case.about["options"]) if case.is_generated else {}
-    if case.family == "megatron":
-        options["sizes"] = {"vocab": case.about["model"]["vocab_size"]}
-    if case.family == "megatron_core":
-        options |= case.about["options"]
-    if (
-        case.name in _UNNAMED_GROUPS
-        and "optimizer_groups" in inspect.signature(ucp.open).parameters
-    ):
-        options["optimizer_groups"] = "module-order"
-    if case.family in ("trainers", "dtensors"):
-        options |= case.about["options"]
     entry = ""
     if case.family == "gguf":
         entry, folder = case.path.name, read_folder(case.path.parent)
-        options["dequantize"] = "float32"
     elif case.path.is_file():
         entry, folder = case.path.name, {case.path.name: case.path.read_bytes()}
-    name = f"{case.family}/{case.name}"
-    return Subject(name, _format(case), folder, entry, options, case.truth(), case.equal)
+    truth = case.truth()
+    return Subject(str(case), _format(case), folder, entry, case.options, truth, case.equal)
 
 
 def _format(case: Case) -> str:
@@ -190,7 +175,7 @@ def _format(case: Case) -> str:
 
 
 def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    return mesh_of(4, 2)
 
 
 def run_state(which: str, strings: bool = True, keys: bool = False) -> dict[str, Any]:
@@ -374,19 +359,12 @@ _QUANTIZED = ("ct_int4_asymmetric", "gptq_4", "bnb_nf4_double", "fp8_block_32")
 
 def _quantized() -> list[Subject]:
     """Weights that libraries of quantisation wrote, dequantised."""
-    return [_dequantized(DATA / "quantized" / case) for case in _QUANTIZED]
+    return [_dequantized(Case(f"quantized/{name}")) for name in _QUANTIZED]
 
 
-def _dequantized(case: Path) -> Subject:
-    with np.load(case / "truth.npz") as arrays:
-        truth = {
-            name: array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
-            for name, array in arrays.items()
-        }
-    options = json.loads((case / "case.json").read_text())["options"]
-    name = f"quantized/{case.name}"
-    folder = read_folder(case / "ckpt")
-    return Subject(name, "safetensors", folder, "", options, truth, _same_bits)
+def _dequantized(case: Case) -> Subject:
+    folder = read_folder(case.path)
+    return Subject(str(case), "safetensors", folder, "", case.options, case.truth(), _same_bits)
 
 
 _ADAPTERS = ("lora", "dora", "experts")
@@ -440,7 +418,6 @@ def _bin_folder(case: str, shards: int) -> Subject:
 
 
 def _json(value: object) -> bytes:
-    import json
 
     return json.dumps(value, indent=2).encode()
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from cases import Case
 from commands import run
-from jax_ucp.mapping.conditions import check_condition
 from jax_ucp.mapping.rules import shipped
+from jax_ucp.shard_spec.expressions import condition
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "mappings.md").read_text()
@@ -50,8 +51,8 @@ def test_the_mapping_that_the_page_ends_with_gives_the_logits_of_the_original(fo
     checkpoint = ucp.open("pythia")
     tree = checkpoint.map("right.yaml").restore()["param"]
     config = checkpoint.extras["config.json"]["config"]
-    with np.load(CASE / "truth.npz") as truth:
-        tokens, want = truth["io::tokens"], truth["io::logits"]
+    measured = Case(str(CASE)).measured()
+    tokens, want = measured["tokens"], measured["logits"]
     assert np.abs(logits(tree, config, tokens) - want).max() <= 1e-5 * np.abs(want).max()
     attention = tree["layers"]["attention"]
     attention["query"], attention["key"] = attention["key"], attention["query"]  # of one shape
@@ -69,7 +70,7 @@ def test_the_conditions_that_the_page_shows_are_conditions():
     ]
     for text in (*checks, "not first(tie_word_embeddings, false)"):
         assert text in PAGE
-        check_condition(text)
+        condition(text)
 
 
 def test_the_page_names_every_mapping_of_the_package():

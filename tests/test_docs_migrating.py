@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax_cases
+from cases import DATA
 from handler_cases import needs_v1
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migrating-from-orbax.md").read_text()
@@ -16,7 +16,7 @@ STEPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @needs_v1
 def test_a_run_goes_on_with_ours_and_back_as_the_page_says(tmp_path):
-    shutil.copytree(jax_cases.FOLDER / "orbax05-manager_items" / "ckpt", tmp_path / "run")
+    shutil.copytree(DATA / "jax" / "orbax05-manager_items" / "ckpt", tmp_path / "run")
     assert len(STEPS) == 5
     program = "\n".join([f"RUN = {str(tmp_path)!r}", *STEPS, "print('through')"])
     done = subprocess.run(

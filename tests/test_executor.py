@@ -16,7 +16,7 @@ import jax_ucp as ucp
 from helpers import digests, memory
 from jax_ucp import errors
 from jax_ucp.errors import CorruptData, NotACheckpoint, WorkerError
-from jax_ucp.sources.work import _portable
+from jax_ucp.jobs.work import _portable
 from test_read_once import SOURCES, STATES, files_of, reads_of
 from workers.executor import die_at_write, log_reads
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from cases import Case, every, mesh_4_2
+from cases import Case, every
 from formats_table import PAGE, row, text
+from helpers import mesh_of
 
 LINES = {
     found[1]: found[0]
@@ -14,7 +15,7 @@ LINES = {
 
 
 def test_every_case_has_its_line_and_no_other():
-    assert set(LINES) == {f"{case.family}/{case.name}" for case in every()}
+    assert set(LINES) == set(map(str, every()))
 
 
 def test_the_text_around_the_table_is_that_of_the_script():
@@ -35,14 +36,14 @@ def test_no_case_is_read_wrong():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("deepspeed", "tp2_pp2_dp1_z1_bf16"),
-        Case("deepspeed_universal", "z3_bf16_dp2_frozen_tied"),
-        Case("megatron", "legacy_ep2_moe_grouped_bf16"),
-        Case("torch", "dcp_zstd"),
-        Case("torch", "hf_mixtral"),
-        Case("torch", "torchsave_variants"),
+        Case("deepspeed/tp2_pp2_dp1_z1_bf16"),
+        Case("deepspeed_universal/z3_bf16_dp2_frozen_tied"),
+        Case("megatron/legacy_ep2_moe_grouped_bf16"),
+        Case("torch/dcp_zstd"),
+        Case("torch/hf_mixtral"),
+        Case("torch/torchsave_variants"),
     ],
     ids=lambda case: case.name,
 )
 def test_a_line_is_what_a_run_prints(case):
-    assert row(case, mesh_4_2()) == LINES[f"{case.family}/{case.name}"]
+    assert row(case, mesh_of(4, 2)) == LINES[str(case)]

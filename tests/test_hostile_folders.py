@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA, Case
+from cases import DATA, Case, copied
 from hostile_files import little_memory, saved
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, UCPError
-from jax_ucp.sources.consolidated import same_bits
 
 Open = Callable[[Path], ucp.Checkpoint]
 
 CASES = [
     *(
-        Case(*name.split("/"))
+        Case(name)
         for name in (
             "deepspeed/z1_bf16_dp2",
             "deepspeed/z0_bf16_dp1",
@@ -61,7 +61,6 @@ PLAIN = [
     "orbax/ocdbt",
     "orbax/plain",
 ]
-OF_TESTS = ("truth.npz", "case.json")
 
 
 @pytest.fixture(params=[*CASES, *PLAIN, "universal"], ids=str)
@@ -75,9 +74,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Op
         (DATA / source, ucp.open) if isinstance(source, str) else (source.path, source.open)
     )
     is_file = path.is_file()
-    shutil.copytree(path.parent if is_file else path, place)
-    for name in OF_TESTS:
-        (place / name).unlink(missing_ok=True)
+    copied(path.parent if is_file else path, place)
     return place / path.name if is_file else place, open_at
 
 

@@ -19,7 +19,7 @@ from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.local import LocalFiles, name_fault
 from jax_ucp.layout.box import Box
-from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, index_parts
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, ValueRange, index_parts
 
 OUTSIDE = [
     "../victim/a",
@@ -135,9 +135,9 @@ def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(
     files = tree_of_files(hostile / "params.kernel")
     changed_json(hostile / "_METADATA", lambda content: _one_leaf(content, name, ocdbt))
     if ocdbt:
-        entries, end = dict[str, Range](), 0
+        entries, end = dict[str, ValueRange](), 0
         for key, data in files.items():
-            entries[f"{name}/{key}"], end = Range("data", end, len(data)), end + len(data)
+            entries[f"{name}/{key}"], end = ValueRange("data", end, len(data)), end + len(data)
         (hostile / "data").write_bytes(b"".join(files.values()))
         write_index(hostile, entries)
     result = CliRunner().invoke(main, ["convert", str(hostile), str(tmp_path / "out")])
@@ -155,7 +155,7 @@ def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(
         )
 
 
-def write_index(folder: Path, entries: dict[str, Range]) -> None:
+def write_index(folder: Path, entries: dict[str, ValueRange]) -> None:
     parts, manifest = index_parts("node", sorted((key.encode(), at) for key, at in entries.items()))
     (folder / "node").write_bytes(b"".join(parts))
     (folder / MANIFEST_FILE).write_bytes(manifest)
@@ -186,7 +186,7 @@ def test_a_link_out_of_stock_s_checkpoint_is_refused(tmp_path, linked):
 def test_a_database_whose_values_lie_outside_is_refused(tmp_path, victim, file):
     hostile = stock(tmp_path / "hostile", "ocdbt")
     shutil.rmtree(hostile / "d")
-    write_index(hostile, {"params.kernel/.zarray": Range(file, 0, 12)})
+    write_index(hostile, {"params.kernel/.zarray": ValueRange(file, 0, 12)})
     if file.startswith("link"):
         (hostile / "link").symlink_to(victim)
     with pytest.raises(UCPError):

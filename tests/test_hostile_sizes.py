@@ -26,14 +26,14 @@ from hostile_files import (
     stock,
     write_zarr,
 )
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.megatron.files import Args
-from jax_ucp.formats.options import Sizes
+from jax_ucp.formats.megatron.run import Args
 from jax_ucp.formats.safetensors.rank_files import require_every_rank
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.options import Sizes
 from jax_ucp.tree import Key, Leaf, SavedSharding
 from jax_ucp.universal import orbax_tree
 from jax_ucp.universal.copy import plan_copy
@@ -262,9 +262,7 @@ def test_a_file_name_may_have_any_number_in_it(name, why):
 
 
 def test_the_command_line_says_that_there_is_not_enough_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "jax_ucp.cli.inspect.open_checkpoint", lambda *args, **more: bytearray(1 << 62)
-    )
+    monkeypatch.setattr("jax_ucp.cli.command.open_with", lambda *args, **more: bytearray(1 << 62))
     result = CliRunner().invoke(main, ["inspect", str(stock(tmp_path / "c"))])
     assert result.exit_code == 1
     assert result.output.startswith("Error: there is not enough memory")

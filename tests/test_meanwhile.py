@@ -17,21 +17,21 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cases
 import jax_ucp as ucp
-from helpers import memory
+from helpers import memory, mesh_of
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.export import folder
 from jax_ucp.files import local as directories
 from jax_ucp.files.local import LocalFiles
-from jax_ucp.formats import exporting as export
+from jax_ucp.jobs.ledger import LEDGER_FILE
 from jax_ucp.sharding import restore as restoring
-from jax_ucp.universal.ledger import LEDGER_FILE
 from jax_ucp.universal.store import Commit, open_store
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+MESH = mesh_of(4, 2)
 EXPORTS = ("safetensors", "dcp", "deepspeed")
 
 
@@ -98,9 +98,9 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(
     options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=asynchronous)
     write = Commit.write
 
-    def meanwhile(commit, store):
+    def meanwhile(commit, store, is_shared):
         happens(Path(store.directory.root, name))
-        return write(commit, store)
+        return write(commit, store, is_shared)
 
     with ocp.CheckpointManager(
         tmp_path, item_handlers=ucp.CheckpointHandler(), options=options
@@ -161,7 +161,7 @@ def test_what_happens_to_the_files_of_an_export_ends_it_and_nothing_is_there(
         happens(max(path for path in tmp_path.rglob("*") if path.is_file()))
 
     with monkeypatch.context() as patched:
-        patched.setattr(export, "write_files", after(export.write_files, meanwhile))
+        patched.setattr(folder, "complete_files", after(folder.complete_files, meanwhile))
         with pytest.raises(
             CorruptData, match=r"(?s)is not as this export wrote it.*Something else"
         ):
@@ -331,7 +331,7 @@ def all_read(checkpoint: ucp.Checkpoint) -> ucp.Checkpoint:
     return checkpoint
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}/{case.name}")
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_file_that_is_read_of_a_checkpoint_is_looked_at_again(case, monkeypatch):
     opened.clear()
     monkeypatch.setattr(sys.modules[__name__], "root", str(case.path))
@@ -530,7 +530,7 @@ def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
     disk, clock = OtherLibc(), iter(range(1, 1 << 30))
     source = memory({"param": {"a": np.arange(6.0)}})
     born.clear()
-    open_, write, write_files = os.open, LocalFiles.write, export.write_files
+    open_, write, complete_files = os.open, LocalFiles.write, folder.complete_files
 
     def opened_now(*args, **options):
         handle = open_(*args, **options)
@@ -543,7 +543,7 @@ def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
     monkeypatch.setattr(os, "open", opened_now)
     monkeypatch.setattr(directories, "_libc", disk)
     monkeypatch.setattr(LocalFiles, "write", after(write, fail))
-    monkeypatch.setattr(export, "write_files", after(write_files, fail))
+    monkeypatch.setattr(folder, "complete_files", after(complete_files, fail))
     with pytest.raises(OSError, match=str(tmp_path)):
         JOBS[job](source, tmp_path / "out")
     assert not list(tmp_path.rglob("ucp.json"))

@@ -21,11 +21,12 @@ import yaml
 from jax.sharding import Mesh
 
 import jax_ucp as ucp
+from cases import Case
 from dcp_writer import Writer
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import QuantizedWeights, UCPError
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
-from jax_ucp.sources.consolidated import same_bits
 from safetensors_writer import write_safetensors
 from torch_writer import Instance, edit, rewrite, save
 
@@ -37,8 +38,7 @@ Arrays = dict[str, np.ndarray]
 
 def copied(case: str, folder: Path) -> Path:
     """The folder of one save of a case, copied."""
-    source = DATA / case / "ckpt" if (DATA / case / "ckpt").is_dir() else DATA / case
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
+    Case(case).copied(folder)
     inner = [
         path
         for path in folder.iterdir()
@@ -190,7 +190,7 @@ def rules_of(case: str) -> str:
         "column": {"sharded": 0},
         "row": {"sharded": 1},
     }
-    params = json.loads((DATA / case / "case.json").read_text())["parameters"]
+    params = Case(case).about["parameters"]
     return json.dumps(
         {"shards": [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]]} for p in params]}
     )

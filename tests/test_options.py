@@ -18,18 +18,18 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from helpers import memory
+from helpers import memory, mesh_of
 from jax_ucp.arguments import local_path
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.cli.main import main
 from jax_ucp.errors import SpecError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.shard_spec.notation import parse
-from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"
 DEEPSPEED = DATA / "deepspeed" / "tp2_dp2_z1_fp32"
@@ -38,7 +38,7 @@ MEGATRON_DIST = DATA / "megatron" / "dist_tp2_pp1_bf16" / "ckpt"
 SAFETENSORS = DATA / "torch" / "hf_llama" / "ckpt"
 DCP = DATA / "torch" / "fsdp2_tp_2x2" / "ckpt"
 TORCH = DATA / "torch" / "torchsave" / "trainer.pt"
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+MESH = mesh_of(4, 2)
 
 
 def run(*args: object) -> tuple[int, str]:
@@ -778,9 +778,19 @@ SOURCE |= {
 }
 WORKERS = {"workers": "used", "scheduler": "used"}
 ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
+OPENING = (
+    "dequantize",
+    "no_dequantize",
+    "model",
+    "on_conflict",
+    "optimizer_groups",
+    "sizes",
+    "spec",
+)
+OPENING += ("step", "weights_only")
 COMMAND_TABLE: dict[str, dict[str, str]] = {
     "inspect": {
-        **{"path": "used", "pattern": "refused", "json_": "used", **SOURCE},
+        **{"path": "used", "leaf": "refused", "json_": "used", **SOURCE},
         **dict.fromkeys(("files", "inventory", "all_"), "refused"),
     },
     "diff": {
@@ -801,10 +811,11 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
         **SOURCE,
         **ON_A_MESH,
         **WORKERS,
-        **{"share": "refused", "progress_style": "used", "root": "used", "variables": "used"},
+        **{"share": "refused", "progress": "used", "root": "used", "variables": "used"},
         **{"to_step": "used", "item": "refused"},
     },
     "verify": {"path": "used", "json_": "used", **SOURCE, **WORKERS},
+    "index": {"source": "used", "target": "used", **{name: SOURCE[name] for name in OPENING}},
     "map": {
         **{"source": "used", "target": "used", "suggest": "refused", "json_": "used"},
         **{**SOURCE, "mapping": "refused"},
@@ -823,9 +834,9 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
             "json_": "used",
             "budget": "used",
         },
-        **dict.fromkeys(("max_shard_bytes", "zero_stage", "opt_state", "step_dtype"), "refused"),
+        **dict.fromkeys(("max_shard", "zero_stage", "opt_state", "step_dtype"), "refused"),
         "adapter_config": "refused",
-        **{"share": "refused", "progress_style": "used"},
+        **{"share": "refused", "progress": "used"},
         **{"optimizer": "used", **SOURCE, "params": "used", **WORKERS},
     },
 }

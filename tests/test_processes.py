@@ -75,7 +75,7 @@ def test_every_chunk_was_written_by_one_process_and_all_by_several(saved, count,
     item = request.getfixturevalue(saved) / "0" / "default"
     checkpoint = ucp.open(item)
     assert [fault for _, fault in checkpoint.verify() if fault] == []
-    assert not list(item.glob("ucp.process_*"))
+    assert not list(item.glob("ucp-ledger*"))
     assert all(stored.crcs for stored in open_store(item)[0].arrays.values())
     packs = sorted(item.glob("ucp.pack_*"))
     assert len(packs) == count

@@ -8,17 +8,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import decoder
 import jax_ucp as ucp
 import quantized_logits
+from helpers import mesh_of
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
 from quantized_logits import DATA, TOLERANCE, differences
 from safetensors_writer import write_safetensors
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+MESH = mesh_of(4, 2)
 # Case -> what of its parts is turned by a place: exponents, scales.
 MIXTURES = {"gpt_oss_mxfp4": "down_proj_scales", "deepseek_v3_fp8": "proj.weight_scale_inv"}
 

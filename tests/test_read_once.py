@@ -12,9 +12,9 @@ import pytest
 import tensorstore as ts
 
 import jax_ucp as ucp
+from jax_ucp.arrays import budget
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.ranges import EDGE_BYTES
-from jax_ucp.sources import budget
 from large_sources import DATA, SOURCES, STATES
 
 

@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
-import deepspeed_cases
 import jax_ucp as ucp
-import megatron_cases
 import resume_deepspeed as resume
+from cases import CORRUPTED, DATA, Case, names_of
+from helpers import mesh_of
 from models.transformer import Config, Transformer
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+MESH = mesh_of(4, 2)
 # A case of each kind of partition, dtype, optimizer and model; `exclude_frozen` alone lacks what a
 # run would need.
 DEEPSPEED = [
@@ -78,19 +77,17 @@ def megatron_config(model):
 
 
 # Of those that a generator of tests/generators wrote no logits are kept.
-WITH_LOGITS = [c for c in megatron_cases.EVERY if "activation" in megatron_cases.about(c)["model"]]
+WITH_LOGITS = [
+    c for c in names_of("megatron") if "activation" in Case(f"megatron/{c}").about["model"]
+]
 
 
 @pytest.mark.parametrize("case", WITH_LOGITS)
 def test_a_megatron_checkpoint_gives_the_logits_of_its_weights_and_other_heads_do_not(case):
-    about = megatron_cases.about(case)["model"]
-    # its optimizer; it is fp32, so that its weights are the masters
-    refused = case == megatron_cases.CORRUPTED
-    checkpoint = ucp.open(
-        megatron_cases.DATA / case / "ckpt",
-        sizes={"vocab": about["vocab_size"]},
-        weights_only=refused,
-    )
+    live = Case(f"megatron/{case}")
+    about = live.about["model"]
+    # its optimizer is refused; it is fp32, so that its weights are the masters
+    checkpoint = live.open(weights_only=case == CORRUPTED)
     graph, state = nnx.split(
         nnx.eval_shape(lambda: Transformer(megatron_config(about), rngs=nnx.Rngs(0)))
     )
@@ -98,8 +95,8 @@ def test_a_megatron_checkpoint_gives_the_logits_of_its_weights_and_other_heads_d
     params = checkpoint.map("megatron-gpt-to-reference").restore(target, partial=True, cast=True)[
         "param"
     ]
-    with np.load(megatron_cases.DATA / case / "truth.npz") as truth:
-        tokens, want = jnp.asarray(truth["tokens"]), truth["logits_ref"]
+    measured = live.measured()
+    tokens, want = jnp.asarray(measured["tokens"]), measured["logits_ref"]
     logits = jax.jit(lambda params: nnx.merge(graph, params)(tokens)[0])
     assert np.abs(logits(params) - want).max() <= 1e-5 * np.abs(want).max()
     out = params["layers"][0]["attention"]["out"]
@@ -112,9 +109,7 @@ def mapping_of(about):
     instead.
     """
     if about["model"]["kind"] == "hf":
-        return ucp.Mapping.load(
-            deepspeed_cases.DATA.parent / "mappings" / "hf-style-to-reference.yaml"
-        )
+        return ucp.Mapping.load(DATA / "mappings" / "hf-style-to-reference.yaml")
     rules = ucp.Mapping.load(resume.MAPPING)
     if about["parallel"]["pp"] == 1:
         return rules
@@ -132,12 +127,12 @@ def mapping_of(about):
 
 @cache
 def restored(case):
-    about = json.loads((deepspeed_cases.DATA / case / "case.json").read_text())
-    checkpoint = ucp.open(deepspeed_cases.DATA / case, **deepspeed_cases.word(case))
-    mapped = checkpoint.map(mapping_of(about), sizes=resume.rows_of(about["model"]))
+    live = Case(f"deepspeed/{case}")
+    about, measured = live.about, live.measured()
+    mapped = live.open().map(mapping_of(about), sizes=resume.rows_of(about["model"]))
     run, _ = resume.resumed(mapped, about, MESH)
-    with np.load(deepspeed_cases.DATA / case / "truth.npz") as truth:
-        return run, resume.batches_of(truth["tokens_after"], about), about, truth["losses_after"]
+    batches = resume.batches_of(measured["tokens_after"], about)
+    return run, batches, about, measured["losses_after"]
 
 
 def gap(case, change=lambda run: run):
@@ -160,8 +155,9 @@ def test_training_that_deepspeed_began_goes_on_with_the_losses_that_torch_gives(
 
 @pytest.mark.parametrize("case", DEEPSPEED)
 def test_the_schedule_that_the_checkpoint_says_is_that_of_the_live_run(case):
-    about = json.loads((deepspeed_cases.DATA / case / "case.json").read_text())
-    _, rate = resume.schedule_of(ucp.open(deepspeed_cases.DATA / case))
+    live = Case(f"deepspeed/{case}")
+    about = live.about
+    _, rate = resume.schedule_of(ucp.open(live.path))
     done = (about["counters"]["optimizer_steps"] or [about["steps_before"]])[0]
     rates = [float(rate(done + i)) for i in range(about["steps_after"])]
     np.testing.assert_allclose(rates, [live[0] for live in about["rates_after"]], rtol=1e-6)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
-from jax_ucp.formats.torch_save.unpickle import Record, walk
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
+from jax_ucp.codecs.unpickle import Record, walk
 from jax_ucp.layout.box import Box
 
 KINDS = {

@@ -15,11 +15,11 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jax_ucp as ucp
-from helpers import MemoryStore, contents_of
+from helpers import MemoryStore, contents_of, mesh_of
 from jax_ucp.layout.box import Box
 
 Transformation = optax.GradientTransformation
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+MESH = mesh_of(4, 2)
 
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 100)
 ADAMW = optax.adamw(SCHEDULE)

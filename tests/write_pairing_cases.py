@@ -118,7 +118,8 @@ def write(
         for state, value in optimizer.state.get(param, {}).items():
             truth[f"{state}/{key}"] = value.numpy()
     np.savez_compressed(folder / "truth.npz", **truth)
-    (folder / "case.json").write_text(json.dumps({"groups": names}, indent=1) + "\n")
+    about = {"groups": names, "options": {}, "at": "ckpt.pt"}
+    (folder / "case.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 def main() -> None:

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import local_path, switch, whole_number
+from jax_ucp.arguments import whole_number
+from jax_ucp.arrays.budget import DEFAULT_BUDGET
+from jax_ucp.arrays.checks import Extent
+from jax_ucp.arrays.contents import About, Contents, Item, Piece, require_values, require_weights
+from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.arrays.proved import ProvedReads
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
-from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.export.shares import export_share
-from jax_ucp.files.looked import Asked, looking_once
-from jax_ucp.files.path import FilePath, file_path, target_path
-from jax_ucp.formats.exporting import (
-    ExportFormat,
-    ExportPlan,
-    plan_export,
-    run_export,
-)
+from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
+from jax_ucp.files.listing import Asked, counting
+from jax_ucp.files.path import file_path, target_path
+from jax_ucp.formats import saved_index
+from jax_ucp.formats.exporting import ExportFormat, ExportPlan, export_target, plan_export
 from jax_ucp.formats.huggingface.given_config import require_tied
-from jax_ucp.formats.options import Options, require_used
 from jax_ucp.formats.peft.config import with_config
 from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
@@ -40,39 +40,28 @@ from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.moments import together
 from jax_ucp.inspection.page import Findings, Page, page
-from jax_ucp.inspection.parameters import Parameter, Parameters, table
+from jax_ucp.inspection.parameters import Parameter, ParameterTable, table
 from jax_ucp.inspection.report import mesh_plan
 from jax_ucp.inspection.statistics import MAX_READ, statistics_of
+from jax_ucp.jobs.ledger import Share
+from jax_ucp.jobs.run import run, run_share
+from jax_ucp.jobs.work import Opener, Workers, verify
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.model_config import config_of, given_config
 from jax_ucp.mapping.states import rerooted, weights_of
+from jax_ucp.options import Options, require_used
 from jax_ucp.shard_spec.notation import load
-from jax_ucp.sources.budget import DEFAULT_BUDGET
-from jax_ucp.sources.checks import Extent
-from jax_ucp.sources.contents import (
-    About,
-    Contents,
-    Item,
-    Piece,
-    require_values,
-    require_weights,
-)
-from jax_ucp.sources.optimizer_groups import Group
-from jax_ucp.sources.protocol import ArrayInfo
-from jax_ucp.sources.proved import ProvedReads
-from jax_ucp.sources.work import Opener, Workers, verify
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import (
-    Block,
+    CopyBlock,
     CopyPlan,
+    UniversalTarget,
     copy,
-    copy_once,
     plan_copy,
     require_target,
 )
-from jax_ucp.universal.shares import Share, copy_share
 from jax_ucp.universal.step import write_step
 
 if TYPE_CHECKING:
@@ -83,7 +72,7 @@ if TYPE_CHECKING:
     from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostReads
-    from jax_ucp.sharding.restore import RestorePlan
+    from jax_ucp.sharding.restore import RestorePlan, RestoreRequest
     from jax_ucp.sharding.trees import Missing
 
 
@@ -93,10 +82,8 @@ def open_with(
     also_used: Collection[str] = (),
     share_reads: bool = False,
 ) -> Checkpoint:
-    """`open`, with all that is said in one value; of its sizes those in `also_used` are for
-    somebody else.
-    """
-    with looking_once():  # to find out where a path leads is a request, too
+    """`open`, with its options in one value; the sizes in `also_used` need no use here."""
+    with counting():  # to find out where a path leads is a request, too
         at = file_path(path)
         if share_reads:
             from jax_ucp.sharding.open_together import open_together
@@ -173,7 +160,7 @@ class Checkpoint:
 
     @property
     def format(self) -> str:
-        """Which format it has: `universal`, `orbax`, `deepspeed`; `memory` of a tree."""
+        """The name of its format: `universal`, `orbax`, `deepspeed`; `memory` of a tree."""
         return self._contents.format
 
     @property
@@ -195,8 +182,8 @@ class Checkpoint:
 
     @property
     def extras(self) -> Mapping[str, Any]:
-        """What is not an array of the tree, as JSON values: schedulers, loss scalers, random
-        states, client state.
+        """Stored items other than arrays of the tree, as JSON values: schedulers, loss scalers,
+        random states, client state.
         """
         return self._contents.extras
 
@@ -209,21 +196,21 @@ class Checkpoint:
 
     @cached_property
     def notes(self) -> Sequence[str]:
-        """What the reader should know about this checkpoint. Reads a sample: the steps of up to
+        """Warnings and facts about this checkpoint, in words. Reads a sample: the steps of up to
         512 parameters, and the ends of as many files.
         """
         return [*self._contents.notes, *self._contents.suspicions()]
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """What a universal checkpoint was imported from, and what the user said of it
+        """The source that a universal checkpoint was imported from, and the user's words about it
         (`optimizer_groups`, `model`).
         """
         return self._contents.source
 
     @property
     def about(self) -> About:
-        """Which program wrote it, the step, and the degrees of parallelism, if the files say so."""
+        """Its writer, the step, and the degrees of parallelism, if the files say so."""
         return self._contents.about
 
     @property
@@ -246,7 +233,7 @@ class Checkpoint:
         )
 
     @cached_property
-    def params(self) -> Parameters:
+    def params(self) -> ParameterTable:
         """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other
         tree.
 
@@ -254,19 +241,17 @@ class Checkpoint:
         """
         states_of: dict[str, dict[str, Leaf]] = {}
         for leaf in self.leaves:
-            if len(leaf.path) >= 2 and leaf.has_array:
-                states_of.setdefault("/".join(map(str, leaf.path[1:])), {})[str(leaf.path[0])] = (
-                    leaf
-                )
+            if leaf.state and leaf.has_array:
+                states_of.setdefault(leaf.param, {})[leaf.state] = leaf
         named = {
             name: Parameter(name, states, self._contents, self._reads)
             for name, states in states_of.items()
             if "param" in states
         }
-        return Parameters(named)
+        return ParameterTable(named)
 
     def where(self, leaf: str | Leaf) -> Sequence[Piece]:
-        """Which files hold the bytes of a leaf.
+        """The files that hold the bytes of a leaf.
 
         Args:
             leaf: one of `leaves`, or its label (`param/layers.0.mlp.weight`).
@@ -333,7 +318,7 @@ class Checkpoint:
         return self._reads.read(leaf, box)
 
     def _side(self) -> Side:
-        """What a comparison with another checkpoint asks."""
+        """The part of it that a comparison with another checkpoint needs."""
         return Side(self.leaves, self._read, self.about, self.groups)
 
     def _leaf(self, label: str) -> Leaf:
@@ -363,8 +348,8 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the checkpoint says of its model: Hugging Face's config.json, or Megatron's
-        arguments, or nothing.
+        """The config of its model: Hugging Face's config.json, or Megatron's arguments, or
+        nothing.
         """
         return config_of(self.extras)
 
@@ -457,7 +442,7 @@ class Checkpoint:
         return self._view(partial(weights_of, params=params))
 
     def _view(self, view: Callable[[Contents], Contents]) -> Checkpoint:
-        """What `view` makes of the contents, here and in other processes."""
+        """The checkpoint that `view` makes of this one, here and in other processes."""
         opener = self._opener and Viewed(self._opener, view)
         return Checkpoint(view(self._contents), opener)
 
@@ -473,7 +458,7 @@ class Checkpoint:
         share_reads: bool = False,
         narrow_integers: bool = False,
     ) -> RestorePlan:
-        """What `restore` with the same arguments would do. Reads nothing.
+        """The plan of a `restore` with the same arguments. Reads nothing.
 
         Args:
             target: as for `restore`, like all the others.
@@ -492,23 +477,21 @@ class Checkpoint:
             TreeMismatch: with everything in which target and checkpoint differ.
             QuantizedWeights: where what is asked for is stored as codes.
         """
+        from jax_ucp.sharding.restore import RestoreRequest
+
+        return self._plan(
+            RestoreRequest(
+                target, mesh, rules, cast, partial, missing, narrow_integers, share_reads
+            )
+        )
+
+    def _plan(self, request: RestoreRequest) -> RestorePlan:
         from jax_ucp.sharding.restore import plan_restore, shared_plan
 
-        arguments = {
-            "mesh": mesh,
-            "rules": rules,
-            "cast": cast,
-            "partial": partial,
-            "missing": missing,
-            "narrow_integers": narrow_integers,
-        }
-        plan = plan_restore(self.leaves, target, **arguments)
+        plan = plan_restore(self.leaves, request)
         require_values(self._contents, [placement.leaf for placement in plan.placements])
-        return (
-            shared_plan(plan, self._contents.arrays.arrays())
-            if switch("share_reads", share_reads)
-            else plan
-        )
+        arrays = self._contents.arrays.arrays()
+        return shared_plan(plan, arrays) if request.share_reads else plan
 
     def restore(
         self,
@@ -573,17 +556,13 @@ class Checkpoint:
             >>> state["exp_avg"]["head.weight"].shape
             (101, 16)
         """
-        from jax_ucp.sharding.restore import dealt_out, run_restore
+        from jax_ucp.sharding.restore import RestoreRequest, dealt_out, run_restore
 
-        arguments = {
-            "mesh": mesh,
-            "rules": rules,
-            "cast": cast,
-            "partial": partial,
-            "missing": missing,
-            "narrow_integers": narrow_integers,
-        }
-        plan = self.plan(target, share_reads=share_reads, **arguments)
+        plan = self._plan(
+            RestoreRequest(
+                target, mesh, rules, cast, partial, missing, narrow_integers, share_reads
+            )
+        )
         proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
         checks, files = dealt_out(plan, proofs, verify), self._contents.files
         restored = run_restore(plan, self._contents.arrays, budget_bytes, checks, files.is_remote)
@@ -678,7 +657,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
     ) -> HostReads:
-        """What each of several processes would read to restore the checkpoint onto a mesh.
+        """The reads of each of several processes that restore the checkpoint onto a mesh.
 
         Args:
             mesh: a mesh, or the sizes of its axes by name; no devices are needed.
@@ -712,7 +691,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
     ) -> CopyPlan:
-        """What `save` with the same arguments would write, and the memory it would take.
+        """The plan of a `save` with the same arguments: its files, and the memory it takes.
 
         Args:
             budget_bytes: as for `save`.
@@ -750,7 +729,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
         budget_bytes: int = DEFAULT_BUDGET,
-        progress: Callable[[Block], None] = lambda block: None,
+        progress: Callable[[CopyBlock], None] = lambda block: None,
         executor: Executor | None = None,
         root: str | None = None,
         variables: bool = False,
@@ -802,7 +781,10 @@ class Checkpoint:
         target = target_path(path)
         if item is not None and step is None:
             raise ValueError(f"item={item!r} names an item of a step: give step= too")
-        laid_out = self._laid_out(root, variables)
+        laid_out = self
+        if root is not None or variables:
+            to = "param" if root is None else root
+            laid_out = self._view(partial(rerooted, root=to, variables=variables))
         plan = laid_out.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
             from jax_ucp.sharding.fit import warn_given_up
@@ -810,22 +792,12 @@ class Checkpoint:
             warn_given_up(plan.notes, stacklevel=2)
 
         workers = Workers(executor, laid_out._opener)
+        write = partial(copy, laid_out._contents, plan, progress=progress, workers=workers)
         if step is None:
-            copy(laid_out._contents, plan, target, progress, workers)
+            write(target)
             return opened(path)
-
-        def write(place: FilePath) -> None:
-            copy_once(laid_out._contents, plan, place, progress, workers)
-
         name = "default" if item is None else item
-        return opened(str(write_step(target, step, name, write)))
-
-    def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
-        """The checkpoint with its parameters at another root, or itself."""
-        if root is None and not variables:
-            return self
-        to = "param" if root is None else root
-        return self._view(partial(rerooted, root=to, variables=variables))
+        return opened(str(write_step(target, step, name, partial(write, is_noted=True))))
 
     def save_share(
         self,
@@ -836,7 +808,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
         budget_bytes: int = DEFAULT_BUDGET,
-        progress: Callable[[Block], None] = lambda block: None,
+        progress: Callable[[CopyBlock], None] = lambda block: None,
         begin: Callable[[int], None] = lambda nbytes: None,
     ) -> Checkpoint | None:
         """`save`, by processes that know nothing of one another, each of which writes a share.
@@ -868,8 +840,8 @@ class Checkpoint:
         """
         target = target_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
-        is_whole = copy_share(self._contents, plan, target, Share(*share), progress, begin)
-        return opened(path) if is_whole else None
+        copy_of = UniversalTarget(self._contents, plan, target, progress)
+        return opened(path) if run_share(copy_of, Share(*share), begin) else None
 
     def plan_export(
         self,
@@ -882,7 +854,7 @@ class Checkpoint:
         adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
-        """What `export` with the same arguments would write.
+        """The plan of an `export` with the same arguments.
 
         Args:
             format: as for `export`, like all the others.
@@ -977,7 +949,7 @@ class Checkpoint:
             budget_bytes=budget_bytes,
         )
         workers = Workers(executor, described._opener)
-        run_export(described._contents, plan, target, progress, workers)
+        run(export_target(described._contents, plan, target, progress), workers)
         return opened(path)
 
     def _with_config(
@@ -1009,10 +981,12 @@ class Checkpoint:
         All give the same arguments, and see source and `path` alike. Any may be run again, then or
         later: what is there is looked at, and left. The files are those of `export`, byte for byte,
         and beside them is `ucp.conversion.json`, which says of which export they are the result.
-        Until it is whole, all is in a hidden folder beside `path`.
+        Until it is whole, all is in a hidden folder beside `path`; in a bucket each file is of one
+        share, and the last file, which makes the folder loadable, is written when all others are
+        there.
 
         Args:
-            path: as for `export`, but a folder, no URL.
+            path: as for `export`.
             format: as for `export`.
             share: the number of this share, from 0 on, and how many there are.
             config: as for `export`.
@@ -1028,16 +1002,13 @@ class Checkpoint:
             ValueError: for a share that is none.
             FormatError: where an unfinished export in shares to `path` is of another source, or in
                 another number of shares.
-            UnsupportedPath: for a URL: files in a bucket are written by one process each.
             UCPError: what `export` raises.
             FileExistsError: if something else is at `path`.
         """
-        target, part = local_path(path), Share(*share)
-        described = self._with_config(format, config)
+        part, described = Share(*share), self._with_config(format, config)
         plan = described.plan_export(format, **options)
-        arguments = plan.files, plan.budget_bytes, target, part, progress, begin
-        is_there = export_share(described._contents, *arguments)
-        return opened(path) if is_there else None
+        target = export_target(described._contents, plan, target_path(path), progress)
+        return opened(path) if run_share(target, part, begin) else None
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
         """Read everything that has a checksum or a duplicate.
@@ -1061,6 +1032,44 @@ class Checkpoint:
         yield from verify(self._contents, Workers(executor, self._opener))
         for change in self._contents.files.changes():
             yield "the files of the checkpoint", change
+
+    def save_index(self, path: str | os.PathLike[str]) -> None:
+        """Write an index, from which `open` opens the checkpoint again without asking its files.
+
+        The index has what the files answered when the checkpoint was opened: lists, and bytes of
+        their headers. `open(path)` reads it, and then asks only whether each file has the size and
+        the version that it had; of more than a few files behind a network these are looked up in
+        one list. It takes the options of `open`, best those with which the checkpoint was opened:
+        what they make necessary beyond the index is asked of the files.
+
+        What is read of arrays is read from the files, which must stay where they are.
+
+        Args:
+            path: a file or a URL to write, whose name ends in `.ucp-index`.
+
+        Raises:
+            UnsupportedPath: for another name, and where this is not what `open` gave, but was
+                mapped, merged or made in memory.
+            CorruptData: where the files have changed since the checkpoint was opened.
+        """
+        target = target_path(path)
+        if target.suffix != saved_index.SUFFIX:
+            raise UnsupportedPath(f"{target}: the name of an index ends in {saved_index.SUFFIX}")
+        if not isinstance(self._opener, Opened):
+            raise UnsupportedPath(
+                f"{self._contents.path}: an index is of a checkpoint as `open` gives it, not of"
+                " what was mapped, merged or made in memory. Save the index before, and map what"
+                " is opened by it"
+            )
+        again, data = saved_index.encoded_index(
+            self._opener.path, self._opener.options, open_contents
+        )
+        if again.files.identities() != self._contents.files.identities():
+            self._contents.files.require_unchanged()
+            raise CorruptData(
+                f"{self._contents.path} has changed since it was opened: open it again"
+            )
+        target.files.write(target.key, [data], durable=True)
 
     def report(
         self,

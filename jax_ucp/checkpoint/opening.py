@@ -1,4 +1,4 @@
-"""What is called on paths: `jax_ucp.open` and `jax_ucp.diff`."""
+"""Functions of paths: `jax_ucp.open` and `jax_ucp.diff`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from jax_ucp.arguments import switch
+from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.checkpoint.checkpoint import Checkpoint, open_with, opened
-from jax_ucp.formats.options import Dequantize, GroupsFunction, Options
 from jax_ucp.inspection.diff import Difference, difference
 from jax_ucp.mapping import rules as mappings
+from jax_ucp.options import Dequantize, GroupsFunction, Options
 from jax_ucp.shard_spec.rules import Spec
-from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 
 def open(

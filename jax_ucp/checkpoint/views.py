@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax_ucp.arrays.contents import Contents, parts_as_parameters, require_weights
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.huggingface.companions import companions_in
 from jax_ucp.formats.huggingface.given_config import described
-from jax_ucp.formats.options import Options, Sizes
 from jax_ucp.formats.peft.config import saved_modules
 from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
+from jax_ucp.jobs.work import Opener
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.adapters import mapping_of
-from jax_ucp.mapping.binding import bind, mapping_record, said_before
+from jax_ucp.mapping.binding import bind, given_before, mapping_record
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import config_of, given_config, joined
 from jax_ucp.mapping.states import states_of
-from jax_ucp.sources.contents import Contents, parts_as_parameters, require_weights
-from jax_ucp.sources.work import Opener
+from jax_ucp.options import Options, Sizes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class Mapped:
-    """What `Checkpoint.map` was asked: files are read, names are looked up."""
+    """The arguments of `Checkpoint.map`, with files read and names looked up."""
 
     rules: mappings.Mapping
     sizes: Mapping[str, int] | None
@@ -89,7 +89,7 @@ class Mapped:
         states = states_of(contents, self.params)
         shapes = {name: leaf.shape for name, leaf in states.weights.items()}
         rules = mapping_of(self.rules, shapes, saved_modules(contents.extras))
-        before = said_before(rules, contents.source.get("mapping", {}))
+        before = given_before(rules, contents.source.get("mapping", {}))
         given = before.config if self.config is None else self.config
         assumed = sorted({*before.assumed, *self.assume})
         known = joined(config_of(contents.extras), given, rules.config_keys)

@@ -6,94 +6,85 @@ import difflib
 import json
 import re
 from collections import Counter
-from typing import Any, NamedTuple
 
 import click
 
-from jax_ucp.cli.options import Regex, as_json, open_checkpoint, source_options
+from jax_ucp.cli.command import Arguments, command
+from jax_ucp.cli.options import JSON, SOURCE, argument, option
 from jax_ucp.cli.output import (
+    Row,
     console,
     folded_table,
     print_head,
     print_inventory,
     print_json,
-    print_skipped,
     without_empty,
 )
 from jax_ucp.cli.text_table import TextTable
+from jax_ucp.cli.types import REGEX
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
-from jax_ucp.inspection.words import spec_words
+from jax_ucp.inspection.words import SKIPPED, skipped_reasons, spec_words
 
 
-@click.command()
-@click.argument("path")
-@click.option(
-    "--leaf",
-    "pattern",
-    type=Regex(),
-    help="Show where every byte of the matching leaves is stored.",
+@command(
+    "inspect",
+    "Show what is in a checkpoint, and where.",
+    argument("path"),
+    option("--leaf", REGEX, "Show where every byte of the matching leaves is stored."),
+    option("--files", None, "Show which files each leaf is stored in."),
+    option(
+        "--inventory",
+        None,
+        "List every stored item: an array, kept as an extra, or skipped and why.",
+    ),
+    option(
+        "--all all_", None, "Print all of it, with one line for each leaf and each stored item."
+    ),
+    *SOURCE,
+    JSON,
 )
-@click.option("--files", is_flag=True, help="Show which files each leaf is stored in.")
-@click.option(
-    "--inventory",
-    is_flag=True,
-    help="List every stored item: an array, kept as an extra, or skipped and why.",
-)
-@click.option(
-    "--all",
-    "all_",
-    is_flag=True,
-    help="Print all of it, with one line for each leaf and each stored item.",
-)
-@source_options
-@as_json
-def inspect(
-    path: str,
-    pattern: str | None,
-    files: bool,
-    inventory: bool,
-    all_: bool,
-    json_: bool,
-    **source: Any,
-) -> None:
+def inspect(args: Arguments) -> None:
     """Show what is in the checkpoint at PATH, where it is stored, and what was not understood.
 
     Only metadata is read. Leaves whose names differ only in numbers share a line:
     layers.{0..31}.w stands for 32 of them.
     """
-    show = _Show(files or all_, inventory or all_, all_)
-    if pattern is not None and any(show):
+    pattern = args.leaf
+    if pattern is not None and (args.files or args.inventory or args.all_):
         raise click.UsageError(
             "--files, --inventory and --all print the whole checkpoint, --leaf the leaves that"
             " match: give one of them"
         )
-    inspection = report.inspection(open_checkpoint(path, **source))
+    inspection = report.inspection(args.open(args.path))
     if pattern is not None:
-        inspection["leaves"] = _matching(pattern, inspection["leaves"], path)
-    if json_:
+        inspection["leaves"] = _matching(pattern, inspection["leaves"], args.path)
+    if args.json_:
         print_json(inspection)
         return
     print_head(inspection)
     if pattern is not None:
-        console.print(_piece_table(inspection["leaves"]))
+        rows = [
+            (leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"])
+            for leaf in inspection["leaves"]
+            for piece in leaf.get("stored", ())
+        ]
+        console.print(TextTable(("leaf", "block", "file", "item", "block there"), rows))
         return
-    console.print(_leaf_table(inspection["leaves"], show))
-    if show.inventory:
-        print_inventory(inspection["inventory"], all_)
-    else:
-        print_skipped(inspection["inventory"])
-    if all_:
+    heads, rows, files = _leaf_rows(inspection["leaves"])
+    heads, rows = without_empty(heads, rows)
+    if args.files or args.all_:
+        heads = (*heads, "stored in")
+        rows = [(*row, file) for row, file in zip(rows, files, strict=True)]
+    console.print(folded_table(heads, rows, args.all_))
+    items = inspection["inventory"]
+    if args.inventory or args.all_:
+        print_inventory(items, args.all_)
+    elif reasons := skipped_reasons(items):
+        console.print(TextTable(SKIPPED, reasons))
+    if args.all_:
         console.print_json(json.dumps(inspection["extras"]), ensure_ascii=True)
-
-
-class _Show(NamedTuple):
-    """Which of what is left out of a short answer is asked for; `all`: nothing is folded."""
-
-    files: bool
-    inventory: bool
-    all: bool
 
 
 def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
@@ -108,64 +99,34 @@ def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
     return matching
 
 
-def _piece_table(leaves: list[Report]) -> TextTable:
-    """One line a piece: where the bytes of each block of a leaf are."""
-    rows: list[tuple[str, ...]] = []
-    for leaf in leaves:
-        pieces = leaf.get("stored", ())
-        rows += [
-            (leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"])
-            for piece in pieces
-        ]
-    return TextTable(("leaf", "block", "file", "item", "block there"), rows)
-
-
-def _leaf_table(leaves: list[Report], show: _Show) -> TextTable:
-    """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf
-    elsewhere; those that differ in numbers of their names alone are folded.
+def _leaf_rows(leaves: list[Report]) -> tuple[Row, list[Row], list[str]]:
+    """Heads, a row for each leaf, and the files of each row. Where the tree is {state: {parameter:
+    array}} a row is a parameter, with its states where they are not those that most have.
     """
     arrays = [leaf for leaf in leaves if "shape" in leaf]
     paths = [leaf["leaf"].split("/") for leaf in arrays]
-    if all(len(parts) == 2 for parts in paths) and "param" in {state for state, *_ in paths}:
-        return _parameter_table(arrays, show)
-    rows = [
-        (leaf["leaf"], str(leaf.get("shape", "")), leaf.get("dtype", leaf["kind"]), _spec(leaf))
-        for leaf in leaves
-    ]
-    files = [_files([leaf]) for leaf in leaves]
-    return _with_files(("leaf", "shape", "dtype", "saved as"), rows, files, show)
-
-
-def _parameter_table(arrays: list[Report], show: _Show) -> TextTable:
-    """The states of a parameter are said where they are not those that most have."""
+    if not all(len(parts) == 2 for parts in paths) or "param" not in {parts[0] for parts in paths}:
+        rows = [
+            (leaf["leaf"], str(leaf.get("shape", "")), leaf.get("dtype", leaf["kind"]), _spec(leaf))
+            for leaf in leaves
+        ]
+        return ("leaf", "shape", "dtype", "saved as"), rows, [_files([leaf]) for leaf in leaves]
     states_of: dict[str, list[Report]] = {}
-    for leaf in arrays:
-        states_of.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
+    for (_, name), leaf in zip(paths, arrays, strict=True):
+        states_of.setdefault(name, []).append(leaf)
     for states in states_of.values():  # the parameter itself first: a row has its shape and dtype
         states.sort(key=lambda leaf: not leaf["leaf"].startswith("param/"))
-    kinds = [_states(states) for states in states_of.values()]
+    kinds = [
+        ", ".join(f"{leaf['leaf'].split('/')[0]} {leaf['dtype']}" for leaf in states)
+        for states in states_of.values()
+    ]
     usual = Counter(kind for kind in kinds if kind.startswith("param ")).most_common(1)[0][0]
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for (name, states), kind in zip(states_of.items(), kinds, strict=True):
         shape, dtype = str(states[0]["shape"]), states[0]["dtype"]
         rows.append((name, shape, dtype, "" if kind == usual else kind))
     heads = ("parameter", "shape", "dtype", "other states")
-    return _with_files(heads, rows, list(map(_files, states_of.values())), show)
-
-
-def _states(leaves: list[Report]) -> str:
-    return ", ".join(f"{leaf['leaf'].split('/')[0]} {leaf['dtype']}" for leaf in leaves)
-
-
-def _with_files(
-    heads: tuple[str, ...], rows: list[tuple[str, ...]], files: list[str], show: _Show
-) -> TextTable:
-    """The table, without columns that say nothing, and with the files of each row if asked for."""
-    heads, rows = without_empty(heads, rows)
-    if show.files:
-        heads = (*heads, "stored in")
-        rows = [(*row, file) for row, file in zip(rows, files, strict=True)]
-    return folded_table(heads, rows, show.all)
+    return heads, rows, list(map(_files, states_of.values()))
 
 
 def _files(leaves: list[Report]) -> str:

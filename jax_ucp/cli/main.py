@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 import jax_ucp
-from jax_ucp.cli.copying import convert
+from jax_ucp.cli.convert import convert
 from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
+from jax_ucp.cli.index import index
 from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
 from jax_ucp.cli.mappings import mappings
@@ -51,20 +52,16 @@ class _Refusals(click.Group):
             sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
             return None
         except click.UsageError as error:
-            raise _visible(error) from None
+            shown = visible_lines(error.format_message())
+            if shown == error.format_message():
+                raise
+            raise click.UsageError(shown, ctx=error.ctx) from None
         except (UCPError, OSError) as error:
             raise click.ClickException(visible_lines(str(error))) from None
         except MemoryError as error:
             raise click.ClickException(
                 f"there is not enough memory: {visible_lines(str(error))}"
             ) from None
-
-
-def _visible(error: click.UsageError) -> click.UsageError:
-    """The error, with what it quotes of the command line made visible."""
-    message = error.format_message()
-    shown = visible_lines(message)
-    return error if shown == message else click.UsageError(shown, ctx=error.ctx)
 
 
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
@@ -75,18 +72,7 @@ def main() -> None:
     """
 
 
-# What `jax-ucp --help` says of each, in one line.
-for command, command.short_help in (
-    (inspect, "Show what is in a checkpoint, and where."),
-    (plan, "Dry run of a conversion or a restore."),
-    (map_, "Check or draft a mapping to your model."),
-    (mappings, "List the mappings that come with the package."),
-    (convert, "Convert to the universal format."),
-    (export, "Write safetensors, DCP or DeepSpeed universal."),
-    (verify, "Check checksums and duplicates."),
-    (diff, "Show what differs between two checkpoints."),
-    (report, "Write a web page about a checkpoint."),
-):
+for command in (inspect, plan, map_, mappings, convert, export, verify, diff, report, index):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import click
 
+from jax_ucp.cli.command import Arguments, command
 from jax_ucp.cli.mapping import target_shapes
-from jax_ucp.cli.options import (
-    as_json,
-    load_mapping,
-    map_arguments,
-    open_checkpoint,
-    source_options,
-)
-from jax_ucp.cli.output import (
-    Row,
-    console,
-    folded_table,
-    print_json,
-    to_stderr,
-    without_empty,
-)
+from jax_ucp.cli.options import JSON, SOURCE, argument, option
+from jax_ucp.cli.output import Row, console, folded_table, print_json, to_stderr, without_empty
 from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.mapping_draft import mapping_draft
 from jax_ucp.inspection.mapping_report import mapping_report
@@ -31,64 +18,51 @@ from jax_ucp.inspection.words import several
 from jax_ucp.mapping.rules import shipped
 
 
-@click.command("map")
-@click.argument("source")
-@click.option(
-    "--target",
-    metavar="TREE",
-    help="The leaves of your model: module:function that returns its tree, a checkpoint, or what"
-    " `inspect --json` printed of one.",
+@command(
+    "map",
+    "Check or draft a mapping to your model.",
+    argument("source"),
+    option(
+        "--target",
+        "TREE",
+        "The leaves of your model: module:function that returns its tree, a checkpoint, or what"
+        " `inspect --json` printed of one.",
+    ),
+    option(
+        "--suggest", None, "Print a draft of a mapping from SOURCE to --target, and check nothing."
+    ),
+    *SOURCE,
+    JSON,
 )
-@click.option(
-    "--suggest",
-    is_flag=True,
-    help="Print a draft of a mapping from SOURCE to --target, and check nothing.",
-)
-@source_options
-@as_json
-def map_(
-    source: str,
-    target: str | None,
-    suggest: bool,
-    mapping: str | None,
-    json_: bool,
-    **options: Any,
-) -> None:
+def map_(args: Arguments) -> None:
     """Check --mapping against the checkpoint SOURCE, and with --target against your model.
 
     Prints which parameters form each leaf, every fault, and suggestions. Exit code 1 if there are
     faults.
     """
-    if suggest:
-        _print_draft(source, target, mapping, json_, options)
+    if args.suggest:
+        if args.target is None or args.mapping is not None or args.json_:
+            raise click.UsageError(
+                "--suggest needs --target, and goes with neither --mapping nor --json"
+            )
+        params = args.open(args.source).params
+        shapes = {name: param.shape for name, param in params.items()}
+        click.echo(mapping_draft(shapes, target_shapes(args.target)), nl=False)
         return
-    params = options.pop("params")
-    rules = load_mapping(mapping, options.pop("inverse"))
+    rules = args.load_mapping(its_own=())
     if rules is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
-    config, assume = options.pop("config"), options.pop("assume")
-    checkpoint = open_checkpoint(source, of_mapping=rules, **options)
-    arguments = map_arguments(rules, options["sizes"], config, assume)
-    shapes = target_shapes(target) if target else None
-    report = mapping_report(checkpoint, rules, shapes, **arguments, params=params)
-    if json_:
+    checkpoint = args.open_unmapped(args.source, rules)
+    shapes = target_shapes(args.target) if args.target else None
+    report = mapping_report(
+        checkpoint, rules, shapes, **args.map_arguments(rules), params=args.params
+    )
+    if args.json_:
         print_json(report)
     else:
-        _print_mapping(report, bool(target))
+        _print_mapping(report, bool(args.target))
     if report["faults"]:
         sys.exit(1)
-
-
-def _print_draft(
-    source: str, target: str | None, mapping: str | None, json_: bool, options: dict[str, Any]
-) -> None:
-    if target is None or mapping is not None or json_:
-        raise click.UsageError(
-            "--suggest needs --target, and goes with neither --mapping nor --json"
-        )
-    params = open_checkpoint(source, **options).params
-    shapes = {name: param.shape for name, param in params.items()}
-    click.echo(mapping_draft(shapes, target_shapes(target)), nl=False)
 
 
 def _print_mapping(report: Report, has_target: bool) -> None:
@@ -105,18 +79,14 @@ def _print_mapping(report: Report, has_target: bool) -> None:
         console.print(folded_table(("skipped", "because"), report["skipped"]))
     for note in report["notes"]:
         console.print(f"note: {note}")
-    _print_faults(report)
-    console.print(
-        f"{report['mapping']}: {several(len(report['leaves']), 'leaf', 'leaves')},"
-        f" {several(len(report['faults']), 'fault')}"
-    )
-
-
-def _print_faults(report: Report) -> None:
     for heading in ("fault", "suggestion"):
         for row in fold([(line,) for line in report[f"{heading}s"]]):
             count = f"  x{row.count}" if row.count > 1 else ""
             to_stderr.print(f"{heading}: {row.name}{count}")
+    console.print(
+        f"{report['mapping']}: {several(len(report['leaves']), 'leaf', 'leaves')},"
+        f" {several(len(report['faults']), 'fault')}"
+    )
 
 
 def _row(leaf: Report, has_target: bool) -> Row:

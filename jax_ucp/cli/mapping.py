@@ -1,4 +1,4 @@
-"""What the command line names: functions of the user's modules, and the trees of models."""
+"""Things that the command line names: functions of the user's modules, trees of models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _inspected_shapes(path: FilePath, target: str) -> dict[str, Shape]:
 
 
 def imported(target: str, what: str) -> Any:
-    """What the function `module:function` returns, of which `what` is expected.
+    """The result of the function `module:function`, of which `what` is expected.
 
     Raises NotACheckpoint where it is no name of a function, TreeMismatch where the function cannot
     be called.

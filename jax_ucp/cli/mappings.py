@@ -5,30 +5,37 @@ from __future__ import annotations
 import click
 
 import jax_ucp
-from jax_ucp.cli.options import as_json
-from jax_ucp.cli.output import console, print_json
+from jax_ucp.cli.command import Arguments, command
+from jax_ucp.cli.options import JSON, argument, option
+from jax_ucp.cli.output import console, print_json, without_empty
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.mapping_list import mapping_list
 
 
-@click.command()
-@click.argument("source", required=False)
-@click.option(
-    "--config", metavar="FILE", help="The model's config.json, if the checkpoint has none."
+@command(
+    "mappings",
+    "List the mappings that come with the package.",
+    argument("source", required=False),
+    option("--config", "FILE", "The model's config.json, if the checkpoint has none."),
+    JSON,
 )
-@as_json
-def mappings(source: str | None, config: str | None, json_: bool) -> None:
+def mappings(args: Arguments) -> None:
     """List the mappings that come with the package; with SOURCE, those that fit that checkpoint."""
-    if config is not None and source is None:
+    source = args.source
+    if args.config is not None and source is None:
         raise click.UsageError("--config goes with SOURCE: give that too")
-    entries = mapping_list(jax_ucp.open(source) if source else None, config)
-    if json_:
+    entries = mapping_list(jax_ucp.open(source) if source else None, args.config)
+    if args.json_:
         print_json({"mappings": entries})
         return
-    heads = ("mapping", "variants", "model", "target") + (("fits",) if source else ())
-    rows = [_row(entry) for entry in entries]
+    heads = ("mapping", "variants", "model", "target", "fits")
+    rows: list[tuple[str, ...]] = []
+    for entry in entries:
+        variants = ", ".join(f":{name}" for name in entry["variants"])
+        fits = {True: "yes", False: "no", None: ""}[entry.get("fits")]
+        rows.append((entry["name"], variants, entry["model"], entry["target"], fits))
     if rows:
-        console.print(TextTable(heads, rows))
+        console.print(TextTable(*without_empty(heads, rows)))
         for entry in filter(lambda entry: entry.get("why"), entries):
             console.print(f"{entry['name']}: {entry['why']}", markup=False)
     elif source:
@@ -37,12 +44,3 @@ def mappings(source: str | None, config: str | None, json_: bool) -> None:
             " TREE` drafts one",
             markup=False,
         )
-
-
-def _row(entry: dict[str, object]) -> tuple[str, ...]:
-    variants = entry["variants"]
-    shown = ", ".join(f":{one}" for one in variants) if isinstance(variants, list) else ""
-    row = str(entry["name"]), shown, str(entry["model"]), str(entry["target"])
-    if "fits" not in entry:
-        return row
-    return (*row, "yes" if entry["fits"] else "no")

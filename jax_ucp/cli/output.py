@@ -1,4 +1,4 @@
-"""What several commands print, on stdout for its reader, notes and progress on stderr.
+"""Printing for several commands: results on stdout, notes and progress on stderr.
 
 All text goes through `Screen.print` or `TextTable`: names, paths and messages are others', and none
 of them is obeyed.
@@ -30,7 +30,7 @@ from rich.text import Text
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.fold import fold, fold_states, with_moments
 from jax_ucp.inspection.report import Report
-from jax_ucp.inspection.words import SKIPPED, format_words, head_lines, skipped_reasons
+from jax_ucp.inspection.words import format_words, head_lines
 from jax_ucp.text import visible_lines
 
 Row = tuple[str, ...]
@@ -61,7 +61,7 @@ def print_json(report: Report) -> None:
 
 
 def print_head(report: Report, lines: Iterable[tuple[str, str]] | None = None) -> None:
-    """What people ask first, or other `lines`; what the files do not say is left out."""
+    """Print the summary of a report, or other `lines`, and its notes; empty lines are left out."""
     console.print(f"{report['path']}: {format_words(report)}")
     for heading, text in head_lines(report) if lines is None else lines:
         if text:
@@ -71,18 +71,11 @@ def print_head(report: Report, lines: Iterable[tuple[str, str]] | None = None) -
 
 
 def print_share(target: str, share: tuple[int, int] | None, json_: bool) -> None:
-    """That a share is done, and others are not."""
+    """Print that this share is done, and others are not."""
     if json_:
         print_json({"path": target, "share": share, "committed": False})
     else:
         console.print(f"{target}: this share is done; it is a checkpoint when all are")
-
-
-def print_skipped(items: list[Report]) -> None:
-    """Why items are skipped, each reason once."""
-    rows = skipped_reasons(items)
-    if rows:
-        console.print(TextTable(SKIPPED, rows))
 
 
 def print_inventory(items: list[Report], all_: bool) -> None:
@@ -95,8 +88,8 @@ def print_inventory(items: list[Report], all_: bool) -> None:
 def folded_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], all_: bool = False
 ) -> TextTable:
-    """A table of (name, *cells), where rows whose names differ in numbers alone are one, with how
-    many they are; each by itself with `all_`.
+    """A table of rows (name, *cells). Those with equal cells whose names differ only in numbers, or
+    in optax's `mu` and `nu`, are one, with their count in a last column; with `all_` none are.
     """
     if all_:
         return TextTable(heads, rows)
@@ -164,8 +157,7 @@ def progress(
     ) as bar:
         task = bar.add_task(what, total=total)
         yield Meter(
-            lambda nbytes: bar.advance(task, nbytes),
-            lambda nbytes: bar.update(task, total=nbytes),
+            lambda nbytes: bar.advance(task, nbytes), lambda nbytes: bar.update(task, total=nbytes)
         )
 
 

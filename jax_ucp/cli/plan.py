@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import click
-
-from jax_ucp.cli.options import (
-    as_json,
-    budget,
-    mesh_arguments,
-    mesh_options,
-    open_checkpoint,
-    source_options,
-)
+from jax_ucp.cli.command import Arguments, command
+from jax_ucp.cli.options import BUDGET, JSON, MESH, SOURCE, argument, option
 from jax_ucp.cli.output import (
     Row,
     console,
@@ -31,60 +22,44 @@ from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import counted, several, size, spec_words
 
-if TYPE_CHECKING:
-    from jax_ucp.sharding.fit import Rule
-    from jax_ucp.sharding.reads import HostMesh
-
 HOST_ROWS_SHOWN = 16
 
 
-@click.command()
-@click.argument("source")
-@click.argument("target", required=False)
-@click.option(
-    "--inventory", is_flag=True, help="List the stored items that are not arrays of the tree."
+@command(
+    "plan",
+    "Dry run of a conversion or a restore.",
+    argument("source"),
+    argument("target", required=False),
+    option("--inventory", None, "List the stored items that are not arrays of the tree."),
+    option("--all all_", None, "Print every leaf, host and item of the inventory."),
+    *MESH,
+    *SOURCE,
+    BUDGET,
+    JSON,
 )
-@click.option(
-    "--all", "all_", is_flag=True, help="Print every leaf, host and item of the inventory."
-)
-@mesh_options
-@source_options
-@budget
-@as_json
-def plan(
-    source: str,
-    target: str | None,
-    inventory: bool,
-    all_: bool,
-    mesh: HostMesh | None,
-    rules: tuple[Rule, ...],
-    budget: int,
-    json_: bool,
-    **options: Any,
-) -> None:
+def plan(args: Arguments) -> None:
     """Show what converting SOURCE, or restoring it on a mesh, would read and write.
 
     No data is moved. With --mesh: what each host would read, how each array is sharded, and what of
     the rules the mesh cannot give. With --mesh and TARGET, the chunks are those of `convert
     --mesh`. The states of a parameter share a line where they are alike.
     """
-    checkpoint = open_checkpoint(source, **options)
-    cut_for = mesh_arguments(mesh if target is not None else None, rules)
-    copy_plan = checkpoint.plan_save(budget, path=target, **cut_for)
-    summary = report.copy_plan(checkpoint, target, copy_plan)
-    if mesh:
-        summary["restore"] = report.mesh_plan(checkpoint, mesh, rules)
-    if json_:
+    checkpoint = args.open(args.source)
+    cut_for = args.save_mesh if args.target is not None else {}
+    copy_plan = checkpoint.plan_save(args.budget, path=args.target, **cut_for)
+    summary = report.copy_plan(checkpoint, args.target, copy_plan)
+    if args.mesh:
+        summary["restore"] = report.mesh_plan(checkpoint, args.mesh, args.rules)
+    if args.json_:
         print_json(summary)
         return
     print_head(summary, _totals(summary))
-    if mesh:
-        _print_mesh_plan(summary["restore"], all_)
+    if args.mesh:
+        _print_mesh_plan(summary["restore"], args.all_)
     else:
-        heads = ("leaf", "shape", "dtype", "pieces", "outer chunk, if cut", "inner chunk, if cut")
-        _print_leaves(heads, summary["leaves"], _chunk_row, all_)
-    if inventory or all_:
-        print_inventory(summary["not_mapped"], all_)
+        _print_leaves(_CHUNKS, summary["leaves"], args.all_)
+    if args.inventory or args.all_:
+        print_inventory(summary["not_mapped"], args.all_)
 
 
 def _totals(summary: Report) -> Iterator[tuple[str, str]]:
@@ -109,53 +84,57 @@ def _print_mesh_plan(summary: Report, all_: bool) -> None:
     console.print(f"on a mesh of {mesh}: {nbytes} on each of {several(devices, 'device')}")
     for note in summary["notes"]:
         console.print(f"note: {note}")
-    _print_hosts(summary, all_)
-    heads = ("leaf", "shape", "spec", "on each device")
-    _print_leaves(heads, summary["leaves"], _placement_row, all_)
+    heads = ("host", "to read", "needed", "read / needed", "files", "requests")
+    hosts: list[Row] = []
+    for i, host in enumerate(summary["hosts"]):
+        read, needed = size(host["read_bytes"]), size(host["needed_bytes"])
+        requests = f"about {host['requests']}" if host["requests"] else ""
+        amplification = f"{host['amplification']:.3f}"
+        hosts.append((str(i), read, needed, amplification, str(host["files"]), requests))
+    alike = fold(hosts)
+    shown = alike if all_ else alike[:HOST_ROWS_SHOWN]
+    console.print(TextTable(*without_empty(heads, [(row.name, *row.cells) for row in shown])))
+    if left := len(hosts) - sum(row.count for row in shown):
+        console.print(f"and {several(left, 'host')} more, which --all lists")
+    amplification, balance = summary["amplification"], summary["balance"]
+    console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
+    if most := max(host["requests"] for host in summary["hosts"]):
+        console.print(f"requests: about {summary['requests']} of all hosts, {most} of one")
+    _print_leaves(_PLACES, summary["leaves"], all_)
     given_up = counted((note, leaf["leaf"]) for leaf in summary["leaves"] for note in leaf["notes"])
     if given_up:
         console.print(TextTable(("leaves", "given up", "such as"), given_up))
 
 
-def _print_hosts(summary: Report, all_: bool) -> None:
-    hosts = summary["hosts"]
-    heads = ("host", "to read", "needed", "read / needed", "files", "requests")
-    alike = fold([_host_row(i, host) for i, host in enumerate(hosts)])
-    shown = alike if all_ else alike[:HOST_ROWS_SHOWN]
-    rows = [(row.name, *row.cells) for row in shown]
-    console.print(TextTable(*without_empty(heads, rows)))
-    if left := sum(row.count for row in alike) - sum(row.count for row in shown):
-        console.print(f"and {several(left, 'host')} more, which --all lists")
-    amplification, balance = summary["amplification"], summary["balance"]
-    console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
-    if most := max(host["requests"] for host in hosts):
-        console.print(f"requests: about {summary['requests']} of all hosts, {most} of one")
-
-
-def _host_row(i: int, host: Report) -> Row:
-    read, needed = size(host["read_bytes"]), size(host["needed_bytes"])
-    requests = f"about {host['requests']}" if host["requests"] else ""
-    return str(i), read, needed, f"{host['amplification']:.3f}", str(host["files"]), requests
-
-
 def _print_leaves(
-    heads: Sequence[str], leaves: Sequence[Report], row: Callable[[Report], Row], all_: bool
+    columns: Mapping[str, Callable[[Report], str]], leaves: Sequence[Report], all_: bool
 ) -> None:
     """The arrays of a plan; scalars, of which there is nothing to say, are counted."""
     shown = [leaf for leaf in leaves if leaf["shape"] or all_]
     if shown:
-        console.print(leaf_table(heads, list(map(row, shown)), all_))
+        rows = [tuple(cell(leaf) for cell in columns.values()) for leaf in shown]
+        console.print(leaf_table(tuple(columns), rows, all_))
     if scalars := len(leaves) - len(shown):
         console.print(f"and {several(scalars, 'scalar')}")
 
 
-def _chunk_row(leaf: Report) -> Row:
-    """Chunks are said where they are smaller than what they lie in."""
-    shape, outer, inner = leaf["shape"], leaf["outer_chunk"], leaf["inner_chunk"]
-    chunks = "" if outer == shape else str(outer), "" if inner == outer else str(inner)
-    return leaf["leaf"], str(shape), leaf["dtype"], str(leaf["pieces"]), *chunks
+def _unless(value: object, usual: object) -> str:
+    """The value, if it is not the usual one."""
+    return "" if value == usual else str(value)
 
 
-def _placement_row(leaf: Report) -> Row:
-    shape, local = str(leaf["shape"]), str(leaf["device_shape"])
-    return leaf["leaf"], shape, spec_words(leaf["spec"]), "" if local == shape else local
+# Cells of a leaf, by their headings.
+_CHUNKS: dict[str, Callable[[Report], str]] = {
+    "leaf": lambda leaf: leaf["leaf"],
+    "shape": lambda leaf: str(leaf["shape"]),
+    "dtype": lambda leaf: leaf["dtype"],
+    "pieces": lambda leaf: str(leaf["pieces"]),
+    "outer chunk, if cut": lambda leaf: _unless(leaf["outer_chunk"], leaf["shape"]),
+    "inner chunk, if cut": lambda leaf: _unless(leaf["inner_chunk"], leaf["outer_chunk"]),
+}
+_PLACES: dict[str, Callable[[Report], str]] = {
+    "leaf": lambda leaf: leaf["leaf"],
+    "shape": lambda leaf: str(leaf["shape"]),
+    "spec": lambda leaf: spec_words(leaf["spec"]),
+    "on each device": lambda leaf: _unless(leaf["device_shape"], leaf["shape"]),
+}

@@ -1,11 +1,9 @@
-"""Options of commands whose work other processes can do."""
+"""Executors for commands whose work other processes can do."""
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -14,105 +12,12 @@ import click
 
 from jax_ucp.errors import WorkerError
 
-_WORKERS = click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Use N processes of this machine; by default the work is done by threads.",
-)
-_SCHEDULER = click.option(
-    "--scheduler",
-    metavar="URL|mpi",
-    help="Use the workers of a Dask scheduler (tcp://HOST:8786) or, with `mpi`, the other ranks of"
-    " the mpiexec that started this command. All must see the same files at the same paths.",
-)
-
-
-class _ShareType(click.ParamType):
-    """I/N, or `auto` for what the scheduler that started this process says."""
-
-    name = "share"
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        word, _, count = value.partition("/")
-        if word == "auto":
-            said, counted = _from_scheduler(os.environ)
-            word, count = said, count or counted
-        if not (word.isdecimal() and count.isdecimal() and int(word) < int(count)):
-            self.fail(
-                f"{value!r} is not a share: give I/N with I from 0 to N - 1, or auto if SLURM or"
-                " MPI started this process (auto/N for an indexed job of Kubernetes)",
-                param,
-                ctx,
-            )
-        return int(word), int(count)
-
-
-def _from_scheduler(environment: Mapping[str, str]) -> tuple[str, str]:
-    """The index from 0 on, and the count, of this process among those started with it; empty where
-    nothing says it.
-
-    Sources: sbatch(1) and srun(1) of SLURM 24.05; "Indexed Job" of Kubernetes 1.31, which does not
-    tell the count; mpirun(1) of Open MPI 5; PMI of MPICH 4.
-    """
-    for index, count, first in _SCHEDULERS:
-        begin = environment.get(first, "0")
-        if environment.get(index, "").isdecimal() and begin.isdecimal():
-            return str(int(environment[index]) - int(begin)), environment.get(count, "")
-    return "", ""
-
-
-# Index, count, first index.
-_SCHEDULERS = (
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
-    ("JOB_COMPLETION_INDEX", "", ""),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
-    ("PMI_RANK", "PMI_SIZE", ""),
-    ("SLURM_PROCID", "SLURM_NTASKS", ""),
-)
-
-share_option = click.option(
-    "--worker",
-    "share",
-    type=_ShareType(),
-    metavar="I/N",
-    help="Do share I of N, I from 0 to N - 1; start one such process for each share. The last to"
-    " end commits. `auto` takes both numbers from a SLURM array or MPI, `auto/N` takes I from an"
-    " indexed job of Kubernetes.",
-)
-
-progress_option = click.option(
-    "--progress",
-    "progress_style",
-    type=click.Choice(["bar", "json"]),
-    default="bar",
-    show_default=True,
-    help="How to show progress: a bar on a terminal, or a line of JSON on stderr each second. With"
-    " --worker, of this share alone.",
-)
-
-
-def worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--workers` and `--scheduler`; the command gets an `executor`, or None for threads here."""
-
-    @_WORKERS
-    @_SCHEDULER
-    @functools.wraps(command)
-    def with_executor(
-        *args: Any, workers: int | None, scheduler: str | None, **options: Any
-    ) -> Any:
-        if workers and scheduler:
-            raise click.UsageError("--workers and --scheduler exclude each other: give one of them")
-        with _executor(workers, scheduler) as executor:
-            return command(*args, executor=executor, **options)
-
-    return with_executor
-
 
 @contextmanager
-def _executor(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
+def executor_of(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
+    """The executor that does the work; None for threads of this process."""
+    if workers and scheduler:
+        raise click.UsageError("--workers and --scheduler exclude each other: give one of them")
     if workers:
         # JAX's threads, if it is loaded, do not live on in a fork
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:

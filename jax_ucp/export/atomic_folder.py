@@ -1,5 +1,5 @@
-"""A folder that is there whole, or not at all; or in a bucket, objects of which the last is
-there when all are.
+"""A folder that appears whole, or not at all; or in a bucket, objects, the last of which is created
+when all others exist.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from jax_ucp.errors import StoreError
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.local import remove, sync_file_system
 from jax_ucp.files.path import FilePath
-from jax_ucp.universal.ledger import LEDGER_FILE
-from jax_ucp.universal.store import WRITER_FILE, claimed
+from jax_ucp.jobs.ledger import LEDGER_FILE, WRITER_FILE, claimed
 
 
 def check_free(target: FilePath) -> None:
-    """Raises FileExistsError where something other than an empty folder is at `target`."""
+    """Raise FileExistsError if `target` is anything but an empty folder. `ucp.writer.json` does not
+    count.
+    """
     is_empty = not any(child.name != WRITER_FILE for child in target.children())
     if target.link() is not None or (target.exists() and not (target.is_dir() and is_empty)):
         raise FileExistsError(f"{target} is in use; give another path")
@@ -28,13 +29,15 @@ def check_free(target: FilePath) -> None:
 
 @contextmanager
 def new_objects(target: FilePath, names: Sequence[str]) -> Iterator[None]:
-    """While this lasts, a folder of a bucket is kept for one writer. On an error the objects of
-    these names are deleted.
+    """Context that reserves a folder of a bucket for one writer, and on an error deletes the
+    objects with these names. After FileExistsError they stay, because another writer may have
+    written them.
 
-    The caller creates the last of them when all others are there, on the condition that it is not.
-    One that is killed leaves what it wrote, and `ucp.writer.json`, which names it.
+    The caller creates the last of them when all others exist, on the condition that it does not
+    exist. A writer that is killed leaves the objects that it wrote, and `ucp.writer.json`, which
+    names it.
 
-    Raises FileExistsError if `target` is in use, or kept by another.
+    Raises FileExistsError if `target` is in use, or reserved by another writer.
     """
     check_free(target)
     files = target.folder()
@@ -58,14 +61,15 @@ def new_objects(target: FilePath, names: Sequence[str]) -> Iterator[None]:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `target` at the end, and is deleted on an error.
 
-    It is on disk by then. What a killed process left there is deleted by the next one.
+    It is durable before it is renamed. Files that a killed process left in it are deleted by the
+    next one.
 
-    Raises FileExistsError if another process is writing it, OSError for what the disk did not take,
-    or if `target` is in use.
+    Raises FileExistsError if another process is writing it, or shares of an export have written in
+    it, OSError if the disk refuses a write, or if `target` is in use.
     """
     partial = partial_folder(target)
     with being_written(partial, target, fcntl.LOCK_EX) as handle:
-        if (partial / LEDGER_FILE).exists():
+        if (shared_folder(target) / LEDGER_FILE).exists():
             raise FileExistsError(
                 f"{partial} has what shares of an export to {target} have written: run all of them,"
                 " or delete that folder"
@@ -81,13 +85,19 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def partial_folder(target: Path) -> Path:
-    """Where it is written before it is there."""
+    """The hidden folder in which `target` is written."""
     return target.parent / f".{target.name}.partial"
+
+
+def shared_folder(target: Path) -> Path:
+    """The folder in which shares write `target`, with their ledgers."""
+    return partial_folder(target) / "files"
 
 
 @contextmanager
 def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
-    """A handle of the folder, which is made if need be, and is locked in that way meanwhile.
+    """A handle of the folder `partial`, which is made if needed, and holds the `lock` (a flag of
+    `fcntl.flock`) until the context ends.
 
     Raises FileExistsError if another process is writing there.
     """
@@ -101,8 +111,8 @@ def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
 
 
 def put_in_place(handle: int, partial: Path, target: Path) -> None:
-    """Make a folder durable, of which `handle` was opened before it was written, and then the
-    target.
+    """Make the folder `partial` durable, rename it to `target`, and make that durable. `handle` of
+    the folder was opened before it was written.
     """
     for folder, _, _ in os.walk(partial):
         _sync(Path(folder))
@@ -113,7 +123,7 @@ def put_in_place(handle: int, partial: Path, target: Path) -> None:
 
 def _take(handle: int, lock: int, partial: Path, target: Path) -> None:
     try:
-        fcntl.flock(handle, lock | fcntl.LOCK_NB)  # gone with the process, however it ends
+        fcntl.flock(handle, lock | fcntl.LOCK_NB)  # released when the process ends, however it ends
         if not partial.exists() or not os.path.samestat(partial.stat(), os.fstat(handle)):
             raise BlockingIOError
     except BlockingIOError:

@@ -1,8 +1,8 @@
 """Files to be written, decided byte by byte before any byte moves, and the writing of them.
 
-A file is literal bytes and arrays of the checkpoint, each at its offset. Arrays are written block
-by block within a budget; what depends on their bytes, such as the CRCs in a zip directory, comes
-after them.
+A file consists of literal bytes and arrays of the checkpoint, each at its offset. Arrays are
+written block by block within a budget. Bytes that depend on them, such as the CRCs in a zip
+directory, are written after them.
 """
 
 from __future__ import annotations
@@ -11,36 +11,41 @@ import itertools
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData, fault_lines
-from jax_ucp.files.crc import Part, crc_of
+from jax_ucp.arrays.budget import batches, threads
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
+from jax_ucp.errors import CorruptData
+from jax_ucp.files.crc import SummedBytes, crc_of
 from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.protocol import Files
+from jax_ucp.jobs.ledger import Blocks, Written, is_control_file
+from jax_ucp.jobs.run import Block
+from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, Job, OpenedJob
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.budget import batches, threads
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
-from jax_ucp.sources.work import TASK_BOXES, TASK_BYTES, Coordinator, Job, OpenedJob
 from jax_ucp.universal.copy import COPIES_IN_FLIGHT, block_cost
+from jax_ucp.universal.metadata import digest
 
 Bytes = tuple[int, bytes]
 Tail = Callable[[Sequence[int]], Sequence[Bytes]]
 
-FAULTS_SHOWN = 8
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array as a target stores it: `key` is its name in the source, `dtype` what it becomes.
+    """An array as a target stores it: `key` is its name in the source, `dtype` its dtype in the
+    target.
 
-    `flat` is for targets that store it with one axis; `shape` is that of the array all the same.
+    `flat` is for targets that store it with one axis; `shape` is the shape of the array even then.
     """
 
     key: str
@@ -68,16 +73,17 @@ class Section:
     tail: Tail | None = None
 
     def rest(self, crcs: Sequence[int]) -> Sequence[Bytes]:
-        """All but the tensors, whose CRC-32 are given."""
+        """All bytes of the section except the tensors, whose CRC-32 are given."""
         return [*self.literals, *(self.tail(crcs) if self.tail else ())]
 
 
 @dataclass(frozen=True)
 class File:
-    """A file: sections that follow one another, zeros where nothing is.
+    """A file of sections that follow one another; bytes that no section has are zero.
 
-    What is no tensor is written to a disk when the tensors of all files are, so that what was begun
-    and not completed has no header, or no directory, and is not taken for a file of its format.
+    On a disk the bytes that are not tensors are written after the tensors of all files. A file that
+    was begun and not completed thus has no header, or no directory, and is not taken for a file of
+    its format.
     """
 
     name: str
@@ -94,119 +100,105 @@ class File:
 
 
 @dataclass(frozen=True)
-class TensorTask:
-    """Blocks of a tensor, which follow one another in its row-major bytes, to be written to `file`
-    of a folder from byte `at` on. Of one that `is_shared`, other processes write other bytes.
+class BlockRun:
+    """Consecutive blocks of a tensor in its row-major bytes, for `file` from byte `at` on. One
+    block takes at most `cost` bytes of memory.
     """
 
-    job: Job
-    folder: str
     file: str
-    place: tuple[int, int]  # which tensor of which file
+    number: tuple[int, int]  # which tensor of which file
     at: int
     tensor: Tensor
     boxes: Sequence[Box]
     cost: int
-    is_shared: bool
+
+    @property
+    def keys(self) -> tuple[str]:
+        return (self.tensor.key,)
 
     @property
     def nbytes(self) -> int:
         return sum(box.size for box in self.boxes) * self.tensor.dtype.itemsize
 
-    def run(self, opened: OpenedJob) -> int:
-        """Write the blocks, no more once a proof has failed. Returns the CRC-32 of their bytes,
-        which are durable in a shared file.
+    @property
+    def place(self) -> tuple[str, Box]:
+        return self.file, Box((self.at,), (self.at + self.nbytes,))
+
+
+@dataclass(frozen=True)
+class TensorTask:
+    """A run to be written to a file of `folder`. If `is_shared`, other processes write other bytes
+    of the file.
+    """
+
+    job: Job
+    folder: str
+    block: BlockRun
+    noted: tuple[Written | None, ...]
+    is_shared: bool
+
+    @property
+    def blocks(self) -> tuple[BlockRun]:
+        return (self.block,)
+
+    @property
+    def cost(self) -> int:
+        return self.block.cost
+
+    def run(self, opened: OpenedJob) -> list[Written]:
+        """Write the blocks, unless the file has their bytes as noted; stop once a proof has failed.
+        Returns the CRC-32 of the bytes, which are durable in a shared file.
         """
+        part, [noted] = self.block, self.noted
+        path = Path(self.folder, part.file)
+        if noted is not None and as_written(_crc_of(path, part.at, part.nbytes)) == noted:
+            return [noted]
         proofs, crc = opened.proofs, 0
         # NFS writes whole pages, with what other machines had written to them before, unless the
         # file is open for writing only and each write waits. Source: Linux, `fs/nfs/file.c`,
         # `nfs_want_read_modify_write`, and `write.c`, `nfs_can_extend_write`.
         flags = os.O_WRONLY | (os.O_DSYNC if self.is_shared else 0)
-        with open(os.open(Path(self.folder, self.file), flags), "wb", buffering=0) as out:
-            out.seek(self.at)
-            for box in self.boxes:
-                raw = block_bytes(opened.contents.arrays, self.tensor, box)
+        with open(os.open(path, flags), "wb", buffering=0) as out:
+            out.seek(part.at)
+            for box in part.boxes:
+                raw = block_bytes(opened.contents.arrays, part.tensor, box)
                 proofs.require_sound_so_far()
                 crc = zlib.crc32(raw, crc)
                 while raw:
                     raw = raw[out.write(raw) :]
-        return crc
+        return [as_written(crc)]
 
 
-def write_files(
-    folder: Path,
-    files: Sequence[File],
-    coordinator: Coordinator,
-    budget_bytes: int,
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> None:
-    """Write `files` into `folder`, durably; `progress` is called with bytes of tensors.
-
-    At most about `budget_bytes` of blocks are in memory at once.
-    """
-    written: dict[tuple[int, int], list[Part]] = defaultdict(list)
-
-    def finish(task: TensorTask, crc: int) -> None:
-        written[task.place].append(Part(task.at, task.at + task.nbytes, crc))
-        progress(task.nbytes)
-
-    for file in files:
-        create(folder / file.name, file.size)
-    is_shared = not coordinator.is_here
-    tasks = tensor_tasks(folder, files, coordinator, budget_bytes, is_shared)
-    coordinator.run(tasks, finish, budget_bytes)
-    complete_files(folder, files, written)
+def as_written(crc: int) -> Written:
+    """The ledger's record of a run: the CRC-32 of its bytes, in hex."""
+    return Written(f"{crc:08x}")
 
 
-def complete_files(
-    folder: Path, files: Sequence[File], written: Mapping[tuple[int, int], Sequence[Part]]
-) -> None:
-    """Write what is no tensor, durably, when all tensors are there: `written` has, by place, the
-    CRC-32 of their parts.
-    """
-    for f, file in enumerate(files):
-        numbers = itertools.count()
-        with open(folder / file.name, "r+b") as out:
-            for section in file.sections:
-                crcs = [crc_of(sorted(written[f, next(numbers)])) for _ in section.tensors]
-                for at, data in section.rest(crcs):
-                    out.seek(at)
-                    out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
+def _crc_of(path: Path, start: int, nbytes: int) -> int:
+    """The CRC-32 of `nbytes` bytes of a file from `start` on, or of as many as it has."""
+    crc = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while data := file.read(min(nbytes, _READ_BYTES)):
+            crc = zlib.crc32(data, crc)
+            nbytes -= len(data)
+    return crc
 
 
-def tensor_tasks(
-    folder: Path,
-    files: Sequence[File],
-    coordinator: Coordinator,
-    budget_bytes: int,
-    is_shared: bool,
-) -> Iterator[TensorTask]:
-    """What writes the tensors of all files, in their order."""
-    infos = coordinator.opened.contents.arrays.arrays()
+def plan_runs(files: Sequence[File], source: ArraySource, budget_bytes: int) -> Iterator[BlockRun]:
+    """The runs in which the tensors of all files are written, in the order of the files."""
+    infos = source.arrays()
     for f, file in enumerate(files):
         for t, (at, tensor) in enumerate(file.tensors):
             boxes, cost = blocks_of(tensor, infos[tensor.key], budget_bytes)
             for together in _together(boxes, tensor, infos[tensor.key]):
-                task = TensorTask(
-                    coordinator.job,
-                    str(folder),
-                    file.name,
-                    (f, t),
-                    at,
-                    tensor,
-                    together,
-                    cost,
-                    is_shared,
-                )
-                yield task
-                at += task.nbytes
+                yield (run := BlockRun(file.name, (f, t), at, tensor, together, cost))
+                at += run.nbytes
 
 
 def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator[Sequence[Box]]:
-    """The boxes of a tensor in their order, as many together as one task writes: all, where two
-    may be of one stored chunk.
+    """The boxes of a tensor in order, in batches for one task each; a single batch if two boxes may
+    be of one stored chunk.
     """
     chunk = info.chunk or (1,) * len(tensor.shape)
     if not all(a % c == 0 for box in boxes for a, c in zip(box.start, chunk, strict=True)):
@@ -216,8 +208,35 @@ def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator
     yield from batches(boxes, lambda box: box.size * size, TASK_BYTES, TASK_BOXES)
 
 
+def complete_files(
+    folder: Path, files: Sequence[File], runs: Sequence[BlockRun], written: Blocks
+) -> None:
+    """Write all bytes that are not tensors, durably, after all tensors are written. Raises
+    CorruptData if a run was not written.
+    """
+    parts: dict[tuple[int, int], list[SummedBytes]] = defaultdict(list)
+    for run in runs:
+        name, box = run.place
+        found = written.get(name, {}).get(str(box))
+        if found is None:
+            raise CorruptData(f"{folder / name}: bytes {box} were not written")
+        parts[run.number].append(SummedBytes(run.at, run.at + run.nbytes, int(found.digest, 16)))
+    for f, file in enumerate(files):
+        numbers = itertools.count()
+        with open(folder / file.name, "r+b") as out:
+            for section in file.sections:
+                crcs = [crc_of(sorted(parts[f, next(numbers)])) for _ in section.tensors]
+                for at, data in section.rest(crcs):
+                    out.seek(at)
+                    out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+
+
 def create(path: Path, size: int, is_shared: bool = False) -> None:
-    """Make a file of `size` zeros. One that `is_shared` may be there, with what others wrote."""
+    """Make a file of `size` zeros. If `is_shared`, the file may exist, with bytes of other
+    processes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(path, "ab" if is_shared else "xb") as out:
@@ -230,23 +249,47 @@ def create(path: Path, size: int, is_shared: bool = False) -> None:
         ) from None
 
 
-def require_written(folder: Files, files: Sequence[File], beside: Collection[str] = ()) -> None:
-    """Raise CorruptData unless the folder has exactly these files, each with its size, and those
-    `beside` them.
+def require_written(folder: Files, files: Sequence[File]) -> None:
+    """Raise CorruptData unless the folder has exactly these files, each with its size, and beside
+    them only control files of the job.
     """
-    names = [file.name for file in files]
-    others = {file.name for file in folder.walk()}.difference(names, beside)
-    faults = [*lost(folder, files), *(f"{name} is not a file of this export" for name in others)]
+    names = {file.name for file in files}
+    others = [file.name for file in folder.walk() if file.name not in names]
+    strange = itertools.filterfalse(is_control_file, others)
+    faults = [*lost(folder, files), *(f"{name} is not a file of this export" for name in strange)]
     if faults:
-        lines = fault_lines(faults, FAULTS_SHOWN)
         raise CorruptData(
-            f"{folder} is not as this export wrote it:\n  {lines}\nSomething else deletes or writes"
-            " files there: keep it away while an export is running, and export again."
+            f"{folder} is not as this export wrote it:",
+            faults,
+            remedy="Something else deletes or writes files there: keep it away while an export is"
+            " running, and export again.",
         )
 
 
+def require_whole(folder: Files, files: Sequence[File]) -> None:
+    """Raise CorruptData if the folder, which this export made, has lost files since."""
+    if faults := lost(folder, files):
+        raise CorruptData(
+            f"{folder} was made by this export, and is not whole any more:",
+            faults,
+            remedy="Delete it, and run all shares again.",
+        )
+
+
+def identity_of(contents: Contents, files: Sequence[File], blocks: Iterable[Block]) -> str:
+    """A digest on which all processes of an export must agree: of the source as it was opened, the
+    files, and the blocks.
+    """
+    planned = [
+        (file.name, file.size, section.tensors, section.literals)
+        for file in files
+        for section in file.sections
+    ]
+    return digest(repr((contents.identity(), planned, [block.place for block in blocks])).encode())
+
+
 def lost(folder: Files, files: Sequence[File]) -> list[str]:
-    """Which files are missing, or have another size."""
+    """A line for each file that is missing or has another size."""
     faults: list[str] = []
     for file, found in zip(files, stat_all(folder, [file.name for file in files]), strict=True):
         if found is None or found.kind != "file":
@@ -259,7 +302,7 @@ def lost(folder: Files, files: Sequence[File]) -> list[str]:
 
 
 def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:
-    """The most memory that blocks in flight can take."""
+    """The most memory that blocks in flight can take, in bytes."""
     infos = source.arrays()
     tensors = (tensor for file in files for _, tensor in file.tensors)
     costs = sorted((blocks_of(t, infos[t.key], budget_bytes)[1] for t in tensors), reverse=True)
@@ -267,7 +310,7 @@ def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) ->
 
 
 def blocks_of(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> tuple[Sequence[Box], int]:
-    """The blocks in which a tensor is written, and the memory that one of them takes."""
+    """The blocks in which a tensor is written, and the bytes of memory that the largest takes."""
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
@@ -285,7 +328,7 @@ def row_major_boxes(
 ) -> Iterator[Box]:
     """Blocks in the row-major order of the array's elements, each of at most `max_bytes`.
 
-    Where they can be, they are made of whole stored chunks, so that no chunk is read twice.
+    If possible they are made of whole stored chunks, so that no chunk is read twice.
 
     >>> [str(box) for box in row_major_boxes((4, 6), None, 1, 12)]
     ['[0:2, 0:6]', '[2:4, 0:6]']
@@ -293,12 +336,8 @@ def row_major_boxes(
     ['[0:1, 0:4]', '[0:1, 4:6]', '[1:2, 0:4]', '[1:2, 4:6]']
     """
     block = rows_of_chunks(shape, chunk or (1,) * len(shape), itemsize, max_bytes)
-    if not _follow(shape, block):
+    # A block is contiguous if it has length 1 on every axis before the last one that is cut.
+    cut = [axis for axis, (n, b) in enumerate(zip(shape, block, strict=True)) if b < n]
+    if cut and any(b > 1 for b in block[: cut[-1]]):
         block = rows_of_chunks(shape, (1,) * len(shape), itemsize, max_bytes)
     return grid_boxes(shape, block)
-
-
-def _follow(shape: Shape, block: Shape) -> bool:
-    """Whether blocks of a grid are runs: at most one axis is cut, and those before it to 1."""
-    cut = [axis for axis, (n, b) in enumerate(zip(shape, block, strict=True)) if b < n]
-    return not cut or all(b == 1 for b in block[: cut[-1]])

@@ -1,4 +1,4 @@
-"""What an export is made of: parameters by name with their states, buffers and the rest."""
+"""The parts of an export: parameters by name with their states, buffers and the rest."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import TreeMismatch, fault_lines
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.optimizer_groups import Group, plain_settings
+from jax_ucp.errors import TreeMismatch
 from jax_ucp.export.files import Tensor
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.optimizer_groups import Group, plain_settings
 from jax_ucp.tree import Leaf
 
-# The importers' words for tensors of a model that are no parameters, and for those that are no part
-# of a model.
+# The importers' words for tensors of a model that are not parameters, and for tensors that are not
+# part of a model.
 BUFFER, OTHER = "buffer", "other"
-
-_PROBLEMS_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """`states[name][state]` of every parameter; `other` are tensors beside the model.
+    """The parameters of a checkpoint with their states, its buffers and its other tensors.
 
-    `groups` say what the optimizer was told for parameters, as far as that is known.
+    `states[name][state]` is a tensor of a parameter; `other` are tensors beside the model. `groups`
+    are the optimizer settings of the parameters, as far as they are known.
     """
 
     states: Mapping[str, Mapping[str, Tensor]]
@@ -37,12 +36,12 @@ class Parameters:
 
     @property
     def model(self) -> dict[str, Tensor]:
-        """What a model's state dict has: parameters and buffers."""
+        """The tensors of a model's state dict by name: parameters and buffers."""
         return {name: states["param"] for name, states in self.states.items()} | dict(self.buffers)
 
     @property
     def trained(self) -> list[str]:
-        """The parameters that the optimizer has: with a state besides `param`, or in a group."""
+        """The parameters in the optimizer: those with a state besides `param`, or in a group."""
         grouped = {name for group in self.groups for name in group.params}
         return [
             name
@@ -62,7 +61,8 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
 
     `dtype`, if given, is that of all floating parameters in the target; states keep theirs.
 
-    Raises TreeMismatch, naming leaves, for any other tree, and for states of what is no parameter.
+    Raises TreeMismatch, naming leaves, for any other tree, for a name that is both a parameter and
+    a buffer, and for states without their parameter.
     """
     _check_tree(contents)
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -79,12 +79,18 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
             f"{contents.path} has {twice[0]} as a parameter and as a buffer; leave one out of the"
             " tree"
         )
-    _check_orphans(contents, states)
+    bare = {name: tensors for name, tensors in states.items() if "param" not in tensors}
+    orphans = [f"{state} of {name}" for name, tensors in bare.items() for state in tensors]
+    if orphans:
+        raise TreeMismatch(
+            f"{contents.path} has states of what is not a parameter ({len(orphans)}, the first"
+            f" {orphans[0]}); no format has a place for them. Leave them out of the tree."
+        )
     return Parameters(states, beside[BUFFER], beside[OTHER], list(_of(contents.groups, states)))
 
 
 def _check_tree(contents: Contents) -> None:
-    """Raises TreeMismatch for a tree other than `{state: {parameter: array}}`."""
+    """Raise TreeMismatch for a tree other than `{state: {parameter: array}}`."""
     strange = list(itertools.filterfalse(_is_state, contents.leaves))
     if contents.leaves and not strange:
         return
@@ -98,25 +104,14 @@ def _check_tree(contents: Contents) -> None:
     )
 
 
-def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raises TreeMismatch for states without their parameter."""
-    bare = {name: tensors for name, tensors in states.items() if "param" not in tensors}
-    orphans = [f"{state} of {name}" for name, tensors in bare.items() for state in tensors]
-    if orphans:
-        raise TreeMismatch(
-            f"{contents.path} has states of what is not a parameter ({len(orphans)}, the first"
-            f" {orphans[0]}); no format has a place for them. Leave them out of the tree."
-        )
-
-
 def torch_groups(
     groups: Iterable[Group], trained: Collection[str], originals: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
     """Torch's `param_groups` of the parameters `trained`: settings and names in `params`.
 
     `originals` are the source's own groups, in order, with settings that a `Group` leaves out, such
-    as tensors: they come first, all of them. Parameters of which nothing is known are
-    a last group, without settings.
+    as tensors: all of them come first. Parameters that are in no group form a last group, without
+    settings.
     """
     left = list(_of(groups, trained))
     unknown = dict.fromkeys(trained)
@@ -144,7 +139,7 @@ def _torch_value(value: Any) -> Any:
 
 
 def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
-    """A note on the parameters that `torch_groups` knew nothing of, and what becomes of them."""
+    """A note on the parameters for which `torch_groups` has no settings, and their treatment."""
     bare = [group["params"] for group in groups if group.keys() == {"params"}]
     names = list(itertools.chain.from_iterable(bare))
     if names:
@@ -155,7 +150,7 @@ def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
 
 
 def _of(groups: Iterable[Group], names: Collection[str]) -> Iterator[Group]:
-    """The groups as far as they are of these parameters."""
+    """The groups restricted to these parameters, without those that have none of them."""
     for group in groups:
         if mine := tuple(filter(names.__contains__, group.params)):
             yield Group(mine, group.settings)
@@ -176,9 +171,3 @@ def _tensor(leaf: Leaf, dtype: np.dtype | None) -> Tensor:
 def is_floating(dtype: np.dtype) -> bool:
     """Whether a dtype is a floating one, those of ml_dtypes included."""
     return dtype.kind == "f" or (dtype.kind == "V" and dtype.name.startswith(("bfloat", "float")))
-
-
-def named(problems: Sequence[str], what: str, remedy: str) -> str:
-    """One report of problems that each name their parameter."""
-    lines = fault_lines(problems, _PROBLEMS_SHOWN)
-    return f"{what}:\n  {lines}\n  {remedy}"

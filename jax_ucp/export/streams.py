@@ -1,5 +1,5 @@
-"""Files written from their first byte to their last, as buckets take them: several at once, each
-with reads ahead of it, within a budget.
+"""Files written from the first byte to the last, as buckets require: several at once, each with
+read-ahead, within a budget.
 """
 
 from __future__ import annotations
@@ -9,104 +9,263 @@ import itertools
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from jax_ucp.arrays.budget import in_order
+from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import CorruptData
-from jax_ucp.export.files import File, Section, Tensor, block_bytes, blocks_of
-from jax_ucp.files.crc import Part, crc_of
-from jax_ucp.files.protocol import Files
+from jax_ucp.export.atomic_folder import check_free, new_objects
+from jax_ucp.export.files import (
+    File,
+    Section,
+    Tensor,
+    as_written,
+    block_bytes,
+    blocks_of,
+    identity_of,
+    lost,
+    require_whole,
+    require_written,
+)
+from jax_ucp.files.crc import SummedBytes, crc_of
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import Files, file_size, read_bytes
+from jax_ucp.jobs.ledger import (
+    LEDGER_FILE,
+    RESULT_FILE,
+    Blocks,
+    Ledger,
+    Written,
+    clear,
+    is_noted,
+    require_unclaimed,
+)
+from jax_ucp.jobs.run import Target, Work
+from jax_ucp.jobs.work import Coordinator, Job, OpenedJob
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.budget import in_order
-from jax_ucp.sources.work import Coordinator, Job, OpenedJob
+from jax_ucp.universal.copy import require_outside
 
-# So many large files share the budget, each of which is several requests at once; fewer share a
-# small one, because a store takes no part of a file below 5 MiB.
+# At most this many large files share the budget; each is several requests at once. Fewer files
+# share a small budget, because a store takes no part of a file below 5 MiB.
 FILES_AT_ONCE, LEAST_BYTES = 4, 32 << 20
+READ_BYTES = 16 << 20  # at once, of a file that another process wrote
 
 Buffers = list[tuple[int, bytes | memoryview]]  # by their offsets in the file
-Heard = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 
-def unheard(nbytes: int) -> None:
-    """Nobody asks how far it is."""
+def no_progress(nbytes: int) -> None:
+    """The default progress callback: does nothing."""
 
 
 @dataclass(frozen=True)
-class FileTask:
-    """A file to be written to `folder`, in `max_bytes` of memory; `heard` is called with bytes of
-    tensors.
+class Upload:
+    """A whole file to be uploaded, which takes `cost` bytes of memory."""
+
+    file: File
+    cost: int
+
+    @property
+    def keys(self) -> Iterator[str]:
+        return (tensor.key for _, tensor in self.file.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.file.tensors)
+
+    @property
+    def place(self) -> tuple[str, Box]:
+        return self.file.name, Box((0,), (self.file.size,))
+
+
+@dataclass(frozen=True)
+class UploadTask:
+    """A file to be written to `folder`, in `max_bytes` of memory, unless the folder has it as
+    noted. `on_bytes` is called with numbers of tensor bytes. If `is_noted`, the result has the
+    CRC-32 of the file.
     """
 
     job: Job
     folder: str
-    file: File
-    cost: int
+    block: Upload
+    noted: tuple[Written | None, ...]
     max_bytes: int
-    heard: Heard = unheard
+    on_bytes: OnBytes
+    is_noted: bool
 
-    def run(self, opened: OpenedJob) -> None:
-        parts = file_parts(opened, self.file, self.max_bytes, self.heard)
-        write_parts(opened.files(self.folder), self.file, parts, self.max_bytes)
+    @property
+    def blocks(self) -> tuple[Upload]:
+        return (self.block,)
+
+    @property
+    def cost(self) -> int:
+        return self.block.cost
+
+    def run(self, opened: OpenedJob) -> list[Written]:
+        folder, file, [noted] = opened.files(self.folder), self.block.file, self.noted
+        if noted is not None and _crc_of(folder, file) == noted:
+            return [noted]
+        crc = 0
+
+        def summed(parts: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+            nonlocal crc
+            for part in parts:
+                crc = zlib.crc32(part, crc)
+                yield part
+
+        parts = file_parts(opened, file, self.max_bytes, self.on_bytes)
+        write_parts(folder, file, summed(parts) if self.is_noted else parts, self.max_bytes)
+        return [as_written(crc)]
 
 
-def upload_files(
-    folder: Files,
-    files: Sequence[File],
-    coordinator: Coordinator,
-    budget_bytes: int,
-    progress: Heard,
-) -> None:
-    """Write files, each of which is whole or not there; `progress` is called with bytes of tensors,
-    by several threads.
+def _crc_of(folder: Files, file: File) -> Written | None:
+    """The CRC-32 of a file as it is; None if it is missing or has another size."""
+    found = folder.find(file.name)
+    if found is None or found.size != file.size:
+        return None
+    crc = 0
+    for start in range(0, file.size, READ_BYTES):
+        data = read_bytes(folder, found, start, min(start + READ_BYTES, file.size))
+        crc = zlib.crc32(data, crc)
+    return as_written(crc)
 
-    What is in memory at once takes at most about `budget_bytes`, or the least that a store takes as
-    a part of a file.
+
+class BucketTarget(Target[Upload]):
+    """An export into a folder of a bucket. The process that commits writes the last file, when all
+    others exist and all is proved: an upload that was not completed is not a file.
     """
-    is_here = coordinator.is_here
 
-    def finish(task: FileTask, result: None) -> None:
-        if not is_here:
-            progress(sum(tensor.nbytes for _, tensor in task.file.tensors))
+    def __init__(
+        self,
+        contents: Contents,
+        files: Sequence[File],
+        budget_bytes: int,
+        path: FilePath,
+        on_bytes: OnBytes = no_progress,
+    ):
+        self.contents, self.path, self.place = contents, path, path
+        self.again = f"Nothing is at {path}: export again, with a new executor."
+        self._files, self._budget, self._on_bytes = files, budget_bytes, on_bytes
+        self._reports_here = False
 
-    heard = progress if is_here else unheard
-    most = share_of(budget_bytes, files)
-    tasks = (
-        FileTask(coordinator.job, folder.url(), file, _cost(file, coordinator, most), most, heard)
-        for file in files
-    )
-    coordinator.run(tasks, finish, budget_bytes, remote=True)
+    def identity(self) -> str:
+        uploads = itertools.chain.from_iterable(self.groups(1))
+        return identity_of(self.contents, self._files, uploads)
+
+    def groups(self, count: int) -> Sequence[Sequence[Upload]]:
+        infos = self.contents.arrays.arrays()
+        others = self._files[:-1]
+        most = share_of(self._budget, others)
+
+        def cost(file: File) -> int:
+            blocks = (blocks_of(tensor, infos[tensor.key], most)[1] for _, tensor in file.tensors)
+            return min(2 * file.size + max(blocks, default=0), most)
+
+        return [[Upload(file, cost(file))] for file in others]
+
+    def require_free(self, is_shared: bool) -> None:
+        require_outside(self.path, self.contents)
+        if is_shared:
+            if (self.path / LEDGER_FILE).is_file():
+                return
+            require_unclaimed(self.path.folder())
+        check_free(self.path)
+
+    @contextmanager
+    def alone(self) -> Iterator[Ledger]:
+        with new_objects(self.path, [file.name for file in self._files]):
+            yield Ledger()
+
+    def progress(self, block: Upload, is_found: bool) -> None:
+        if is_found or not self._reports_here:
+            self._on_bytes(block.nbytes)
+
+    def write(self, work: Work[Upload]) -> None:
+        """Upload files, each of which exists whole or not at all. Bytes in memory take at most
+        about the budget, or the smallest part of a file that a store accepts.
+        """
+        folder = work.coordinator.opened.files(str(self.path))
+        if work.share is not None:
+            # an export by one process first reserves the folder, and then looks for the ledger
+            try:
+                require_unclaimed(folder)
+            except FileExistsError:
+                clear(folder, work.share.count)
+                raise
+        # tasks in threads of this process report their progress themselves
+        self._reports_here = work.coordinator.is_here
+        tasks = (
+            UploadTask(
+                work.coordinator.job,
+                folder.url(),
+                upload,
+                work.noted([upload]),
+                share_of(self._budget, self._files[:-1]),
+                self._on_bytes if self._reports_here else no_progress,
+                work.share is not None,
+            )
+            for _, [upload] in work.groups
+        )
+        work.run(tasks, self._budget, folder, is_durable=True)
+
+    def commit(
+        self,
+        coordinator: Coordinator,
+        written: Blocks,
+        require_sound: Callable[[], None],
+        note: bytes | None,
+    ) -> None:
+        *others, last = self._files
+        opened, room = coordinator.opened, share_of(self._budget, [last])
+        folder = opened.files(str(self.path))
+
+        def sound_parts() -> Iterator[bytes | memoryview]:
+            yield from file_parts(opened, last, room, self._on_bytes)
+            require_sound()
+            require_written(folder, others)
+
+        if note is not None:
+            folder.write(RESULT_FILE, [note], durable=True)
+        if last.tensors:
+            write_parts(folder, last, sound_parts(), room)
+        else:
+            folder.create(last.name, b"".join(sound_parts()))
+
+    def is_result(self, identity: str) -> bool:
+        folder = self.path.folder()
+        if not is_noted(folder, identity):
+            return False
+        if lost(folder, self._files) and file_size(folder, LEDGER_FILE) is not None:
+            return False  # the note is written before the last file
+        require_whole(folder, self._files)
+        return True
 
 
 def share_of(budget_bytes: int, files: Sequence[File]) -> int:
-    """What a large file may take of a budget, of which several of these are written at once."""
+    """The bytes of a budget for one large file, if several of these files are written at once."""
     large = sum(file.size > LEAST_BYTES for file in files)
     at_once = max(1, min(FILES_AT_ONCE, large))
     return min(budget_bytes, max(LEAST_BYTES, budget_bytes // at_once))
 
 
-def _cost(file: File, coordinator: Coordinator, most: int) -> int:
-    infos = coordinator.opened.contents.arrays.arrays()
-    blocks = (blocks_of(tensor, infos[tensor.key], most)[1] for _, tensor in file.tensors)
-    return min(2 * file.size + max(blocks, default=0), most)
-
-
 def write_parts(
     folder: Files, file: File, parts: Iterator[bytes | memoryview], max_bytes: int
 ) -> None:
-    """Write a file of parts, half of the memory for what is on its way."""
+    """Write a file from its parts; half of `max_bytes` is for parts in flight."""
     folder.write_large(file.name, parts, file.size, max_bytes // 2)
 
 
 def file_parts(
-    opened: OpenedJob, file: File, max_bytes: int, heard: Heard = unheard
+    opened: OpenedJob, file: File, max_bytes: int, on_bytes: OnBytes = no_progress
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file in their order, half of the memory for what is read ahead.
+    """The bytes of a file in order, in parts; half of `max_bytes` is for read-ahead.
 
-    Where a header has the CRC-32 of what follows, that is held until it is known; if it is too
-    large for that, it is read twice.
+    If a header has the CRC-32 of the bytes that follow it, these are held until the CRC-32 is
+    known. If they are too large for that, they are read twice.
     """
-    reader = _Reader(opened, max_bytes // 2, heard)
+    reader = _SectionReader(opened, max_bytes // 2, on_bytes)
     end = 0
     for at, data in reader.read(file.sections):
         yield bytes(at - end)
@@ -116,8 +275,8 @@ def file_parts(
 
 
 @dataclass(frozen=True)
-class _Block:
-    """A block of a tensor that is one run of the file, from byte `at` on."""
+class _PlacedBlock:
+    """A block of a tensor that is contiguous in the file, from byte `at` on."""
 
     at: int
     tensor: Tensor
@@ -129,81 +288,80 @@ class _Block:
         return self.box.size * self.tensor.dtype.itemsize
 
 
-class _Reader:
-    """Reads the tensors of sections, no more once a proof has failed."""
+class _SectionReader:
+    """A reader of the tensors of sections, which stops once a proof has failed."""
 
-    def __init__(self, opened: OpenedJob, budget_bytes: int, heard: Heard):
+    def __init__(self, opened: OpenedJob, budget_bytes: int, on_bytes: OnBytes):
         self._arrays, self._proofs = opened.contents.arrays, opened.proofs
         self._infos = self._arrays.arrays()
         self._remote = opened.contents.files.is_remote
-        self._budget, self._heard = budget_bytes, heard
+        self._budget, self._on_bytes = budget_bytes, on_bytes
 
     def read(self, sections: Sequence[Section]) -> Iterator[tuple[int, bytes | memoryview]]:
-        """The bytes of the sections in their order, but the zeros between them."""
+        """The bytes of the sections in order, by their offsets, without the zeros between them."""
         jobs = itertools.chain.from_iterable(map(self._jobs, sections))
         for buffers in in_order(jobs, self._budget, self._remote):
             yield from buffers
 
     def _jobs(self, section: Section) -> Iterator[tuple[int, Callable[[], Buffers]]]:
-        """What reads a section, with the memory that it takes."""
+        """Jobs that read a section, each with the bytes of memory that it takes. A section with a
+        tail is one job if it fits the budget.
+        """
         tensors = [self._blocks(at, tensor) for at, tensor in section.tensors]
         blocks = list(itertools.chain.from_iterable(tensors))
         held = sum(b.nbytes for b in blocks) + max((b.cost for b in blocks), default=0)
         if section.tail is not None and held <= self._budget:
             yield held, partial(self._at_once, section, tensors)
         else:
-            yield from self._one_by_one(section, tensors)
+            # a job for each block and literal; for a tail all blocks are first read for their CRC
+            sums = [self._sums(blocks) for blocks in tensors] if section.tail else []
+            known = {part.start: part.crc for part in itertools.chain.from_iterable(sums)}
+            rest = section.rest([crc_of(parts) for parts in sums])
+            jobs = [(at, len(data), partial(list, [(at, data)])) for at, data in rest]
+            for block in itertools.chain.from_iterable(tensors):
+                jobs.append((block.at, block.cost, partial(self._one, block, known.get(block.at))))
+            for _, cost, job in sorted(jobs, key=operator.itemgetter(0)):
+                yield cost, job
 
-    def _one_by_one(
-        self, section: Section, tensors: Sequence[Sequence[_Block]]
-    ) -> Iterator[tuple[int, Callable[[], Buffers]]]:
-        """What reads each block of a section, in the order of the file."""
-        sums = [self._sums(blocks) for blocks in tensors] if section.tail else []
-        known = {part.start: part.crc for part in itertools.chain.from_iterable(sums)}
-        rest = section.rest([crc_of(parts) for parts in sums])
-        jobs = [(at, len(data), partial(list, [(at, data)])) for at, data in rest]
-        for block in itertools.chain.from_iterable(tensors):
-            jobs.append((block.at, block.cost, partial(self._one, block, known.get(block.at))))
-        for _, cost, job in sorted(jobs, key=operator.itemgetter(0)):
-            yield cost, job
-
-    def _blocks(self, at: int, tensor: Tensor) -> list[_Block]:
+    def _blocks(self, at: int, tensor: Tensor) -> list[_PlacedBlock]:
         boxes, cost = blocks_of(tensor, self._infos[tensor.key], self._budget)
-        blocks: list[_Block] = []
+        blocks: list[_PlacedBlock] = []
         for box in boxes:
-            blocks.append(_Block(at, tensor, box, cost))
+            blocks.append(_PlacedBlock(at, tensor, box, cost))
             at += blocks[-1].nbytes
         return blocks
 
-    def _at_once(self, section: Section, tensors: Sequence[Sequence[_Block]]) -> Buffers:
+    def _at_once(self, section: Section, tensors: Sequence[Sequence[_PlacedBlock]]) -> Buffers:
         buffers: Buffers = []
         crcs: list[int] = []
         for blocks in tensors:
             data = [self._data(block) for block in blocks]
             crcs.append(functools.reduce(lambda crc, some: zlib.crc32(some, crc), data, 0))
             buffers += zip((block.at for block in blocks), data, strict=True)
-        self._heard(sum(len(data) for _, data in buffers))
+        self._on_bytes(sum(len(data) for _, data in buffers))
         return sorted([*buffers, *section.rest(crcs)], key=operator.itemgetter(0))
 
-    def _one(self, block: _Block, crc: int | None) -> Buffers:
-        """A block, which has the CRC-32 that it had before, if it was read before."""
+    def _one(self, block: _PlacedBlock, crc: int | None) -> Buffers:
+        """A block at its offset. Raises CorruptData if it was read before and had another CRC-32,
+        `crc`.
+        """
         data = self._data(block)
         if crc is not None and zlib.crc32(data) != crc:
             raise CorruptData(
                 f"{block.tensor.key}: {block.box} was read twice, and was not the same; something"
                 " else writes to the source, or its disk or its network fails"
             )
-        self._heard(len(data))
+        self._on_bytes(len(data))
         return [(block.at, data)]
 
-    def _sums(self, blocks: Sequence[_Block]) -> list[Part]:
-        def summed(block: _Block) -> Part:
-            return Part(block.at, block.at + block.nbytes, zlib.crc32(self._data(block)))
+    def _sums(self, blocks: Sequence[_PlacedBlock]) -> list[SummedBytes]:
+        def summed(block: _PlacedBlock) -> SummedBytes:
+            return SummedBytes(block.at, block.at + block.nbytes, zlib.crc32(self._data(block)))
 
         jobs = ((block.cost, partial(summed, block)) for block in blocks)
         return list(in_order(jobs, self._budget, self._remote))
 
-    def _data(self, block: _Block) -> memoryview:
+    def _data(self, block: _PlacedBlock) -> memoryview:
         data = block_bytes(self._arrays, block.tensor, block.box)
         self._proofs.require_sound_so_far()
         return data

@@ -69,7 +69,7 @@ class Summed(ByteRange):
                 tally.add(start, data)
 
 
-class Part(NamedTuple):
+class SummedBytes(NamedTuple):
     """Bytes from `start` to `stop`, and their CRC-32."""
 
     start: int
@@ -77,7 +77,7 @@ class Part(NamedTuple):
     crc: int
 
 
-def crc_of(parts: Iterable[Part]) -> int:
+def crc_of(parts: Iterable[SummedBytes]) -> int:
     """The CRC-32 of parts that follow one another."""
     result = 0
     for part in parts:
@@ -99,11 +99,11 @@ class Tally:
         stop: int,
         crc: int,
         alarm: Callable[[], None] = lambda: None,
-        note: Callable[[Part], None] = lambda part: None,
+        note: Callable[[SummedBytes], None] = lambda part: None,
     ):
         self.start, self.stop, self.crc = start, stop, crc
         self._alarm, self._note = alarm, note
-        self._parts: list[Part] = []  # disjoint, in order
+        self._parts: list[SummedBytes] = []  # disjoint, in order
         self._left = stop - start
         self._lock = threading.Lock()
 
@@ -112,10 +112,10 @@ class Tally:
         begin, end = max(start, self.start), min(start + len(data), self.stop)
         while gap := self._next_gap(begin, end):
             begin, stop = gap
-            part = Part(begin, stop, zlib.crc32(data[begin - start : stop - start]))
+            part = SummedBytes(begin, stop, zlib.crc32(data[begin - start : stop - start]))
             self._insert(part)
 
-    def join(self, parts: Iterable[Part]) -> None:
+    def join(self, parts: Iterable[SummedBytes]) -> None:
         """Take over what another tally of the same bytes has seen.
 
         A part of which some was seen here too is left out: it cannot be divided.
@@ -124,7 +124,7 @@ class Tally:
             self._insert(part)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """What was not seen, as (start, stop)."""
+        """Runs of bytes that were not seen, as (start, stop)."""
         begin = self.start
         while gap := self._next_gap(begin, self.stop):
             yield gap
@@ -134,7 +134,7 @@ class Tally:
         """Whether all bytes were seen, and have the CRC-32."""
         return not self._left and crc_of(self._parts) == self.crc
 
-    def _insert(self, part: Part) -> None:
+    def _insert(self, part: SummedBytes) -> None:
         with self._lock:
             if self._first_gap(part.start, part.stop) != part[:2]:
                 return  # another thread summed some of it meanwhile

@@ -54,7 +54,9 @@ def redirected(url: str, location: str | None, known: Sequence[str] = ()) -> str
             f"{url} redirects to {shown}, which is not followed: redirects lead to https, or from"
             " http to http"
         )
-    if before == after or _is_upgrade(before, after):
+    if before == after or (
+        before[1] == after[1] and (before[::2], after[::2]) == (("http", 80), ("https", 443))
+    ):
         return target
     allowed = [*known, *os.environ.get(ALLOWED_HOSTS, "").replace(" ", "").split(",")]
     if not any(fnmatch(after[1], pattern) for pattern in allowed):
@@ -74,10 +76,6 @@ def _origin(url: str) -> Origin:
     return parts.scheme, parts.hostname or "", parts.port or _PORTS.get(parts.scheme)
 
 
-def _is_upgrade(before: Origin, after: Origin) -> bool:
-    return before[1] == after[1] and (before[::2], after[::2]) == (("http", 80), ("https", 443))
-
-
 def _is_private(host: str) -> bool:
     """Whether a host has an address that is not of the public internet; a name that is not known
     here has none.
@@ -92,7 +90,7 @@ def _is_private(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered. The body is cut off where it is the text of an error."""
+    """The answer of a server. The body is cut off where it is the text of an error."""
 
     status: int
     headers: Message

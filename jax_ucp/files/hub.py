@@ -10,7 +10,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from jax_ucp.arguments import require_extra
@@ -40,7 +40,7 @@ def open_hub(repo: str, revision: str | None) -> Hub:
     unpinned = Hub(repo, revision or "main", {})
 
     def ask() -> Any:
-        with _Asking(url):
+        with _asking(url):
             return api.model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
 
     model = unpinned.persist("", ask)
@@ -101,11 +101,20 @@ class Hub(ReadOnlyFiles):
 
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         key = self.key(file.name)
-        asked, link = self._resolve(key), self._links.get(key)
+        hub = require_extra("huggingface_hub", "hub", self.url())
+        endpoint = os.environ.get("HF_ENDPOINT")
+        asked = hub.hf_hub_url(self._repo, key, revision=self._commit, endpoint=endpoint)
+        link = self._links.get(key)
         url = link or asked
-        with _Asking(self.url(file.name)):
+        with _asking(self.url(file.name)):
             for _ in range(MOST_REDIRECTS + 1):
-                with self._stream(url, asked, start, stop) as answer:
+                # Only the head of the answer is read here. Only the hub itself gets the token.
+                headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+                if urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(asked)[:2]:
+                    headers |= hub.utils.build_hf_headers()
+                with hub.utils.get_session().stream(
+                    "GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=False
+                ) as answer:
                     if answer.status_code not in REDIRECTS:
                         if link is not None and answer.status_code in _EXPIRED:
                             self._links.pop(key, None)
@@ -117,27 +126,18 @@ class Hub(ReadOnlyFiles):
                     url = redirected(url, answer.headers.get("Location"), _HOSTS)
         raise StoreError(f"{self.url(file.name)} redirects more than {MOST_REDIRECTS} times")
 
-    def _stream(self, url: str, asked: str, start: int, stop: int) -> AbstractContextManager[Any]:
-        """The answer for a range, of which nothing but the head has come. Only the hub itself is
-        told the token.
-        """
-        hub = require_extra("huggingface_hub", "hub", self.url())
-        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        if urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(asked)[:2]:
-            headers |= hub.utils.build_hf_headers()
-        return hub.utils.get_session().stream(
-            "GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=False
-        )
-
-    def _resolve(self, key: str) -> str:
-        """The hub's address of a file."""
-        hub = require_extra("huggingface_hub", "hub", self.url())
-        endpoint = os.environ.get("HF_ENDPOINT")
-        return hub.hf_hub_url(self._repo, key, revision=self._commit, endpoint=endpoint)
-
     def _require_range(self, answer: Any, file: FileInfo, start: int, stop: int) -> None:
         if answer.status_code >= 400:
-            self._raise_refusal(answer)
+            # the library's error for this answer, of which it gets the first bytes
+            hub = require_extra("huggingface_hub", "hub", self.url())
+            about = {name: text for name, text in answer.headers.items() if name.startswith("x-")}
+            text = next(answer.iter_raw(ERROR_BYTES), b"")
+            hub.utils.hf_raise_for_status(
+                type(answer)(
+                    answer.status_code, headers=about, content=text, request=answer.request
+                )
+            )
+            raise StoreError(f"{self.url()}: the hub answered with status {answer.status_code}")
         if answer.status_code == 200 and (start, stop) == (0, file.size):
             return
         if answer.status_code != 206:
@@ -146,18 +146,6 @@ class Hub(ReadOnlyFiles):
         if said is None or tuple(map(int, said.groups())) != (start, stop - 1, file.size):
             raise Unanswered(f"{answer.headers.get('Content-Range')} came, of {start} to {stop}")
 
-    def _raise_refusal(self, answer: Any) -> NoReturn:
-        """Raise what the library has for an answer that is an error, of which it gets the first
-        bytes.
-        """
-        hub = require_extra("huggingface_hub", "hub", self.url())
-        about = {name: text for name, text in answer.headers.items() if name.startswith("x-")}
-        text = next(answer.iter_raw(ERROR_BYTES), b"")
-        hub.utils.hf_raise_for_status(
-            type(answer)(answer.status_code, headers=about, content=text, request=answer.request)
-        )
-        raise StoreError(f"{self.url()}: the hub answered with status {answer.status_code}")
-
     def spec(self, name: str = "") -> NoReturn:
         raise UnsupportedPath(
             f"{self.url(name)}: arrays that stock Orbax wrote are read through TensorStore, which"
@@ -165,26 +153,20 @@ class Hub(ReadOnlyFiles):
         )
 
 
-class _Asking:
-    """What the library raises, as what `Files` raises."""
-
-    def __init__(self, url: str):
-        self._url = url
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        errors = require_extra("huggingface_hub.errors", "hub", self._url)
-        if isinstance(error, errors.HFValidationError | errors.OfflineModeIsEnabled):
-            raise StoreError(f"{self._url}: {error}") from error
-        if not isinstance(error, errors.HTTPError):
-            return
+@contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """Context that raises the errors of `Files` for those of the library."""
+    errors = require_extra("huggingface_hub.errors", "hub", url)
+    try:
+        yield
+    except (errors.HFValidationError, errors.OfflineModeIsEnabled) as error:
+        raise StoreError(f"{url}: {error}") from error
+    except errors.HTTPError as error:
         text = " ".join(str(error).split())[:_MESSAGE_CHARS]
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is None or status in PASSING:
             raise Unanswered(text or type(error).__name__) from error
-        raise StoreError(f"{self._url}: the hub refused: {text}") from error
+        raise StoreError(f"{url}: the hub refused: {text}") from error
 
 
 def parse(rest: str) -> tuple[str, str | None, str]:

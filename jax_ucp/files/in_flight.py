@@ -24,15 +24,15 @@ R = TypeVar("R")
 
 
 def request_all(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """What the function makes of each item, in order; each is one request, none of which waits for
-    another. Raises the first error, when all have ended.
+    """The results of the function for each item, in order; each is one request, none of which waits
+    for another. Raises the first error, when all have ended.
     """
     return _all(_pool(os.getpid(), "request", REQUESTS), function, list(items))
 
 
 def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """What the function makes of each item, in order: many at once where it waits for a network,
-    and otherwise one after the other. It may make requests, and must not call this.
+    """The results of the function for each item, in order: many at once where it waits for a
+    network, and otherwise one after the other. It may make requests, and must not call this.
     """
     if not files.is_remote:
         return list(map(function, items))
@@ -42,21 +42,23 @@ def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> l
 def opened_files(
     folder: FilePath, names: Iterable[str], open_file: Callable[[FilePath], R]
 ) -> dict[str, R]:
-    """What is made of the header of each file of a folder, by name."""
+    """The results of opening each file of a folder, by name."""
     paths = {name: folder / name for name in names}
     opened = each_file(folder.files, open_file, paths.values())
     return dict(zip(paths, opened, strict=True))
 
 
 def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
-    """What has each name now. Many over a network are looked up in lists of the folder around
-    them; what is not there may be newer than the list, and is asked for.
+    """The file that has each name now, or None.
+
+    Many over a network are looked up in lists of the folder around them; what is not there may be
+    newer than the list, and is asked for.
     """
     if not files.is_remote:
-        return list(map(files.stat, names))
+        return list(map(files.find, names))
     listed = _listed_around(files, names) if len(names) > LOOKED_UP else {}
     missing = list(itertools.filterfalse(listed.__contains__, names))
-    asked = zip(missing, request_all(files.stat, missing), strict=True)
+    asked = zip(missing, request_all(files.find, missing), strict=True)
     info_of = {**listed, **dict(asked)}
     return [info_of[name] for name in names]
 

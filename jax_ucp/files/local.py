@@ -146,7 +146,15 @@ class LocalFiles(Files):
         self._check_name(name)
         folder, _, _ = name.rpartition("/")
         if folder not in self._known:
-            self._check_folders(folder)
+            # A folder on the way that is not there yet may be made later, and is looked at again.
+            parts = folder.split("/") if folder else []
+            for outer in itertools.accumulate(parts, "{}/{}".format, initial=""):
+                outer = outer.lstrip("/")
+                if outer in self._known:
+                    continue
+                status = self._look(self.url(outer))
+                if status is not None and stat.S_ISDIR(status.st_mode):
+                    self._known.add(outer)
         return self.url(name)
 
     def _check_name(self, name: str) -> None:
@@ -156,22 +164,9 @@ class LocalFiles(Files):
         path = self.path(name) if name else self.root.rstrip("/")
         return {"driver": "file", "path": f"{path}/"}
 
-    def _check_folders(self, folder: str) -> None:
-        """Look at each folder on the way; one that is not there yet may be made later, and is
-        looked at again.
-        """
-        parts = folder.split("/") if folder else []
-        for outer in itertools.accumulate(parts, "{}/{}".format, initial=""):
-            outer = outer.lstrip("/")
-            if outer in self._known:
-                continue
-            status = self._look(self.url(outer))
-            if status is not None and stat.S_ISDIR(status.st_mode):
-                self._known.add(outer)
-
     def _look(self, path: str) -> os.stat_result | None:
-        """What is at a path, or where a link leads that may be followed; None if nothing is. Raises
-        FormatError for another link.
+        """The status of a path, or of where a permitted link leads; None if nothing is there.
+        Raises FormatError for another link.
         """
         try:
             status = os.lstat(path)
@@ -186,7 +181,7 @@ class LocalFiles(Files):
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
-        """Of links that lead outside nothing is said but that they are there."""
+        """The entries of a folder; of a link that leads outside, only its name."""
         path = self.path(folder) if folder else self.root
         prefix = f"{folder}/" if folder else ""
         if not os.path.isdir(path):
@@ -247,8 +242,10 @@ class LocalFiles(Files):
             file.flush()
             if durable:
                 os.fsync(handle)
-            elif file.tell() >= EARLY_BYTES:
-                _begin_write_back(handle)
+            elif file.tell() >= EARLY_BYTES and hasattr(_libc, "sync_file_range"):
+                # advice to the kernel: where there is no such call, `sync` does it all
+                whole = ctypes.c_int64(0), ctypes.c_int64(0)
+                _libc.sync_file_range(handle, *whole, _SYNC_FILE_RANGE_WRITE)
         if durable:
             os.replace(first, path)
             _sync_folder(os.path.dirname(path))
@@ -278,9 +275,7 @@ class LocalFiles(Files):
         sync_file_system(self._open_root(), self.root)
 
     def _open_root(self) -> int:
-        """A handle of the directory, from before the first file is written until nobody has this
-        object.
-        """
+        """A handle of the directory, opened before the first write and closed with this object."""
         with self._lock:
             if self._handle is None:
                 os.makedirs(self.root, exist_ok=True)
@@ -289,7 +284,7 @@ class LocalFiles(Files):
             return self._handle
 
     def delete(self, name: str) -> None:
-        if self.stat(name) is not None:
+        with suppress(FileNotFoundError, NotADirectoryError):  # another process may have done it
             os.remove(self.path(name))
 
     def join(self, folder: str) -> LocalFiles:
@@ -389,11 +384,3 @@ def _create(path: str) -> int:
     return os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
     )
-
-
-def _begin_write_back(handle: int) -> None:
-    """Ask the kernel to begin writing the file to the disk. Advice: where there is no such call,
-    `sync` does it all.
-    """
-    if hasattr(_libc, "sync_file_range"):
-        _libc.sync_file_range(handle, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)

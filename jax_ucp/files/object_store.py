@@ -76,7 +76,7 @@ class Bucket(RemoteFiles):
         return sorted((*folders, *files), key=lambda entry: entry.name)
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
-        """A thousand of them by one request, whatever folders they lie in."""
+        """Every file below a folder, a thousand by one request."""
         prefix = self.key(folder)
         inside = len(f"{self._prefix}/") if self._prefix else 0
         pages = self._ask(folder, lambda: [*obstore().list(self._store, prefix)])
@@ -99,7 +99,7 @@ class Bucket(RemoteFiles):
 
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         key, options = self.key(file.name), {"range": (start, stop)}
-        with _Asking(self.url(file.name)):
+        with _asking(self.url(file.name)):
             answer = obstore().get(self._store, key, options=options)
             if _info(file.name, answer.meta) != file:
                 raise CorruptData(
@@ -113,13 +113,13 @@ class Bucket(RemoteFiles):
     def write(
         self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
     ) -> FileInfo | None:
-        """It is whole or not there, whether `durable` or not."""
+        """The file is whole or not there, whether `durable` or not."""
         return self._write(name, parts, PART_BYTES, PARTS_AT_ONCE, PUT_BYTES)
 
     def write_large(
         self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
     ) -> None:
-        """Parts are as large as so large a file needs them."""
+        """Upload in parts of 5 to 16 MiB, or larger if there would be more than 10,000 of them."""
         wanted = max(LEAST_PART_BYTES, min(PART_BYTES, max_bytes // 4))
         part_bytes = max(wanted, -(-size // MOST_PARTS))
         # one is put together, and one waits
@@ -165,7 +165,7 @@ class Bucket(RemoteFiles):
 
         try:
             # the library refuses to be asked for anything else in the thread in which it takes them
-            with _Asking(self.url(name)), ThreadPoolExecutor(1) as maker:
+            with _asking(self.url(name)), ThreadPoolExecutor(1) as maker:
                 _put(self._writer, key, counted(), use_multipart=True, **options)
         except Exception as error:
             if failed:
@@ -191,17 +191,14 @@ class Bucket(RemoteFiles):
             nonlocal was_asked
             again, was_asked = was_asked, True
             try:
-                with _Asking(self.url(name)):
+                with _asking(self.url(name)):
                     _put(once, self.key(name), data, mode="create", use_multipart=False)
             except FileExistsError:
-                if not again or not self._holds(name, data):
+                info = self.find(name) if again else None
+                if info is None or info.size != len(data) or read_bytes(self, info) != bytes(data):
                     raise
 
         self.persist(name, ask)
-
-    def _holds(self, name: str, data: bytes) -> bool:
-        info = self.find(name)
-        return info is not None and info.size == len(data) and read_bytes(self, info) == bytes(data)
 
     def delete(self, name: str) -> None:
         key = self.key(name)
@@ -221,40 +218,37 @@ class Bucket(RemoteFiles):
 
     def _ask(self, name: str, ask: Callable[[], R]) -> R:
         def asked() -> R:
-            with _Asking(self.url(name)):
+            with _asking(self.url(name)):
                 return ask()
 
         return self.persist(name, asked)
 
 
-class _Asking:
-    """What the library raises, as what `Files` raises."""
-
-    def __init__(self, url: str):
-        self._url = url
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, CorruptData | StoreError | Unanswered):
-            return
+@contextlib.contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """Context that raises the errors of `Files` for those of the library."""
+    try:
+        yield
+    except (CorruptData, StoreError, Unanswered):
+        raise
+    except Exception as error:
         exceptions = _exceptions()
         text = _plain(error)
         if isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from error
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url) from error
         if isinstance(error, exceptions.AlreadyExistsError):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._url) from error
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url) from error
         denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
         if isinstance(error, denied):
             raise Refused(
-                f"{self._url}: the store refused ({text}). Which credentials are taken is in"
+                f"{url}: the store refused ({text}). Which credentials are taken is in"
                 " docs/where-checkpoints-live.md"
             ) from error
         if isinstance(error, exceptions.BaseError) and _may_pass(text):
             raise Unanswered(text) from error
         if isinstance(error, exceptions.BaseError | ValueError):
-            raise StoreError(f"{self._url}: {text}") from error
+            raise StoreError(f"{url}: {text}") from error
+        raise
 
 
 def _plain(error: BaseException) -> str:
@@ -312,7 +306,9 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
             ) from None
         return bucket, endpoint
     session = boto3.Session()
-    settings = endpoint | _region(session)
+    settings = dict(endpoint)
+    if session.region_name and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & environment.keys():
+        settings["region"] = session.region_name
     if session.get_credentials() is None:
         return bucket, settings | {"skip_signature": True}
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -334,11 +330,6 @@ def _s3_endpoint(bucket: str) -> str | None:
 def _is_virtual_hosted() -> bool:
     said = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "")
     return said.lower() in ("1", "true", "on", "yes", "y")
-
-
-def _region(session: Any) -> dict[str, str]:
-    is_said = {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys()
-    return {} if is_said or not session.region_name else {"region": session.region_name}
 
 
 def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
@@ -393,13 +384,9 @@ def _s3_kvstore(bucket: str) -> dict[str, Any]:
     return {"driver": "s3"} | {key: value for key, value in said.items() if value}
 
 
-def _gcs_kvstore(bucket: str) -> dict[str, Any]:
-    return {"driver": "gcs", "bucket": bucket}
-
-
 _KVSTORES: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "s3": _s3_kvstore,
-    "gs": _gcs_kvstore,
+    "gs": lambda bucket: {"driver": "gcs", "bucket": bucket},
 }
 
 
@@ -419,7 +406,7 @@ def _put(
 
 
 def _popped(chunks: list[Chunk]) -> Iterator[Chunk]:
-    """Those of a list, which does not keep them."""
+    """Yield the items of a list, and keep none."""
     while chunks:
         yield chunks.pop(0)
 

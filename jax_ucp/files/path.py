@@ -10,15 +10,22 @@ from dataclasses import dataclass, field
 from jax_ucp.errors import FormatError
 from jax_ucp.files.local import check_name
 from jax_ucp.files.locations import locate, require_writable
-from jax_ucp.files.looked import look, look_for_file, look_inside, read_once
-from jax_ucp.files.protocol import POINTER_BYTES, TEXT_BYTES, FileInfo, Files, require_small
+from jax_ucp.files.protocol import (
+    HEAD_BYTES,
+    POINTER_BYTES,
+    TEXT_BYTES,
+    FileInfo,
+    Files,
+    read_bytes,
+    require_small,
+)
 from jax_ucp.files.source_files import note
 
 
 @dataclass(frozen=True, order=True)
 class FilePath:
-    """What is, or may be, at `key` of `files`. Text from files becomes a path by `/` only, which
-    refuses with a FormatError what does not lead down.
+    """A file or folder, or the place of one, at `key` of `files`. Text from files becomes a path by
+    `/` only, which refuses with a FormatError what does not lead down.
 
     >>> path = file_path("/runs/7/model.safetensors")
     >>> path.name, path.suffix, str(path.parent / "config.json")
@@ -60,15 +67,15 @@ class FilePath:
         return self.key[len(folder.key) :].lstrip("/")
 
     def info(self) -> FileInfo | None:
-        """What is there; None if nothing is."""
-        return look(self.files, self.key)
+        """The file or folder that is there, or None."""
+        return self.files.stat(self.key)
 
     def exists(self) -> bool:
         info = self.info()
         return info is not None and (info.kind != "other" or self.link() is None)
 
     def is_file(self) -> bool:
-        return look_for_file(self.files, self.key) is not None
+        return self.files.has_file(self.key)
 
     def is_dir(self) -> bool:
         info = self.info()
@@ -101,8 +108,8 @@ class FilePath:
         return self.files.join(self.key)
 
     def children(self) -> Sequence[FilePath]:
-        """What lies directly in the folder, sorted by name; nothing if it is none."""
-        return [FilePath(self.files, info.name) for info in look_inside(self.files, self.key)]
+        """The entries directly in the folder, sorted by name; nothing if it is none."""
+        return [FilePath(self.files, info.name) for info in self.files.list(self.key)]
 
     def matching(self, suffix: str) -> Sequence[FilePath]:
         """The children whose names end so."""
@@ -112,7 +119,13 @@ class FilePath:
         """The bytes of the file from `start` to `stop`, or to its end if that comes before."""
         file = self.file()
         note(self.files, file)
-        return read_once(self.files, file, start, min(file.size, stop))
+        return self._read(file, start, min(file.size, stop))
+
+    def _read(self, file: FileInfo, start: int, stop: int) -> bytes:
+        if not self.files.is_remote or stop > HEAD_BYTES:
+            return read_bytes(self.files, file, start, stop)
+        # the whole head: a listing keeps it for the next question
+        return read_bytes(self.files, file, 0, min(file.size, HEAD_BYTES))[start:stop]
 
     def read_bytes(self, most: int = TEXT_BYTES) -> bytes:
         """All bytes of the file. Raises FormatError, before it is read, where they are more than
@@ -122,12 +135,16 @@ class FilePath:
         return self.read_range(0, most)
 
     def read_pointer(self) -> str:
-        """The text of a file that names another, and may name the next one meanwhile: it is not
-        noted as one that the checkpoint is read from.
+        """The text of a pointer file (`latest`), which is not noted as a source file, because it
+        may change.
         """
         file = self.file()
         require_small(self.files, file, POINTER_BYTES)
-        return read_once(self.files, file, 0, file.size).decode(errors="replace")
+        return self.read_unnoted(file).decode(errors="replace")
+
+    def read_unnoted(self, file: FileInfo) -> bytes:
+        """All bytes of the file as it was looked at, which is not noted as a source file."""
+        return self._read(file, 0, file.size)
 
     def read_text(self, most: int = TEXT_BYTES) -> str:
         """The text of the file, what is not UTF-8 replaced."""

@@ -1,4 +1,4 @@
-"""Bytes by name: what a local directory, and whatever else has files by name, is to the package."""
+"""Bytes by name: the protocol of a local directory, a bucket, a web server and a hub."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jax_ucp.errors import FormatError
 # The most that is read of a file that is read whole: of one that names another, of other writers'
 # metadata, and of what this package writes itself, or stock Orbax.
 POINTER_BYTES, TEXT_BYTES, OWN_BYTES = 1 << 16, 1 << 28, 1 << 30
+# How files begin is asked for several times: what they are, and then their headers.
+HEAD_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,9 @@ class RangeRead:
 
 class Files(Protocol):
     """Files by name under one root. Names are checked here, and nowhere else: one that is absolute,
-    has `..` or leads through a link out of what somebody named is refused with a FormatError.
+    has `..` or leads through a link out of the root that the user named raises FormatError.
 
-    What cannot be reached, or does not answer, is a StoreError.
+    Storage that cannot be reached, or does not answer, raises StoreError.
     """
 
     # whether each question is a request over a network, so that few are asked, many at once
@@ -57,7 +59,7 @@ class Files(Protocol):
 
     @abstractmethod
     def url(self, name: str = "") -> str:
-        """What people call a file, for messages."""
+        """The URL or path of a file, for messages."""
         ...
 
     def __str__(self) -> str:
@@ -65,7 +67,7 @@ class Files(Protocol):
 
     @abstractmethod
     def list(self, folder: str = "") -> Sequence[FileInfo]:
-        """What lies directly in a folder, sorted by name; nothing where there is no folder."""
+        """The entries directly in a folder, sorted by name; nothing where there is no folder."""
         ...
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
@@ -78,13 +80,17 @@ class Files(Protocol):
 
     @abstractmethod
     def stat(self, name: str) -> FileInfo | None:
-        """What has that name; None if nothing has."""
+        """The file or folder of that name, or None."""
         ...
 
     def find(self, name: str) -> FileInfo | None:
         """The file that has that name; None if there is none. A folder is not looked for."""
         info = self.stat(name)
         return info if info is not None and info.kind == "file" else None
+
+    def has_file(self, name: str) -> bool:
+        """Whether a file has that name; over a network one request."""
+        return self.find(name) is not None
 
     @abstractmethod
     def link(self, name: str) -> str | None:
@@ -103,17 +109,17 @@ class Files(Protocol):
     def write(
         self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
     ) -> FileInfo | None:
-        """Write a file from its parts. Returns what it is then, where whoever stores it says so.
+        """Write a file from its parts. Returns its info, if the storage answers with one.
 
-        A durable one is whole or not there, and survives the machine. Another is so after `sync`;
-        until then a kill may leave a part of it.
+        If `durable`, the file is whole or does not exist, and survives a crash of the machine.
+        Otherwise that holds after `sync`; until then a kill may leave a part of it.
         """
         ...
 
     def write_large(
         self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
     ) -> None:
-        """Write a durable file of `size` bytes, of which about `max_bytes` are on their way."""
+        """Write a durable file of `size` bytes, with about `max_bytes` in memory at once."""
         self.write(name, parts, durable=True)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What all files behind a network share: names, ranges planned as requests, retries."""
+"""The common part of all files behind a network: names, ranges planned as requests, retries."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.in_flight import request_all
+from jax_ucp.files.listing import count_request
 from jax_ucp.files.local import check_name
-from jax_ucp.files.looked import count_request
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 
@@ -39,7 +39,7 @@ class Unanswered(Exception):
 
 
 class Refused(StoreError):
-    """The store answered that whoever asks may not."""
+    """The store denied access."""
 
 
 def bounded(chunks: Iterable[bytes], most: int) -> memoryview:
@@ -120,7 +120,7 @@ class RemoteFiles(Files):
     _prefix: str = ""  # what the keys of all files here begin with
 
     def key(self, name: str) -> str:
-        """What the store calls the file that has a name here. Raises FormatError for no name of a
+        """The key in the store of the file with a name here. Raises FormatError for no name of a
         file.
         """
         if name:
@@ -146,16 +146,13 @@ class RemoteFiles(Files):
         for name in {read.file.name for read in reads}:
             check_name(name)
         for read in reads:
-            self._require_inside(read)
+            stop = read.start + read.out.nbytes
+            if stop > read.file.size:
+                raise CorruptData(
+                    f"{self.url(read.file.name)} ends at byte {read.file.size}, and bytes"
+                    f" {read.start} to {stop} are wanted"
+                )
         request_all(self._answer, plan_requests(reads))
-
-    def _require_inside(self, read: RangeRead) -> None:
-        stop = read.start + read.out.nbytes
-        if stop > read.file.size:
-            raise CorruptData(
-                f"{self.url(read.file.name)} ends at byte {read.file.size}, and bytes {read.start}"
-                f" to {stop} are wanted"
-            )
 
     def _answer(self, request: Request) -> None:
         data = self.persist(request.file.name, lambda: self._whole(request))
@@ -196,22 +193,10 @@ class RemoteFiles(Files):
 class ReadOnlyFiles(RemoteFiles):
     """Files behind a network to which nothing is written."""
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> NoReturn:
-        self._refuse(name)
-
-    def write_large(
-        self, name: str, parts: Iterable[bytes | memoryview], size: int, max_bytes: int
-    ) -> NoReturn:
-        self._refuse(name)
-
-    def create(self, name: str, data: bytes) -> NoReturn:
-        self._refuse(name)
-
-    def delete(self, name: str) -> NoReturn:
-        self._refuse(name)
-
-    def _refuse(self, name: str) -> NoReturn:
+    def _refuse(self, name: str, *_: object, **__: object) -> NoReturn:
         raise UnsupportedPath(f"{self.url(name)}: {READ_ONLY[self.url().partition(':')[0]]}")
+
+    write = write_large = create = delete = _refuse
 
 
 _WEB = "a web server is read from, and not written to"

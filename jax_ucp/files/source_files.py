@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from jax_ucp.errors import CorruptData, fault_lines
+from jax_ucp.errors import CorruptData
 from jax_ucp.files.in_flight import stat_all
-from jax_ucp.files.looked import Asked, looking_once
+from jax_ucp.files.listing import Asked
 from jax_ucp.files.protocol import FileInfo, Files
-
-FAULTS_SHOWN = 8
 
 
 class SourceFiles:
@@ -53,7 +51,7 @@ class SourceFiles:
         return sorted((url, file.size, file.version) for url, (_, file) in self._seen.items())
 
     def changes(self) -> Iterator[str]:
-        """What has become of each file that is not as it was."""
+        """The change of each file that is not as it was."""
         for (url, (_, before)), now in zip(self._seen.items(), self._now(), strict=True):
             if now is None:
                 yield f"{url} is gone"
@@ -63,7 +61,10 @@ class SourceFiles:
                     f" {before.size}"
                 )
             elif now != before:
-                yield f"{url} is not the file that was opened: it was replaced, or written to"
+                yield (
+                    f"{url} is not the file that was opened: it was replaced, or written to (its"
+                    f" version is {now.version}, and was {before.version})"
+                )
 
     def _now(self) -> Sequence[FileInfo | None]:
         seen = self.seen
@@ -87,8 +88,7 @@ class SourceFiles:
             "the checkpoint changed while it was read, so that what was read may be of two:"
             f" {len(changes)} files"
         )
-        lines = fault_lines(changes, FAULTS_SHOWN)
-        raise CorruptData(f"{title}\n  {lines}\nOpen it again when nothing writes to it.")
+        raise CorruptData(title, changes, remedy="Open it again when nothing writes to it.")
 
 
 @contextmanager
@@ -102,8 +102,7 @@ def opening() -> Iterator[SourceFiles]:
     files = SourceFiles()
     token = _opening.set(files)
     try:
-        with looking_once():
-            yield files
+        yield files
     finally:
         _opening.reset(token)
 

@@ -34,9 +34,20 @@ def read_strided(
         return
     steps = [stride * pairs[0][1].itemsize for stride in strides]
     if _share_rows(steps, pairs):
-        _read_rows(file, start, steps, pairs)
+        # the rows around boxes are read once, some at a time
+        dtype, hull = pairs[0][1].dtype, Box.around(box for box, _ in pairs)
+        room = np.empty(0, dtype)
+        most = rows_of_chunks(hull.shape, (1,) * hull.ndim, dtype.itemsize, WINDOW_BYTES)
+        for block in grid_boxes(hull.shape, most):
+            block = block.shift(hull.start)
+            room = room if room.size >= block.size else np.empty(block.size, dtype)
+            rows = room[: block.size].reshape(block.shape)
+            file.read_into([(start + _offset(block, steps), rows)])
+            for box, out in pairs:
+                if hit := box.intersect(block):
+                    out[hit.relative_to(box).index] = rows[hit.relative_to(block).index]
         return
-    reader = _Reader(file)
+    reader = _GatheredReads(file)
     for box, out in pairs:
         reader.add(start + _offset(box, steps), steps, out)
     reader.flush()
@@ -56,30 +67,11 @@ def _share_rows(steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]) -
     return not all(_is_run(box.shape, steps, itemsize) for box, _ in pairs)
 
 
-def _read_rows(
-    file: ByteRange, start: int, steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]
-) -> None:
-    """Read the rows around boxes once, some at a time, and copy each box's part."""
-    dtype, hull = pairs[0][1].dtype, Box.around(box for box, _ in pairs)
-    chunk = (1,) * hull.ndim
-    room = np.empty(0, dtype)
-    for block in grid_boxes(
-        hull.shape, rows_of_chunks(hull.shape, chunk, dtype.itemsize, WINDOW_BYTES)
-    ):
-        block = block.shift(hull.start)
-        room = room if room.size >= block.size else np.empty(block.size, dtype)
-        rows = room[: block.size].reshape(block.shape)
-        file.read_into([(start + _offset(block, steps), rows)])
-        for box, out in pairs:
-            if hit := box.intersect(block):
-                out[hit.relative_to(box).index] = rows[hit.relative_to(block).index]
-
-
 def _offset(box: Box, steps: Sequence[int]) -> int:
     return sum(a * step for a, step in zip(box.start, steps, strict=True))
 
 
-class _Reader:
+class _GatheredReads:
     """Gathers reads, and what is to be copied out of windows once they have been read."""
 
     def __init__(self, file: ByteRange):

@@ -24,7 +24,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class Web(ReadOnlyFiles):
-    """What a web server has below `prefix`. It is read only."""
+    """Files of a web server below `prefix`, read only."""
 
     def __init__(self, scheme: str, host: str, prefix: str = ""):
         self._scheme, self._host, self._prefix = scheme, host, prefix
@@ -43,7 +43,9 @@ class Web(ReadOnlyFiles):
             answer = self._ask("HEAD", name)
         except FileNotFoundError:
             return None
-        if _is_list(answer):
+        # a page that the server made of a folder: its files have a time
+        is_html = answer.headers.get("Content-Type", "").startswith("text/html")
+        if is_html and "ETag" not in answer.headers and "Last-Modified" not in answer.headers:
             return FileInfo(name, 0, "", "folder")
         size = answer.headers.get("Content-Length", "")
         if not size.isdecimal():
@@ -51,7 +53,7 @@ class Web(ReadOnlyFiles):
         return FileInfo(name, int(size), _version(answer))
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
-        """Nothing where the server shows no page of the folder."""
+        """The entries of a folder; empty if the server shows no page of it."""
         try:
             info = self.stat(folder)
         except Refused:
@@ -83,7 +85,7 @@ class Web(ReadOnlyFiles):
         return self.persist(name, lambda: self._asked(method, name, {}, _PAGE_BYTES))
 
     def _asked(self, method: str, name: str, headers: dict[str, str], most: int) -> Answer:
-        """What the server answers, if that is no error."""
+        """The answer of the server, if it is not an error."""
         self.key(name)
         url = self.url(name)
         headers = {"Accept-Encoding": "identity", **headers}
@@ -113,12 +115,6 @@ def _version(answer: Answer) -> str:
     if etag := answer.headers.get("ETag"):
         return etag.strip('"')
     return f"changed {answer.headers.get('Last-Modified')}"
-
-
-def _is_list(answer: Answer) -> bool:
-    """Whether the server made this page of a folder: it is none of its files, which have a time."""
-    is_html = answer.headers.get("Content-Type", "").startswith("text/html")
-    return is_html and "ETag" not in answer.headers and "Last-Modified" not in answer.headers
 
 
 class _Links(HTMLParser):

@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.arrays.budget import DEFAULT_BUDGET
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.codecs.pickle_json import values
 from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
-from jax_ucp.export.atomic_folder import check_free, new_folder, new_objects
-from jax_ucp.export.files import File, peak_bytes, require_written, write_files
+from jax_ucp.export.files import File, peak_bytes
+from jax_ucp.export.folder import FolderTarget
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
-from jax_ucp.export.streams import file_parts, share_of, upload_files, write_parts
-from jax_ucp.files.local import LocalFiles
+from jax_ucp.export.streams import BucketTarget
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
@@ -30,14 +31,8 @@ from jax_ucp.formats.huggingface.conv1d import require_own_layout
 from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
 from jax_ucp.formats.huggingface.quantization import declared, undeclared
 from jax_ucp.formats.safetensors import writer as safetensors
-from jax_ucp.formats.torch_save.from_json import values
+from jax_ucp.jobs.run import Target
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.budget import DEFAULT_BUDGET
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.proved import proved
-from jax_ucp.sources.work import HERE, Coordinator, Workers, shared_out
-from jax_ucp.universal.copy import require_outside
-from jax_ucp.universal.store import WRITER_FILE
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
 Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
@@ -47,7 +42,7 @@ MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export will write, decided before any byte moves. `notes` say what is left out,
+    """The plan of an export, decided before any byte moves. `notes` say what is left out,
     cast, or not known.
     """
 
@@ -123,7 +118,7 @@ class _Content:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be written, and what the user said of how."""
+    """The content to be written, and the options of the user."""
 
     contents: Contents
     params: Parameters
@@ -172,7 +167,8 @@ def _as_deepspeed(request: _Request) -> _Content:
 
 @dataclass(frozen=True)
 class _Writer:
-    """What decides the files of a format, and what of a checkpoint and of the arguments it takes.
+    """The functions that decide the files of a format, and what of a checkpoint and of the
+    arguments it takes.
 
     A format that `stores_other` has a place for tensors that are no part of a model.
     """
@@ -222,59 +218,15 @@ def _of_trainers(contents: Contents) -> Iterator[None]:
         ) from error
 
 
-def run_export(
+def export_target(
     contents: Contents,
     plan: ExportPlan,
-    target: FilePath,
+    path: FilePath,
     progress: Callable[[int], None] = lambda nbytes: None,
-    workers: Workers = HERE,
-) -> None:
-    """Write the planned files to the new folder `target`; `progress` hears of bytes on their way to
-    disk.
-
-    What the source stores twice is compared while it is read, the rest of it after that, and its
-    files are looked at again before the end. The folder is there whole at the end, and not before.
-    """
-    require_outside(target, contents)
-    check_free(target)
-    again = f"Nothing is at {target}: export again, with a new executor."
-    write = _into_bucket if target.files.is_remote else _into_folder
-    with shared_out(contents, workers, again) as coordinator:
-        write(plan, target, coordinator, progress)
-
-
-def _into_folder(
-    plan: ExportPlan, target: FilePath, coordinator: Coordinator, progress: Callable[[int], None]
-) -> None:
-    with new_folder(Path(str(target))) as folder:
-        with proved(coordinator.opened.proofs):
-            write_files(folder, plan.files, coordinator, plan.budget_bytes, progress)
-        coordinator.opened.contents.files.require_unchanged()
-        require_written(LocalFiles(folder), plan.files)
-
-
-def _into_bucket(
-    plan: ExportPlan, target: FilePath, coordinator: Coordinator, progress: Callable[[int], None]
-) -> None:
-    """The last file comes when all others are there. It ends when all is proved: a file whose
-    bytes do not end is none.
-    """
-    *others, last = plan.files
-    opened, folder = coordinator.opened, target.folder()
-    room = share_of(plan.budget_bytes, [last])
-
-    def proved_parts() -> Iterator[bytes | memoryview]:
-        with proved(opened.proofs):
-            upload_files(folder, others, coordinator, plan.budget_bytes, progress)
-            yield from file_parts(opened, last, room, progress)
-        opened.contents.files.require_unchanged()
-        require_written(folder, others, beside=[WRITER_FILE])
-
-    with new_objects(target, [file.name for file in plan.files]):
-        if last.tensors:
-            write_parts(folder, last, proved_parts(), room)
-        else:
-            folder.create(last.name, b"".join(proved_parts()))
+) -> Target[Any]:
+    """The planned files at the new folder `path`; `progress` hears of bytes that are written."""
+    made = BucketTarget if path.files.is_remote else FolderTarget
+    return made(contents, plan.files, plan.budget_bytes, path, progress)
 
 
 def _cast_notes(contents: Contents, params: Parameters, dtype: str | None) -> list[str]:

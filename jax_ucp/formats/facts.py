@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say of the step that they are of. All files of one save say the
+"""Facts that the files of a checkpoint state of their step. All files of one save say the
 same.
 
 Each rank writes for itself how far the training has come: counters, learning rates, schedulers,
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
+from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
-from jax_ucp.formats.torch_save.unpickle import Record
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 
 # Of more elements than this a tensor is data, not a fact.
 _FEW = 16

@@ -1,82 +1,98 @@
 """Other people's checkpoints, and ours: one table from what marks a format to what opens it.
 
-To add a format, write a module with `recognise(path)` and an opener, and add its `Format` here.
+To add a format, write a module with `recognise` and `parse`, and add its `Format` to the table, or
+make it an entry point of another package: `docs/adding-a-format.md`.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.metadata import entry_points
+from typing import Literal
 
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.suspicions import suspicions
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
-from jax_ucp.files.looked import looking_once
+from jax_ucp.files.listing import counting, listed
 from jax_ucp.files.path import FilePath, file_path
+from jax_ucp.files.placeholders import stand_in
 from jax_ucp.files.source_files import opening
-from jax_ucp.formats import run_folders
+from jax_ucp.formats import orbax_steps, saved_index, step_folders
 from jax_ucp.formats.dcp import reader as dcp
 from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
 from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
 from jax_ucp.formats.gguf import reader as gguf
+from jax_ucp.formats.hints import not_read, point_inside
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface import runs
-from jax_ucp.formats.huggingface.hints import not_read, point_inside
 from jax_ucp.formats.huggingface.quantization import settle
-from jax_ucp.formats.huggingface.stand_ins import stand_in
 from jax_ucp.formats.huggingface.training_folder import add_trainer_state
-from jax_ucp.formats.huggingface.weight_names import holds_weights
-from jax_ucp.formats.listing import listed
 from jax_ucp.formats.megatron import dist as megatron_dist
 from jax_ucp.formats.megatron import fsdp as megatron_fsdp
 from jax_ucp.formats.megatron import legacy as megatron_legacy
-from jax_ucp.formats.options import NOTHING_TWICE, Options
 from jax_ucp.formats.orbax import array_folders
 from jax_ucp.formats.orbax import reader as orbax
-from jax_ucp.formats.orbax import steps as orbax_steps
 from jax_ucp.formats.safetensors import reader as safetensors
+from jax_ucp.formats.steps import Run, open_run
 from jax_ucp.formats.torch_save import reader as torch_state
-from jax_ucp.garbage import uncollected
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.suspicions import suspicions
+from jax_ucp.garbage import gc_paused
+from jax_ucp.jobs.ledger import LEDGER_FILE
+from jax_ucp.options import NOTHING_TWICE, Options
 from jax_ucp.universal import reader as universal
-from jax_ucp.universal.ledger import LEDGER_FILE
 
-_SHOWN = 4
+ENTRY_POINTS = "jax_ucp.formats"
 
-Opener = Callable[[FilePath, Options], Contents]
+# Options that mean something only in some checkpoints.
+WORDS = frozenset({"model", "optimizer_groups"})
+TWICE = WORDS | {"on_conflict"}
+SPEC = TWICE | {"spec"}
+STEP = SPEC | {"step"}
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a checkpoint of one format is recognised by, and what opens it.
+    """How checkpoints of one format are recognised and opened.
 
     Attributes:
-        recognise: Whether a path has the format's marker. Reads names only.
-        label: What messages call it, with the marker in parentheses.
-        open: Reads the metadata.
-        takes_spec: Shards need the user's word on how they form parameters.
-        stores_once: No array is stored twice. Others say themselves where nothing is.
-        from_torch: Its own files may be torch's, so those beside it are not noted one by one.
-        notes_siblings: `open` notes itself what weights lie beside. For others `open_contents`
-            looks in the folder that is opened, and in the one that it names.
-        takes_step: It has several steps, of which the user may choose one.
+        name: What messages call it. No two formats have one name.
+        marker: The files by which it is recognised, for people.
+        recognise: Whether a path has the marker. Reads names only.
+        parse: Reads the metadata.
+        takes: Of `spec`, `step`, `on_conflict`, `model` and `optimizer_groups` the options that can
+            mean something for it; with another one, the checkpoint is refused.
+        beside: Which files beside those of the checkpoint are noted as not read: `all` that may
+            hold weights; `weights`, where its own files may have any name of torch's; `none`, where
+            `parse` sees to it.
     """
 
+    name: str
+    marker: str
     recognise: Callable[[FilePath], bool]
-    label: str
-    open: Opener
-    takes_spec: bool = False
-    stores_once: bool = False
-    from_torch: bool = False
-    notes_siblings: bool = False
-    takes_step: bool = False
+    parse: Callable[[FilePath, Options], Contents]
+    takes: frozenset[str] = TWICE
+    beside: Literal["all", "weights", "none"] = "all"
 
 
-def _open_trainer_run(path: FilePath, options: Options) -> Contents:
-    return runs.open_run(path, options, open_contents)
+def _run(
+    name: str,
+    marker: str,
+    find: Callable[[FilePath], Run | None],
+    beside: Literal["weights", "none"],
+) -> Format:
+    """The folder of a run, whose steps are of other formats."""
+
+    def parse(path: FilePath, options: Options) -> Contents:
+        run = find(path)
+        assert run is not None, "it is recognised by that"
+        return open_run(run, options, open_contents)
+
+    return Format(name, marker, lambda path: find(path) is not None, parse, STEP, beside)
 
 
 def _open_step(path: FilePath, options: Options) -> Contents:
@@ -85,202 +101,129 @@ def _open_step(path: FilePath, options: Options) -> Contents:
     return replace(contents, notes=[*contents.notes, *notes])
 
 
-def _open_orbax_run(path: FilePath, options: Options) -> Contents:
-    """A step of a run. Raises NotACheckpoint where weights beside the steps could be meant."""
-    if weight_folder.recognise(path):
-        weights = [child.name for child in path.children() if holds_weights([child.name])]
-        raise NotACheckpoint(
-            f"{path} holds the steps {orbax_steps.step_names(path)}, and beside them weights of"
-            f" torch or safetensors, {listed(weights, _SHOWN)}: open one of them by its path"
-        )
-    return orbax_steps.open_run(path, options, open_contents)
-
-
 def _open_step_folder(path: FilePath, options: Options) -> Contents:
-    return run_folders.open_step(path, options, open_contents)
+    return step_folders.open_step(path, options, open_contents)
 
 
-def _open_run(path: FilePath, options: Options) -> Contents:
-    return run_folders.open_run(path, options, open_contents)
+def _open_deepspeed(path: FilePath, options: Options) -> Contents:
+    """A checkpoint of DeepSpeed; what a trainer has beside it is kept."""
+    contents = deepspeed.open_deepspeed(path, options)
+    return add_trainer_state(contents, path) if path.is_dir() else contents
 
 
-RUN = Format(
-    runs.recognise,
-    "a run of transformers' Trainer or accelerate (checkpoint-N, checkpoint_N)",
-    _open_trainer_run,
-    takes_spec=True,
-    notes_siblings=True,
-    takes_step=True,
-)
+def _open_index(path: FilePath, options: Options) -> Contents:
+    return saved_index.open_index(path, options, open_contents)
+
 
 # The first that recognises a path has it; the folder of a run may have the final weights, too.
 FORMATS: tuple[Format, ...] = (
-    Format(
-        universal.recognise,
-        "a universal checkpoint (ucp.json)",
-        universal.open_universal,
-        stores_once=True,
-    ),
-    Format(
-        orbax.recognise,
-        "a PyTree item of Orbax (_METADATA)",
-        orbax.open_orbax,
-        stores_once=True,
-    ),
-    Format(
-        orbax_steps.is_step,
-        "a step of Orbax (_CHECKPOINT_METADATA)",
-        _open_step,
-        takes_spec=True,
-        notes_siblings=True,
-    ),
-    Format(
-        run_folders.is_run,
-        "a run of verl, SkyRL, torchtitan, OLMo-core or Automodel (folders of steps)",
-        _open_run,
-        takes_spec=True,
-        from_torch=True,
-        takes_step=True,
-    ),
-    Format(
-        run_folders.is_step,
-        "a step of verl, SkyRL, accelerate's FSDP, OLMo-core or Automodel (folders of saves)",
-        _open_step_folder,
-        from_torch=True,
-    ),
-    Format(
-        deepspeed_universal.recognise,
-        "DeepSpeed's universal folder (zero/)",
-        deepspeed_universal.open_deepspeed_universal,
-        takes_spec=True,
-        from_torch=True,
-    ),
-    Format(
-        deepspeed.recognise,
-        "DeepSpeed (latest, or *_optim_states.pt)",
-        deepspeed.open_deepspeed,
-        takes_spec=True,
-        from_torch=True,
-    ),
-    Format(
-        megatron_dist.recognise,
-        "Megatron (metadata.json and common.pt)",
-        megatron_dist.open_megatron_dist,
-        from_torch=True,
-    ),
-    Format(
-        megatron_fsdp.recognise,
-        "Megatron with FSDP (.metadata that names Megatron's counters)",
-        megatron_fsdp.open_megatron_fsdp,
-        from_torch=True,
-    ),
-    Format(
-        dcp.recognise,
-        "PyTorch's distributed checkpoint (.metadata)",
-        dcp.open_dcp,
-        from_torch=True,
-    ),
-    Format(
-        dtensor_ranks.recognise,
-        "DTensors by torch.save (*_world_size_N_rank_R.pt)",
-        dtensor_ranks.open_dtensor_ranks,
-        from_torch=True,
-    ),
-    Format(
-        megatron_legacy.recognise,
-        "Megatron (mp_rank_*/model_optim_rng.pt)",
-        megatron_legacy.open_megatron_legacy,
-        takes_spec=True,
-        from_torch=True,
-    ),
-    Format(
-        orbax_steps.is_run,
-        "a run of Orbax, Flax, T5X or Paxml (folders or files of steps)",
-        _open_orbax_run,
-        takes_spec=True,
-        notes_siblings=True,
-        takes_step=True,
-    ),
-    Format(
-        weight_folder.recognise,
-        "a folder with *.safetensors or pytorch_model.bin",
-        weight_folder.open_weight_folder,
-        stores_once=True,
-        from_torch=True,
-        notes_siblings=True,
-    ),
-    Format(
-        safetensors.recognise,
-        "safetensors (a file or an index)",
-        safetensors.open_safetensors,
-        stores_once=True,
-        from_torch=True,
-        notes_siblings=True,
-    ),
-    Format(
-        torch_state.recognise,
-        "torch.save (a file, or an index of several)",
-        torch_state.open_torch,
-        stores_once=True,
-        from_torch=True,
-        notes_siblings=True,
-    ),
-    Format(
-        gguf.recognise,
-        "GGUF (a file, or the first part of a split one)",
-        gguf.open_gguf,
-        stores_once=True,
-    ),
-    Format(
-        flax_msgpack.recognise,
-        "Flax's msgpack (a file, or T5X's folder with `checkpoint`)",
-        flax_msgpack.open_flax,
-        stores_once=True,
-    ),
-    Format(
-        orbax_steps.is_unmarked_step,
-        "a step of Paxml, T5X or an old Orbax (a number, with items)",
-        _open_step,
-        takes_spec=True,
-        notes_siblings=True,
-    ),
-    Format(
-        array_folders.recognise,
-        "a folder of zarr arrays, as Paxml's state (*/.zarray)",
-        array_folders.open_array_folders,
-        stores_once=True,
-    ),
-    RUN,
-)
+    Format("an index that save_index wrote", f"*{saved_index.SUFFIX}", saved_index.recognise,
+           _open_index, STEP, "none"),
+    Format("a universal checkpoint", "ucp.json", universal.recognise, universal.open_universal,
+           frozenset()),
+    Format("a PyTree item of Orbax", "_METADATA", orbax.recognise, orbax.open_orbax, WORDS),
+    Format("a step of Orbax", "_CHECKPOINT_METADATA", orbax_steps.is_step, _open_step, SPEC,
+           "none"),
+    _run("a run of verl, SkyRL, torchtitan, OLMo-core or Automodel", "folders of steps",
+         step_folders.find_run, "weights"),
+    Format("a step of verl, SkyRL, accelerate's FSDP, OLMo-core or Automodel", "folders of saves",
+           step_folders.is_step, _open_step_folder, TWICE, "weights"),
+    Format("DeepSpeed's universal folder", "zero/", deepspeed_universal.recognise,
+           deepspeed_universal.open_deepspeed_universal, SPEC, "weights"),
+    Format("DeepSpeed", "latest, or *_optim_states.pt", deepspeed.recognise, _open_deepspeed, SPEC,
+           "weights"),
+    Format("Megatron", "metadata.json and common.pt", megatron_dist.recognise,
+           megatron_dist.open_megatron_dist, TWICE, "weights"),
+    Format("Megatron with FSDP", ".metadata that names Megatron's counters",
+           megatron_fsdp.recognise, megatron_fsdp.open_megatron_fsdp, TWICE, "weights"),
+    Format("PyTorch's distributed checkpoint", ".metadata", dcp.recognise, dcp.open_dcp, TWICE,
+           "weights"),
+    Format("DTensors by torch.save", "*_world_size_N_rank_R.pt", dtensor_ranks.recognise,
+           dtensor_ranks.open_dtensor_ranks, TWICE, "weights"),
+    Format("Megatron's legacy format", "mp_rank_*/model_optim_rng.pt", megatron_legacy.recognise,
+           megatron_legacy.open_megatron_legacy, SPEC, "weights"),
+    _run("a run of Orbax, Flax, T5X or Paxml", "folders or files of steps", orbax_steps.find_run,
+         "none"),
+    Format("a folder of weights", "*.safetensors or pytorch_model.bin", weight_folder.recognise,
+           weight_folder.open_weight_folder, WORDS, "none"),
+    Format("safetensors", "a file or an index", safetensors.recognise,
+           safetensors.open_safetensors, WORDS, "none"),
+    Format("torch.save", "a file, or an index of several", torch_state.recognise,
+           torch_state.open_torch, WORDS, "none"),
+    Format("GGUF", "a file, or the first part of a split one", gguf.recognise, gguf.open_gguf,
+           WORDS),
+    Format("Flax's msgpack", "a file, or T5X's folder with `checkpoint`", flax_msgpack.recognise,
+           flax_msgpack.open_flax, WORDS),
+    Format("a step of Paxml, T5X or an old Orbax", "a number, with items",
+           orbax_steps.is_unmarked_step, _open_step, SPEC, "none"),
+    Format("a folder of zarr arrays, as Paxml's state", "*/.zarray", array_folders.recognise,
+           array_folders.open_array_folders, WORDS),
+    _run("a run of transformers' Trainer or accelerate", "checkpoint-N, checkpoint_N",
+         runs.find_run, "none"),
+)  # fmt: skip
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """The formats of other packages, which are asked first, and those of the table.
+
+    A package has its `Format` as an entry point of the group `jax_ucp.formats`. What cannot be
+    loaded, is not a Format, or has the name of another one is left out, with a warning.
+    """
+    found: list[tuple[Format, str]] = [(format, "jax_ucp") for format in FORMATS]
+    for point in entry_points(group=ENTRY_POINTS):
+        owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+        try:
+            format = point.load()
+            if not isinstance(format, Format):
+                raise TypeError(f"{point.value} is a {type(format).__name__}, not a Format")
+            found.append((format, owner))
+        except Exception as error:  # whatever a module of others raises when it is imported
+            warnings.warn(
+                f"the format {point.name!r} of {owner} is left out: {type(error).__name__}:"
+                f" {error}",
+                stacklevel=2,
+            )
+    owners: dict[str, list[str]] = {}
+    for format, owner in found:
+        owners.setdefault(format.name, []).append(owner)
+    for name, several in owners.items():
+        if len(several) > 1:
+            raise FormatError(
+                f"{' and '.join(several)} have a format called {name!r} each: nothing says which"
+                " is meant; remove one of the packages"
+            )
+    return tuple(format for format, _ in (*found[len(FORMATS) :], *found[: len(FORMATS)]))
 
 
 def open_contents(
     path: str | os.PathLike[str] | FilePath, options: Options, at: FilePath | None = None
 ) -> Contents:
-    """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only. `at` is where the
-    path leads, where that is known.
+    """The contents of the checkpoint at `path`, whoever wrote it. Reads metadata only. `at` is
+    where the path leads, where that is known.
 
     Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table,
     FormatError where what is there is not as its format has it, and SpecError for a spec that its
     format has no use for.
     """
-    with looking_once() as asked:
-        contents = _open_at(path, at or file_path(path), options)
+    with counting() as asked:
+        at = at or file_path(path)
+        with listed(at.files) as files:
+            contents = _open_at(path, FilePath(files, at.key), options)
     contents.files.asked = asked
     return replace(contents, suspicions=cache(partial(suspicions, contents)))
 
 
 def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Options) -> Contents:
     _require_finished(path, at)
-    format = RUN if options.step is not None and RUN.recognise(at) else _format_of(at)
+    format = _format_of(at, options.step)
     if format is None:
         raise _not_recognised(path, at)
-    if options.spec and not format.takes_spec:
-        what = format.label.partition(" (")[0]
+    if options.spec and "spec" not in format.takes:
         raise SpecError(
-            f"{path} is {what}, which does not use a spec: leave out the spec {options.spec}"
+            f"{path} is {format.name}, which does not use a spec: leave out the spec {options.spec}"
         )
-    if options.step is not None and not format.takes_step:
+    if options.step is not None and "step" not in format.takes:
         raise FormatError(
             f"{path} is one checkpoint, not a run with steps: leave out step={options.step}, or"
             " open the folder that has the steps"
@@ -293,20 +236,28 @@ def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Opt
         # An entry that is missing, or of another type than the format's writers give it.
         what = f"{type(error).__name__}: {error}"
         raise FormatError(
-            f"{path} looks like {format.label}, but its metadata are not as expected ({what})"
+            f"{path} looks like {format.name} ({format.marker}), but its metadata are not as"
+            f" expected ({what})"
         ) from error
 
 
-def _format_of(at: FilePath) -> Format | None:
-    return next((format for format in FORMATS if format.recognise(at)), None)
+def _format_of(at: FilePath, step: int | None = None) -> Format | None:
+    """The first format that recognises a path; where a step is asked for, a run with steps."""
+    found = (format for format in formats() if format.recognise(at))
+    if step is None:
+        return next(found, None)
+    recognised = list(found)
+    runs_first = sorted(recognised, key=lambda format: "step" not in format.takes)
+    return next(iter(runs_first), None)
 
 
 def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
-    with opening() as files, uncollected():
-        contents = format.open(at, options)
+    with opening() as files, gc_paused():
+        contents = format.parse(at, options)
+        if format.parse is _open_index:  # which opened it as what it is of
+            return contents
         _require_use(contents, format, options)
-        noted = _with_notes(contents, at, format, options)
-        settled = settle(noted, options.dequantize)
+        settled = settle(_with_notes(contents, at, format, options), options.dequantize)
     return replace(settled, files=files, reading=options.reading)
 
 
@@ -319,7 +270,8 @@ def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> 
         raise NotACheckpoint(f"{path} does not exist{link}")
     if (at / LEDGER_FILE).is_file():
         raise NotACheckpoint(
-            f"{path} is an unfinished conversion: run the same convert again to complete it"
+            f"{path} is an unfinished conversion: run the same convert again, or the same export in"
+            " shares, to complete it"
         )
 
 
@@ -327,21 +279,22 @@ def _not_recognised(path: str | os.PathLike[str] | FilePath, at: FilePath) -> No
     """The error for a path that no format recognises, with what is known of what is there."""
     if at.is_file() and (why := stand_in(at)):
         return NotACheckpoint(f"{path} is not a checkpoint: {why}")
-    known = "\n  ".join(format.label for format in FORMATS)
-    message = f"{path} is not a checkpoint of a format known here:\n  {known}"
+    why = ""
     if at.is_dir():
         point_inside(at, _opens)
-        if why := not_read(at):
-            message += f"\n{why}"
-    return NotACheckpoint(message)
+        why = not_read(at)
+    known = [f"{format.name} ({format.marker})" for format in formats()]
+    return NotACheckpoint(f"{path} is not a checkpoint of a format known here:", known, remedy=why)
 
 
 def _opens(inside: FilePath) -> bool:
     """Whether a format knows a folder. Raises NotACheckpoint for one of DCP without its table."""
     format = _format_of(inside)
-    if format is not None and format.open is dcp.open_dcp:
+    if format is None:
+        return False
+    if dcp.recognise(inside):
         dcp.require_metadata(inside)
-    return format is not None
+    return True
 
 
 def _with_notes(contents: Contents, at: FilePath, format: Format, options: Options) -> Contents:
@@ -349,13 +302,11 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
     to `on_conflict`.
     """
     notes = list(contents.notes)
-    if not format.notes_siblings:
+    if format.beside != "none":
+        of_torch = format.beside == "weights"
         for folder in dict.fromkeys([at, replace(at, key=file_path(contents.path).key)]):
-            notes += weight_folder.notes_beside(folder, format.from_torch, contents.extras)
-        if format.open is deepspeed.open_deepspeed and at.is_dir():
-            contents = add_trainer_state(replace(contents, notes=notes), at)
-            notes = list(contents.notes)
-    if options.on_conflict and format.stores_once:
+            notes += weight_folder.notes_beside(folder, of_torch, contents.extras)
+    if options.on_conflict and "on_conflict" not in format.takes:
         notes.append(NOTHING_TWICE.format(options.on_conflict))
     return replace(contents, notes=notes)
 
@@ -364,8 +315,8 @@ def _require_use(contents: Contents, format: Format, options: Options) -> None:
     """Raise FormatError where the user said something of the optimizer, or of the model, that
     decided nothing.
     """
-    # what was said of the source of a conversion is recorded in it; a step of it can have a say
-    said = {} if format.open is universal.open_universal else contents.source
+    # a universal checkpoint takes neither; its source records what was said when it was made
+    said = contents.source.keys() & format.takes
     if options.model is not None and "model" not in said:
         raise FormatError(f"{contents.path} has only one model: leave out model=")
     if options.optimizer_groups is None or "optimizer_groups" in said:

@@ -7,7 +7,7 @@ that stock Orbax's PyTree handler wrote it, so stock reads it where jax_ucp is n
 from typing import TYPE_CHECKING, Any
 
 from jax_ucp.handler.buckets import in_bucket as in_bucket
-from jax_ucp.handler.everywhere import orbax_everywhere as orbax_everywhere
+from jax_ucp.handler.global_patch import orbax_everywhere as orbax_everywhere
 from jax_ucp.handler.items import Restore as Restore
 from jax_ucp.handler.items import Save as Save
 from jax_ucp.handler.v0 import CheckpointHandler as CheckpointHandler

@@ -29,10 +29,10 @@ ORBAX_THREAD = "async_save"
 # How long Orbax may take until it has made the folders of a save.
 BEGIN_S = 60
 
-_saves: list[_Save] = []
+_saves: list[_BackgroundSave] = []
 
 
-class _Save(Protocol):
+class _BackgroundSave(Protocol):
     """A save that may be going on."""
 
     url: str
@@ -44,13 +44,13 @@ class _Save(Protocol):
         ...
 
 
-def note(save: _Save) -> None:
+def note(save: _BackgroundSave) -> None:
     """Have the program wait for a save before it ends."""
     _saves[:] = [*(each for each in _saves if not each.is_over()), save]
 
 
 class NotedCommit(CommitFutureAwaitingContractedSignals):
-    """What v0 waits for: in a thread that makes a checkpoint of it then, or in the caller's."""
+    """The future that v0 waits for: in a thread that then commits the save, or the caller's."""
 
     def __init__(self, url: str, finish: Coroutine[Any, Any, None]):
         super().__init__(finish, name="jax_ucp_write")
@@ -78,7 +78,7 @@ class NotedCommit(CommitFutureAwaitingContractedSignals):
 
 
 class NotedLoop:
-    """What v1 runs in an event loop that has nothing else to do."""
+    """A save that v1 runs in an event loop that has nothing else to do."""
 
     def __init__(self, url: str):
         self.url = url
@@ -137,8 +137,8 @@ def _say(text: str) -> None:
 
 
 def _end_badly() -> None:
-    """End with an exit code that says so, after what else is to be done at the end: nothing that is
-    raised there would change the code.
+    """End the process with exit code 1, after the other exit functions: an error raised in one of
+    them would not change the exit code.
     """
     atexit.unregister(_end_badly)
     atexit._run_exitfuncs()

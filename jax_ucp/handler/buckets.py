@@ -1,4 +1,4 @@
-"""What Orbax's step logic must be told of buckets."""
+"""Options of Orbax's managers for steps in buckets."""
 
 from __future__ import annotations
 

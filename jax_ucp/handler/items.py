@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.arrays.checks import Extent
 from jax_ucp.checkpoint import open
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import Files
+from jax_ucp.jobs.ledger import claimed
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.save import (
     Description,
@@ -29,8 +31,6 @@ from jax_ucp.sharding.save import (
 )
 from jax_ucp.sharding.shared_save import SharedSave, attempt
 from jax_ucp.sharding.trees import Missing
-from jax_ucp.sources.checks import Extent
-from jax_ucp.universal.store import claimed
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Save(ocp.args.CheckpointArgs):
 
 @dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """What to restore, and where: the arguments of `Checkpoint.restore`.
+    """The arguments of `Checkpoint.restore`.
 
     Args:
         item: the `target` there.
@@ -92,8 +92,8 @@ class Restore(ocp.args.CheckpointArgs):
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A save whose tree may change again, and which `finish`, in any thread, makes a checkpoint."""
+class SnapshottedSave:
+    """A snapshotted save; `finish`, in any thread, writes and commits it."""
 
     shared: SharedSave
     snapshot: Callable[[], Snapshot]
@@ -112,7 +112,7 @@ class Begun:
             )
 
 
-def begin(path: os.PathLike[str], made: Callable[[], Save], budget_bytes: int) -> Begun:
+def begin(path: os.PathLike[str], made: Callable[[], Save], budget_bytes: int) -> SnapshottedSave:
     """Copy this process's part of the tree to host memory; the rest is `finish`.
 
     `made` gives the arguments. Where one process among several cannot make them, all raise.
@@ -121,7 +121,7 @@ def begin(path: os.PathLike[str], made: Callable[[], Save], budget_bytes: int) -
     directory = file_path(path).folder()
     shared = SharedSave(directory.url())
     snapshot = attempt(lambda: take_snapshot(args().described()))
-    return Begun(shared, snapshot, directory, lambda: _budget(args(), budget_bytes))
+    return SnapshottedSave(shared, snapshot, directory, lambda: _budget(args(), budget_bytes))
 
 
 def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:

@@ -30,22 +30,18 @@ def save_args(args: Any) -> Save:
     """
     if isinstance(args, Save):
         return args
-    changed = [each for each in jax.tree.leaves(args.save_args) if _recasts(each)]
-    if changed:
-        raise ValueError(
-            f"save_args has dtype={changed[0].dtype}: jax_ucp stores arrays as they are. Cast the"
-            " tree before it is saved"
-        )
+    for each in jax.tree.leaves(args.save_args):
+        if getattr(each, "dtype", None) is not None:
+            raise ValueError(
+                f"save_args has dtype={each.dtype}: jax_ucp stores arrays as they are. Cast the"
+                " tree before it is saved"
+            )
     if args.custom_metadata is not None:
         raise ValueError(
             "custom_metadata of an item is not kept by jax_ucp; give it to CheckpointManager.save,"
             " which keeps it with the step"
         )
     return Save(args.item)
-
-
-def _recasts(save_args: Any) -> bool:
-    return getattr(save_args, "dtype", None) is not None
 
 
 def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
@@ -58,28 +54,18 @@ def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
     """
     if args is None or isinstance(args, Restore):
         return args or Restore()
+    item = None if args.item is None else target_of(args.item)
     if isinstance(args, ocp.args.StandardRestore):
-        return _standard(args)
-    return _pytree(directory, args)
-
-
-def _standard(args: Any) -> Restore:
-    if not args.strict:
-        raise ValueError("strict=False cuts and pads arrays, which is not done by jax_ucp")
-    if args.item is None:
-        return Restore(mesh="saved")
-    item = target_of(args.item)
-    if args.fallback_sharding is not None:
-        item = jax.tree.map(lambda leaf: _placed(leaf, args.fallback_sharding), item)
-    return Restore(item, mesh="saved", cast=True)
-
-
-def _pytree(directory: os.PathLike[str], args: Any) -> Restore:
+        if not args.strict:
+            raise ValueError("strict=False cuts and pads arrays, which is not done by jax_ucp")
+        fallback = args.fallback_sharding
+        if fallback is not None:
+            item = jax.tree.map(lambda leaf: _placed(leaf, fallback), item)
+        return Restore(item, mesh="saved", cast=item is not None)
     if args.transforms or args.legacy_transform_fn is not None:
         raise ValueError("transforms are not done by jax_ucp: open the step and map it")
     # No transforms, {}, are how programs said `partial_restore` before Orbax had that.
     is_partial = args.partial_restore or args.transforms is not None
-    item = None if args.item is None else target_of(args.item)
     if args.restore_args is not None:
         item = open(directory).abstract() if item is None else item
         item = jax.tree.map(_as_asked, item, args.restore_args)
@@ -89,7 +75,7 @@ def _pytree(directory: os.PathLike[str], args: Any) -> Restore:
 
 
 def partial_restore(target: Any, asked: Any, budget_bytes: int | None = None) -> Restore:
-    """As stock Orbax restores in part: what only the checkpoint has, or only the target, is left.
+    """A restore in part, as stock Orbax does it: leaves of one side alone are left.
 
     `asked` is the target as it was given, whose own leaves stay where the checkpoint has none.
     """
@@ -105,8 +91,10 @@ def tree_in(asked: Any) -> Any:
 
 
 def target_of(tree: Any) -> Any:
-    """A target of stock Orbax's as one of ours: what its metadata have in the place of arrays and
-    values becomes a ShapeDtypeStruct, a numpy array or a value.
+    """A stock Orbax restore target as one of ours.
+
+    Metadata of a jax.Array becomes a ShapeDtypeStruct, metadata of a numpy array a numpy array of
+    that shape and dtype, metadata of a number or text a value of its type; other leaves stay.
     """
     return jax.tree.map(_target_leaf, tree_in(tree))
 

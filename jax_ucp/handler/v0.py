@@ -11,10 +11,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.handler.at_exit import NotedCommit, note
 from jax_ucp.handler.items import Restore, Save, begin, restore
 from jax_ucp.handler.stock_args import RESTORE_ARGS, SAVE_ARGS, restore_args, save_args
-from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 # What the step's metadata names as the handler of an item: `CheckpointManager.restore(step)`
 # without arguments looks it up. Source: `_src/handlers/pytree_checkpoint_handler.py`,
@@ -62,10 +62,10 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
             args: `ucp.args.Save`, or stock Orbax's arguments for PyTrees.
 
         Returns:
-            What Orbax waits for: one future.
+            One future, for which Orbax waits.
         """
-        begun = begin(directory, partial(save_args, args), self._budget_bytes)
-        commit = NotedCommit(begun.directory.url(), asyncio.to_thread(begun.finish))
+        pending = begin(directory, partial(save_args, args), self._budget_bytes)
+        commit = NotedCommit(pending.directory.url(), asyncio.to_thread(pending.finish))
         note(commit)
         return [commit]
 
@@ -92,7 +92,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         return restore(directory, restore_args(directory, args), self._budget_bytes)
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
-        """What stock Orbax says of the item.
+        """Stock Orbax's metadata of the item.
 
         Args:
             directory: of the item.
@@ -108,8 +108,8 @@ ocp.args.register_with_handler(CheckpointHandler, for_restore=True)(Restore)
 
 
 def handler_registry(budget_bytes: int = DEFAULT_BUDGET) -> Any:
-    """What `CheckpointManager(handler_registry=...)` takes, for programs whose calls say stock
-    Orbax's arguments.
+    """A registry for `CheckpointManager(handler_registry=...)`, for programs that give arguments of
+    stock Orbax.
 
     Every item that is saved or restored by `StandardSave`, `StandardRestore`, `PyTreeSave`,
     `PyTreeRestore`, or by `ucp.args`, goes through our handler; other items, such as JSON, through

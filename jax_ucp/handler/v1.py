@@ -12,11 +12,11 @@ from etils import epath
 from orbax.checkpoint import v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
+from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.handler.at_exit import NotedLoop, note
-from jax_ucp.handler.items import Begun, Restore, Save, begin, restore
+from jax_ucp.handler.items import Restore, Save, SnapshottedSave, begin, restore
 from jax_ucp.handler.stock_args import partial_restore, target_of
 from jax_ucp.sharding.jax_versions import enable_x64, has_x64, mesh_in_scope, set_mesh
-from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 # The name under which v1 keeps the tree of `v1.save`. Source: `_src/layout/checkpoint_layout.py`.
 _STATE = "state"
@@ -34,15 +34,17 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
     async def save(
         self, directory: v1.path.PathAwaitingCreation, checkpointable: Save
     ) -> Awaitable[None]:
-        begun = begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
-        noted = NotedLoop(begun.directory.url())
+        pending = begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
+        noted = NotedLoop(pending.directory.url())
         note(noted)
-        return noted.run(self._finish(directory, begun))
+        return noted.run(self._finish(directory, pending))
 
-    async def _finish(self, directory: v1.path.PathAwaitingCreation, begun: Begun) -> None:
-        with begun.shared.telling():
+    async def _finish(
+        self, directory: v1.path.PathAwaitingCreation, pending: SnapshottedSave
+    ) -> None:
+        with pending.shared.telling():
             await directory.await_creation()
-        await asyncio.to_thread(begun.finish)
+        await asyncio.to_thread(pending.finish)
 
     async def load(
         self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None
@@ -57,7 +59,7 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
         return asyncio.to_thread(load)
 
     async def metadata(self, directory: os.PathLike[str]) -> Any:
-        """What stock Orbax says of the item: its tree, with shape, dtype and sharding of arrays."""
+        """Stock Orbax's metadata of the item: its tree, with shapes, dtypes and shardings."""
         return await v1.handlers.PyTreeHandler().metadata(epath.Path(directory))
 
     def is_handleable(self, checkpointable: Any) -> bool:
@@ -92,20 +94,15 @@ class PyTreeHandler(CheckpointableHandler):
     ) -> Awaitable[Any]:
         args = abstract_checkpointable
         if not isinstance(args, Restore):
-            args = self._restore(abstract_checkpointable)
+            # As v1 loads: without a sharding of its own a leaf goes where it was saved from, and
+            # the target's dtypes are those of the result.
+            budget = self._memory.read_concurrent_bytes
+            item = None if args is None else target_of(args)
+            if item is not None and self._partial:
+                args = partial_restore(item, args, budget)
+            else:
+                args = Restore(item, mesh="saved", cast=item is not None, budget_bytes=budget)
         return await super().load(directory, args)
-
-    def _restore(self, target: Any) -> Restore:
-        """As v1 loads: without a sharding of its own a leaf goes where it was saved from, and the
-        target's dtypes are those of the result.
-        """
-        budget = self._memory.read_concurrent_bytes
-        if target is None:
-            return Restore(mesh="saved", budget_bytes=budget)
-        item = target_of(target)
-        if self._partial:
-            return partial_restore(item, target, budget)
-        return Restore(item, mesh="saved", cast=True, budget_bytes=budget)
 
     def is_handleable(self, checkpointable: Any) -> bool:
         return super().is_handleable(checkpointable) or self._stock.is_handleable(checkpointable)

@@ -1,4 +1,4 @@
-"""What the installed Orbax has."""
+"""The version of the installed Orbax, and whether it has v1."""
 
 from __future__ import annotations
 

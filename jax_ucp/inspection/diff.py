@@ -1,4 +1,4 @@
-"""What two checkpoints have that differs, whoever wrote them, array by array."""
+"""Differences of two checkpoints, whoever wrote them, array by array."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.arrays.budget import DEFAULT_BUDGET, run_bounded, threads
+from jax_ucp.arrays.contents import About
+from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.arrays.protocol import BLOCK_BYTES
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import grid_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
-from jax_ucp.sources.contents import About
-from jax_ucp.sources.optimizer_groups import Group
-from jax_ucp.sources.protocol import BLOCK_BYTES
 from jax_ucp.tree import Leaf
 
 # What a comparison holds of an element beside what was read: two wide numbers and their difference.
@@ -31,7 +30,7 @@ _CACHED = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LeafChange:
     """An array, or a value, that is something else in the second checkpoint."""
 
     label: str
@@ -40,7 +39,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Values:
+class ElementChange:
     """How the elements of an array differ between two checkpoints.
 
     Elements of one dtype are equal if all their bits are: NaNs may be equal, and 0.0 and -0.0 are
@@ -68,7 +67,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two checkpoints; `same` where nothing does.
+    """The differences of two checkpoints; `same` if there are none.
 
     `missing` are labels that the first has alone, `added` those that the second has alone. `values`
     are the arrays with changed elements, which was asked unless `headers_only`. `equal` counts the
@@ -77,11 +76,11 @@ class Difference:
 
     missing: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
-    reshaped: tuple[Change, ...] = ()
-    recast: tuple[Change, ...] = ()
-    replaced: tuple[Change, ...] = ()
-    values: tuple[Values, ...] = ()
-    facts: tuple[Change, ...] = ()
+    reshaped: tuple[LeafChange, ...] = ()
+    recast: tuple[LeafChange, ...] = ()
+    replaced: tuple[LeafChange, ...] = ()
+    values: tuple[ElementChange, ...] = ()
+    facts: tuple[LeafChange, ...] = ()
     equal: int = 0
     headers_only: bool = False
 
@@ -93,7 +92,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Side:
-    """One of two checkpoints: its leaves, how a box of one is read, and what it says of itself."""
+    """A checkpoint that is compared: its leaves, the function that reads them, and its settings."""
 
     leaves: Sequence[Leaf]
     read: Callable[[Leaf, Box], np.ndarray]
@@ -131,21 +130,31 @@ def difference(
     budget_bytes: int = DEFAULT_BUDGET,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Difference:
-    """What differs between two opened checkpoints; the arguments are those of `jax_ucp.diff`."""
+    """The differences of two opened checkpoints; the arguments are those of `jax_ucp.diff`."""
     budget_bytes = whole_number("budget_bytes", budget_bytes)
     ours, theirs = first.by_path(only, rename or {}), second.by_path(only, {})
-    labels = _labels(filter(theirs.__contains__, ours))
+    labels = {path: "/".join(path) for path in ours if path in theirs}
+    counts = Counter(labels.values())
+    for path, label in labels.items():
+        if counts[label] > 1:  # the path itself, where another has its label
+            labels[path] = str([*path])
     both = {label: (ours[path], theirs[path]) for path, label in labels.items()}
-    values: list[Values] = []
+    values: list[ElementChange] = []
     if not headers:
         values = _compared(first.read, second.read, both, budget_bytes, progress)
-    reshaped, recast = _changes(both, _shape), _changes(both, _dtype)
-    replaced = _changes(both, _value)
+    arrays = {
+        label: pair for label, pair in both.items() if pair[0].has_array and pair[1].has_array
+    }
+    reshaped = _changes(arrays, lambda leaf: str(list(leaf.shape)))
+    recast = _changes(arrays, lambda leaf: leaf.dtype)
+    replaced = _changes(
+        both, lambda leaf: "an array" if leaf.has_array else f"{leaf.kind} {leaf.value!r}"
+    )
     changed = {change.label for change in (*reshaped, *recast, *replaced)}
     changed |= {each.label for each in values}
     return Difference(
-        missing=_labels_absent(ours, theirs),
-        added=_labels_absent(theirs, ours),
+        missing=tuple("/".join(path) for path in ours if path not in theirs),
+        added=tuple("/".join(path) for path in theirs if path not in ours),
         reshaped=reshaped,
         recast=recast,
         replaced=replaced,
@@ -157,18 +166,6 @@ def difference(
 
 
 _Path = tuple[str, ...]
-
-
-def _labels_absent(paths: Iterable[_Path], other: Container[_Path]) -> tuple[str, ...]:
-    """The labels of paths that the other checkpoint lacks."""
-    return tuple("/".join(path) for path in paths if path not in other)
-
-
-def _labels(paths: Iterable[_Path]) -> dict[_Path, str]:
-    """A label for each path; the path itself where another has its label."""
-    labels = {path: "/".join(path) for path in paths}
-    counts = Counter(labels.values())
-    return {p: label if counts[label] == 1 else str([*p]) for p, label in labels.items()}
 
 
 def _renamed(path: _Path, rename: Mapping[str, str]) -> _Path:
@@ -183,75 +180,43 @@ def _renamed(path: _Path, rename: Mapping[str, str]) -> _Path:
 _Pair = tuple[Leaf, Leaf]
 
 
-def _changes(both: Mapping[str, _Pair], fact: Callable[[Leaf], str | None]) -> tuple[Change, ...]:
-    """Pairs of which a fact differs, where both have it."""
+def _changes(both: Mapping[str, _Pair], fact: Callable[[Leaf], str]) -> tuple[LeafChange, ...]:
+    """Pairs of which a fact differs."""
     facts = ((label, fact(one), fact(other)) for label, (one, other) in both.items())
-    return tuple(
-        Change(label, one, other)
-        for label, one, other in facts
-        if one is not None and other is not None and one != other
-    )
+    return tuple(LeafChange(*each) for each in facts if each[1] != each[2])
 
 
-def _shape(leaf: Leaf) -> str | None:
-    return str(list(leaf.shape)) if leaf.has_array else None
+def _facts(first: Side, second: Side) -> Iterator[LeafChange]:
+    """Differences of the steps, and of the optimizers' settings for parameters of both.
 
-
-def _dtype(leaf: Leaf) -> str | None:
-    return leaf.dtype if leaf.has_array else None
-
-
-def _value(leaf: Leaf) -> str:
-    """What a leaf without an array is; all arrays are alike."""
-    return "an array" if leaf.has_array else f"{leaf.kind} {leaf.value!r}"
-
-
-def _facts(first: Side, second: Side) -> Iterator[Change]:
-    """What the checkpoints say of themselves: the step, and what the optimizer was told."""
+    A setting that differs alike for several parameters is one change; it is "" on a side that lacks
+    it.
+    """
     steps = first.about.step, second.about.step
     if None not in steps and steps[0] != steps[1]:
-        yield Change("step", *map(str, steps))
-    yield from _settings_that_differ(*map(_settings_of_params, (first.groups, second.groups)))
-
-
-_Settings = Mapping[str, Mapping[str, object]]
-
-
-def _settings_of_params(groups: Sequence[Group]) -> _Settings:
-    return {name: group.settings for group in groups for name in group.params}
-
-
-def _settings_that_differ(ours: _Settings, theirs: _Settings) -> Iterator[Change]:
-    """Settings of the optimizer that are something else for a parameter of both; one change for all
-    parameters of which it is the same. A setting that one side lacks is "" there.
-    """
+        yield LeafChange("step", *map(str, steps))
+    ours, theirs = (
+        {name: group.settings for group in side.groups for name in group.params}
+        for side in (first, second)
+    )
     both = [name for name in ours if name in theirs]
     names: dict[tuple[str, str, str], list[str]] = {}
     for name in both:
-        for change in _changed_settings(ours[name], theirs[name]):
-            names.setdefault(change, []).append(name)
+        one, other = ours[name], theirs[name]
+        for key in dict.fromkeys((*one, *other)):
+            if key not in one or key not in other or one[key] != other[key]:
+                first_value, second_value = (
+                    str(side[key]) if key in side else "" for side in (one, other)
+                )
+                names.setdefault((key, first_value, second_value), []).append(name)
     for (key, *values), several in names.items():
-        of = "" if len(several) == len(both) else f" of {_some(several)}"
-        yield Change(f"{key}{of}", *values)
-
-
-def _changed_settings(
-    one: Mapping[str, Any], other: Mapping[str, Any]
-) -> Iterator[tuple[str, str, str]]:
-    """The settings of one parameter that differ, with both values; "" where one side lacks it."""
-    for key in dict.fromkeys((*one, *other)):
-        if key not in one or key not in other or one[key] != other[key]:
-            first, second = (str(side[key]) if key in side else "" for side in (one, other))
-            yield key, first, second
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)}, such as {names[0]}"
+        some = several[0] if len(several) == 1 else f"{len(several)}, such as {several[0]}"
+        yield LeafChange(key if len(several) == len(both) else f"{key} of {some}", *values)
 
 
 @dataclass
-class _Sums:
-    """What has been seen of an array so far, by several threads."""
+class _RunningDifference:
+    """The difference of two arrays in the blocks counted so far, by several threads."""
 
     elements: int
     changed: int = 0
@@ -279,28 +244,27 @@ class _Sums:
         self.changed += count
         if a.dtype != b.dtype:
             self.unrounded += int(np.count_nonzero(_changed(a.astype(b.dtype), b)))
-        wide_a, wide_b = self._finite(_wide(a), _wide(b))
+        wide_a, wide_b = _wide(a), _wide(b)
+        finite = [np.isfinite(wide) for wide in (wide_a, wide_b)]
+        self.not_finite += [int(np.count_nonzero(~each)) for each in finite]
+        in_both = finite[0] & finite[1]
+        if not in_both.all():
+            wide_a, wide_b = wide_a[in_both], wide_b[in_both]
         pairs = ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))
         self.products += [np.vdot(one, other).real for one, other in pairs]
         if count:
-            apart = _apart(a, b) if _are_integers(a, b) else np.abs(wide_a - wide_b)
-            self._add_distances(apart, np.maximum(np.abs(wide_a), np.abs(wide_b)))
+            if a.dtype == b.dtype and a.dtype.kind in "iu":  # subtracted before they are rounded
+                apart = np.where(a > b, a - b, b - a).view(f"u{a.dtype.itemsize}")
+                apart = apart.astype(np.float64)
+            else:
+                apart = np.abs(wide_a - wide_b)
+            size = np.maximum(np.abs(wide_a), np.abs(wide_b))
+            self.largest = max(self.largest, apart.max(initial=0.0))
+            relative = np.divide(apart, size, out=np.zeros_like(apart), where=size > 0)
+            self.relative = max(self.relative, relative.max(initial=0.0))
 
-    def _finite(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The elements that are finite in both; the others are counted."""
-        finite = [np.isfinite(each) for each in (a, b)]
-        self.not_finite += [int(np.count_nonzero(~each)) for each in finite]
-        both = finite[0] & finite[1]
-        return (a, b) if both.all() else (a[both], b[both])
-
-    def _add_distances(self, apart: np.ndarray, size: np.ndarray) -> None:
-        """Count how far elements of a magnitude are from one another."""
-        self.largest = max(self.largest, apart.max(initial=0.0))
-        relative = np.divide(apart, size, out=np.zeros_like(apart), where=size > 0)
-        self.relative = max(self.relative, relative.max(initial=0.0))
-
-    def join(self, part: _Sums) -> None:
-        """Count what was seen of a part."""
+    def join(self, part: _RunningDifference) -> None:
+        """Add the counts of a part."""
         self.changed += part.changed
         self.unrounded += part.unrounded
         self.largest = max(self.largest, part.largest)
@@ -308,30 +272,25 @@ class _Sums:
         self.products += part.products
         self.not_finite += part.not_finite
 
-    def values(self, label: str, recast: bool) -> Values:
+    def values(self, label: str, recast: bool) -> ElementChange:
         product, *squares = self.products
         norm = math.sqrt(squares[0]) * math.sqrt(squares[1])
-        return Values(
+        # Undefined of zeros, and where doubles do not hold the squares.
+        is_defined = norm and math.isfinite(norm)
+        return ElementChange(
             label,
             self.elements,
             self.changed,
             float(self.largest),
             float(self.relative),
-            _cosine(float(product), norm),
+            float(product) / norm if is_defined else math.nan,
             (int(self.not_finite[0]), int(self.not_finite[1])),
             recast and not self.unrounded,
         )
 
 
-def _cosine(product: float, norm: float) -> float:
-    """Of two vectors; NaN where one is of zeros, or doubles do not hold the squares of their
-    elements.
-    """
-    return product / norm if norm and math.isfinite(norm) else math.nan
-
-
 def _changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Which elements differ: in any bit where both have one dtype, in value elsewhere."""
+    """A mask of elements that differ: in any bit where both have one dtype, in value elsewhere."""
     if a.dtype != b.dtype:
         exact = a.dtype.kind in "biu" and b.dtype.kind in "biu"
         return a != b if exact else (_wide(a) != _wide(b)) | _is_rounded(a) | _is_rounded(b)
@@ -342,21 +301,12 @@ def _changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _is_rounded(array: np.ndarray) -> np.ndarray:
-    """Which elements are integers that no double has, and so no other float either."""
+    """A mask of integers that no double has, and so no other float either."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
         return np.zeros(array.size, bool)
     wide = _wide(array)
     fits = wide < 2.0 ** (64 if array.dtype.kind == "u" else 63)
     return ~fits | (np.where(fits, wide, 0).astype(array.dtype) != array)
-
-
-def _are_integers(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.dtype.kind in "iu"
-
-
-def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How far integers are from one another, as doubles: subtracted before they are rounded."""
-    return np.where(a > b, a - b, b - a).view(f"u{a.dtype.itemsize}").astype(np.float64)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
@@ -373,15 +323,19 @@ def _compared(
     both: Mapping[str, _Pair],
     budget_bytes: int,
     progress: Callable[[int], None],
-) -> list[Values]:
+) -> list[ElementChange]:
     """The arrays of one shape with changed elements, compared block by block in threads."""
-    pairs = {label: pair for label, pair in both.items() if _are_comparable(pair)}
-    sums = {label: _Sums(math.prod(one.shape)) for label, (one, _) in pairs.items()}
+    pairs = {
+        label: (one, other)
+        for label, (one, other) in both.items()
+        if one.has_array and other.has_array and one.shape == other.shape
+    }
+    sums = {label: _RunningDifference(math.prod(one.shape)) for label, (one, _) in pairs.items()}
     lock = threading.Lock()
 
     def compare(label: str, pair: _Pair, box: Box) -> None:
         a, b = read_first(pair[0], box), read_second(pair[1], box)
-        part = _Sums(box.size)
+        part = _RunningDifference(box.size)
         part.add(a.ravel(), b.ravel())
         with lock:
             sums[label].join(part)
@@ -400,12 +354,6 @@ def _compared(
         for label, (one, other) in pairs.items()
         if sums[label].changed
     ]
-
-
-def _are_comparable(pair: _Pair) -> bool:
-    """Whether both are arrays of one shape."""
-    one, other = pair
-    return one.has_array and other.has_array and one.shape == other.shape
 
 
 def _blocks(pair: _Pair, budget_bytes: int) -> Iterator[tuple[Box, int]]:

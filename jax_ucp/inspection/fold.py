@@ -95,12 +95,8 @@ def fold_states(rows: Sequence[Sequence[str]]) -> tuple[str, list[tuple[str, ...
     if not has_names or not weights:
         return None
     usual = Counter(map(", ".join, weights)).most_common(1)[0][0]
-    return usual, [(*row, _unusual(several, usual)) for row, several in states.items()]
-
-
-def _unusual(states: Sequence[str], usual: str) -> str:
-    names = ", ".join(states)
-    return "" if names == usual else names
+    named = [(row, ", ".join(several)) for row, several in states.items()]
+    return usual, [(*row, "" if names == usual else names) for row, names in named]
 
 
 def _folded(
@@ -147,10 +143,5 @@ def _set(numbers: tuple[int, ...]) -> str:
         [n for _, n in run]
         for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     ]
-    return "{" + ",".join(map(_run, runs)) + "}"
-
-
-def _run(numbers: Sequence[int]) -> str:
-    if len(numbers) > 2:
-        return f"{numbers[0]}..{numbers[-1]}"
-    return ",".join(map(str, numbers))
+    texts = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return "{" + ",".join(texts) + "}"

@@ -53,10 +53,25 @@ class LazyArray:
         any other index.
         """
         given = index if isinstance(index, tuple) else (index,)
-        axes = _axis_indices(given, self.ndim, self._name)
+        items = [item for item in given if item is not Ellipsis]
+        dots = len(given) - len(items)
+        if dots > 1:
+            raise IndexError(f"{self._name}: an index has one `...`, not {dots}")
+        if len(items) > self.ndim:
+            raise IndexError(
+                f"{self._name} has {self.ndim} axes, and the index is for {len(items)}"
+            )
+        # Axes without an index are whole.
+        place = next((i for i, item in enumerate(given) if item is Ellipsis), len(items))
+        whole = [slice(None)] * (self.ndim - len(items))
+        axes: list[Any] = [*items[:place], *whole, *items[place:]]
         spans = [_span(item, n, self._name) for item, n in zip(axes, self.shape, strict=True)]
         box = Box(*zip(*spans, strict=True)) if spans else Box((), ())
-        return self._read(self._leaf, box)[tuple(map(_within_span, given))]
+        inside: list[Any] = []  # the same elements in the spans that are read
+        for item in given:
+            step = slice(None, None, item.step) if isinstance(item, slice) else 0
+            inside.append(item if item is Ellipsis else step)
+        return self._read(self._leaf, box)[tuple(inside)]
 
     def __array__(
         self, dtype: np.dtype | None = None, copy: bool | None = None
@@ -75,19 +90,6 @@ class LazyArray:
         return visible(self._leaf.label)
 
 
-def _axis_indices(given: tuple[Index, ...], ndim: int, name: str) -> list[SupportsIndex | slice]:
-    """One index for each axis: those that are not said are whole."""
-    items = [item for item in given if item is not Ellipsis]
-    dots = len(given) - len(items)
-    if dots > 1:
-        raise IndexError(f"{name}: an index has one `...`, not {dots}")
-    if len(items) > ndim:
-        raise IndexError(f"{name} has {ndim} axes, and the index is for {len(items)}")
-    place = next((i for i, item in enumerate(given) if item is Ellipsis), len(items))
-    whole = [slice(None)] * (ndim - len(items))
-    return [*items[:place], *whole, *items[place:]]  # pyright: ignore[reportReturnType]
-
-
 def _span(item: SupportsIndex | slice, n: int, name: str) -> tuple[int, int]:
     """The first element that an index takes of an axis of `n`, and the one after the last.
 
@@ -97,26 +99,15 @@ def _span(item: SupportsIndex | slice, n: int, name: str) -> tuple[int, int]:
     if isinstance(item, slice):
         taken = range(n)[item]
         return (min(taken[0], taken[-1]), max(taken[0], taken[-1]) + 1) if taken else (0, 0)
-    i = _integer(item, name)
-    if not -n <= i < n:
-        raise IndexError(f"{name}: index {i} is outside an axis of {n} elements")
-    return i % n, i % n + 1
-
-
-def _integer(item: object, name: str) -> int:
     try:
         if isinstance(item, bool):
             raise TypeError
-        return operator.index(item)  # pyright: ignore[reportArgumentType]
+        i = operator.index(item)
     except TypeError:
         raise TypeError(
             f"{name} is indexed by ints, slices and `...`, not {item!r:.80}; read it with"
             " numpy.asarray first"
         ) from None
-
-
-def _within_span(item: Index) -> int | slice | EllipsisType:
-    """The index of the same elements in the span that was read of their axis."""
-    if item is Ellipsis:
-        return Ellipsis
-    return slice(None, None, item.step) if isinstance(item, slice) else 0
+    if not -n <= i < n:
+        raise IndexError(f"{name}: index {i} is outside an axis of {n} elements")
+    return i % n, i % n + 1

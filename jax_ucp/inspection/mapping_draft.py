@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax_ucp.layout.fragments import Shape
@@ -71,7 +71,11 @@ def mapping_draft(params: Mapping[str, Shape], leaves: Mapping[str, Shape]) -> s
         leaves: those of the model's leaves, by their names with slashes.
     """
     sources, targets = _families(params), _families(leaves)
-    fits = list(_fits(sources, targets))
+    fits = [
+        _Fit(source, target, ways, len(source.words & target.words))
+        for source, target in itertools.product(sources, targets)
+        if (ways := tuple(_ways(source, target)))
+    ]
     pairs = _pairs(fits)
     decided = sum(fit.is_decided for fit in pairs)
     count = f"# {decided} rules; {len(sources) - decided} kinds of parameters are left open, below."
@@ -100,26 +104,16 @@ def _families(shapes: Mapping[str, Shape]) -> list[_Family]:
 
 
 def _counts(numbers: Sequence[Sequence[str]]) -> tuple[int, ...] | None:
-    """How many values each number has, if every combination from 0 on is there."""
+    """The count of values of each number, if every combination from 0 on is there."""
     columns = list(map(set, zip(*numbers, strict=True)))
     counts = tuple(map(len, columns))
-    is_full = math.prod(counts) == len(numbers)
-    return counts if is_full and columns == list(map(_numerals, counts)) else None
-
-
-def _numerals(count: int) -> set[str]:
-    return set(map(str, range(count)))
+    from_zero = [set(map(str, range(count))) for count in counts]
+    return counts if math.prod(counts) == len(numbers) and columns == from_zero else None
 
 
 def _filled(texts: Sequence[str], numbers: Sequence[str]) -> str:
     pairs = itertools.zip_longest(texts, numbers, fillvalue="")
     return "".join(itertools.chain.from_iterable(pairs))
-
-
-def _fits(sources: Sequence[_Family], targets: Sequence[_Family]) -> Iterator[_Fit]:
-    for source, target in itertools.product(sources, targets):
-        if ways := tuple(_ways(source, target)):
-            yield _Fit(source, target, ways, len(source.words & target.words))
 
 
 def _ways(source: _Family, target: _Family) -> Iterator[tuple[str, str]]:
@@ -158,49 +152,38 @@ def _axes(
     for number, count in enumerate(stacked):
         (axis,) = groups[number]
         names[axis] = f"n{number}of{count}"
-    of_source = (" ".join(names[axis] for axis in group) for group in groups[len(stacked) :])
-    return " ".join(map(_grouped, of_source)), " ".join(names)
-
-
-def _grouped(names: str) -> str:
-    return f"({names})" if " " in names else names
+    of_source = [" ".join(names[axis] for axis in group) for group in groups[len(stacked) :]]
+    grouped = [f"({axes})" if " " in axes else axes for axes in of_source]
+    return " ".join(grouped), " ".join(names)
 
 
 def _pairs(fits: Sequence[_Fit]) -> list[_Fit]:
     """The fits of which no side has a better one, or one as good, by words that they share."""
-    best_of_sources = _best_of_each([(fit.source, fit) for fit in fits])
-    best_of_targets = _best_of_each([(fit.target, fit) for fit in fits])
-    return [fit for fit in best_of_sources if fit in best_of_targets]
+    of_source: dict[_Family, list[_Fit]] = defaultdict(list)
+    of_target: dict[_Family, list[_Fit]] = defaultdict(list)
+    for fit in fits:
+        of_source[fit.source].append(fit)
+        of_target[fit.target].append(fit)
 
+    def is_best(fit: _Fit, rivals: Sequence[_Fit]) -> bool:
+        return all(each is fit or each.shared_words < fit.shared_words for each in rivals)
 
-def _best_of_each(fits: Sequence[tuple[Hashable, _Fit]]) -> list[_Fit]:
-    """Of each family the fit that shares the most words, if that is one."""
-    by_family: dict[Hashable, list[_Fit]] = defaultdict(list)
-    for family, fit in fits:
-        by_family[family].append(fit)
-    best: list[_Fit] = []
-    for mine in by_family.values():
-        most = max(fit.shared_words for fit in mine)
-        first = [fit for fit in mine if fit.shared_words == most]
-        best += first if len(first) == 1 else []
-    return best
+    best_of_sources = [fit for mine in of_source.values() for fit in mine if is_best(fit, mine)]
+    return [fit for fit in best_of_sources if is_best(fit, of_target[fit.target])]
 
 
 def _rule(fit: _Fit) -> str:
     """The rule of a pair; where several ways fit, all of them as comments."""
-    texts = [_rule_text(fit, *way) for way in fit.ways[:MOST_NAMED]]
+    name, leaf_name = json.dumps(fit.source.name), json.dumps(fit.target.name)
+    texts = [
+        f"- param: {name}\n  axes: {json.dumps(axes)}\n  leaf: {{{leaf_name}: {json.dumps(leaf)}}}"
+        for axes, leaf in fit.ways[:MOST_NAMED]
+    ]
     if fit.is_decided:
         return texts[0]
     lines = "\n".join(texts).replace("\n", "\n# ")
     title = f"# open: axes of one length fit in {len(fit.ways)} ways; which is right, no shape says"
     return f"{title}\n# {lines}"
-
-
-def _rule_text(fit: _Fit, axes: str, leaf: str) -> str:
-    name, leaf_name = json.dumps(fit.source.name), json.dumps(fit.target.name)
-    return (
-        f"- param: {name}\n  axes: {json.dumps(axes)}\n  leaf: {{{leaf_name}: {json.dumps(leaf)}}}"
-    )
 
 
 def _comments(
@@ -213,14 +196,11 @@ def _comments(
     paired = {fit.source for fit in pairs}
     for source in itertools.filterfalse(paired.__contains__, sources):
         candidates = [fit.target.name for fit in fits if fit.source == source]
-        yield f"# open: {source.name} {list(source.shape)} fits {_listed(candidates)}"
+        shown = candidates[:MOST_NAMED]
+        if left := len(candidates) - len(shown):
+            shown.append(f"{left} more")
+        listed = " or ".join(shown) or "nothing in the model"
+        yield f"# open: {source.name} {list(source.shape)} fits {listed}"
     paired = {fit.target for fit in pairs}
     for target in itertools.filterfalse(paired.__contains__, targets):
         yield f"# open: {target.name} {list(target.axes)} of the model"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = list(names[:MOST_NAMED])
-    if len(names) > MOST_NAMED:
-        shown.append(f"{len(names) - MOST_NAMED} more")
-    return " or ".join(shown) or "nothing in the model"

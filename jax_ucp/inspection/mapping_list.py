@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jax_ucp.errors import LayoutError
@@ -21,7 +21,7 @@ def mapping_list(
     checkpoint: Checkpoint | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> list[Report]:
-    """What `jax-ucp mappings --json` prints: the mappings that come with the package.
+    """The mappings that come with the package, as `jax-ucp mappings --json` prints them.
 
     Args:
         checkpoint: of which it is said which mappings fit; those for other models are left out.
@@ -34,29 +34,23 @@ def mapping_list(
     mappings = [LeafMapping.load(name) for name in shipped()]
     if checkpoint is None:
         return [_entry(mapping) for mapping in mappings]
-    return list(_verdicts(checkpoint, mappings, given_config(config or {})))
+    # Those for models of the checkpoint's class, with the first thing that does not fit; where the
+    # config names no class, those of which every requirement is met.
+    given, entries = given_config(config or {}), []
+    shapes = {name: param.shape for name, param in checkpoint.params.items()}
+    for mapping in mappings:
+        known = joined(checkpoint.config, given, mapping.config_keys)
+        try:
+            bind(mapping, shapes, {}, known)
+        except LayoutError as error:
+            if mapping.about["model"] in known.get("architectures", ()):
+                why = error.faults[0] if error.faults else str(error)
+                entries.append({**_entry(mapping), "fits": False, "why": why})
+        else:
+            entries.append({**_entry(mapping), "fits": True, "why": ""})
+    return entries
 
 
 def _entry(mapping: LeafMapping) -> Report:
     name = mapping.name.removesuffix(".yaml")
     return {"name": name, **mapping.about, "variants": list(mapping.variants)}
-
-
-def _verdicts(
-    checkpoint: Checkpoint, mappings: Sequence[LeafMapping], given: Mapping[str, Any]
-) -> Iterator[Report]:
-    """The mappings for models of the checkpoint's class, each with what does not fit, if anything.
-
-    Where the config names no class, those of which every requirement is met.
-    """
-    shapes = {name: param.shape for name, param in checkpoint.params.items()}
-    for mapping in mappings:
-        config = joined(checkpoint.config, given, mapping.config_keys)
-        try:
-            bind(mapping, shapes, {}, config)
-        except LayoutError as error:
-            if mapping.about["model"] in config.get("architectures", ()):
-                _, *faults = str(error).split("\n  ")
-                yield {**_entry(mapping), "fits": False, "why": faults[0] if faults else str(error)}
-        else:
-            yield {**_entry(mapping), "fits": True, "why": ""}

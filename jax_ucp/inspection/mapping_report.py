@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from jax_ucp.errors import LayoutError
 from jax_ucp.inspection.report import Report
-from jax_ucp.layout.axes import Expression
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.mapping.binding import outcomes, unclaimed
 from jax_ucp.mapping.model_config import given_config, joined
@@ -49,7 +48,7 @@ def mapping_report(
     assume: Sequence[str] = (),
     params: str | None = None,
 ) -> Report:
-    """What `jax-ucp map --json` prints: leaves beside their parameters, faults and suggestions.
+    """Leaves beside their parameters, faults and suggestions, as `jax-ucp map --json` prints them.
 
     Args:
         checkpoint: the checkpoint whose parameters the mapping should turn into leaves.
@@ -67,17 +66,31 @@ def mapping_report(
     targets = target or {}
     report: Report = {"mapping": mapping.name, **{name: [] for name in _LISTS}}
     try:
-        report["requires"] = _requirements(checkpoint, mapping, config, assume)
+        known = joined(checkpoint.config, given_config(config or {}), mapping.config_keys)
+        report["requires"] = [
+            {
+                "name": outcome.requirement.name,
+                "that": outcome.requirement.that,
+                "state": outcome.state,
+                "found": outcome.values,
+            }
+            for outcome in outcomes(mapping, known, assume)
+        ]
         said = {"sizes": sizes, "config": config, "assume": assume, "params": params}
         mapped = checkpoint.map(mapping, **said)
     except LayoutError as error:
-        title, *faults = str(error).split("\n  ")
-        report["faults"] = faults or [title]
+        report["faults"] = error.faults or [str(error)]
         formed: set[str] = set()
         for rule in mapping.rules:
             formed |= _named_by(rule.leaves, targets)
     else:
-        report |= _mapped_report(checkpoint, mapped, mapping, target)
+        before = set(checkpoint.inventory)
+        skipped = [item for item in mapped.inventory if item not in before]
+        report["leaves"] = [_row(mapped, name, targets) for name in mapped.params]
+        report["skipped"] = [[item.where, item.reason] for item in skipped]
+        report["notes"] = [note for note in mapped.notes if note not in checkpoint.notes]
+        if target is not None:
+            report["faults"] = list(_differences(mapping, _shapes(mapped), target))
         formed = set(mapped.params)
     missing = {name: shape for name, shape in targets.items() if name not in formed}
     report["suggestions"] = list(_suggestions(_shapes(checkpoint), missing, mapping))
@@ -101,39 +114,6 @@ def tree_shapes(tree: Any) -> dict[str, Shape]:
         if hasattr(node.value, "shape") and hasattr(node.value, "dtype")
     }
     return {label.removesuffix("/value"): tuple(array.shape) for label, array in arrays.items()}
-
-
-def _requirements(
-    checkpoint: Checkpoint,
-    mapping: LeafMapping,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None,
-    assume: Sequence[str],
-) -> list[Report]:
-    """What became of each requirement: met, unmet, or assumed."""
-    known = joined(checkpoint.config, given_config(config or {}), mapping.config_keys)
-    return [
-        {
-            "name": outcome.requirement.name,
-            "that": outcome.requirement.that,
-            "state": outcome.state,
-            "found": outcome.values,
-        }
-        for outcome in outcomes(mapping, known, assume)
-    ]
-
-
-def _mapped_report(
-    checkpoint: Checkpoint, mapped: Checkpoint, mapping: LeafMapping, target: Shapes | None
-) -> Report:
-    """The leaves of a mapped checkpoint, what it leaves out, and how it differs from a target."""
-    before = set(checkpoint.inventory)
-    skipped = [item for item in mapped.inventory if item not in before]
-    return {
-        "leaves": [_row(mapped, name, target or {}) for name in mapped.params],
-        "skipped": [[item.where, item.reason] for item in skipped],
-        "notes": [note for note in mapped.notes if note not in checkpoint.notes],
-        "faults": [] if target is None else list(_differences(mapping, _shapes(mapped), target)),
-    }
 
 
 def _shapes(checkpoint: Checkpoint) -> Shapes:
@@ -174,20 +154,16 @@ def _differences(mapping: LeafMapping, shapes: Shapes, targets: Shapes) -> Itera
 
 def _order(mapping: LeafMapping, leaf: str, shape: Shape, target: Shape) -> str | None:
     """The axes of a leaf in the one order that gives the wanted shape, or None."""
-    axes = _leaf_axes(mapping, leaf)
+    # by the first rule that forms the leaf
+    patterns = itertools.chain.from_iterable(rule.leaves.items() for rule in mapping.rules)
+    axes = next(
+        expression(axes) for pattern, axes in patterns if name_regex(pattern).fullmatch(leaf)
+    )
     if axes.rest or len(axes.dims) != len(target) or len(axes.dims) > MOST_PERMUTED:
         return None
     orders = itertools.permutations(range(len(target)))
     fitting = [order for order in orders if tuple(shape[i] for i in order) == target]
     return " ".join(str(axes.dims[i]) for i in fitting[0]) if len(fitting) == 1 else None
-
-
-def _leaf_axes(mapping: LeafMapping, leaf: str) -> Expression:
-    """The axes of a leaf, by the first rule that forms it."""
-    patterns = itertools.chain.from_iterable(rule.leaves.items() for rule in mapping.rules)
-    return next(
-        expression(axes) for pattern, axes in patterns if name_regex(pattern).fullmatch(leaf)
-    )
 
 
 def _named_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
@@ -201,7 +177,18 @@ def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> Itera
     patterns = itertools.chain.from_iterable(rule.params for rule in mapping.rules)
     unused = [pattern for pattern in patterns if not _named_by([pattern], params)]
     families = _families({name: params[name] for name in unclaimed(mapping, list(params))})
-    leaf_of = _likely_leaves(families, missing)
+    # the missing leaf that each family could be, the likeliest pairs first
+    pairs: list[tuple[float, str, str]] = []
+    for (family, shapes), (name, shape) in itertools.product(families.items(), missing.items()):
+        if math.prod(shape) in (sum(map(math.prod, shapes)), math.prod(shapes[0])):
+            likeness = _likeness(family, shapes, name, shape)
+            pairs.append((likeness, family, name))
+    leaf_of: dict[str, str] = {}
+    for likeness, family, name in sorted(pairs, reverse=True):
+        if likeness < NEAR:
+            break
+        if family not in leaf_of and name not in leaf_of.values():
+            leaf_of[family] = name
     for family, shapes in families.items():
         count = f"({len(shapes)} of {list(shapes[0])})" if len(shapes) > 1 else list(shapes[0])
         if leaf := leaf_of.get(family):
@@ -213,23 +200,8 @@ def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> Itera
         yield f"{family} {count} -> perhaps {meant}"
 
 
-def _likely_leaves(families: Families, missing: Shapes) -> dict[str, str]:
-    """For families of parameters the missing leaf that each could be, the likeliest pairs first."""
-    pairs: list[tuple[float, str, str]] = []
-    for (family, shapes), (name, shape) in itertools.product(families.items(), missing.items()):
-        if math.prod(shape) in (sum(map(math.prod, shapes)), math.prod(shapes[0])):
-            pairs.append((_likeness(family, shapes, name, shape), family, name))
-    leaf_of: dict[str, str] = {}
-    for likeness, family, name in sorted(pairs, reverse=True):
-        if likeness < NEAR:
-            break
-        if family not in leaf_of and name not in leaf_of.values():
-            leaf_of[family] = name
-    return leaf_of
-
-
 def _likeness(family: str, shapes: Sequence[Shape], name: str, shape: Shape) -> float:
-    """How much alike two names are, from 0 to 1; what torch calls weight has other names in JAX."""
+    """The likeness of two names, from 0 to 1; torch's `weight` has other names in JAX."""
     role = "kernel" if len(shapes[0]) > 1 else "scale"
     words = re.sub(r"\W+", " ", re.sub(r"\bweight$", role, family)), re.sub(r"\W+", " ", name)
     # Some parameters of one family may be wanted layer by layer, but a leaf that holds all of them

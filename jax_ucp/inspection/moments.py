@@ -1,4 +1,4 @@
-"""Which arrays of a tree are Adam's two moments of which parameter, and which step they mean."""
+"""Adam's two moments of each parameter of a tree, and the step that they mean."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _OPTAX = "mu", "nu"
 class Moments:
     """A parameter and its moments, `m` and `v`.
 
-    `settings` are those of its optimizer, and `counted` is what has its number of steps; empty and
-    None where nothing says them.
+    `settings` are those of its optimizer, and `counted` has its number of steps; empty and None
+    where nothing says them.
     """
 
     param: Leaf
@@ -45,55 +45,48 @@ def together(
     `settings` are those of the optimizer by the name of a parameter.
     """
     moments = list(_moments_of_params(params, settings)) or list(_moments_of_optax(leaves))
-    by_param = {each.param.name: each for each in filter(_are_alike, moments)}
+    by_param = {
+        each.param.name: each
+        for each in moments
+        if each.param.shape == each.m.shape == each.v.shape
+    }
     shown_with_params: set[str] = set()
     for each in by_param.values():
         shown_with_params |= {each.m.name, each.v.name}
     rest = [leaf for leaf in leaves if leaf.has_array and leaf.name not in shown_with_params]
-    return [_together(leaf, by_param.get(leaf.name)) for leaf in rest]
+    groups: list[Together] = []
+    for leaf in rest:
+        own = by_param.get(leaf.name)
+        groups.append(Together((leaf, own.m, own.v), _adam_step(own)) if own else Together((leaf,)))
+    return groups
 
 
-def _together(leaf: Leaf, moments: Moments | None) -> Together:
-    if moments is None:
-        return Together((leaf,))
-    return Together((leaf, moments.m, moments.v), adam_step(moments))
-
-
-def is_step_known(settings: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's settings say how large its steps are."""
-    betas = settings.get("betas")
-    if not isinstance(betas, list):
-        return False
-    numbers = settings.get("lr"), settings.get("eps"), *betas
-    return len(numbers) == 4 and {int, float}.issuperset(map(type, numbers))
-
-
-def adam_step(moments: Moments) -> AdamStep:
-    """How the parameter was moved last; where that is not known, by `m / sqrt(v)`, the direction
-    of a step of rate 1.
+def _adam_step(moments: Moments) -> AdamStep:
+    """The last step of the parameter; if that is not known, `m / sqrt(v)`, the direction of a step
+    of rate 1.
     """
-    if moments.counted is None or not is_step_known(moments.settings):
+    settings = moments.settings
+    betas = settings.get("betas")
+    if moments.counted is None or not isinstance(betas, list):
         return AdamStep()
-    count = _count(moments.counted)
-    first, second = (1 - beta**count for beta in moments.settings["betas"])
+    numbers = settings.get("lr"), settings.get("eps"), *betas
+    if len(numbers) != 4 or not {int, float}.issuperset(map(type, numbers)):
+        return AdamStep()
+    try:
+        count = moments.counted.read("step")
+    except UCPError:
+        return AdamStep()  # which is a fault of the array `step`
+    steps = int(count.reshape(())) if count.size == 1 and np.isfinite(count).all() else 0
+    first, second = (1 - beta**steps for beta in betas)
     if 0 in (first, second):
         return AdamStep()
-    return AdamStep(moments.settings["lr"], first, second, moments.settings["eps"])
-
-
-def _count(parameter: Parameter) -> int:
-    """The number of steps, if that is one number that can be read."""
-    try:
-        count = parameter.read("step")
-    except UCPError:
-        return 0  # which is a fault of the array `step`
-    return int(count.reshape(())) if count.size == 1 and np.isfinite(count).all() else 0
+    return AdamStep(settings["lr"], first, second, settings["eps"])
 
 
 def _moments_of_params(
     params: Mapping[str, Parameter], settings: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Moments]:
-    """Those of a trainer's tree, {state: {parameter: array}}."""
+    """The moments in a trainer's tree, {state: {parameter: array}}."""
     for name, parameter in params.items():
         states = parameter.states
         if states.keys() >= {*_TORCH}:
@@ -103,8 +96,8 @@ def _moments_of_params(
 
 
 def _moments_of_optax(leaves: Sequence[Leaf]) -> Iterator[Moments]:
-    """Those of a tree with optax's states, `.../mu/PATH` and `.../nu/PATH`, whose parameter is the
-    one other leaf with a path that ends so; where several are, none is taken.
+    """The moments in a tree with optax's states, `.../mu/PATH` and `.../nu/PATH`; the parameter is
+    the one other leaf with a path that ends so; where several are, none is taken.
     """
     params: dict[_Names, list[Leaf]] = defaultdict(list)
     moments: dict[str, dict[tuple[_Names, _Names], Leaf]] = defaultdict(dict)
@@ -125,9 +118,3 @@ def _moments_of_optax(leaves: Sequence[Leaf]) -> Iterator[Moments]:
 
 
 _Names = tuple[str, ...]
-
-
-def _are_alike(moments: Moments) -> bool:
-    """Whether all three have one shape."""
-    shapes = {moments.param.shape, moments.m.shape, moments.v.shape}
-    return len(shapes) == 1

@@ -12,16 +12,15 @@ import hashlib
 import html
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_ucp.arguments import local_path
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.files.local import LocalFiles
-from jax_ucp.inspection.diff import Difference
 from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.page_data import Findings, flags_of, page_data
 from jax_ucp.inspection.report import Report, head, inventory_of, pieces_of
@@ -34,9 +33,7 @@ from jax_ucp.inspection.words import (
     size,
     skipped_reasons,
     spec_words,
-    told,
 )
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf
 
@@ -54,7 +51,7 @@ _SCRIPTS = "d3.min.js", "plot.umd.min.js", "page.js"
 
 @dataclass(frozen=True)
 class Page:
-    """A page about a checkpoint. `faults` are what was found wrong with the checkpoint."""
+    """A page about a checkpoint; `faults` are those of the checkpoint."""
 
     html: str
     faults: tuple[str, ...] = ()
@@ -65,10 +62,15 @@ class Page:
         Raises FileExistsError where something else than a page is.
         """
         target = local_path(path)
-        if target.exists() and not _is_page(target):
-            raise FileExistsError(
-                f"{target} exists and is not the page of a report: it is left as it is"
-            )
+        if target.exists():
+            begin = b""
+            if target.is_file():
+                with target.open("rb") as file:
+                    begin = file.read(len(_BEGIN))
+            if begin != _BEGIN.encode():
+                raise FileExistsError(
+                    f"{target} exists and is not the page of a report: it is left as it is"
+                )
         LocalFiles(target.parent).write(target.name, [self.html.encode()], durable=True)
 
     def _repr_html_(self) -> str:
@@ -79,29 +81,36 @@ class Page:
         )
 
 
-def _is_page(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(_BEGIN)) == _BEGIN.encode()
-
-
 def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Findings) -> Page:
     """The page of a checkpoint; `arrays` are those of its leaves, by name."""
     pieces = pieces_of(checkpoint)
     about = head(checkpoint, pieces)
     leaves = [leaf for leaf in checkpoint.leaves if leaf.has_array]
     flags = {leaf.name: flags_of(leaf, (found.statistics or {}).get(leaf.name)) for leaf in leaves}
-    faults = tuple(_faults(leaves, found.statistics or {}))
+    looked_at = [found.statistics[leaf.name] for leaf in leaves] if found.statistics else []
+    faults = tuple(dict.fromkeys(each.unread for each in looked_at if each.is_fault))
     data = page_data(leaves, arrays, pieces, found, flags)
+    source = [(f"source, {name}", json.dumps(value)) for name, value in about["source"].items()]
+    extras = [(name, json.dumps(value)) for name, value in checkpoint.extras.items()]
+    shown = [
+        (name, text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)")
+        for name, text in extras
+    ]
+    skipped = skipped_reasons(inventory_of(checkpoint))
     sections = [
         _verdict(about, leaves, flags, faults, found),
         _TREE,
         _MAP,
         _DEPTH if found.statistics is not None else "",
-        *_mesh_sections(found.mesh),
-        *_difference_sections(about, found),
-        _provenance(checkpoint, about),
+        _mesh_section(found.mesh),
+        _difference_section(about, found),
+        _section(
+            "provenance",
+            "Provenance",
+            _facts([("format", about["format"]), ("written by", about["writer"]), *source])
+            + _table("Stored, but not in any array", SKIPPED, skipped)
+            + _table("Kept beside the arrays", ("what", "value"), shown),
+        ),
     ]
     return Page(_document(f"{about['path']}", "\n".join(sections), data), faults)
 
@@ -112,7 +121,8 @@ def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Finding
 def _document(title: str, body: str, data: Report) -> str:
     """The whole page. Its policy lets the scripts run that are in it, known by their digests."""
     scripts = [_part(name) for name in _SCRIPTS]
-    digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
+    digests = " ".join(f"'sha256-{each.decode()}'" for each in hashes)
     policy = (
         f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline';"
         " base-uri 'none'; form-action 'none'"
@@ -145,10 +155,6 @@ def _document(title: str, body: str, data: Report) -> str:
 @cache
 def _part(name: str) -> str:
     return files(_PARTS).joinpath(name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _text(text: object) -> str:
@@ -217,16 +223,6 @@ _DEPTH = _section("statistics", "By depth", '<div id="depth"></div>')
 # What was found.
 
 
-def _faults(leaves: Sequence[Leaf], statistics: Mapping[str, Statistics]) -> Iterator[str]:
-    """What is wrong with what was read; each message once."""
-    messages = (
-        statistics[leaf.name].unread
-        for leaf in leaves
-        if leaf.name in statistics and statistics[leaf.name].is_fault
-    )
-    yield from dict.fromkeys(messages)
-
-
 def _verdict(
     about: Report,
     leaves: Sequence[Leaf],
@@ -235,7 +231,15 @@ def _verdict(
     found: Findings,
 ) -> str:
     flagged = [(leaf.label, flags[leaf.name]) for leaf in leaves if flags[leaf.name]]
-    lines = [_reading(found), *_remarks(about, len(flagged), len(leaves), found.difference)]
+    lines = [_reading(found.statistics)]
+    if flagged:
+        lines.append(f"{len(flagged)} of {len(leaves)} arrays should be checked.")
+    if about["items"]["skipped"]:
+        skipped = several(about["items"]["skipped"], "stored item")
+        lines.append(f"Not in any array: {skipped}, see Provenance.")
+    if found.difference is not None:
+        same = "equal to" if found.difference.same else "not equal to"
+        lines.append(f"It is {same} the other checkpoint.")
     lines += [f"Fault: {fault}" for fault in faults]
     bad = " bad" * bool(flagged or faults)
     said = "".join(f"<p>{_text(line)}</p>" for line in lines)
@@ -248,27 +252,13 @@ def _verdict(
     )
 
 
-def _remarks(
-    about: Report, flagged: int, arrays: int, difference: Difference | None
-) -> Iterator[str]:
-    """What people should know first, beside faults."""
-    if flagged:
-        yield f"{flagged} of {arrays} arrays should be checked."
-    if about["items"]["skipped"]:
-        skipped = several(about["items"]["skipped"], "stored item")
-        yield f"Not in any array: {skipped}, see Provenance."
-    if difference is not None:
-        same = "equal to" if difference.same else "not equal to"
-        yield f"It is {same} the other checkpoint."
-
-
-def _reading(found: Findings) -> str:
-    """What of the elements this page rests on."""
-    if found.statistics is None:
+def _reading(statistics: Mapping[str, Statistics] | None) -> str:
+    """A sentence on the share of the elements that was read."""
+    if statistics is None:
         return "No array was read: this page is made of metadata only."
-    read = [each for each in found.statistics.values() if not each.unread]
+    read = [each for each in statistics.values() if not each.unread]
     sampled = [each for each in read if each.seen < each.elements]
-    unread = len(found.statistics) - len(read)
+    unread = len(statistics) - len(read)
     text = f"Read whole: {several(len(read) - len(sampled), 'array')}"
     if sampled:
         share = sum(each.seen for each in sampled) / sum(each.elements for each in sampled)
@@ -281,42 +271,30 @@ def _reading(found: Findings) -> str:
 # Meshes, differences, provenance.
 
 
-def _mesh_sections(mesh: Report | None) -> Iterator[str]:
+def _mesh_section(mesh: Report | None) -> str:
     if mesh is None:
-        return
+        return ""
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh["mesh"].items())
-    hosts = [
-        (
-            i,
-            size(host["read_bytes"]),
-            size(host["needed_bytes"]),
-            f"{host['amplification']:.3f}",
-            host["files"],
-        )
-        for i, host in enumerate(mesh["hosts"])
-    ]
+    hosts: list[Sequence[object]] = []
+    for i, host in enumerate(mesh["hosts"]):
+        read, needed = size(host["read_bytes"]), size(host["needed_bytes"])
+        hosts.append((i, read, needed, f"{host['amplification']:.3f}", host["files"]))
     given_up = [
         (leaf["leaf"], str(leaf["shape"]), str(tuple(leaf["spec"])), "; ".join(leaf["notes"]))
         for leaf in mesh["leaves"]
         if leaf["notes"]
     ]
-    placed = [
-        (
-            leaf["leaf"],
-            str(leaf["shape"]),
-            spec_words(leaf["spec"]),
-            str(leaf["device_shape"]),
-            size(leaf["device_bytes"]),
-        )
-        for leaf in mesh["leaves"]
-    ]
+    placed: list[tuple[str, ...]] = []
+    for leaf in mesh["leaves"]:
+        spec, nbytes = spec_words(leaf["spec"]), size(leaf["device_bytes"])
+        placed.append((leaf["leaf"], str(leaf["shape"]), spec, str(leaf["device_shape"]), nbytes))
     facts = [
         ("mesh", f"{axes}: {mesh['devices']} devices"),
         ("on each device", size(mesh["device_bytes"])),
         ("read / needed", f"{mesh['amplification']:.3f}, of all hosts"),
         ("most / mean", f"{mesh['balance']:.3f}, of what hosts read"),
     ]
-    yield _section(
+    return _section(
         "mesh",
         "On the mesh",
         _facts(facts)
@@ -329,49 +307,24 @@ def _mesh_sections(mesh: Report | None) -> Iterator[str]:
     )
 
 
-def _difference_sections(about: Report, found: Findings) -> Iterator[str]:
+def _difference_section(about: Report, found: Findings) -> str:
     if found.difference is None or found.other is None:
-        return
+        return ""
     other = head(found.other, pieces_of(found.other))
-    both = _by_heading(head_lines(about)), _by_heading(head_lines(other))
-    names = dict.fromkeys(name for side in both for name in side)
-    rows = [(name, *(side.get(name, "") for side in both)) for name in names]
+    texts: dict[str, tuple[list[str], list[str]]] = {}  # by heading, of both sides
+    for side, report in enumerate((about, other)):
+        for heading, text in head_lines(report):
+            texts.setdefault(heading, ([], []))[side].append(text)
+    rows = [(heading, *map("; ".join, sides)) for heading, sides in texts.items()]
     difference = found.difference
+    settings = [(fact.label, fact.first, fact.second) for fact in difference.facts]
     compared = "names, shapes and dtypes" if difference.headers_only else "all elements"
-    yield _section(
+    return _section(
         "difference",
         "Compared with the other",
         f"<p>{difference.equal} arrays and values are equal in {compared}.</p>"
         + _table("Two checkpoints", ("", about["path"], other["path"]), rows)
-        + _folded("Settings that differ", ("setting", "this", "other"), told(difference))
+        + _folded("Settings that differ", ("setting", "this", "other"), settings)
         + _folded("What differs", ("leaf", "what", "this", "other"), changes(difference))
         + ('<div id="changes"></div>' if difference.values else ""),
     )
-
-
-def _by_heading(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Lines by their headings; those with one heading, such as groups, are joined."""
-    texts: dict[str, list[str]] = {}
-    for heading, text in lines:
-        texts.setdefault(heading, []).append(text)
-    return {heading: "; ".join(each) for heading, each in texts.items()}
-
-
-def _provenance(checkpoint: Checkpoint, about: Report) -> str:
-    source = [(f"source, {name}", json.dumps(value)) for name, value in about["source"].items()]
-    extras = [(name, _short(json.dumps(value))) for name, value in checkpoint.extras.items()]
-    return _section(
-        "provenance",
-        "Provenance",
-        _facts([("format", about["format"]), ("written by", about["writer"]), *source])
-        + _table(
-            "Stored, but not in any array",
-            SKIPPED,
-            skipped_reasons(inventory_of(checkpoint)),
-        )
-        + _table("Kept beside the arrays", ("what", "value"), extras),
-    )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

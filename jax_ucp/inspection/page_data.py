@@ -1,4 +1,4 @@
-"""What the script of a page draws, as JSON: arrays in columns, ten thousand in two megabytes."""
+"""Data for the script of a page, as JSON: arrays in columns, ten thousand in two megabytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jax_ucp.arrays.protocol import ArrayInfo, Piece
 from jax_ucp.inspection.diff import Difference
-from jax_ucp.inspection.fold import Folded, fold
+from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.statistics import AdamStep, Statistics, Together
-from jax_ucp.sources.protocol import ArrayInfo, Piece
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What a page has of where arrays are stored, for it to stay small: pieces of an array, and of all.
 _PIECES_OF_ONE = 256
 _PIECES = 8000
-# What is known of an array by its statistics: the key, and what people call it.
+# Measures of an array: the key, and its name on the page.
 _MEASURES = (
     ("norm", "norm"),
     ("rms", "root mean square"),
@@ -41,7 +41,7 @@ _MEASURES = (
 
 @dataclass(frozen=True)
 class Findings:
-    """What a page is made of beside the checkpoint's own metadata; None of what was not asked."""
+    """Results that a page shows beside the checkpoint's own metadata; None if not asked for."""
 
     together: Sequence[Together]
     statistics: Mapping[str, Statistics] | None = None
@@ -51,23 +51,19 @@ class Findings:
 
 
 def flags_of(leaf: Leaf, found: Statistics | None) -> str:
-    """What people should look at of an array, in words."""
+    """Warnings about an array, in words."""
     if found is None:
         return ""
     words = [f"{found.nans} NaN"] * (found.nans > 0)
     words += [f"{found.infinities} infinite"] * (found.infinities > 0)
-    if found.dead_rows and _is_parameter(leaf):
+    # Rows of zeros are usual in moments: of tokens that were not seen, of experts not asked.
+    if found.dead_rows and _MOMENTS.isdisjoint(str(key) for key in leaf.path[:-1]):
         words.append(f"{found.dead_rows} of {found.rows} rows are zeros")
     words += ["not read"] * bool(found.unread)
     return ", ".join(words)
 
 
-# Rows of zeros are usual in moments: of tokens that were not seen, of experts that were not asked.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "mu", "nu", "opt_state"})
-
-
-def _is_parameter(leaf: Leaf) -> bool:
-    return _MOMENTS.isdisjoint(str(key) for key in leaf.path[:-1])
 
 
 def page_data(
@@ -77,99 +73,31 @@ def page_data(
     found: Findings,
     flags: Mapping[str, str],
 ) -> Report:
-    """What the page's script draws; `flags` are what to look at, by the name of a leaf."""
-    shapes, dtypes = _Table(), _Table()
-    columns = _metadata_columns(leaves, arrays, shapes, dtypes)
-    if any(flags.values()):
-        columns["flags"] = [visible(flags[leaf.name]) for leaf in leaves]
-    if found.mesh is not None:
-        columns |= _mesh_columns(leaves, found.mesh, shapes)
-    if found.statistics is not None:
-        columns |= _columns(leaves, found.statistics, found.together)
-    rows = fold([(leaf.label, str(leaf.shape), leaf.dtype) for leaf in leaves])
-    return {
-        "arrays": columns,
-        "shapes": shapes.values,
-        "dtypes": dtypes.values,
-        "measures": _MEASURES,
-        "has_states": any(leaf.path and leaf.path[0].name == "param" for leaf in leaves),
-        "folded": [_folded_data(row) for row in rows],
-        **_piece_data(leaves, pieces, [row.rows[0] for row in rows]),
-        "changes": _changes_data(found.difference),
-    }
-
-
-def _metadata_columns(
-    leaves: Sequence[Leaf], arrays: Mapping[str, ArrayInfo], shapes: _Table, dtypes: _Table
-) -> Report:
-    """What is known of arrays without reading them."""
+    """Data for the page's script; `flags` are warnings by the name of a leaf."""
+    shapes, dtypes = _Distinct(), _Distinct()
     infos = [arrays[leaf.name] for leaf in leaves]
-    return {
+    columns: Report = {
         "label": _front_coded([visible(leaf.label) for leaf in leaves]),
         "shape": [shapes.place(info.shape) for info in infos],
         "dtype": [dtypes.place(leaf.dtype) for leaf in leaves],
         "chunk": [shapes.place(info.chunk) for info in infos],
         "bytes": [info.nbytes for info in infos],
     }
-
-
-def _mesh_columns(leaves: Sequence[Leaf], mesh: Report, shapes: _Table) -> Report:
-    """What a device of the mesh holds of each array, and by which spec."""
-    of_label = {leaf["leaf"]: leaf for leaf in mesh["leaves"]}
-    placed = [of_label[leaf.label] for leaf in leaves]
-    return {
-        "device": [shapes.place(leaf["device_shape"]) for leaf in placed],
-        "spec": [visible(str(tuple(leaf["spec"]))) for leaf in placed],
-    }
-
-
-def _folded_data(row: Folded) -> Report:
-    """A row of the tree; one array has its own name."""
-    name = {"name": visible(row.name)} if row.count > 1 else {}
-    return {**name, "members": row.rows}
-
-
-def _front_coded(texts: Sequence[str]) -> list[tuple[int, str]]:
-    """Each text as how much it begins with of the one before, in UTF-16 as scripts count, and the
-    rest: a third of the bytes, of ten thousand names.
-
-    >>> _front_coded(["layers.0.w", "layers.1.w"])
-    [(0, 'layers.0.w'), (7, '1.w')]
-    """
-    coded: list[tuple[int, str]] = []
-    last = ""
-    for text in texts:
-        begin = len(os.path.commonprefix([last, text]))  # noqa: RUF071
-        coded.append((len(text[:begin].encode("utf-16-le")) // 2, text[begin:]))
-        last = text
-    return coded
-
-
-class _Table:
-    """Values that many have, each once."""
-
-    def __init__(self) -> None:
-        self._places: dict[Any, int] = {}
-
-    def place(self, value: Any) -> int | None:
-        if value is None:
-            return None
-        key = tuple(value) if isinstance(value, list | tuple) else value
-        return self._places.setdefault(key, len(self._places))
-
-    @property
-    def values(self) -> list[Any]:
-        return list(self._places)
-
-
-def _piece_data(
-    leaves: Sequence[Leaf], pieces: Mapping[str, Sequence[Piece]], first: Sequence[int]
-) -> Report:
-    """Where arrays are stored: of one of each kind first, and of the others while there is room."""
-    names, left = _Table(), _PIECES
+    if any(flags.values()):
+        columns["flags"] = [visible(flags[leaf.name]) for leaf in leaves]
+    if found.mesh is not None:
+        of_label = {leaf["leaf"]: leaf for leaf in found.mesh["leaves"]}
+        placed = [of_label[leaf.label] for leaf in leaves]
+        columns["device"] = [shapes.place(leaf["device_shape"]) for leaf in placed]
+        columns["spec"] = [visible(str(tuple(leaf["spec"]))) for leaf in placed]
+    if found.statistics is not None:
+        columns |= _columns(leaves, found.statistics, found.together)
+    rows = fold([(leaf.label, str(leaf.shape), leaf.dtype) for leaf in leaves])
+    # Pieces of arrays: of one of each kind first, and of the others while there is room.
+    names, left = _Distinct(), _PIECES
     shown: dict[int, list[Any]] = {}
     more: dict[int, int] = {}
-    for i in dict.fromkeys([*first, *range(len(leaves))]):
+    for i in dict.fromkeys([*(row.rows[0] for row in rows), *range(len(leaves))]):
         each = pieces[leaves[i].label]
         few = each[: min(_PIECES_OF_ONE, left)]
         if not few:
@@ -187,13 +115,70 @@ def _piece_data(
         ]
         if len(each) > len(few):
             more[i] = len(each) - len(few)
-    return {"files": _front_coded(names.values), "pieces": shown, "pieces_left_out": more}
+    return {
+        "arrays": columns,
+        "shapes": shapes.values,
+        "dtypes": dtypes.values,
+        "measures": _MEASURES,
+        "has_states": any(leaf.state == "param" for leaf in leaves),
+        # one array has its own name
+        "folded": [
+            {**({"name": visible(row.name)} if row.count > 1 else {}), "members": row.rows}
+            for row in rows
+        ],
+        "files": _front_coded(names.values),
+        "pieces": shown,
+        "pieces_left_out": more,
+        "changes": [
+            {
+                "label": visible(each.label),
+                "share": _rounded(each.share),
+                "largest": _rounded(each.largest),
+                "relative": _rounded(each.relative),
+                "turned": _rounded(1 - each.cosine),
+            }
+            for each in (found.difference.values if found.difference else ())
+        ],
+    }
+
+
+def _front_coded(texts: Sequence[str]) -> list[tuple[int, str]]:
+    """Each text as the length that it shares with the one before, in UTF-16 as scripts count, and
+    the rest: a third of the bytes, of ten thousand names.
+
+    >>> _front_coded(["layers.0.w", "layers.1.w"])
+    [(0, 'layers.0.w'), (7, '1.w')]
+    """
+    coded: list[tuple[int, str]] = []
+    last = ""
+    for text in texts:
+        begin = len(os.path.commonprefix([last, text]))  # noqa: RUF071
+        coded.append((len(text[:begin].encode("utf-16-le")) // 2, text[begin:]))
+        last = text
+    return coded
+
+
+class _Distinct:
+    """Distinct values, by their places in a list."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, int] = {}
+
+    def place(self, value: Any) -> int | None:
+        if value is None:
+            return None
+        key = tuple(value) if isinstance(value, list | tuple) else value
+        return self._places.setdefault(key, len(self._places))
+
+    @property
+    def values(self) -> list[Any]:
+        return list(self._places)
 
 
 def _columns(
     leaves: Sequence[Leaf], statistics: Mapping[str, Statistics], together: Sequence[Together]
 ) -> Report:
-    """Of each array what the page says of its elements; None where there is nothing to say."""
+    """Columns of measures, by key; None for an array without one."""
     steps = {each.leaves[0].name: each.step for each in together if each.step is not None}
     rows = [_numbers(statistics[leaf.name], steps.get(leaf.name)) for leaf in leaves]
     columns = {key: [row.get(key) for row in rows] for key, _ in _MEASURES}
@@ -229,16 +214,3 @@ def _numbers(found: Statistics, step: AdamStep | None) -> Mapping[str, float | N
 def _rounded(value: float) -> float | None:
     """Four digits; None of what JSON has no number for."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def _changes_data(difference: Difference | None) -> list[Report]:
-    return [
-        {
-            "label": visible(each.label),
-            "share": _rounded(each.share),
-            "largest": _rounded(each.largest),
-            "relative": _rounded(each.relative),
-            "turned": _rounded(1 - each.cosine),
-        }
-        for each in (difference.values if difference else ())
-    ]

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jax_ucp.arrays.contents import Contents, Piece, require_values
+from jax_ucp.arrays.proved import ProvedReads
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.contents import Contents, Piece, require_values
-from jax_ucp.sources.proved import ProvedReads
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf
 
 
 @dataclass(frozen=True, repr=False)
 class Parameter:
-    """One parameter of an imported checkpoint: its states (`param`, `exp_avg`, ...), and where
-    their bytes are.
-    """
+    """A parameter of an imported checkpoint, and its states (`param`, `exp_avg`, ...)."""
 
     name: str
     states: Mapping[str, Leaf]
@@ -39,7 +37,7 @@ class Parameter:
         return self.contents.locate(self.states[state])
 
     def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
-        """One of its states, or one box of it, proved by a sample as `Checkpoint.read` does."""
+        """The array of a state, or a box of it, proved by a sample as `Checkpoint.read` does."""
         leaf = self.states[state]
         require_values(self.contents, [leaf])
         return self.reads.read(leaf, box)
@@ -56,7 +54,7 @@ class Parameter:
         return table(self.name, ("state", "dtype", "shape", "block", "is stored in"), rows)
 
 
-class Parameters(dict[str, Parameter]):
+class ParameterTable(dict[str, Parameter]):
     """Parameters by name, in the checkpoint's order."""
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""What the commands say, as JSON values: `--json` prints them, and the tables are made of them."""
+"""Reports of the commands, as JSON values: `--json` prints them, and tables are made of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jax_ucp.arrays.protocol import Piece
 from jax_ucp.formats.exporting import ExportPlan
-from jax_ucp.sources.protocol import Piece
-from jax_ucp.tree import Axes, Leaf
+from jax_ucp.tree import Leaf
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint
     from jax_ucp.sharding.fit import Fit, Rule
-    from jax_ucp.sharding.reads import HostMesh, HostReads
+    from jax_ucp.sharding.reads import HostMesh
     from jax_ucp.universal.copy import CopyPlan
 
 Report = dict[str, Any]
 
 
 def inspection(checkpoint: Checkpoint) -> Report:
-    """What is in a checkpoint: leaves with their sharding and where their bytes are, and the
+    """The contents of a checkpoint: leaves with their sharding and where their bytes are, and the
     inventory.
     """
     pieces = pieces_of(checkpoint)
@@ -37,7 +37,7 @@ def inspection(checkpoint: Checkpoint) -> Report:
 
 
 def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Report:
-    """What a conversion by the plan would read, write and hold in memory."""
+    """The bytes that a conversion by the plan would read, write and hold in memory."""
     largest = max((block.nbytes for block in plan.blocks), default=0)
     pieces = pieces_of(checkpoint)
     return {
@@ -67,7 +67,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
 
 
 def export_plan(plan: ExportPlan, target: str) -> Report:
-    """What an export writes."""
+    """The files, tensors and bytes that an export writes."""
     return {
         "path": target,
         "format": plan.format,
@@ -81,7 +81,7 @@ def export_plan(plan: ExportPlan, target: str) -> Report:
 
 
 def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> Report:
-    """Where every leaf would go on a mesh, and what each of its hosts would read; needs no
+    """The place of every leaf on a mesh, and the bytes that each host would read; needs no
     devices.
     """
     from jax_ucp.sharding.fit import unused_rules  # brings in jax, which nothing else here needs
@@ -90,11 +90,21 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
     arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]
     leaves = [_placed(leaf, planned_fit(leaf, mesh, rules), mesh.sizes) for leaf in arrays]
     reads = checkpoint.plan_reads(mesh.sizes, rules=rules, hosts=mesh.hosts)
+    columns = (reads.read, reads.needed, reads.files, reads.requests)
     return {
         "mesh": mesh.sizes,
         "devices": mesh.devices,
         "device_bytes": sum(leaf["device_bytes"] for leaf in leaves),
-        "hosts": _hosts(reads, checkpoint.is_remote),
+        "hosts": [
+            {
+                "read_bytes": read,
+                "needed_bytes": needed,
+                "files": files,
+                "requests": requests if checkpoint.is_remote else 0,
+                "amplification": read / max(1, needed),
+            }
+            for read, needed, files, requests in np.stack(columns, axis=1).tolist()
+        ],
         "amplification": reads.amplification,
         "balance": reads.balance,
         "requests": int(reads.requests.sum()) if checkpoint.is_remote else 0,
@@ -104,10 +114,11 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
 
 
 def _placed(leaf: Leaf, fit: Fit, mesh: Mapping[str, int]) -> Report:
-    """Which part of a leaf each device would hold."""
-    uncut = [1] * (len(leaf.shape) - len(fit.spec))
-    parts = [*(_parts(axes, mesh) for axes in fit.spec), *uncut]
-    local = [n // p for n, p in zip(leaf.shape, parts, strict=True)]
+    """The part of a leaf that each device would hold."""
+    local = list(leaf.shape)
+    for i, axes in enumerate(fit.spec):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        local[i] //= math.prod(mesh[axis] for axis in names)
     return {
         "leaf": leaf.label,
         "shape": list(leaf.shape),
@@ -118,30 +129,8 @@ def _placed(leaf: Leaf, fit: Fit, mesh: Mapping[str, int]) -> Report:
     }
 
 
-def _hosts(reads: HostReads, is_remote: bool) -> list[Report]:
-    """What each host would read."""
-    columns = (reads.read, reads.needed, reads.files, reads.requests)
-    return [
-        {
-            "read_bytes": read,
-            "needed_bytes": needed,
-            "files": files,
-            "requests": requests if is_remote else 0,
-            "amplification": read / max(1, needed),
-        }
-        for read, needed, files, requests in np.stack(columns, axis=1).tolist()
-    ]
-
-
-def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> list[str]:
-    """What a mesh does not have of the placement asked for."""
-    from jax_ucp.sharding.reads import fit_notes  # brings in jax, which nothing else here needs
-
-    return fit_notes(checkpoint.leaves, mesh, rules)
-
-
 def inventory_of(checkpoint: Checkpoint) -> list[Report]:
-    """Everything that is stored, and what became of it."""
+    """Every stored item with its status."""
     return [
         {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
         for item in checkpoint.inventory
@@ -152,12 +141,12 @@ _Pieces = Mapping[str, Sequence[Piece]]
 
 
 def pieces_of(checkpoint: Checkpoint) -> _Pieces:
-    """By the label of a leaf, where its bytes are."""
+    """The pieces of each leaf, by its label."""
     return {leaf.label: checkpoint.where(leaf) for leaf in checkpoint.leaves}
 
 
 def head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
-    """What people ask first of a checkpoint."""
+    """The summary of a checkpoint."""
     statuses = Counter(item.status for item in checkpoint.inventory)
     arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]
     about = checkpoint.about
@@ -184,9 +173,7 @@ def head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
 
 
 def _states(checkpoint: Checkpoint) -> Report:
-    """By state of a trainer's parameters, how many have it, their elements and dtypes; empty for
-    other trees.
-    """
+    """Counts, elements and dtypes of parameters by state; empty if it is no trainer's tree."""
     of: dict[str, list[Leaf]] = {}
     for parameter in checkpoint.params.values():
         for state, leaf in parameter.states.items():
@@ -224,7 +211,3 @@ def _leaf(leaf: Leaf, pieces: Sequence[Piece]) -> Report:
         for p in pieces
     ]
     return entry
-
-
-def _parts(axes: Axes, mesh: Mapping[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))

@@ -18,10 +18,10 @@ from functools import partial
 
 import numpy as np
 
+from jax_ucp.arrays.budget import run_bounded, threads
+from jax_ucp.arrays.protocol import BLOCK_BYTES, ArrayInfo
 from jax_ucp.errors import QuantizedWeights, UCPError
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.budget import run_bounded, threads
-from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo
 from jax_ucp.tree import Leaf
 
 # Of more bytes large arrays are sampled, unless somebody says otherwise.
@@ -40,7 +40,7 @@ _SAMPLES = 16
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What an array's elements are like; complex ones are taken by their magnitude.
+    """Statistics of an array's elements; complex ones are taken by their magnitude.
 
     `seen` of its `elements` were read: all of them, or blocks evenly spread. `mean`, `deviation`,
     `norm`, `least` and `greatest` are of those that are finite. A row is what lies at one index of
@@ -65,7 +65,7 @@ class Statistics:
 
     @property
     def finite(self) -> int:
-        """How many of the elements that were read are finite."""
+        """The number of finite elements among those that were read."""
         return self.seen - self.nans - self.infinities
 
     @property
@@ -89,7 +89,7 @@ class Statistics:
         return math.sqrt(self.elements / self.seen) if self.seen else 1.0
 
     def __add__(self, other: Statistics) -> Statistics:
-        """What two parts of one array are like together (Chan, Golub and LeVeque 1979)."""
+        """The statistics of two parts of one array together (Chan, Golub and LeVeque 1979)."""
         finite = self.finite + other.finite
         apart = other.mean - self.mean
         share = other.finite / finite if finite else 0.0
@@ -112,7 +112,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class AdamStep:
-    """How Adam makes a step of its moments: `rate * (m / first) / (sqrt(v / second) + eps)`.
+    """A step of Adam from its moments: `rate * (m / first) / (sqrt(v / second) + eps)`.
 
     `first` and `second` undo that the moments began as zeros: `1 - beta ** step`.
     """
@@ -156,7 +156,7 @@ def statistics_of(
     budget_bytes: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, Statistics]:
-    """By the name of a leaf what its array is like.
+    """The statistics of each leaf's array, by its name.
 
     `arrays` are those of the leaves, by name. If they have more than `max_read_bytes` together, all
     larger than some size are sampled, so that about as much is read. A leaf that cannot be read has
@@ -185,7 +185,7 @@ def statistics_of(
 
 
 def largest_read(sizes: Sequence[int], total: int) -> int:
-    """How much at most is read of any array, for all together to be about `total`.
+    """The bytes read at most of any array, for all together to be about `total`.
 
     >>> largest_read([10, 20, 300, 400], 230), largest_read([10, 20], 230)
     (100, 20)
@@ -228,7 +228,7 @@ def _cost(together: Together, box: Box) -> int:
 def _parts(
     together: Together, box: Box, read: Callable[[Leaf, Box], np.ndarray]
 ) -> list[Statistics]:
-    """What a block of each array is like; the step is counted to the first, the parameter."""
+    """The statistics of a block of each array; the step is counted to the first, the parameter."""
     blocks: list[np.ndarray] = []
     parts: list[Statistics] = []
     for leaf in together.leaves:
@@ -239,14 +239,11 @@ def _parts(
             parts.append(Statistics(0, unread=str(error), is_fault=is_fault))
         else:
             blocks.append(block)
-            parts.append(block_statistics(block, _has_whole_rows(leaf, box)))
+            has_whole_rows = len(leaf.shape) > 1 and box.shape[1:] == leaf.shape[1:]
+            parts.append(block_statistics(block, has_whole_rows))
     if together.step is not None and len(blocks) == len(together.leaves):
         parts[0] += Statistics(0, steps=_step_squares(together.step, *blocks[1:]))
     return parts
-
-
-def _has_whole_rows(leaf: Leaf, box: Box) -> bool:
-    return len(leaf.shape) > 1 and box.shape[1:] == leaf.shape[1:]
 
 
 def _step_squares(step: AdamStep, m: np.ndarray, v: np.ndarray) -> float:
@@ -264,10 +261,13 @@ def _step_squares(step: AdamStep, m: np.ndarray, v: np.ndarray) -> float:
 
 
 def block_statistics(block: np.ndarray, has_whole_rows: bool = False) -> Statistics:
-    """What a block of an array is like; rows are counted if it `has_whole_rows`."""
+    """The statistics of a block of an array; rows are counted if it `has_whole_rows`."""
     rows = block.reshape(len(block) if has_whole_rows else 1, -1)
     flat = rows.reshape(-1)
-    is_single = _is_single(block.dtype)
+    # Whether 32-bit floats hold every value; types of ml_dtypes have no kind of their own.
+    dtype = block.dtype
+    is_float = dtype.kind == "f" or dtype.name.startswith(("bf", "float"))
+    is_single = dtype.itemsize <= 4 and is_float
     scratch = np.empty(min(_CACHED, flat.size), np.float32 if is_single else np.float64)
     look = _single_statistics if is_single else _double_statistics
     total = Statistics(0)
@@ -275,44 +275,30 @@ def block_statistics(block: np.ndarray, has_whole_rows: bool = False) -> Statist
         part = flat[i : i + _CACHED]
         total += look(part, scratch[: part.size])
     if has_whole_rows and flat.size:
-        total += Statistics(0, rows=len(rows), dead_rows=_dead_rows(rows))
+        # Few rows begin and end with a zero, and only those are looked at.
+        ends = np.flatnonzero((rows[:, 0] == 0) & (rows[:, -1] == 0))
+        dead_rows = sum(1 for row in ends if not rows[row].any())
+        total += Statistics(0, rows=len(rows), dead_rows=dead_rows)
     return total
-
-
-def _is_single(dtype: np.dtype) -> bool:
-    """Whether 32-bit floats hold every value; types of ml_dtypes have no kind of their own."""
-    return dtype.itemsize <= 4 and (dtype.kind == "f" or dtype.name.startswith(("bf", "float")))
-
-
-def _dead_rows(rows: np.ndarray) -> int:
-    """How many rows are all zeros. Few begin and end with one, and only those are looked at."""
-    ends = np.flatnonzero((rows[:, 0] == 0) & (rows[:, -1] == 0))
-    return sum(1 for row in ends if not rows[row].any())
 
 
 @np.errstate(all="ignore")
 def _single_statistics(block: np.ndarray, scratch: np.ndarray) -> Statistics:
-    """What floats of at most 32 bits in one line are like; `scratch` is memory for as many."""
+    """The statistics of floats of at most 32 bits in one line; `scratch` is memory for as many."""
     if block.dtype != np.float32:
         np.copyto(scratch, block, casting="unsafe")  # which holds every value
         block = scratch
     least, greatest = float(block.min()), float(block.max())
     if not (math.isfinite(least) and math.isfinite(greatest)):
         return _double_statistics(block, np.empty(block.size))
-    scale = _scale_of_squares(max(-least, greatest))
-    if scale != 1:
+    # A power of two brings magnitudes that cannot be squared in 32 bits where they can.
+    magnitude, scale = max(-least, greatest), 1.0
+    if not _SQUARED[0] < magnitude < _SQUARED[1]:
+        scale = 2.0 ** -min(126, max(-126, math.frexp(magnitude)[1]))
         block = np.multiply(block, np.float32(scale), out=scratch)
     mean, deviations = _mean_and_deviations(block, scratch)
     mean, deviations = mean / scale, deviations / scale / scale
     return Statistics(0, block.size, 0, 0, mean, deviations, least, greatest)
-
-
-def _scale_of_squares(size: float) -> float:
-    """The power of two that brings magnitudes up to `size` where they can be squared."""
-    least, most = _SQUARED
-    if least < size < most:
-        return 1.0
-    return 2.0 ** -min(126, max(-126, math.frexp(size)[1]))
 
 
 def _mean_and_deviations(block: np.ndarray, scratch: np.ndarray) -> tuple[float, float]:
@@ -345,7 +331,7 @@ def _products(a: np.ndarray, b: np.ndarray) -> float:
 
 @np.errstate(all="ignore")
 def _double_statistics(block: np.ndarray, wide: np.ndarray) -> Statistics:
-    """What elements in one line are like; `wide` is memory for as many doubles."""
+    """The statistics of elements in one line; `wide` is memory for as many doubles."""
     sizes = np.abs(block, dtype=np.float64) if block.dtype.kind == "c" else block
     np.copyto(wide, sizes, casting="unsafe")
     least, greatest = float(wide.min()), float(wide.max())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from jax_ucp.inspection.diff import Change, Difference
+from jax_ucp.inspection.diff import Difference
 from jax_ucp.inspection.report import Report
 from jax_ucp.tree import Axes
 
@@ -13,7 +13,7 @@ SKIPPED = "skipped", "because", "such as"
 
 
 def format_words(report: Report) -> str:
-    """What wrote it; of a copy in the universal format, what it was imported from."""
+    """The writer; of a copy in the universal format, the source that it was imported from."""
     source = report["source"]
     if report["format"] != "universal" or "name" not in source:
         return report["writer"] or report["format"]
@@ -21,7 +21,7 @@ def format_words(report: Report) -> str:
 
 
 def head_lines(report: Report) -> Iterator[tuple[str, str]]:
-    """What people ask first, by headings; empty where the files do not say it."""
+    """Summary lines by heading; a text is empty where the files do not say it."""
     yield "step", "" if report["step"] is None else str(report["step"])
     yield "parallel", ", ".join(f"{axis} {n}" for axis, n in report["parallelism"].items())
     states = report["states"]
@@ -37,39 +37,26 @@ def head_lines(report: Report) -> Iterator[tuple[str, str]]:
                 if state != "param"
             ),
         )
-    yield from _group_lines(report["groups"])
+    # The optimizer's settings: those common to all groups, then those of each group alone.
+    if groups := report["groups"]:
+        each = [group["settings"] for group in groups]
+        common = {
+            name: value
+            for name, value in each[0].items()
+            if all(name in other and other[name] == value for other in each[1:])
+        }
+        yield "settings", _settings(common)
+        for group in groups if len(groups) > 1 else ():
+            own = {name: value for name, value in group["settings"].items() if name not in common}
+            yield "  group", f"of {group['parameters']}: {_settings(own)}"
     dtypes = ", ".join(f"{n:,} {dtype}" for dtype, n in report["dtypes"].items())
     yield "arrays", f"{report['arrays']:,} in all ({dtypes}), {report['elements']:,} elements"
     items = ", ".join(f"{n:,} {status}" for status, n in report["items"].items())
     yield "stored", f"{size(report['bytes'])} in {several(report['files'], 'file')}; items: {items}"
 
 
-def _group_lines(groups: list[Report]) -> Iterator[tuple[str, str]]:
-    """What the optimizer does with all parameters, then what it does with those of each group
-    alone; what is off is left out.
-    """
-    if not groups:
-        return
-    common = _common_settings([group["settings"] for group in groups])
-    yield "settings", _settings(common)
-    if len(groups) == 1:
-        return
-    for group in groups:
-        own = {name: value for name, value in group["settings"].items() if name not in common}
-        yield "  group", f"of {group['parameters']}: {_settings(own)}"
-
-
-def _common_settings(each: Sequence[Report]) -> Report:
-    """Settings that all groups have, with the same value."""
-    first, *others = each
-    return {
-        name: value
-        for name, value in first.items()
-        if all(name in other and other[name] == value for other in others)
-    }
-
-
 def _settings(values: Report) -> str:
+    """Settings as text; those that are off are left out."""
     return ", ".join(
         f"{name} {value}"
         for name, value in values.items()
@@ -78,23 +65,22 @@ def _settings(values: Report) -> str:
 
 
 def skipped_reasons(items: Iterable[Report]) -> list[tuple[str, str, str]]:
-    """How many items of an inventory are skipped, why, and one of them; each reason once."""
+    """The number of skipped items for each reason, the reason, and one of the items."""
     skipped = [(item["reason"], item["where"]) for item in items if item["status"] == "skipped"]
-    return counted((_reason(*item), item[1]) for item in skipped)
+    reasons: list[tuple[str, str]] = []
+    for reason, where in skipped:  # without names of arrays, which differ from item to item
+        name = re.split(r"[:/]", where)[-1]
+        reason = reason.replace(name, "...") if name else reason
+        reasons.append((_NAME.sub("...", reason), where))
+    return counted(reasons)
 
 
 # The name of an array in a sentence; those of files have fewer dots.
 _NAME = re.compile(r"\w+(?:\.\w+){2,}")
 
 
-def _reason(reason: str, where: str) -> str:
-    """The reason without names of arrays, which differ from one item to the next."""
-    name = re.split(r"[:/]", where)[-1]
-    return _NAME.sub("...", reason.replace(name, "...") if name else reason)
-
-
 def counted(reasons: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Of pairs (reason, name): of how many each reason is, the reason, and the first of the names.
+    """Of pairs (reason, name): the count of each reason, the reason, and the first of its names.
 
     >>> counted([("too long", "a"), ("empty", "b"), ("too long", "c")])
     [('2', 'too long', 'a'), ('1', 'empty', 'b')]
@@ -107,24 +93,15 @@ def counted(reasons: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
 
 
 def changes(found: Difference) -> Iterator[tuple[str, str, str, str]]:
-    """Leaves that differ but for elements: label, what, and what it is in the first and second."""
+    """Leaves that differ but for elements: label, kind of change, the first side, the second."""
     for what, several in (
         ("reshaped", found.reshaped),
         ("recast", found.recast),
         ("replaced", found.replaced),
     ):
-        yield from (_change_row(what, change) for change in several)
+        yield from ((change.label, what, change.first, change.second) for change in several)
     yield from ((label, "missing", "here", "") for label in found.missing)
     yield from ((label, "added", "", "here") for label in found.added)
-
-
-def told(found: Difference) -> Iterator[tuple[str, str, str]]:
-    """What the checkpoints say of themselves that differs, such as the step."""
-    yield from ((fact.label, fact.first, fact.second) for fact in found.facts)
-
-
-def _change_row(what: str, change: Change) -> tuple[str, str, str, str]:
-    return change.label, what, change.first, change.second
 
 
 def spec_words(spec: Iterable[Axes]) -> str:
@@ -133,11 +110,8 @@ def spec_words(spec: Iterable[Axes]) -> str:
     >>> spec_words(["data", None, ["replica", "model"]])
     'data,None,replica+model'
     """
-    return ",".join(_axes_words(axes) for axes in spec)
-
-
-def _axes_words(axes: Axes) -> str:
-    return axes if isinstance(axes, str) else "+".join(axes or ("None",))
+    words = (axes if isinstance(axes, str) else "+".join(axes or ("None",)) for axes in spec)
+    return ",".join(words)
 
 
 def several(n: int, one: str, many: str = "") -> str:

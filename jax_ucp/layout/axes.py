@@ -94,7 +94,7 @@ Node = Axis | Product | Sum | Rotated
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """What each axis of an array means."""
+    """The meaning of each axis of an array."""
 
     dims: tuple[Node, ...]
 
@@ -137,7 +137,7 @@ def parse(text: str) -> Expression:
             f"axes of {len(text)} characters, {text[:40]!r}...; {MAX_LENGTH} are the most"
         )
     tokens = [(match.group(1), match.start(1)) for match in _TOKEN.finditer(text)]
-    reader = _Reader(text, tokens)
+    reader = _Tokens(text, tokens)
     dims = reader.items(depth=0)
     if sum(dim == Axis(REST) for dim in dims) > 1:
         raise SpecError(f"in {text!r}: `...` can be there only once")
@@ -153,7 +153,7 @@ def parse(text: str) -> Expression:
     return expression
 
 
-class _Reader:
+class _Tokens:
     """Recursive descent over tokens."""
 
     def __init__(self, text: str, tokens: Sequence[tuple[str, int]]):
@@ -238,7 +238,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One choice of parts from every sum of an expression: a line for each axis of the array."""
+    """A choice of one part from every sum of an expression: a line for each axis of the array."""
 
     lines: tuple[Line, ...]
 
@@ -301,7 +301,7 @@ def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The length of an axis, and who says so."""
+    """The length of an axis, and its origin."""
 
     length: int
     origin: str
@@ -309,7 +309,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An array of `shape` of which `expression` is said; `name` is what errors call it."""
+    """An array of `shape` with the axes of `expression`; `name` is its name in errors."""
 
     name: str
     expression: Expression
@@ -333,7 +333,7 @@ class Lengths:
         return list(dict.fromkeys(name for name in _names(dim) if name not in self.sizes))
 
     def open_fault(self, claim: Claim, axis: int) -> str:
-        """That the shape of an array leaves lengths open."""
+        """The message that the shape of an array leaves lengths open."""
         dim = claim.expression.dims[axis]
         return (
             f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves"
@@ -367,7 +367,7 @@ def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
 
 
 def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
-    """Whether one axis of an array has nothing left to say. A fault counts as said."""
+    """Whether one axis of an array is settled: its lengths are known, or it has a fault."""
     dim, length = claim.expression.dims[axis], claim.shape[axis]
     unknown = lengths.unknown(dim)
     if len(unknown) > 1:
@@ -396,7 +396,7 @@ def _solve(claim: Claim, axis: int, name: str, lengths: Lengths) -> None:
 
 
 def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
-    """What an expression says of an axis, with its lengths and where they come from."""
+    """A message: an expression contradicts the length of an axis; where lengths come from."""
     known = {name: lengths.known[name] for name in _names(dim) if name in lengths.known}
     origins = ", ".join(f"{name} = {one.length} ({one.origin})" for name, one in known.items())
     whole = "" if lengths.unknown(dim) else f" = {_length(dim, lengths.sizes)}"

@@ -84,7 +84,16 @@ def chunk_shapes(
     """
     cell = tuple(shape) if cell is None else tuple(cell)
     free = [c == n for c, n in zip(cell, shape, strict=True)]
-    inner = _inner_chunk(shape, cell, free, itemsize, max_inner_bytes)
+    # The shape of inner chunks; an axis that is `free` may have parts that do not divide it.
+    total = math.prod(max(1, n) for n in shape) * itemsize
+    target = min(max_inner_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
+    inner = [max(1, n) for n in cell]
+    while math.prod(inner) * itemsize > target and math.prod(inner) > 1:
+        axis, length = _next_cut(shape, inner, free)
+        too_many = inner[axis] / length > MOST_PARTS
+        if too_many and math.prod(inner) * itemsize <= max_inner_bytes:
+            break
+        inner[axis] = length
     outer = list(inner)
     for axis in reversed(range(len(inner))):
         steps = -(-max(1, cell[axis]) // inner[axis])
@@ -125,22 +134,6 @@ def _next_cut_of_cell(
     return best[-1]
 
 
-def _inner_chunk(
-    shape: Sequence[int], cell: Sequence[int], free: Sequence[bool], itemsize: int, max_bytes: int
-) -> list[int]:
-    """The shape of inner chunks; an axis that is `free` may have parts that do not divide it."""
-    total = math.prod(max(1, n) for n in shape) * itemsize
-    target = min(max_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
-    inner = [max(1, n) for n in cell]
-    while math.prod(inner) * itemsize > target and math.prod(inner) > 1:
-        axis, length = _next_cut(shape, inner, free)
-        too_many = inner[axis] / length > MOST_PARTS
-        if too_many and math.prod(inner) * itemsize <= max_bytes:
-            break
-        inner[axis] = length
-    return inner
-
-
 def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) -> tuple[int, int]:
     """The axis on which inner chunks are cut next, and their length on it then.
 
@@ -158,7 +151,9 @@ def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) 
 
 
 def _even_share(steps: int, most: int) -> int:
-    """How many of `steps` each chunk has, at most `most`, in shares as even as possible."""
+    """The length of a chunk, at most `most`, if `steps` are cut into as few chunks as that allows,
+    as evenly as possible; the last chunk may be shorter.
+    """
     return -(-steps // -(-steps // most))
 
 
@@ -175,10 +170,7 @@ class Cells:
 
 
 def writer_cells(
-    shape: Sequence[int],
-    itemsize: int,
-    blocks: Sequence[Iterable[Box]],
-    small: int = INNER_BYTES,
+    shape: Sequence[int], itemsize: int, blocks: Sequence[Iterable[Box]], small: int = INNER_BYTES
 ) -> Cells:
     """The largest blocks of an array that a process can write without gathering much.
 

@@ -11,11 +11,11 @@ LEAF_BOXES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _BoxNode:
     """A bounding box: around `children`, or around the boxes at the positions `members`."""
 
     bounds: Box
-    children: tuple[_Node, ...] = ()
+    children: tuple[_BoxNode, ...] = ()
     members: tuple[int, ...] = ()
 
 
@@ -44,14 +44,14 @@ class BoxIndex:
                 nodes.extend(node.children)
                 yield from (i for i in node.members if self._boxes[i].meets(box))
 
-    def _node(self, members: list[int]) -> _Node:
+    def _node(self, members: list[int]) -> _BoxNode:
         boxes = self._boxes
         if len(members) <= LEAF_BOXES:
-            return _Node(Box.around([boxes[i] for i in members]), members=tuple(members))
+            return _BoxNode(Box.around([boxes[i] for i in members]), members=tuple(members))
         starts = [boxes[i].start for i in members]
         extents = [max(column) - min(column) for column in zip(*starts, strict=True)]
         axis = extents.index(max(extents))
         members.sort(key=lambda i: boxes[i].start[axis])
         middle = len(members) // 2
         children = self._node(members[:middle]), self._node(members[middle:])
-        return _Node(Box.around([child.bounds for child in children]), children)
+        return _BoxNode(Box.around([child.bounds for child in children]), children)

@@ -9,13 +9,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jax_ucp.errors import LayoutError, fault_lines
-from jax_ucp.layout.box import Box
+from jax_ucp.errors import LayoutError
+from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.box_index import BoxIndex
 
 Shape = tuple[int, ...]
-
-FAULTS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,13 @@ class Fragment:
         if hit is None:
             return None
         if self.is_flat:
-            hit = _contiguous_run(hit, self.target)
+            # The smallest block of `within` around `hit` that is one row-major run of its elements.
+            start, stop = list(self.target.start), list(self.target.stop)
+            for axis in range(hit.ndim):
+                start[axis], stop[axis] = hit.start[axis], hit.stop[axis]
+                if stop[axis] - start[axis] > 1:
+                    break
+            hit = Box(tuple(start), tuple(stop))
         return Fragment(self.shard, self._source(hit), hit)
 
     def pieces(self, box: Box) -> list[Fragment]:
@@ -126,14 +130,13 @@ class ParamLayout:
         Raises LayoutError with every hole, overlap and double claim.
         """
         if faults := self._faults:
-            lines = fault_lines(faults, FAULTS_SHOWN)
             raise LayoutError(
-                f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}"
+                f"{len(self.shards)} shards do not form one array of shape {self.shape}:", faults
             )
 
     @cached_property
     def _faults(self) -> Sequence[str]:
-        """What `check` finds. Many arrays may have one layout."""
+        """The faults that `check` reports. Cached, because many arrays may share one layout."""
         if self.is_one_shard or self._is_grid or self._is_in_order:
             return ()
         if strays := list(self._stray_fragments()):
@@ -251,6 +254,20 @@ class ParamLayout:
                     yield f"the mean of {box} lacks shards {absent}"
 
 
+def range_fragments(
+    shard: int, offset: int, shape: Shape, first: int, stop: int
+) -> Iterator[Fragment]:
+    """The fragments of a flat shard that has from `offset` on the elements `first` to `stop` of a
+    parameter, in row-major order.
+
+    >>> [str(f.target) for f in range_fragments(0, 5, (2, 3), 1, 5)]
+    ['[0:1, 1:3]', '[1:2, 0:2]']
+    """
+    for box in range_boxes(shape, first, stop):
+        yield Fragment(shard, Box((offset,), (offset + box.size,)), box)
+        offset += box.size
+
+
 def _narrowed(fragments: Iterable[Fragment], box: Box) -> list[Fragment]:
     """The fragments that have elements of `box`, cut to it."""
     return list(filter(None, [fragment.narrow(box) for fragment in fragments]))
@@ -300,16 +317,6 @@ def _same_elements(source: Box, target: Box) -> bool:
     """Whether a shard's box can be a parameter's box: equal shape, or a flat range of its size."""
     is_flat_range = source.ndim == 1 and source.size == target.size
     return source.shape == target.shape or is_flat_range
-
-
-def _contiguous_run(hit: Box, within: Box) -> Box:
-    """The smallest block of `within` around `hit` that is one row-major run of its elements."""
-    start, stop = list(within.start), list(within.stop)
-    for axis in range(hit.ndim):
-        start[axis], stop[axis] = hit.start[axis], hit.stop[axis]
-        if stop[axis] - start[axis] > 1:
-            break
-    return Box(tuple(start), tuple(stop))
 
 
 def _runs(hit: Box, within: Box) -> Iterable[Box]:

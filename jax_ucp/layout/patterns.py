@@ -22,15 +22,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from jax_ucp.errors import LayoutError
-from jax_ucp.layout.box import Box, range_boxes
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape, range_fragments
 
 __all__ = ["Averaged", "Fused", "Padded", "Pattern", "Replicated", "Sharded", "Unique"]
 
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """One shard holds the whole parameter."""
+    """A parameter that one shard holds whole."""
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         if len(shards) != 1:
@@ -311,10 +311,11 @@ def flat_layouts(
         rank = max(0, bisect_right(edges, at) - 1)
         while at < end:
             stop = min(end, edges[rank + 1])
-            for box in range_boxes(shape, at - first, stop - first) if stop > at else []:
-                offset = at - edges[rank]
-                fragments.append(Fragment(rank, Box((offset,), (offset + box.size,)), box))
-                at += box.size
+            if stop > at:
+                fragments += range_fragments(
+                    rank, at - edges[rank], shape, at - first, stop - first
+                )
+                at = stop
             rank += 1
         layouts[name] = ParamLayout(tuple(shape), shards, tuple(fragments))
         at = end + (gaps or {}).get(name, 0)
@@ -340,10 +341,8 @@ def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Pa
         size, piece = math.prod(shape), pieces[name]
         fragments: list[Fragment] = []
         for rank in range(ranks):
-            offset = at
-            for box in range_boxes(shape, min(size, rank * piece), min(size, (rank + 1) * piece)):
-                fragments.append(Fragment(rank, Box((offset,), (offset + box.size,)), box))
-                offset += box.size
+            first, stop = min(size, rank * piece), min(size, (rank + 1) * piece)
+            fragments += range_fragments(rank, at, shape, first, stop)
         layouts[name] = ParamLayout(tuple(shape), shards, tuple(fragments))
         at += piece
     return layouts

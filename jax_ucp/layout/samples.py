@@ -1,4 +1,4 @@
-"""Which elements of two copies to compare where comparing all would cost too much."""
+"""The elements of two copies to compare where comparing all would cost too much."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MOST_READ = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AxisMap:
     """Where indices lie on an axis of an array: `offset + sum(stride * index[axis])`."""
 
     offset: int
@@ -32,7 +32,7 @@ class Run:
         return start, start + reach + 1
 
 
-Place = tuple[Run, ...]
+Place = tuple[AxisMap, ...]
 
 
 def hull(place: Place, box: Box) -> Box:
@@ -47,7 +47,7 @@ def strides(place: Place, ndim: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PartStep:
     """Elements to move: a box of indices, and their bounding boxes in source and target."""
 
     indices: Box
@@ -68,11 +68,11 @@ class Part:
     source: Place
     target: Place
 
-    def steps(self, box: Box, limit: int) -> Iterator[Step]:
+    def steps(self, box: Box, limit: int) -> Iterator[PartStep]:
         """How to fetch a box of the target; no read is over `MOST_READ` times what is wanted."""
         for indices in self.inside(box):
             for piece in self._cut(indices, limit):
-                yield Step(piece, hull(self.source, piece), hull(self.target, piece))
+                yield PartStep(piece, hull(self.source, piece), hull(self.target, piece))
 
     def inverse(self, array: str) -> Part:
         """The same elements, from the target to the source, which is called `array`."""
@@ -100,7 +100,7 @@ class Part:
                 spans |= on_axis
             yield Box.spanning(map(spans.__getitem__, range(len(self.sizes))))
 
-    def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
+    def _spans(self, run: AxisMap, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
         """The indices with elements in a range of a target axis, as boxes: a span for each."""
         axes = [axis for axis, _ in run.terms]
         steps = [(self.sizes[axis], stride) for axis, stride in run.terms]
@@ -187,14 +187,14 @@ def part(
     return Part(
         array,
         tuple(index_size(name, sizes) for name in names),
-        tuple(_run(line, order, fixed) for line in source.lines),
-        tuple(_run(line, order, fixed) for line in target.lines),
+        tuple(_axis_map(line, order, fixed) for line in source.lines),
+        tuple(_axis_map(line, order, fixed) for line in target.lines),
     )
 
 
-def _run(line: Line, order: Mapping[str, int], fixed: Mapping[str, int]) -> Run:
+def _axis_map(line: Line, order: Mapping[str, int], fixed: Mapping[str, int]) -> AxisMap:
     at = sum(stride * fixed[name] for name, stride in line.terms if name in fixed)
-    return Run(
+    return AxisMap(
         line.offset + at,
         tuple((order[name], stride) for name, stride in line.terms if name in order),
     )

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from jax_ucp.layout.axes import REST, Expression
 from jax_ucp.mapping.names import parse_name
-from jax_ucp.mapping.rules import Mapping, Rule, Skip, expression
+from jax_ucp.mapping.rules import Mapping, MappingRule, Skip, expression
 
 PREFIX = "base_model.model."
 _SUFFIXES = ("_lora_a", "_lora_b")
@@ -41,25 +41,31 @@ def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Ma
     the base's. In its inverse, which makes parameters of peft of a model's leaves, the
     base's other leaves are skipped.
     """
-    rules: list[Rule] = []
+    rules: list[MappingRule] = []
     skips: dict[Skip, None] = {}  # each once: of a leaf there may be several rules
     for rule in mapping.rules:
         rules += _of_factors(rule)
-        if _is_saved(rule, modules_to_save):
-            rules.append(_prefixed(rule))
+        modules = [param.rpartition(".")[0] for param in rule.params]
+        if any(module.endswith(tuple(modules_to_save)) for module in modules):
+            params = {PREFIX + name: axes for name, axes in rule.params.items()}
+            tied = {PREFIX + name: axes for name, axes in rule.tied.items()}
+            rules.append(replace(rule, params=params, tied=tied, optional=True, place=""))
         else:
             skips |= dict.fromkeys(Skip(leaf, _OF_BASE) for leaf in rule.leaves)
     name = f"the adapters of {mapping.name}"
     return Mapping(tuple(rules), (), mapping.sizes, name, mapping.requires, leaf_skips=tuple(skips))
 
 
-def _of_factors(rule: Rule) -> Iterator[Rule]:
-    """The rules of the factors of a weight; none of what is no matrix of torch's, or is stacked or
-    taken apart: there qwix has other factors.
+def _of_factors(rule: MappingRule) -> Iterator[MappingRule]:
+    """The rules of the factors of a weight; there are none if the rule is not for one matrix of a
+    module, for each layer as it is: qwix has other factors where it is stacked or taken apart.
     """
-    if not _is_matrix(rule):
+    if len(rule.params) != 1 or len(rule.leaves) != 1 or (rule.scale, rule.add) != (1, 0):
         return
     ((param, axes),), ((leaf, leaf_axes),) = rule.params.items(), rule.leaves.items()
+    is_stacked = {*parse_name(param).indices} != {*parse_name(leaf).indices}
+    if not param.endswith(".weight") or len(expression(axes).dims) != 2 or is_stacked:
+        return
     outputs, inputs = (Expression((dim,)) for dim in expression(axes).dims)
     of_leaf = [Expression((dim,)) for dim in expression(leaf_axes).dims]
     first = [dim for dim in of_leaf if dim.names <= inputs.names]
@@ -68,39 +74,15 @@ def _of_factors(rule: Rule) -> Iterator[Rule]:
         return
     module = PREFIX + param.removesuffix(".weight")
     a, b = (f"{leaf}{suffix}" for suffix in _SUFFIXES)
-    yield Rule(
+    yield MappingRule(
         {f"{module}.lora_A.weight": f"{REST} {inputs}"},
         {a: " ".join([*map(str, first), REST])},
         optional=True,
         when=rule.when,
     )
-    yield Rule(
+    yield MappingRule(
         {f"{module}.lora_B.weight": f"{outputs} {REST}"},
         {b: " ".join([REST, *map(str, last)])},
         optional=True,
         when=rule.when,
-    )
-
-
-def _is_matrix(rule: Rule) -> bool:
-    """Whether a rule makes one leaf of one matrix of a module, for each layer as it is."""
-    if len(rule.params) != 1 or len(rule.leaves) != 1 or (rule.scale, rule.add) != (1, 0):
-        return False
-    (param,), (leaf,) = rule.params, rule.leaves
-    is_stacked = {*parse_name(param).indices} != {*parse_name(leaf).indices}
-    dims = expression(rule.params[param]).dims
-    return param.endswith(".weight") and len(dims) == 2 and not is_stacked
-
-
-def _is_saved(rule: Rule, modules_to_save: Sequence[str]) -> bool:
-    """Whether a rule is for a parameter of one of the modules; they are ends of names (peft)."""
-    modules = [param.rpartition(".")[0] for param in rule.params]
-    return any(module.endswith(tuple(modules_to_save)) for module in modules)
-
-
-def _prefixed(rule: Rule) -> Rule:
-    params = {PREFIX + name: axes for name, axes in rule.params.items()}
-    tied = {PREFIX + name: axes for name, axes in rule.tied.items()}
-    return Rule(
-        params, rule.leaves, tied, True, rule.cast, rule.scale, rule.add, rule.backwards, rule.when
     )

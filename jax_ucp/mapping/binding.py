@@ -6,12 +6,12 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jax_ucp.errors import LayoutError, SpecError, fault_lines
+from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.layout.axes import (
     REST,
     Axis,
@@ -25,22 +25,21 @@ from jax_ucp.layout.axes import (
 )
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
-from jax_ucp.mapping.conditions import Undecided, holds, keys_in, unmet, values_of
 from jax_ucp.mapping.model_config import is_length, numbers_of
 from jax_ucp.mapping.names import name_regex, parse_name, values_in
 from jax_ucp.mapping.rules import Mapping as LeafMapping
-from jax_ucp.mapping.rules import (
-    Power,
-    Requirement,
-    Rule,
-    Skip,
-    expression,
-    shipped,
+from jax_ucp.mapping.rules import MappingRule, Power, Requirement, Skip, expression, shipped
+from jax_ucp.shard_spec.expressions import (
+    UndecidedCondition,
+    condition,
+    holds,
+    names_in,
+    size_of,
+    unmet,
+    values_of,
 )
-from jax_ucp.shard_spec.arithmetic import names_in, size_of
 from jax_ucp.shard_spec.rules import regex_of
 
-FAULTS_SHOWN = 40
 MISSING_SHOWN = 3
 # An axis of so many layers and experts that each becomes a leaf is of no model.
 MOST_LEAVES = 1_000_000
@@ -73,7 +72,7 @@ class _Instance:
     stacked place.
     """
 
-    rule: Rule
+    rule: MappingRule
     shared: dict[str, str]
     members: dict[str, dict[Values, str]] = field(default_factory=dict[str, dict[Values, str]])
 
@@ -108,7 +107,7 @@ class _Instance:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a requirement, and the config's values for it."""
+    """A requirement, whether it is met, and the config's values for it."""
 
     requirement: Requirement
     state: Literal["met", "assumed", "unmet"]
@@ -121,7 +120,7 @@ class Outcome:
 def outcomes(
     mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()
 ) -> list[Outcome]:
-    """What becomes of every requirement of a mapping; without a config none of them is met.
+    """The outcome of every requirement of a mapping; without a config none of them is met.
 
     Raises LayoutError where what is assumed is none of them.
     """
@@ -131,16 +130,15 @@ def outcomes(
         raise LayoutError(
             f"{', '.join(strays)} in assume: the requirements of {mapping.name} are {has}"
         )
-    return [_outcome(requirement, config, assumed) for requirement in mapping.requires]
-
-
-def _outcome(
-    requirement: Requirement, config: Mapping[str, Any], assumed: Collection[str]
-) -> Outcome:
-    fault = unmet(requirement.that, config) if config else _NO_CONFIG
-    if not fault:
-        return Outcome(requirement, "met", values_of(keys_in(requirement.that), config))
-    return Outcome(requirement, "assumed" if requirement.name in assumed else "unmet", fault)
+    results: list[Outcome] = []
+    for requirement in mapping.requires:
+        if fault := unmet(requirement.that, config) if config else _NO_CONFIG:
+            state = "assumed" if requirement.name in assumed else "unmet"
+            results.append(Outcome(requirement, state, fault))
+        else:
+            values = values_of(condition(requirement.that).keys, config)
+            results.append(Outcome(requirement, "met", values))
+    return results
 
 
 def bind(
@@ -150,7 +148,7 @@ def bind(
     config: Mapping[str, Any],
     assumed: Collection[str] = (),
 ) -> Bound:
-    """How the parameters of these shapes form leaves.
+    """The leaves that the parameters of these shapes form.
 
     `given` are lengths by name, `config` is what the model's config says, `assumed` are the names
     of requirements that the user vouches for.
@@ -165,11 +163,23 @@ def bind(
         faults.append(
             f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name"
         )
-    mapping, undecided = _with_rules_that_hold(mapping, config)
+    rules: list[MappingRule] = []
+    undecided: list[str] = []
+    for rule in mapping.rules:
+        if rule.when and not config:
+            undecided.append(f"{rule.label} is there when `{rule.when}`, but {_NO_CONFIG}")
+            continue
+        try:
+            if not rule.when or holds(rule.when, config):
+                rules.append(rule)
+        except UndecidedCondition as error:
+            undecided.append(
+                f"{rule.label} is there when `{rule.when}`, but the config has {error}"
+            )
     if undecided:
-        is_known_why = bool(faults) and not config  # the faults ask for a config already
-        raise _refusal(mapping, faults if is_known_why else [*faults, *undecided])
-    bound = _bound(mapping, shapes, given, numbers_of(config), faults)
+        asks_for_config = bool(faults) and not config
+        raise _refusal(mapping, faults if asks_for_config else [*faults, *undecided])
+    bound = _bound(replace(mapping, rules=tuple(rules)), shapes, given, numbers_of(config), faults)
     assumptions = [outcome for outcome in checked if outcome.state == "assumed"]
     vouched = [f"on the user's word, against the requirement {one}" for one in assumptions]
     return replace(bound, notes=[*vouched, *bound.notes])
@@ -209,38 +219,10 @@ def _fitting(
                     yield name
 
 
-def _with_rules_that_hold(
-    mapping: LeafMapping, config: Mapping[str, Any]
-) -> tuple[LeafMapping, list[str]]:
-    """The mapping without rules whose `when` is false, and a fault for each that is undecided."""
-    rules: list[Rule] = []
-    faults: list[str] = []
-    for rule in mapping.rules:
-        try:
-            if _is_used(rule, config):
-                rules.append(rule)
-        except Undecided as reason:
-            faults.append(f"{rule.label} is there when `{rule.when}`, but {reason}")
-    return replace(mapping, rules=tuple(rules)), faults
-
-
-def _is_used(rule: Rule, config: Mapping[str, Any]) -> bool:
-    """Whether `when` of a rule holds. Raises Undecided where the config does not decide it."""
-    if not rule.when:
-        return True
-    if not config:
-        raise Undecided(_NO_CONFIG)
-    try:
-        return holds(rule.when, config)
-    except Undecided as error:
-        raise Undecided(f"the config has {error}") from None
-
-
 def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:
     distinct = list(dict.fromkeys(faults))
-    lines = fault_lines(distinct, FAULTS_SHOWN)
-    places = len(distinct)
-    return LayoutError(f"{mapping.name} does not fit the checkpoint in {places} places:\n  {lines}")
+    title = f"{mapping.name} does not fit the checkpoint in {len(distinct)} places:"
+    return LayoutError(title, distinct)
 
 
 def _bound(
@@ -250,46 +232,11 @@ def _bound(
     config: Mapping[str, int],
     faults: list[str],
 ) -> Bound:
-    """How parameters form leaves by these rules. Raises LayoutError with `faults` and its own."""
+    """The leaves that these rules form. Raises LayoutError with `faults` and its own."""
     known = _known(mapping, given, config, faults)
-    mapping = _with_numbers(mapping, known, faults)
-    skipped, instances = _claimed(mapping, shapes, _lengths(known), faults)
-    claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
-    lengths = infer(claims, known)
-    faults += lengths.faults
-    faults += _scale_faults(mapping, instances, lengths.known)
-    faults += _odd_faults(instances, lengths.sizes)
-    notes = _independent_copies(instances)
-    leaves = {} if faults else _leaves(instances, shapes, lengths.sizes, faults, notes)
-    faults += _nested_leaves(leaves)
-    if faults:
-        raise _refusal(mapping, faults)
-    sizes = {name: n for name, n in lengths.sizes.items() if name.isidentifier()}
-    return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
-
-
-def _scale_faults(
-    mapping: LeafMapping, instances: Sequence[_Instance], known: Mapping[str, Known]
-) -> Iterator[str]:
-    scales = [instance.rule.factor for instance in instances]
-    sizes = {scale.size for scale in scales if isinstance(scale, Power)}
-    for size in sorted(sizes - known.keys()):
-        yield f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
-
-
-def _odd_faults(instances: Sequence[_Instance], sizes: Mapping[str, int]) -> Iterator[str]:
-    rotated = [instance.rule.rotated for instance in instances]
-    for name in sorted(frozenset[str]().union(*rotated)):
-        if sizes.get(name, 0) % 2:
-            yield f"{name} = {sizes[name]} features are rotated in pairs, so they should be even"
-
-
-def _with_numbers(
-    mapping: LeafMapping, known: Mapping[str, Known], faults: list[str]
-) -> LeafMapping:
-    """The mapping with numbers for the sizes that names have; rules that lack one are left out."""
-    rules: list[Rule] = []
-    for rule in mapping.rules:
+    lengths = {name: one.length for name, one in known.items()}
+    rules: list[MappingRule] = []
+    for rule in mapping.rules:  # with numbers for the sizes in their names
         if unknown := sorted(rule.sizes_in_names - known.keys()):
             names = " and ".join(unknown)
             faults.append(
@@ -297,172 +244,100 @@ def _with_numbers(
             )
             continue
         try:
-            rules.append(rule.with_numbers(_lengths(known)))
+            rules.append(rule.with_numbers(lengths))
         except SpecError as error:
             faults.append(f"{rule.label}: {error}")
-    return replace(mapping, rules=tuple(rules))
-
-
-def _lengths(known: Mapping[str, Known]) -> dict[str, int]:
-    return {name: one.length for name, one in known.items()}
-
-
-def _independent_copies(instances: Sequence[_Instance]) -> list[str]:
-    """A note for each rule that gives several leaves the same elements."""
-    rules = {id(instance.rule): instance.rule for instance in instances}
-    labels = [rule.label for rule in rules.values() if rule.inverse().tied]
-    return [
+    mapping = replace(mapping, rules=tuple(rules))
+    skipped, instances = _claimed(mapping, shapes, lengths, faults)
+    claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
+    inferred = infer(claims, known)
+    faults += inferred.faults
+    scales = [instance.rule.factor for instance in instances]
+    for size in sorted({scale.size for scale in scales if isinstance(scale, Power)}):
+        if size not in inferred.known:
+            faults.append(
+                f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
+            )
+    rotated = frozenset[str]().union(*(instance.rule.rotated for instance in instances))
+    for name in sorted(rotated):
+        if inferred.sizes.get(name, 0) % 2:
+            faults.append(
+                f"{name} = {inferred.sizes[name]} features are rotated in pairs, so they should be"
+                " even"
+            )
+    copying = {id(one.rule): one.rule.label for one in instances if one.rule.inverse().tied}
+    notes = [
         f"{label}: one parameter becomes several leaves, which are independent from then on"
-        for label in labels
+        for label in copying.values()
     ]
-
-
-def _nested_leaves(names: Collection[str]) -> Iterator[str]:
-    """A fault for each leaf with a leaf above it."""
-    for name in names:
+    leaves: dict[str, LeafForm] = {}
+    for instance in () if faults else instances:
+        for name, form in _formed(instance, shapes, inferred.sizes, faults, notes):
+            if name in leaves:
+                faults.append(
+                    f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}"
+                )
+            leaves[name] = form
+    for name in leaves:
         *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
-        for leaf in filter(names.__contains__, above):
-            yield f"{leaf} is a leaf, so {name} cannot be below it"
+        faults += [
+            f"{leaf} is a leaf, so {name} cannot be below it" for leaf in above if leaf in leaves
+        ]
+    if faults:
+        raise _refusal(mapping, faults)
+    sizes = {name: n for name, n in inferred.sizes.items() if name.isidentifier()}
+    return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
 
 
 def _claimed(
-    mapping: LeafMapping,
-    shapes: Mapping[str, Shape],
-    lengths: Mapping[str, int],
-    faults: list[str],
+    mapping: LeafMapping, shapes: Mapping[str, Shape], lengths: Mapping[str, int], faults: list[str]
 ) -> tuple[dict[str, str], list[_Instance]]:
-    """What becomes of every name: skipped with the reason, or a member of an instance of a rule.
+    """The names to skip, with reasons, and the instances of rules that claim the others.
 
     An index of `lengths` is below its length, so a rule for layers of which there are none needs
     no parameter.
     """
-    contested = _claimed_twice(mapping, shapes, lengths)
+    # Of names that several rules match, an optional rule claims those of its number of axes.
+    matches: Counter[str] = Counter()
+    for rule in mapping.rules:
+        patterns = (*rule.params, *rule.tied)
+        matches.update(
+            name
+            for name in shapes
+            if any(values_in(pattern, name, lengths) is not None for pattern in patterns)
+        )
+    contested = {name for name, count in matches.items() if count > 1}
     instances: list[_Instance] = []
     for rule in mapping.rules:
         of_rule = _instances(rule, shapes, lengths, contested)
-        faults += _missing_instances(rule, of_rule, lengths)
         instances += of_rule
+        if rule.optional:
+            continue
+        # Nothing is meant by a rule with an axis or an index of length zero.
+        if not of_rule and not any(lengths.get(name) == 0 for name in rule.names):
+            faults.append(f"{rule.label} finds no parameter")
+        for key, length in {**lengths, **rule.blocks}.items():
+            if of_rule and key in of_rule[0].shared:
+                numbers = {instance.shared[key] for instance in of_rule}
+                missing = (str(i) for i in range(length) if str(i) not in numbers)
+                if first := next(missing, None):
+                    faults.append(
+                        f"{rule.label} finds no parameter with {key} = {first}, of {length}"
+                    )
     faults += _uneven(instances, lengths)
     skipped: dict[str, str] = {}
     claims: dict[str, list[str]] = defaultdict(list)
-    for skip in _plain_skips(mapping):
-        names = list(filter(re.compile(regex_of(skip.param)).fullmatch, shapes))
-        skipped |= dict.fromkeys(names, skip.reason)
-        _add_claim(claims, names, f"skip {skip.param!r}")
+    for skip, regex in _skips_by_name(mapping):
+        for name in filter(regex.fullmatch, shapes):
+            skipped[name] = skip.reason
+            claims[name].append(f"skip {skip.param!r}")
     for instance in instances:
-        _add_claim(claims, instance.names, instance.rule.label)
-    skipped |= _skipped_rest(mapping, itertools.filterfalse(claims.__contains__, shapes))
-    faults += _claim_faults(claims, skipped, shapes)
-    return skipped, instances
-
-
-def _add_claim(claims: dict[str, list[str]], names: Iterable[str], claimant: str) -> None:
-    for name in names:
-        claims[name].append(claimant)
-
-
-def _skipped_rest(mapping: LeafMapping, names: Iterable[str]) -> dict[str, str]:
-    """The reason to skip each name that nothing else claims, if the mapping has one."""
-    reasons = [skip.reason for skip in mapping.skips if skip.param == REST]
-    return dict.fromkeys(names, reasons[0]) if reasons else {}
-
-
-def _plain_skips(mapping: LeafMapping) -> list[Skip]:
-    return [skip for skip in mapping.skips if skip.param != REST]
-
-
-def _is_for_none(rule: Rule, lengths: Mapping[str, int]) -> bool:
-    """Whether an axis or an index of a rule has the length zero, so that nothing is meant by it."""
-    return any(lengths.get(name) == 0 for name in rule.names)
-
-
-def _missing_instances(
-    rule: Rule, instances: Sequence[_Instance], lengths: Mapping[str, int]
-) -> Iterator[str]:
-    """Faults: a rule that finds nothing, or nothing for numbers below a known length."""
-    if rule.optional:
-        return
-    if not instances:
-        if not _is_for_none(rule, lengths):
-            yield f"{rule.label} finds no parameter"
-        return
-    for key, length in {**lengths, **rule.blocks}.items():
-        if key not in instances[0].shared:
-            continue
-        found = {instance.shared[key] for instance in instances}
-        missing = (str(i) for i in range(length) if str(i) not in found)
-        if first := next(missing, None):
-            yield f"{rule.label} finds no parameter with {key} = {first}, of {length}"
-
-
-def _uneven(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:
-    """Faults: a layer that some rules find and others do not, where leaves have its number too.
-
-    Of names that begin alike up to a number, as `blk.{layer}` does, every rule finds the same ones.
-    Where `lengths` has how many there are, each rule is held against that.
-    """
-    found: dict[str, dict[str, str]] = defaultdict(dict)  # by beginning, each with who finds it
-    of_rules: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for instance in instances:
-        label = instance.rule.label
-        for beginning, filled in _numbered(instance, lengths):
-            found[beginning].setdefault(filled, label)
-            if not instance.rule.optional:
-                of_rules[label, beginning].add(filled)
-    for (label, beginning), mine in of_rules.items():
-        missing = [filled for filled in found[beginning] if filled not in mine]
-        if missing:
-            yield (
-                f"{label} finds no parameter at {missing[0]}, but {found[beginning][missing[0]]}"
-                " does; write optional: true if not all have one"
-            )
-
-
-def _numbered(instance: _Instance, lengths: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Each beginning of a parameter's name that ends in a number that leaves have too, as the rule
-    has it, and with its numbers. One whose numbers are all counted by `lengths` is left out.
-    """
-    for pattern in instance.rule.params:
-        name = parse_name(pattern)
-        for i, placeholder in enumerate(name.placeholders, 1):
-            numbers = [instance.shared.get(index, "") for index in placeholder.names]
-            if not all(map(_NUMBER.fullmatch, numbers)):
-                break
-            beginning = name.until(i)
-            if not lengths.keys() >= {*beginning.indices}:
-                yield str(beginning), beginning.filled(instance.shared)
-
-
-def _instances(
-    rule: Rule,
-    shapes: Mapping[str, Shape],
-    lengths: Mapping[str, int],
-    contested: Collection[str],
-) -> list[_Instance]:
-    """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
-    instances: dict[Values, _Instance] = {}
-    shared, stacked = _placeholder_axes(rule)
-    unsure = contested if rule.optional else ()
-    for pattern, axes in {**rule.params, **rule.tied}.items():
-        for name, shape in shapes.items():
-            values = values_in(pattern, name, lengths)
-            if values is None or (name in unsure and not _fits(axes, shape)):
-                continue
-            of_leaf = {key: values[key] for key in shared}
-            instance = instances.setdefault(tuple(of_leaf.values()), _Instance(rule, of_leaf))
-            members = instance.members.setdefault(pattern, {})
-            # Of two names that mean one place, 3 and 03, the second stays without a claim.
-            members.setdefault(tuple(values[key] for key in stacked), name)
-    return list(instances.values())
-
-
-def _claim_faults(
-    claims: Mapping[str, Sequence[str]], skipped: Collection[str], shapes: Mapping[str, Shape]
-) -> Iterator[str]:
-    """A fault for names that not just one rule or skip claims.
-
-    Layers share what is wrong with them, so names that differ in numbers alone are one fault.
-    """
+        for name in instance.names:
+            claims[name].append(instance.rule.label)
+    rest = [skip.reason for skip in mapping.skips if skip.param == REST]
+    if rest:
+        skipped |= dict.fromkeys(itertools.filterfalse(claims.__contains__, shapes), rest[0])
+    # Layers share what is wrong with them: names that differ in numbers alone are one fault.
     alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, shape in shapes.items():
         claimants = tuple(claims.get(name, ()))
@@ -474,31 +349,76 @@ def _claim_faults(
         if not claimants:
             fault = "claimed by no rule; map it, or skip it with a reason"
         others = f" and {len(names) - 1} more of other numbers" if len(names) > 1 else ""
-        yield f"{names[0]} {list(shape)}{others}: {fault}"
+        faults.append(f"{names[0]} {list(shape)}{others}: {fault}")
+    return skipped, instances
 
 
-def _claimed_twice(
-    mapping: LeafMapping, shapes: Mapping[str, Shape], lengths: Mapping[str, int]
-) -> set[str]:
-    """The names that several rules match; an optional rule claims those of its number of axes."""
-    counts: Counter[str] = Counter()
-    for rule in mapping.rules:
-        patterns = (*rule.params, *rule.tied)
-        counts.update(
-            name
-            for name in shapes
-            if any(values_in(pattern, name, lengths) is not None for pattern in patterns)
-        )
-    return {name for name, count in counts.items() if count > 1}
+def _skips_by_name(mapping: LeafMapping) -> Iterator[tuple[Skip, re.Pattern[str]]]:
+    """The skips that name parameters, each with the regular expression of the names."""
+    for skip in mapping.skips:
+        if skip.param != REST:
+            yield skip, re.compile(regex_of(skip.param))
 
 
-def _fits(axes: str, shape: Shape) -> bool:
-    """Whether an array of this shape has as many axes as a rule says."""
-    dims = len(expression(axes).dims)
-    return len(shape) >= dims - 1 if expression(axes).rest else len(shape) == dims
+def _uneven(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:
+    """Faults: a layer that some rules find and others do not, where leaves have its number too.
+
+    Of names that begin alike up to a number, as `blk.{layer}` does, every rule finds the same ones.
+    Where `lengths` has how many there are, each rule is held against that.
+    """
+    finders: dict[str, dict[str, str]] = defaultdict(dict)  # by beginning, a rule for each filled
+    of_rules: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for instance in instances:
+        label, shared = instance.rule.label, instance.shared
+        for name in map(parse_name, instance.rule.params):
+            for i, placeholder in enumerate(name.placeholders, 1):
+                numbers = [shared.get(index, "") for index in placeholder.names]
+                if not all(map(_NUMBER.fullmatch, numbers)):
+                    break
+                beginning = name.until(i)
+                if lengths.keys() >= {*beginning.indices}:
+                    continue
+                filled = beginning.filled(shared)
+                finders[str(beginning)].setdefault(filled, label)
+                if not instance.rule.optional:
+                    of_rules[label, str(beginning)].add(filled)
+    for (label, beginning), mine in of_rules.items():
+        missing = [filled for filled in finders[beginning] if filled not in mine]
+        if missing:
+            yield (
+                f"{label} finds no parameter at {missing[0]}, but"
+                f" {finders[beginning][missing[0]]} does; write optional: true if not all have one"
+            )
 
 
-def _placeholder_axes(rule: Rule) -> tuple[list[str], list[str]]:
+def _instances(
+    rule: MappingRule,
+    shapes: Mapping[str, Shape],
+    lengths: Mapping[str, int],
+    contested: Collection[str],
+) -> list[_Instance]:
+    """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
+    instances: dict[Values, _Instance] = {}
+    shared, stacked = _placeholder_axes(rule)
+    unsure = contested if rule.optional else ()
+    for pattern, axes in {**rule.params, **rule.tied}.items():
+        for name, shape in shapes.items():
+            values = values_in(pattern, name, lengths)
+            if values is None:
+                continue
+            dims, has_rest = len(expression(axes).dims), expression(axes).rest
+            fits = len(shape) >= dims - 1 if has_rest else len(shape) == dims
+            if name in unsure and not fits:
+                continue
+            of_leaf = {key: values[key] for key in shared}
+            instance = instances.setdefault(tuple(of_leaf.values()), _Instance(rule, of_leaf))
+            members = instance.members.setdefault(pattern, {})
+            # Of two names that mean one place, 3 and 03, the second stays without a claim.
+            members.setdefault(tuple(values[key] for key in stacked), name)
+    return list(instances.values())
+
+
+def _placeholder_axes(rule: MappingRule) -> tuple[list[str], list[str]]:
     """The placeholders of parameters that leaves have too, and those that are axes of leaves."""
     of_params = parse_name(next(iter(rule.params))).indices
     of_leaves = parse_name(next(iter(rule.leaves))).indices
@@ -509,35 +429,37 @@ def _placeholder_axes(rule: Rule) -> tuple[list[str], list[str]]:
 def _shape_claims(
     instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]
 ) -> list[Claim]:
-    """What a rule implies for the shapes of its parameters, and for their number."""
-    if strays := list(_stray_numbers(instance)):
-        faults.append(strays[0])
-        return []
-    faults += _missing_members(instance)
-    blocks = instance.rule.blocks.items()
-    of_blocks = [Claim(f"a block of {i}", Expression((Axis(i),)), (n,)) for i, n in blocks]
-    return [*of_blocks, *_count_claims(instance), *_member_claims(instance, shapes)]
-
-
-def _stray_numbers(instance: _Instance) -> Iterator[str]:
-    """Faults: stacked placeholders that stand for something else than a number."""
+    """The claims of a rule on the shapes of its parameters, and on their number."""
+    rule, claims = instance.rule, []
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():
             numbers = {values[i] for values in names}
             if strays := sorted(itertools.filterfalse(_NUMBER.fullmatch, numbers)):
-                yield (
-                    f"{instance.rule.label} stacks {{{key}}} of {pattern}, but finds"
-                    f" {', '.join(strays)} there"
+                faults.append(
+                    f"{rule.label} stacks {{{key}}} of {pattern}, but finds {', '.join(strays)}"
+                    " there"
                 )
-
-
-def _count_claims(instance: _Instance) -> Iterator[Claim]:
-    """The length of each stacked axis, which is the number of parameters."""
+                return []
+    faults += _missing_members(instance)
+    for i, n in rule.blocks.items():
+        claims.append(Claim(f"a block of {i}", Expression((Axis(i),)), (n,)))
+    # A stacked axis is as long as there are parameters.
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():
-            label = f"the number of {{{key}}} in {_filled(pattern, instance.shared)}"
+            label = f"the number of {{{key}}} in {parse_name(pattern).filled(instance.shared)}"
             count = max(int(values[i]) for values in names) + 1
-            yield Claim(label, Expression((Axis(key),)), (count,))
+            claims.append(Claim(label, Expression((Axis(key),)), (count,)))
+    # Parameters of one name with the same shape are one claim.
+    for pattern, members in instance.members.items():
+        alike: dict[Shape, list[str]] = defaultdict(list)
+        for name in members.values():
+            alike[shapes[name]].append(name)
+        axes = instance.axes(pattern)
+        for shape, names in alike.items():
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            spread = instance.spread(axes, _rest(axes, shape))
+            claims.append(Claim(names[0] + more, spread, shape))
+    return claims
 
 
 def _missing_members(instance: _Instance) -> Iterator[str]:
@@ -551,28 +473,15 @@ def _missing_members(instance: _Instance) -> Iterator[str]:
         missing = count - len(members)
         absent = (place for place in _places(places) if place not in members)
         for values in itertools.islice(absent, min(missing, MISSING_SHOWN)):
-            name = _filled(
-                pattern, instance.shared | dict(zip(instance.stacked, values, strict=True))
-            )
+            stacked = dict(zip(instance.stacked, values, strict=True))
+            name = parse_name(pattern).filled(instance.shared | stacked)
             yield f"{name} is not there, but {rule.label} needs it beside {instance.names[0]}"
         if missing > MISSING_SHOWN:
             yield f"... and {missing - MISSING_SHOWN} more of {pattern}"
 
 
-def _member_claims(instance: _Instance, shapes: Mapping[str, Shape]) -> Iterator[Claim]:
-    """The shapes of parameters; those of one name that have the same are one claim."""
-    for pattern, members in instance.members.items():
-        alike: dict[Shape, list[str]] = defaultdict(list)
-        for name in members.values():
-            alike[shapes[name]].append(name)
-        axes = instance.axes(pattern)
-        for shape, names in alike.items():
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            yield Claim(names[0] + more, instance.spread(axes, _rest(axes, shape)), shape)
-
-
 def _rest(axes: str, shape: Shape) -> int:
-    """How many axes of an array `...` stands for."""
+    """The number of axes of an array that `...` stands for."""
     parsed = expression(axes)
     return len(shape) - len(parsed.dims) + 1 if parsed.rest else 0
 
@@ -604,25 +513,6 @@ def _known(
     return known
 
 
-def _leaves(
-    instances: Sequence[_Instance],
-    shapes: Mapping[str, Shape],
-    sizes: Mapping[str, int],
-    faults: list[str],
-    notes: list[str],
-) -> dict[str, LeafForm]:
-    """How each leaf is formed, by name; adds to `faults` and `notes`."""
-    leaves: dict[str, LeafForm] = {}
-    for instance in instances:
-        for name, form in _formed(instance, shapes, sizes, faults, notes):
-            if name in leaves:
-                faults.append(
-                    f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}"
-                )
-            leaves[name] = form
-    return leaves
-
-
 def _formed(
     instance: _Instance,
     shapes: Mapping[str, Shape],
@@ -636,10 +526,25 @@ def _formed(
     params = {
         pattern: instance.spread(instance.axes(pattern), rest) for pattern in instance.members
     }
-    first, *copies = _copies(rule, params)
-    scale = _scale(rule, sizes)
+    # The parameters that hold the leaves' elements: the rule's own, then each tied copy.
+    own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
+    tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
+    first, *copies = [own, *tied] if own else tied
+    scale = rule.factor
+    if isinstance(scale, Power):
+        try:
+            scale = float(sizes[scale.size]) ** scale.exponent
+        except ArithmeticError as error:
+            raise LayoutError(
+                f"{rule.label}: the scale {rule.scale} cannot be, with {scale.size} ="
+                f" {sizes[scale.size]}: {error}"
+            ) from None
     if (scale, rule.add) != (1, 0):
-        notes.append(_scaled_note(rule, scale))
+        change = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
+        notes.append(
+            f"{rule.label}: parameters x become {change}, rounded to their dtype; their moments are"
+            " left out"
+        )
     for pattern, axes in rule.leaves.items():
         leaf = instance.spread(axes, rest)
         for name, fixed in _leaf_places(pattern, instance.shared, sizes):
@@ -649,31 +554,18 @@ def _formed(
                     f"{rule.label}: the leaf {name} of shape {list(layout.shape)} has no elements"
                 )
                 continue
-            tied = tuple(_layout(instance, leaf, copy, sizes, fixed) for copy in copies)
-            yield (
-                name,
-                LeafForm(layout, str(rule), tied, rule.cast, scale, rule.add, rule.backwards),
-            )
+            tied_layouts = tuple(_layout(instance, leaf, copy, sizes, fixed) for copy in copies)
+            change = rule.cast, scale, rule.add, rule.backwards
+            yield name, LeafForm(layout, str(rule), tied_layouts, *change)
             if layout.padding:
                 notes.append(
                     f"{rule.label}: {layout.padding} elements of {pattern} are padding, zeros"
                 )
-    notes += _dropped_padding(rule, params, sizes)
-
-
-def _copies(rule: Rule, params: Mapping[str, Expression]) -> list[dict[str, Expression]]:
-    """The parameters that hold the elements of a rule's leaves: its own, then each tied copy."""
-    own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
-    tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
-    return [own, *tied] if own else tied
-
-
-def _scaled_note(rule: Rule, scale: float) -> str:
-    change = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
-    return (
-        f"{rule.label}: parameters x become {change}, rounded to their dtype; their moments are"
-        " left out"
-    )
+    for pattern, axes in params.items():
+        if names := " and ".join(sorted(filter(is_padding, axes.names))):
+            notes.append(
+                f"{rule.label}: {names} of {pattern} is dropped; going back gives zeros there"
+            )
 
 
 def _leaf_places(
@@ -687,34 +579,7 @@ def _leaf_places(
     for place in itertools.product(*(range(sizes[key]) for key in unstacked)):
         fixed = dict(zip(unstacked, place, strict=True))
         numbers = {key: str(i) for key, i in fixed.items()}
-        yield _filled(pattern, {**shared, **numbers}), fixed
-
-
-def _filled(pattern: str, values: Mapping[str, str]) -> str:
-    return parse_name(pattern).filled(values)
-
-
-def _dropped_padding(
-    rule: Rule, params: Mapping[str, Expression], sizes: Mapping[str, int]
-) -> Iterator[str]:
-    """A note for each parameter that has padding, which no leaf has."""
-    for pattern, axes in params.items():
-        if names := " and ".join(sorted(filter(is_padding, axes.names))):
-            yield f"{rule.label}: {names} of {pattern} is dropped; going back gives zeros there"
-
-
-def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
-    """The number by which a rule scales."""
-    scale = rule.factor
-    if not isinstance(scale, Power):
-        return scale
-    try:
-        return float(sizes[scale.size]) ** scale.exponent
-    except ArithmeticError as error:
-        raise LayoutError(
-            f"{rule.label}: the scale {rule.scale} cannot be, with {scale.size} ="
-            f" {sizes[scale.size]}: {error}"
-        ) from None
+        yield parse_name(pattern).filled({**shared, **numbers}), fixed
 
 
 def _layout(
@@ -735,44 +600,43 @@ def _layout(
         if target.padding:
             continue
         pattern, source = sources[target.names.union(fixed)]
-        for place, name in _in_order(instance.members[pattern]):
+        # in the order of their numbers
+        members = sorted(
+            (tuple(map(int, values)), name) for values, name in instance.members[pattern].items()
+        )
+        for place, name in members:
             indices = {**fixed, **dict(zip(stacked, place, strict=True))}
             parts.append(part(name, source, target, sizes, indices))
     return LeafLayout(leaf.shape(sizes), tuple(one for one in parts if 0 not in one.sizes))
 
 
-def _in_order(members: Mapping[Values, str]) -> list[tuple[tuple[int, ...], str]]:
-    """Parameters by their stacked places as numbers, in order."""
-    return sorted((tuple(map(int, values)), name) for values, name in members.items())
-
-
 @dataclass(frozen=True)
-class Said:
-    """What the user gave when a checkpoint was mapped: lengths, vouched requirements, a config."""
+class Given:
+    """The user's words when a checkpoint was mapped: lengths, vouched requirements, a config."""
 
     lengths: dict[str, int] = field(default_factory=dict[str, int])
     assumed: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
-    """What the user gave to the mapping that `mapping` undoes; `done` is the record of that."""
+def given_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Given:
+    """The user's words for the mapping that `mapping` undoes; `done` is the record of that."""
     rules, lengths = done.get("rules"), done.get("lengths")
     if not isinstance(rules, dict) or not isinstance(lengths, dict):
-        return Said()
+        return Given()
     if not all(map(is_length, lengths.values())):
-        return Said()
+        return Given()
     if LeafMapping.from_dict(rules).inverse() != replace(mapping, skips=()):
-        return Said()
+        return Given()
     assumed, config = done.get("assumed"), done.get("config")
     names = tuple(map(str, assumed)) if isinstance(assumed, list) else ()
-    return Said(lengths, names, config if isinstance(config, dict) else {})
+    return Given(lengths, names, config if isinstance(config, dict) else {})
 
 
 def mapping_record(
     mapping: LeafMapping, bound: Bound, assumed: Sequence[str], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a checkpoint remembers of its mapping; `said_before` reads it.
+    """The record of its mapping that a checkpoint keeps; `given_before` reads it.
 
     `config` is what the user gave: of it, what the mapping asks for.
     """
@@ -790,10 +654,6 @@ def mapping_record(
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
-    regexes = list(itertools.chain.from_iterable(map(_param_regexes, mapping.rules)))
-    regexes += [re.compile(regex_of(skip.param)) for skip in _plain_skips(mapping)]
+    regexes = [name_regex(name) for rule in mapping.rules for name in (*rule.params, *rule.tied)]
+    regexes += [regex for _, regex in _skips_by_name(mapping)]
     return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
-
-
-def _param_regexes(rule: Rule) -> list[re.Pattern[str]]:
-    return list(map(name_regex, (*rule.params, *rule.tied)))

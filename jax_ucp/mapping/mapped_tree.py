@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import LayoutError, fault_lines
+from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.contents import Contents, Item
+from jax_ucp.arrays.dtypes import holds_every
+from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.mapped import Agreed, Tied, agreed, agreement, scaled
+from jax_ucp.arrays.optimizer_groups import Group, groups_of
+from jax_ucp.arrays.value import Array, Computed, Rearranged, users
+from jax_ucp.errors import LayoutError
 from jax_ucp.layout.strided import LeafForm, LeafLayout
 from jax_ucp.mapping.states import States, label_of
-from jax_ucp.sources.checks import Check, Extent, passed_on
-from jax_ucp.sources.contents import Contents, Item
-from jax_ucp.sources.dtypes import holds_every
-from jax_ucp.sources.mapped import Formed, MappedView
-from jax_ucp.sources.optimizer_groups import Group, groups_of
 from jax_ucp.tree import Key, Leaf, Path, leaf_names
 
 
@@ -41,10 +43,16 @@ def map_contents(
     Raises LayoutError with every state that has another shape, or that only some of a leaf's
     parameters have.
     """
-    tree = _Tree(states, forms)
+    stored = expressions(contents.arrays)
+    tree = _Tree(states, forms, stored)
     leaves, formed = tree.leaves()
-    view = MappedView(contents.arrays, formed)
-    infos = view.arrays()
+    arrays = Evaluated({name: one.array for name, one in formed.items()})
+    infos = arrays.arrays()
+    resting: dict[str, set[str]] = defaultdict(set)
+    for name, one in formed.items():
+        for array in (one.array, *one.tied):
+            for stored_name in users({name: array}, stored):
+                resting[stored_name].add(name)
     kept = {leaf.path: leaf for leaf in states.others}
     made = [
         replace(kept[path], name=name)
@@ -56,15 +64,18 @@ def map_contents(
     labels = {leaf.name: leaf.label for leaf in made}
 
     def checks(extent: Extent) -> Iterator[Check]:
-        yield from passed_on(contents.checks(extent), _users(formed))
-        for name in formed:
-            if check := view.copy_check(name, labels[name], extent):
-                yield check
+        yield from passed_on(contents.checks(extent), resting)
+        for name, one in formed.items():
+            if isinstance(one.array, Computed) and isinstance(one.array.rule, Agreed):
+                yield agreement(labels[name], name, one.array)
+            if one.tied:
+                first, *copies = one.tied
+                yield Tied(labels[name], name, first, first, copies).check([name], extent)
 
     return replace(
         contents,
         leaves=made,
-        arrays=view,
+        arrays=arrays,
         inventory=list(_inventory(contents, tree, skipped)),
         groups=_groups(contents, forms),
         notes=[*contents.notes, *notes, *tree.notes],
@@ -73,13 +84,12 @@ def map_contents(
     )
 
 
-def _users(formed: Mapping[str, Formed]) -> dict[str, set[str]]:
-    """By the name of an array, the leaves that are made of it, or of a copy of which it is one."""
-    users: dict[str, set[str]] = defaultdict(set)
-    for name, leaf in formed.items():
-        for array in leaf.equal or leaf.form.params:
-            users[array].add(name)
-    return users
+@dataclass(frozen=True)
+class _Formed:
+    """The array of a leaf. Where it has tied copies, `tied` are the leaf and these, as stored."""
+
+    array: Array
+    tied: Sequence[Rearranged] = ()
 
 
 class _Unmappable(Exception):
@@ -87,17 +97,18 @@ class _Unmappable(Exception):
 
 
 class _Tree:
-    """The leaves of a mapped checkpoint, and what is said of those that are left out."""
+    """The leaves of a mapped checkpoint, and the reasons of those that are left out."""
 
-    def __init__(self, states: States, forms: Mapping[str, LeafForm]):
+    def __init__(self, states: States, forms: Mapping[str, LeafForm], stored: Mapping[str, Array]):
         self.states = states
+        self.stored = stored
         self.forms = forms
         self.notes: list[str] = []
         self.left: dict[str, str] = {}  # label of a state that is in no leaf -> why
 
-    def leaves(self) -> tuple[dict[tuple[Key, ...], str], dict[str, Formed]]:
+    def leaves(self) -> tuple[dict[tuple[Key, ...], str], dict[str, _Formed]]:
         """Paths with the names of their arrays, and how each array is formed."""
-        formed_at: dict[tuple[Key, ...], Formed] = {}
+        formed_at: dict[tuple[Key, ...], _Formed] = {}
         faults: list[str] = []
         for state, name in itertools.product(self.states.at, self.forms):
             try:
@@ -108,16 +119,16 @@ class _Tree:
             if formed is not None:
                 formed_at[(*state, *(Key("dict", key) for key in name.split("/")))] = formed
         if faults:
-            lines = fault_lines(faults)
-            raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:\n  {lines}")
-        unmapped = LeafForm(LeafLayout((), ()), "")
+            raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:", faults)
         for leaf in filter(lambda leaf: leaf.has_array, self.states.others):
-            formed_at[leaf.path] = Formed(unmapped, [leaf.name])
+            formed_at[leaf.path] = _Formed(self.stored[leaf.name])
         names = dict(zip(formed_at, leaf_names(list(formed_at)), strict=True))
         return names, {names[path]: formed for path, formed in formed_at.items()}
 
-    def _formed(self, state: Path, name: str) -> Formed | None:
-        """One state of a leaf; None if no parameter has it, or if it is left out."""
+    def _formed(self, state: Path, name: str) -> _Formed | None:
+        """The array of one state of a leaf; None if no parameter has the state, or if it is left
+        out.
+        """
         form, leaves = self.forms[name], self.states.at[state]
         params = list(filter(leaves.__contains__, form.params))
         if not params:
@@ -125,27 +136,35 @@ class _Tree:
         label, of_weights = label_of(state, name), state == self.states.params
         layouts = _complete_layouts(form, params, label)
         if form.scaled and not of_weights:
-            self._leave_scaled(state, name, params)
+            why = (
+                f"{name} is scaled: its {label_of(state)} would be that of other values, and"
+                " moments do not scale with them"
+            )
+            self.left |= {label_of(state, param): why for param in params}
+            self.notes.append(f"{label_of(state, name)} is left out: {why}")
             return None
         has_numbers = self._has_numbers(state, params)
-        dtype = _common_dtype([leaves[param] for param in params], label)
+        dtypes = {leaves[param].dtype for param in params}
+        if len(dtypes) > 1:
+            raise _Unmappable(
+                f"{label}: its parameters differ in dtype, {', '.join(sorted(dtypes))}"
+            )
+        dtype = dtypes.pop()
         if has_numbers:
-            return Formed(form, [leaves[param].name for param in params])
-        first, *copies = (_renamed(layout, leaves) for layout in layouts)
-        renamed = replace(form, layout=first, copies=tuple(copies))
-        if not of_weights:
-            return Formed(replace(renamed, dtype=""))
-        self._note_cast(name, dtype, form.dtype)
-        return Formed(renamed)
+            names = [leaves[param].name for param in params]
+            return _Formed(agreed(label, {name: self.stored[name] for name in names}))
+        tied = [self._rearranged(layout, leaves, form.rule) for layout in layouts]
+        array: Array = tied[0]
+        if of_weights:
+            self._note_cast(name, dtype, form.dtype)
+            array = scaled(array, form)
+        return _Formed(array, tied if len(tied) > 1 else ())
 
-    def _leave_scaled(self, state: Path, name: str, params: Sequence[str]) -> None:
-        """Leave out a state of a leaf whose values are scaled."""
-        why = (
-            f"{name} is scaled: its {label_of(state)} would be that of other values, and moments do"
-            " not scale with them"
-        )
-        self.left |= {label_of(state, param): why for param in params}
-        self.notes.append(f"{label_of(state, name)} is left out: {why}")
+    def _rearranged(self, layout: LeafLayout, leaves: Mapping[str, Leaf], rule: str) -> Rearranged:
+        """The elements of parameters as a layout has them, by the names of their arrays."""
+        parts = [replace(part, array=leaves[part.array].name) for part in layout.parts]
+        inputs = {part.array: self.stored[part.array] for part in parts}
+        return Rearranged(replace(layout, parts=tuple(parts)), inputs, rule)
 
     def _has_numbers(self, state: Path, params: Sequence[str]) -> bool:
         """Whether a state is one number for each parameter, rather than an array of its shape."""
@@ -185,20 +204,6 @@ def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> li
     raise _Unmappable(f"{label}: {next(iter(params))} has this state, but {names} not")
 
 
-def _common_dtype(leaves: Sequence[Leaf], label: str) -> str:
-    dtypes = {leaf.dtype for leaf in leaves}
-    if len(dtypes) > 1:
-        raise _Unmappable(f"{label}: its parameters differ in dtype, {', '.join(sorted(dtypes))}")
-    return dtypes.pop()
-
-
-def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:
-    """The layout with the names of arrays in place of those of parameters."""
-    return replace(
-        layout, parts=tuple(replace(part, array=leaves[part.array].name) for part in layout.parts)
-    )
-
-
 def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
     """The optimizer settings of each leaf: those on which all of its parameters agree."""
     settings_of = {name: group.settings for group in contents.groups for name in group.params}
@@ -210,7 +215,7 @@ def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, .
 
 
 def _agreed(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of the settings have, with one value."""
+    """The settings that all of these have with equal values."""
     agreed = dict(settings[0])
     for other in settings[1:]:
         agreed = {
@@ -226,11 +231,13 @@ def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> I
     own.
     """
     leaves = list(tree.states.labels())
-    left = tree.left | _left_parameters(tree, skipped)
-    label_of = _items_left(contents, leaves, left)
+    left = dict(tree.left)
+    for state, of_state in tree.states.at.items():
+        left |= {label_of(state, name): why for name, why in skipped.items() if name in of_state}
+    labels = _items_left(contents, leaves, left)
     accounted: set[str] = set()
     for item in contents.inventory:
-        label = label_of.get(item.where)
+        label = labels.get(item.where)
         if label is None:
             yield item
         else:
@@ -241,14 +248,6 @@ def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> I
         if label not in accounted:
             leaf = leaf_of[label]
             yield Item(label, f"{leaf.dtype} {list(leaf.shape)}", "skipped", reason)
-
-
-def _left_parameters(tree: _Tree, skipped: Mapping[str, str]) -> dict[str, str]:
-    """Every state of the parameters that the mapping leaves out, by label, with the reason."""
-    left: dict[str, str] = {}
-    for state, leaves in tree.states.at.items():
-        left |= {label_of(state, name): why for name, why in skipped.items() if name in leaves}
-    return left
 
 
 def _items_left(

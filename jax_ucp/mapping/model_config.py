@@ -9,7 +9,7 @@ from typing import Any
 from jax_ucp.arguments import local_path
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.json_text import decode_json
-from jax_ucp.shard_spec.arithmetic import MAX_SIZE
+from jax_ucp.shard_spec.expressions import MAX_SIZE
 
 _MAX_BYTES = 16 << 20
 _NAMES = ("config", "args")
@@ -23,26 +23,22 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
     arguments), so `query_groups` says how many there are: as many as heads then.
     """
-    of_models = [items for name, items in extras.items() if name not in _OF_OTHERS]
-    config = next(filter(None, map(_config_in, of_models)), {})
+    config: dict[str, Any] = {}
+    for item, records in extras.items():
+        if item in _OF_OTHERS or config or not isinstance(records, dict):
+            continue
+        for name in _NAMES:
+            record = records.get(name)
+            fields = record.get("fields", record) if isinstance(record, dict) else None
+            if isinstance(fields, dict) and fields:
+                config = dict(fields)
+                break
     if "num_query_groups" in config and "num_attention_heads" in config:
         grouped = config.get("group_query_attention", False)
         config.setdefault(
             "query_groups", config["num_query_groups" if grouped else "num_attention_heads"]
         )
     return config
-
-
-def _config_in(items: object) -> dict[str, Any]:
-    """What one item of the extras says of a model; empty where that is nothing."""
-    if not isinstance(items, dict):
-        return {}
-    for name in _NAMES:
-        record = items.get(name)
-        fields = record.get("fields", record) if isinstance(record, dict) else None
-        if isinstance(fields, dict) and fields:
-            return dict(fields)
-    return {}
 
 
 def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:

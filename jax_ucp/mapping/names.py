@@ -41,7 +41,8 @@ MAX_COUNT = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """What is between braces: `stride * outer + index + offset`, with `outer`, `index` or both.
+    """A placeholder, without its braces: `stride * outer + index + offset`, with `outer`,
+    `index` or both.
 
     `stride` and `offset` are numbers, or names of sizes. An index alone may stand for a word.
     """
@@ -93,7 +94,7 @@ class Placeholder:
         return values if values.pop("", "0") == "0" else None
 
     def text(self, values: Mapping[str, str]) -> str:
-        """What stands for these indices; the placeholder itself where one is missing."""
+        """The text for these indices; the placeholder itself if one is missing."""
         if not values.keys() >= {*self.names}:
             return str(self)
         if self.is_word:
@@ -109,7 +110,7 @@ def _count(text: str, sizes: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Name:
+class NamePattern:
     """A name with placeholders: texts, and between them placeholders."""
 
     texts: tuple[str, ...]
@@ -135,12 +136,12 @@ class Name:
         parts = map(re.escape, self.texts)
         return re.compile("([^./]+)".join(parts))
 
-    def with_numbers(self, sizes: Mapping[str, int]) -> Name:
-        return Name(self.texts, tuple(one.with_numbers(sizes) for one in self.placeholders))
+    def with_numbers(self, sizes: Mapping[str, int]) -> NamePattern:
+        return NamePattern(self.texts, tuple(one.with_numbers(sizes) for one in self.placeholders))
 
-    def until(self, count: int) -> Name:
+    def until(self, count: int) -> NamePattern:
         """The name up to and with so many of its placeholders."""
-        return Name(self.texts[:count], self.placeholders[:count])
+        return NamePattern(self.texts[:count], self.placeholders[:count])
 
     def filled(self, values: Mapping[str, str]) -> str:
         """The name with its placeholders replaced, as far as there are values for them."""
@@ -150,8 +151,8 @@ class Name:
 
 
 @lru_cache(maxsize=4096)
-def parse_name(text: str) -> Name:
-    """The name that a text says. Raises SpecError for braces that hold no placeholder.
+def parse_name(text: str) -> NamePattern:
+    """The parsed name. Raises SpecError for braces that hold no placeholder.
 
     >>> parse_name("blocks.{layer+1}.experts.{expert}.w").indices
     ('layer', 'expert')
@@ -163,11 +164,11 @@ def parse_name(text: str) -> Name:
         raise SpecError(f"a brace in {text!r} is not closed, or was never opened")
     if not all(map(_SEPARATOR.search, texts[1:-1])):
         raise SpecError(f"{text!r} has two placeholders in one part; between them is a . or a /")
-    return Name(tuple(texts), placeholders)
+    return NamePattern(tuple(texts), placeholders)
 
 
 def _placeholder(inner: str, name: str) -> Placeholder:
-    """What braces in a name hold. Raises SpecError where that is no placeholder."""
+    """The placeholder in a name's braces. Raises SpecError if there is another text."""
     match = _PLACEHOLDER.fullmatch(inner)
     fields: dict[str, str] = match.groupdict() if match else {}
     placeholder = Placeholder(**dict(filter(operator.itemgetter(1), fields.items())))
@@ -189,7 +190,7 @@ def name_regex(name: str) -> re.Pattern[str]:
 def values_in(
     pattern: str, name: str, lengths: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, str] | None:
-    """What the indices of `pattern` are in `name`; None where that is another name.
+    """The values of the indices of `pattern` in `name`; None if the name does not match.
 
     An index is a number below its length, where that is one of `lengths`.
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
 from collections.abc import Mapping as Dict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
@@ -28,17 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.arguments import local_path
+from jax_ucp.arrays.contents import STORED
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
-from jax_ucp.mapping.conditions import check_condition, is_number, keys_in
-from jax_ucp.mapping.names import Name, parse_name
-from jax_ucp.shard_spec.arithmetic import Expression as Size
-from jax_ucp.shard_spec.arithmetic import names_in
+from jax_ucp.mapping.names import NamePattern, parse_name
 from jax_ucp.shard_spec.document import Document, document, dumped, fields
+from jax_ucp.shard_spec.expressions import Size, condition, is_number, names_in
 from jax_ucp.shard_spec.rules import regex_of
-from jax_ucp.sources.contents import STORED
 
 _MAPPINGS = resources.files("jax_ucp.mapping") / "models"
+_REQUIREMENTS = resources.files("jax_ucp.mapping") / "requirements.yaml"
 _SECTIONS = ("about", "sizes", "requires", "variants", "leaves", "skip")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The fields of a rule that its YAML has only where they are not the default.
@@ -56,7 +55,7 @@ class Power:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MappingRule:
     """Parameters and the leaves that have the same elements; in both, axes by name of the array.
 
     `{layer}` in a name is one part of it, `{layer+1}` the same number counted from one. Where it is
@@ -88,12 +87,12 @@ class Rule:
 
     @property
     def label(self) -> str:
-        """What errors call it."""
+        """The name of the rule in errors."""
         return f"{self.place}{': ' * bool(self.place)}the rule for {' and '.join(self.params)}"
 
     @property
     def factor(self) -> float | Power:
-        """What `scale` says."""
+        """The value of `scale`: a number, or the power of a size."""
         if not isinstance(self.scale, str):
             return self.scale
         size, exponent = self.scale.split(" ** ")
@@ -101,7 +100,9 @@ class Rule:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that may have a length: axes, placeholders, and the size of `scale`."""
+        """The names that `sizes` may give a length: axes, placeholders in names, and the name whose
+        power `scale` is, such as `head_dim`.
+        """
         axes = (*self.params.values(), *self.tied.values(), *self.leaves.values())
         of_axes = [expression(text).names for text in axes]
         of_names = [{*name.indices, *name.sizes} for name in self._parsed_names]
@@ -115,7 +116,7 @@ class Rule:
         return frozenset[str]().union(*(expression(text).rotated for text in axes))
 
     @property
-    def _parsed_names(self) -> list[Name]:
+    def _parsed_names(self) -> list[NamePattern]:
         return [parse_name(name) for name in (*self.params, *self.tied, *self.leaves)]
 
     @property
@@ -129,7 +130,7 @@ class Rule:
         parts = [one for name in self._parsed_names for one in name.placeholders if one.outer]
         return {one.index: int(one.stride) for one in parts}
 
-    def with_numbers(self, sizes: Dict[str, int]) -> Rule:
+    def with_numbers(self, sizes: Dict[str, int]) -> MappingRule:
         """The rule with numbers for sizes in its names. Raises SpecError where one cannot be."""
         sides = {
             side: {
@@ -149,7 +150,7 @@ class Rule:
                 item[option] = dict(value) if option == "tied" else value
         return item
 
-    def inverse(self) -> Rule:
+    def inverse(self) -> MappingRule:
         """The rule from leaves to parameters; what was tied becomes one, copied leaves become tied.
 
         A cast is not undone: the parameter has the leaf's dtype.
@@ -206,7 +207,7 @@ class Mapping:
         leaf_skips: leaves that make no parameters, which the inverse skips.
     """
 
-    rules: Sequence[Rule]
+    rules: Sequence[MappingRule]
     skips: Sequence[Skip] = ()
     sizes: Dict[str, Size] = field(default_factory=dict[str, Size])
     name: str = field(default="mapping", compare=False)
@@ -312,7 +313,7 @@ class Mapping:
 
     @property
     def takes_parts(self) -> bool:
-        """Whether it says of parts of quantised weights, `stored/NAME`, which leaves they are."""
+        """Whether its rules are for parts of quantised weights, `stored/NAME`."""
         return any(name.startswith(f"{STORED}/") for rule in self.rules for name in rule.params)
 
     @property
@@ -320,7 +321,8 @@ class Mapping:
         """The top-level config keys that conditions and sizes name."""
         conditions = {requirement.that for requirement in self.requires}
         conditions |= {rule.when for rule in self.rules} - {""}
-        keys = set[str]().union(*map(keys_in, conditions), *map(names_in, self.sizes.values()))
+        keys_of_conditions = (condition(text).keys for text in conditions)
+        keys = set[str]().union(*keys_of_conditions, *map(names_in, self.sizes.values()))
         return frozenset(key.partition(".")[0] for key in keys)
 
     def variant(self, name: str) -> Mapping:
@@ -367,13 +369,13 @@ class Mapping:
         Raises:
             SpecError: where there is no such variant, or it does not fit.
         """
-        rules: dict[tuple[tuple[str, str], ...], Rule] = {}
+        rules: dict[tuple[tuple[str, str], ...], MappingRule] = {}
         for rule, other in zip(self.rules, self.variant(name).rules, strict=True):
             back = rule.inverse()
             pairs = zip(rule.leaves, other.leaves.items(), strict=True)
             leaves = dict(leaf for old, leaf in pairs if old in back.params)
             optional = rule.optional or bool(rule.when)
-            plain = Rule(back.params, leaves, optional=optional, place=rule.place)
+            plain = MappingRule(back.params, leaves, optional=optional, place=rule.place)
             rules[tuple(plain.params.items())] = plain
         return Mapping(tuple(rules.values()), (), self.sizes, f"{self.name}:to-{name}")
 
@@ -426,17 +428,21 @@ def _keys(name: str, axes: str) -> list[frozenset[str]]:
     return [key for key in keys if not any(map(is_padding, key))]
 
 
-def _check(rule: Rule) -> None:
+def _check(rule: MappingRule) -> None:
     """Raise SpecError for an invalid rule, or if its two sides name different axes."""
     if not rule.params or not rule.leaves:
         raise SpecError("a rule needs a parameter and a leaf")
     _check_placeholders("param", rule.params)
     _check_placeholders("tied", rule.tied)
     _check_placeholders("leaf", rule.leaves)
-    _check_leaf_names(rule.leaves)
+    if any("*" in text for name in rule.leaves for text in parse_name(name).texts):
+        raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
+    for name in rule.leaves:
+        if not all(name.split("/")):
+            raise SpecError(f"a leaf's name is keys with one slash between them, not {name!r}")
     _check_value(rule)
     if rule.when != "":
-        check_condition(rule.when)
+        condition(rule.when)
     if rule.tied and len(rule.params) > 1:
         raise SpecError("what is tied is a copy of one parameter, but this rule has several")
     _check_axes(rule)
@@ -454,15 +460,7 @@ def _check_placeholders(side: str, names: Dict[str, str]) -> None:
         raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
 
 
-def _check_leaf_names(names: Collection[str]) -> None:
-    if any("*" in text for name in names for text in parse_name(name).texts):
-        raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
-    for name in names:
-        if not all(name.split("/")):
-            raise SpecError(f"a leaf's name is keys with one slash between them, not {name!r}")
-
-
-def _check_value(rule: Rule) -> None:
+def _check_value(rule: MappingRule) -> None:
     """Raise SpecError where a rule does with values what cannot be done, or undone."""
     if rule.cast and rule.cast not in _DTYPES:
         raise SpecError(
@@ -477,10 +475,16 @@ def _check_value(rule: Rule) -> None:
         raise SpecError(f"add should be a number, not {rule.add!r}")
 
 
-def _check_axes(rule: Rule) -> None:
+def _check_axes(rule: MappingRule) -> None:
     """Raise SpecError where parameters, leaves and what is tied do not name the same axes."""
-    of_params = _names_by_axes(rule.params)
-    of_leaves = _names_by_axes(rule.leaves)
+    names_of_axes: list[dict[frozenset[str], list[str]]] = []
+    for side in (rule.params, rule.leaves):
+        names_of: dict[frozenset[str], list[str]] = defaultdict(list)
+        for name, text in side.items():
+            for axes in _keys(name, text):
+                names_of[axes].append(name)
+        names_of_axes.append(names_of)
+    of_params, of_leaves = names_of_axes
     for axes, names in of_params.items():
         if len(names) > 1:
             raise SpecError(
@@ -488,8 +492,13 @@ def _check_axes(rule: Rule) -> None:
                 f"{' and '.join(dict.fromkeys(names))}; "
                 "parts that differ need axes of their own, and copies go under tied"
             )
-    _refuse_unmatched(of_params, of_leaves, "leaf")
-    _refuse_unmatched(of_leaves, of_params, "param")
+    for mine, others, kind in ((of_params, of_leaves, "leaf"), (of_leaves, of_params, "param")):
+        for axes, names in mine.items():
+            if axes not in others:
+                raise SpecError(
+                    f"{names[0]} has the axes {_listed(axes)}, but no {kind} has just these:"
+                    f" {_nearest(axes, others)}"
+                )
     for name, text in rule.tied.items():
         if set(_keys(name, text)) != of_params.keys():
             raise SpecError(
@@ -497,29 +506,7 @@ def _check_axes(rule: Rule) -> None:
             )
 
 
-# The axes of a component, and each name of one side of a rule that has it.
-_NamesByAxes = dict[frozenset[str], list[str]]
-
-
-def _names_by_axes(side: Dict[str, str]) -> _NamesByAxes:
-    names: _NamesByAxes = defaultdict(list)
-    for name, text in side.items():
-        for axes in _keys(name, text):
-            names[axes].append(name)
-    return names
-
-
-def _refuse_unmatched(side: _NamesByAxes, other: _NamesByAxes, kind: str) -> None:
-    """Raise SpecError where the other side, each a `kind`, has no component of the same axes."""
-    for axes, names in side.items():
-        if axes not in other:
-            raise SpecError(
-                f"{names[0]} has the axes {_listed(axes)}, but no {kind} has just these:"
-                f" {_nearest(axes, other)}"
-            )
-
-
-def _nearest(axes: frozenset[str], others: _NamesByAxes) -> str:
+def _nearest(axes: frozenset[str], others: Dict[frozenset[str], list[str]]) -> str:
     """The other side's closest component, and what it lacks or has besides."""
     if not others:
         return "name them there, or begin a name with _ for padding"
@@ -552,7 +539,7 @@ def _are_texts(content: object) -> bool:
     return all(isinstance(text, str) for item in content.items() for text in item)
 
 
-def _renamed(rule: Rule, renames: Dict[str, str]) -> dict[str, str]:
+def _renamed(rule: MappingRule, renames: Dict[str, str]) -> dict[str, str]:
     """The leaves of a rule with other names, and without the axes that are in these."""
     leaves: dict[str, str] = {}
     for name, axes in rule.leaves.items():
@@ -564,16 +551,32 @@ def _renamed(rule: Rule, renames: Dict[str, str]) -> dict[str, str]:
     return leaves
 
 
+@lru_cache(maxsize=1)
+def _shared_requirements() -> Dict[str, Dict[str, str]]:
+    """The fields of requirements that several mappings have, by what they are called there."""
+    return document(_REQUIREMENTS.read_text(encoding="utf-8"), _REQUIREMENTS.name).content
+
+
 def _requirement(item: object, place: str) -> Requirement:
-    content = fields(item, "a requirement", {"name", "that", "reason"}, set())
+    """The requirement of an item: the name of a shared one, or a mapping of fields, to which those
+    of the shared one that it is `like` are added.
+    """
+    own = {"like": item} if isinstance(item, str) else item
+    if isinstance(own, dict) and "like" in own:
+        own = dict(own)
+        like, shared = own.pop("like"), _shared_requirements()
+        if not isinstance(like, str) or like not in shared:
+            raise SpecError(f"{like!r:.80} is not a shared requirement: {', '.join(shared)}")
+        own = {"name": like, **shared[like], **own}
+    content = fields(own, "a requirement", {"name", "that", "reason"}, set())
     for key in ("name", "reason"):
         if not _is_text(content[key]):
             raise SpecError(f"the {key} of a requirement is a text, not {content[key]!r}")
-    check_condition(content["that"])
+    condition(content["that"])
     return Requirement(**content)
 
 
-def _rule(item: object, place: str) -> Rule:
+def _rule(item: object, place: str) -> MappingRule:
     content = fields(item, "a rule", {"param", "leaf"}, {"axes", *_OPTIONS})
     axes = content.get("axes", REST)
     if isinstance(content["param"], dict) and "axes" in content:
@@ -586,7 +589,7 @@ def _rule(item: object, place: str) -> Rule:
     options["tied"] = _named(content.get("tied", {}), axes, "tied")
     options["cast"] = str(content.get("cast", ""))
     leaves = _named(content["leaf"], axes if len(params) == 1 else None, "leaf")
-    return Rule(params, leaves, **options, place=place)
+    return MappingRule(params, leaves, **options, place=place)
 
 
 def _skip(item: object, place: str) -> Skip:
@@ -613,4 +616,4 @@ def _named(node: object, axes: object, what: str) -> dict[str, str]:
 
 
 _SKIP_REST = Skip(REST, "no rule of the mapping claims it")
-_PLAIN = Rule({"param": REST}, {"leaf": REST})
+_PLAIN = MappingRule({"param": REST}, {"leaf": REST})

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jax_ucp.arrays.checks import passed_on
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.sources.checks import passed_on
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_fault
 
 PARAM: Path = (Key("dict", "param"),)
@@ -129,7 +129,10 @@ def _named(leaf: Leaf, weights: Mapping[str, Leaf]) -> Iterator[tuple[Path, str]
 
 def _weights(contents: Contents, params: str) -> dict[str, Leaf]:
     """The arrays below a label by name; those of Flax's variables have the variable's."""
-    below = _arrays_below(contents, params)
+    above = list(filter(None, params.split("/")))
+    depth = len(above)
+    arrays = [leaf for leaf in contents.leaves if leaf.has_array and len(leaf.path) > depth]
+    below = {leaf.path[depth:]: leaf for leaf in arrays if [*map(str, leaf.path[:depth])] == above}
     if not below:
         tops = ", ".join(dict.fromkeys(str(leaf.path[0]) for leaf in contents.leaves if leaf.path))
         raise TreeMismatch(f"{contents.path} has no parameters at {params!r}; it has {tops}")
@@ -141,14 +144,6 @@ def _weights(contents: Contents, params: str) -> dict[str, Leaf]:
             raise TreeMismatch(f"{contents.path} has two parameters {name}")
         named[name] = leaf
     return named
-
-
-def _arrays_below(contents: Contents, label: str) -> dict[Path, Leaf]:
-    """The arrays below a label, by the rest of their paths."""
-    above = list(filter(None, label.split("/")))
-    depth = len(above)
-    arrays = [leaf for leaf in contents.leaves if leaf.has_array and len(leaf.path) > depth]
-    return {leaf.path[depth:]: leaf for leaf in arrays if [*map(str, leaf.path[:depth])] == above}
 
 
 def _has_values(leaves: Iterable[Leaf]) -> bool:
@@ -173,32 +168,24 @@ def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
         meant = "/".join(filter(None, names))
         raise TreeMismatch(f"root={root!r} has an empty name: give {meant!r} if that is meant")
     if not root:
-        _require_weights_alone(contents, states)
+        others = [label_of(place) for place in states.at if place != states.params]
+        if others:
+            raise TreeMismatch(
+                f"{contents.path} has {', '.join(others)} beside its parameters, which therefore"
+                " cannot be the whole tree: give them a root, or open with weights_only=True"
+                " (--weights-only)"
+            )
     above = tuple(Key("dict", name) for name in names)
     below = (Key("dict", "value"),) if variables else ()
-    placed = [((*path, *below), leaf) for path, leaf in _rooted(states, above)]
+    placed: list[tuple[Path, Leaf]] = []
+    for place, leaves in states.at.items():
+        top = above if place == states.params else place
+        placed += [((*top, *leaf.path[1:], *below), leaf) for leaf in leaves.values()]
     at = dict(placed)
     fault = "two leaves have one path" if len(at) < len(placed) else None
     if fault := tree_fault(at) or fault:
         raise TreeMismatch(f"{contents.path} cannot have its parameters at {root!r}: {fault}")
     return _placed(contents, at)
-
-
-def _rooted(states: States, above: Path) -> Iterator[tuple[Path, Leaf]]:
-    """Every state with its path in the tree whose parameters are at `above`."""
-    for place, leaves in states.at.items():
-        root = above if place == states.params else place
-        yield from (((*root, *leaf.path[1:]), leaf) for leaf in leaves.values())
-
-
-def _require_weights_alone(contents: Contents, states: States) -> None:
-    """Raise TreeMismatch where there are other states beside the parameters."""
-    others = [label_of(place) for place in states.at if place != states.params]
-    if others:
-        raise TreeMismatch(
-            f"{contents.path} has {', '.join(others)} beside its parameters, which therefore cannot"
-            " be the whole tree: give them a root, or open with weights_only=True (--weights-only)"
-        )
 
 
 def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:
@@ -207,11 +194,10 @@ def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:
     users: dict[str, set[str]] = defaultdict(set)
     for path, leaf in at.items():
         users[leaf.name].add(names[path])
+    stored = expressions(contents.arrays)
     return replace(
         contents,
         leaves=[replace(leaf, path=path, name=names[path]) for path, leaf in at.items()],
-        arrays=Combined.named(
-            contents.arrays, {names[path]: leaf.name for path, leaf in at.items()}
-        ),
+        arrays=Evaluated({names[path]: stored[leaf.name] for path, leaf in at.items()}),
         checks=lambda extent: passed_on(contents.checks(extent), users),
     )

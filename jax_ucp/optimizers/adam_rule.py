@@ -8,7 +8,6 @@ chosen moments.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_ucp.optimizers.slots import Slot, few, slots_of
+from jax_ucp.optimizers.slots import OptaxLeaf, few, slots_of
 from jax_ucp.optimizers.weight_decay import TRIES
 
 # Small enough that no clipping begins, and not too small for moments in 16 bits.
@@ -33,15 +32,16 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
     probe = _Probe(tx, params)
     if not probe.keys:
         return
-    answers = _Answers(
-        rest=probe.after(1, 1, 0),
-        once=probe.after(0, 0, _GRADIENT),
-        twice=probe.after(0, 0, 2 * _GRADIENT),
-        used=probe.after(0, 100, _GRADIENT),
-    )
+    # moments after an update of ones, of zeros by one and by two gradients, and beside large ones
+    rest, twice = probe.after(1, 1, 0), probe.after(0, 0, 2 * _GRADIENT)
+    once, used = probe.after(0, 0, _GRADIENT), probe.after(0, 100, _GRADIENT)
     others: dict[str, list[str]] = {"exp_avg": [], "exp_avg_sq": []}
-    for role, param in probe.keys:
-        if not answers.are_adams(role, param):
+    for key in probe.keys:
+        # a moment of Adam decays, and grows as the gradient or its square
+        role, param = key
+        is_square, by_one = role == "exp_avg_sq", once[key] or np.nan
+        is_adams = rest[key] < 1 and _is_about(twice[key] / by_one, 4 if is_square else 2)
+        if not (is_adams and (is_square or _is_about(used[key] / by_one, 1))):
             others[role].append(param)
     for role, names in others.items():
         if names:
@@ -49,27 +49,6 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
                 f"{few(names)}: tx keeps in a ScaleByAdamState what is not the {role} of Adam, as"
                 " optax's adamax, yogi and adopt do; give the optimizer that was trained with"
             )
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """Moments after an update: of ones, of zeros by one and two gradients, beside large ones."""
-
-    rest: Moments
-    once: Moments
-    twice: Moments
-    used: Moments
-
-    def are_adams(self, role: str, param: str) -> bool:
-        """Whether a moment decays, and grows as the gradient or its square."""
-        key = role, param
-        once = self.once[key] or np.nan
-        fades = self.rest[key] < 1
-        if role == "exp_avg_sq":
-            return fades and _is_about(self.twice[key] / once, 4)
-        return (
-            fades and _is_about(self.twice[key] / once, 2) and _is_about(self.used[key] / once, 1)
-        )
 
 
 def _is_about(ratio: float, wanted: float) -> bool:
@@ -90,8 +69,11 @@ class _Probe:
     def after(self, first: float, second: float, gradient: float) -> Moments:
         """The moments after the first update from these that changes them."""
         state = self._tx.init(self._params)
-        leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
-        values = [_started(slot, leaf, first, second) for slot, leaf in leaves]
+        value_of = {"exp_avg": first, "exp_avg_sq": second}
+        values = [
+            jnp.full_like(leaf, value_of[slot.role]) if _is_moment(slot) else leaf
+            for slot, leaf in zip(self._slots, jax.tree.leaves(state), strict=True)
+        ]
         state = jax.tree.unflatten(jax.tree.structure(state), values)
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
         begun = moments = self._moments(state)
@@ -111,11 +93,5 @@ class _Probe:
         }
 
 
-def _is_moment(slot: Slot) -> bool:
+def _is_moment(slot: OptaxLeaf) -> bool:
     return slot.owner is optax.ScaleByAdamState and bool(slot.param)
-
-
-def _started(slot: Slot, leaf: jax.Array, first: float, second: float) -> jax.Array:
-    if not _is_moment(slot):
-        return leaf
-    return jnp.full_like(leaf, first if slot.role == "exp_avg" else second)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,14 +14,20 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jax_ucp.errors import TreeMismatch, fault_lines
+from jax_ucp.arrays.budget import DEFAULT_BUDGET
+from jax_ucp.arrays.checks import Extent
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.proved import ProvedReads
+from jax_ucp.arrays.value import Array, Constant
+from jax_ucp.errors import TreeMismatch
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import (
     COUNT,
     GIVEN,
     STEP,
     ZEROS,
-    Slot,
+    OptaxLeaf,
     few,
     is_array,
     param_leaves,
@@ -31,13 +36,14 @@ from jax_ucp.optimizers.slots import (
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.jax_versions import mesh_in_scope
-from jax_ucp.sharding.restore import dealt_out, plan_restore, run_restore, shared_plan
+from jax_ucp.sharding.restore import (
+    RestoreRequest,
+    dealt_out,
+    plan_restore,
+    run_restore,
+    shared_plan,
+)
 from jax_ucp.sharding.trees import empty_kind, walk
-from jax_ucp.sources.budget import DEFAULT_BUDGET
-from jax_ucp.sources.checks import Extent
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.proved import ProvedReads
 from jax_ucp.tree import Leaf, Path, leaf_names
 
 Status = Literal["mapped", "computed", "initial"]
@@ -47,7 +53,7 @@ Status = Literal["mapped", "computed", "initial"]
 class Filled:
     """Where the value of an optax leaf comes from: a leaf of the checkpoint, or a constant."""
 
-    slot: Slot
+    slot: OptaxLeaf
     status: Status
     reason: str
     value: Leaf | np.ndarray
@@ -95,14 +101,20 @@ class OptimizerPlan:
         are not what was written, or a file is no longer the one that was opened.
         """
         paths = [one.slot.path for one in self.filled]
-        named = dict(zip(leaf_names(paths), map(_array_of, self.filled), strict=True))
-        source = Combined.named(self.contents.arrays, named)
+        stored = expressions(self.contents.arrays)
+        arrays: dict[str, Array] = {}
+        for name, one in zip(leaf_names(paths), self.filled, strict=True):
+            if isinstance(one.value, Leaf):
+                arrays[name] = stored[one.value.name]
+            else:
+                arrays[name] = Constant(one.value)
+        source = Evaluated(arrays)
         state = self.state if mesh or mesh_in_scope() else jax.tree.map(_on_a_device, self.state)
         empty = [node for node in walk(state) if not is_array(node.value)]
         leaves = [Leaf(n.path, "", "empty", value=empty_kind(n.value)) for n in empty]
         for path, (name, info) in zip(paths, source.arrays().items(), strict=True):
             leaves.append(Leaf(path, name, "array", info.shape, info.dtype.name))
-        plan = plan_restore(leaves, state, mesh=mesh, rules=rules, cast=cast)
+        plan = plan_restore(leaves, RestoreRequest(state, mesh, rules, cast))
         plan = shared_plan(plan, source.arrays()) if share_reads else plan
         proofs = self.contents.proofs({leaf.name for leaf in _mapped(self.filled)}, verify)
         restored = run_restore(plan, source, budget_bytes, dealt_out(plan, proofs, verify))
@@ -136,28 +148,20 @@ def plan_optimizer(
         except TreeMismatch as fault:
             faults.append(f"{slot.label}: {fault}")
     if faults:
-        lines = fault_lines(faults)
         raise TreeMismatch(
-            f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:\n "
-            f" {lines}"
+            f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:", faults
         )
-    left = _left_states(stored, filled, steps.asked)
+    used = {"param", *(str(leaf.path[0]) for leaf in _mapped(filled))}
+    used |= {STEP} if steps.asked else set()
+    reason = "no state of this optimizer takes it"
+    left = {name: _LEFT.get(name, reason) for name in stored if name not in used}
     return OptimizerPlan(contents, _placed(state, slots, params), filled, left, steps.common())
 
 
+# Why states of torch are left, of those for which there is more to say.
 _LEFT = {
     "max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, which optax has no place for"
 }
-
-
-def _left_states(
-    stored: Iterable[str], filled: Sequence[Filled], counts_steps: bool
-) -> dict[str, str]:
-    """The states of the checkpoint that no leaf takes, with the reason."""
-    used = {"param", *(str(leaf.path[0]) for leaf in _mapped(filled))}
-    used |= {STEP} if counts_steps else set()
-    left = itertools.filterfalse(used.__contains__, stored)
-    return {name: _LEFT.get(name, "no state of this optimizer takes it") for name in left}
 
 
 @dataclass
@@ -202,18 +206,16 @@ class _Steps:
                 raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
             return self.given
         if param not in self.known:
-            self.known[param] = self._stored_steps(self.stored[param])
+            leaf = self.stored[param]
+            value = float(np.asarray(self.reads.read(leaf)).reshape(()))
+            if value != int(value) or value < 0:
+                raise TreeMismatch(f"{leaf.label} is {value}, which is not a number of steps")
+            self.known[param] = int(value)
         if self.given not in (None, self.known[param]):
             raise TreeMismatch(
                 f"step={self.given} was given, but {param} has done {self.known[param]}"
             )
         return self.known[param]
-
-    def _stored_steps(self, leaf: Leaf) -> int:
-        value = float(np.asarray(self.reads.read(leaf)).reshape(()))
-        if value != int(value) or value < 0:
-            raise TreeMismatch(f"{leaf.label} is {value}, which is not a number of steps")
-        return int(value)
 
 
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
@@ -232,7 +234,10 @@ def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
 
 
 def _fill(
-    slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, given: Mapping[Path, Any]
+    slot: OptaxLeaf,
+    stored: Mapping[str, Mapping[str, Leaf]],
+    steps: _Steps,
+    given: Mapping[Path, Any],
 ) -> Filled:
     """Where the value of a leaf comes from. Raises TreeMismatch where it comes from nowhere."""
     if slot.role == COUNT:
@@ -244,31 +249,19 @@ def _fill(
         return Filled(slot, "computed", "zeros: a checkpoint is saved between two updates", zeros)
     if slot.role == GIVEN:
         return Filled(slot, "initial", f"{given[slot.path]}, {GIVEN}", given[slot.path])
-    leaf = _moment(slot, stored)
-    return Filled(slot, "mapped", f"from {leaf.label}", leaf)
-
-
-def _moment(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]]) -> Leaf:
-    """The stored moment that a leaf holds. Raises TreeMismatch where there is none."""
     if not slot.param:
         raise TreeMismatch(f"it is not the {slot.role} of a parameter of the model")
     leaf = stored.get(slot.role, {}).get(slot.param)
     if leaf is not None:
-        return leaf
-    states = [state for state, leaves in stored.items() if slot.param in leaves] or [
-        "nothing of it"
-    ]
+        return Filled(slot, "mapped", f"from {leaf.label}", leaf)
+    states = [state for state, leaves in stored.items() if slot.param in leaves]
     why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
     if slot.role in stored:
         why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
     raise TreeMismatch(
-        f"the checkpoint has no {slot.role} of {slot.param}; it has {', '.join(states)}: {why}"
+        f"the checkpoint has no {slot.role} of {slot.param}; it has"
+        f" {', '.join(states) or 'nothing of it'}: {why}"
     )
-
-
-def _array_of(one: Filled) -> str | np.ndarray:
-    """The name of the stored array of a leaf, or its constant."""
-    return one.value.name if isinstance(one.value, Leaf) else one.value
 
 
 def _mapped(filled: Sequence[Filled]) -> list[Leaf]:
@@ -290,7 +283,7 @@ def _unlike(params: Any, stored: Mapping[str, Leaf]) -> Iterator[str]:
 
 
 def _refusals(extras: Any) -> Iterator[str]:
-    """What the parameter groups of the checkpoint say that optax has no equal of."""
+    """Settings in the parameter groups of the checkpoint that optax has no equal of."""
     for key, value in _pairs(extras):
         if key == "dampening" and value:
             yield (
@@ -315,9 +308,9 @@ def _pairs(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _given(
-    tx: optax.GradientTransformation, params: Any, slots: Sequence[Slot]
+    tx: optax.GradientTransformation, params: Any, slots: Sequence[OptaxLeaf]
 ) -> dict[Path, np.ndarray]:
-    """What `tx.init` gives for leaves that do not depend on parameters: hyperparameters."""
+    """The values of `tx.init` for leaves that do not depend on parameters: hyperparameters."""
     if not slots:
         return {}
     wanted = {slot.path for slot in slots}
@@ -330,7 +323,7 @@ def _given(
     return dict(zip(paths, map(np.asarray, jax.jit(initial)()), strict=True))
 
 
-def _placed(state: Any, slots: Sequence[Slot], params: Any) -> Any:
+def _placed(state: Any, slots: Sequence[OptaxLeaf], params: Any) -> Any:
     """The abstract state with the parameters' shardings; other leaves are on all devices."""
     shardings = {
         name: getattr(value, "sharding", None) for name, value in param_leaves(params).items()

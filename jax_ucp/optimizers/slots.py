@@ -48,7 +48,7 @@ _COUNTS = ("count", "gradient_step")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class OptaxLeaf:
     """A leaf of an optax state: what it holds, and of which parameter or parameters.
 
     `owner` is the type of the state that has it in one of its fields.
@@ -71,7 +71,7 @@ class Slot:
         return not {COUNT, ZEROS, GIVEN, INNER}.issuperset(FIELDS[self.owner].values())
 
 
-def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[Slot]]:
+def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[OptaxLeaf]]:
     """The abstract state of the optimizer, and its leaves in the order of JAX's.
 
     Raises TreeMismatch for a state of a type that is not in the table.
@@ -101,7 +101,7 @@ def few(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
+def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[OptaxLeaf]:
     fields = FIELDS.get(type(node))
     if fields is None and _is_named(node) and jax.tree.leaves(node):
         known = ", ".join(sorted(kind.__name__ for kind in FIELDS))
@@ -113,25 +113,18 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
         role = fields[str(key)] if fields else INNER
         if role == INNER:
             yield from _visit(child, (*path, key), names)
-        else:
-            yield from _field_slots(role, child, (*path, key), type(node), names)
-
-
-def _field_slots(
-    role: str, field: Any, path: Path, owner: type, names: Collection[str]
-) -> Iterator[Slot]:
-    """The arrays in a field of a state, each with the parameter that its path names, if any."""
-    for leaf in walk(field, path):
-        if not is_array(leaf.value):
             continue
-        if role == COUNT and name_of(leaf.path).rpartition("/")[2] not in _COUNTS:
-            raise TreeMismatch(
-                f"{leaf.label} is a state of a schedule of its own, and nothing says what it holds"
-            )
-        param = name_of(leaf.path[len(path) :])
-        if role in (COUNT, GIVEN) or param not in names:
-            param = ""
-        yield Slot(leaf.path, role, leaf.value, owner, param)
+        # the arrays in a field, each with the parameter that its path names, if any
+        for leaf in (each for each in walk(child, (*path, key)) if is_array(each.value)):
+            if role == COUNT and name_of(leaf.path).rpartition("/")[2] not in _COUNTS:
+                raise TreeMismatch(
+                    f"{leaf.label} is a state of a schedule of its own, and nothing says what it"
+                    " holds"
+                )
+            param = name_of(leaf.path[len(path) + 1 :])
+            if role in (COUNT, GIVEN) or param not in names:
+                param = ""
+            yield OptaxLeaf(leaf.path, role, leaf.value, type(node), param)
 
 
 def _children(node: Any) -> Iterator[tuple[Key, Any]]:
@@ -151,7 +144,7 @@ def _is_named(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> tuple[str, ...]:
+def _covers(slot: OptaxLeaf, slots: Sequence[OptaxLeaf], names: Collection[str]) -> tuple[str, ...]:
     """Whose steps a count is: of the parameters with moments in the nearest state around it."""
     if slot.role != COUNT:
         return ()

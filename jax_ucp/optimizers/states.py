@@ -8,7 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +16,11 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jax_ucp.errors import TreeMismatch, fault_lines
+from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.contents import Contents, Item, Status
+from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.value import Array, Constant
+from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
@@ -26,17 +30,14 @@ from jax_ucp.optimizers.slots import (
     GIVEN,
     STEP,
     ZEROS,
-    Slot,
+    OptaxLeaf,
     few,
     is_array,
     param_leaves,
     slots_of,
 )
 from jax_ucp.sharding.jax_versions import enable_x64
-from jax_ucp.sharding.trees import Node, walk
-from jax_ucp.sources.checks import Check, Extent, passed_on
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import Contents, Item, Status
+from jax_ucp.sharding.trees import TreeNode, walk
 from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_of
 
 # Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
@@ -63,7 +64,7 @@ def torch_states(
     The arguments, and what is refused, are those of `Checkpoint.torch_states`. Parameters and
     moments are the stored arrays under other names; single numbers are read here, a few bytes each.
     """
-    run = _Run(contents)
+    run = _TrainingRun(contents)
     named = run.parameters(params, model)
     if model is None:
         structs = [(p, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for p, leaf in named.values()]
@@ -98,28 +99,7 @@ class _Made:
     value: str | np.ndarray
 
 
-@dataclass(frozen=True)
-class _Count:
-    """A stored count of updates, among all slots of the optimizer's state."""
-
-    slot: Slot
-    leaf: Leaf
-    slots: Sequence[Slot]
-
-    @cached_property
-    def beside(self) -> list[str]:
-        """The parameters whose moments are in the same state."""
-        around = self.slot.path[:-1]
-        nearby = [slot for slot in self.slots if slot.path[: len(around)] == around]
-        return [slot.param for slot in nearby if slot.param]
-
-    @property
-    def of_steps(self) -> bool:
-        """Whether it counts the updates of moments, which are torch's steps of their parameters."""
-        return self.slot.of_moments and bool(self.beside)
-
-
-class _Run:
+class _TrainingRun:
     """The leaves of a run: each is mapped, kept as an extra, or left out with a reason."""
 
     def __init__(self, contents: Contents):
@@ -134,44 +114,33 @@ class _Run:
 
     def parameters(self, label: str, model: Any) -> dict[str, tuple[Path, Leaf]]:
         """The parameters by name, with paths below `label`: the model's, or all that are stored."""
-        stored = self._stored_parameters(label)
-        named = stored if model is None else self._parameters_of(model, stored, label)
-        if not named:
-            raise TreeMismatch(f"{self.contents.path} has no parameters at {label}")
-        for name, (_, leaf) in named.items():
-            self._make("param", name, leaf, leaf.name)
-        return named
-
-    def _stored_parameters(self, label: str) -> dict[str, tuple[Path, Leaf]]:
-        """All arrays below `label` by name, with their paths."""
         below = self._below(label).items()
         arrays = {path: leaf for path, leaf in below if path and _is_numeric(leaf)}
         # the arrays of Flax's variables
         if all(len(path) > 1 and path[-1].name == "value" for path in arrays):
             arrays = {path[:-1]: leaf for path, leaf in arrays.items()}
-        named: dict[str, tuple[Path, Leaf]] = {}
+        stored: dict[str, tuple[Path, Leaf]] = {}
         for path, leaf in arrays.items():
             name = "/".join(map(str, path))
-            if name in named:
+            if name in stored:
                 self.faults.append(f"two parameters are called {name}")
-            named[name] = path, leaf
-        return named
-
-    def _parameters_of(
-        self, model: Any, stored: Mapping[str, tuple[Path, Leaf]], label: str
-    ) -> dict[str, tuple[Path, Leaf]]:
-        """Those of the stored parameters that the model has, in its order."""
-        named: dict[str, tuple[Path, Leaf]] = {}
-        for name, value in param_leaves(model).items():
-            if name not in stored:
-                self.faults.append(f"{name}: a parameter of the model, but not at {label}")
-                continue
-            named[name] = stored[name]
-            shape = stored[name][1].shape
-            if shape != tuple(value.shape):
-                self.faults.append(
-                    f"{name} has shape {tuple(value.shape)} in the model, {shape} in the checkpoint"
-                )
+            stored[name] = path, leaf
+        named = stored
+        if model is not None:  # those that the model has, in its order
+            wanted = param_leaves(model)
+            named = {name: stored[name] for name in wanted if name in stored}
+            for name, value in wanted.items():
+                if name not in stored:
+                    self.faults.append(f"{name}: a parameter of the model, but not at {label}")
+                elif (shape := stored[name][1].shape) != tuple(value.shape):
+                    self.faults.append(
+                        f"{name} has shape {tuple(value.shape)} in the model, {shape} in the"
+                        " checkpoint"
+                    )
+        if not named:
+            raise TreeMismatch(f"{self.contents.path} has no parameters at {label}")
+        for name, (_, leaf) in named.items():
+            self._make("param", name, leaf, leaf.name)
         return named
 
     def wide(self, label: str) -> bool:
@@ -195,7 +164,7 @@ class _Run:
             self.faults.append(f"{leaf.label}: the checkpoint has it, the optimizer not")
         return stored
 
-    def take(self, slot: Slot, leaf: Leaf, named: Mapping[str, object]) -> None:
+    def take(self, slot: OptaxLeaf, leaf: Leaf, named: Mapping[str, object]) -> None:
         """Map, keep or leave a leaf of the optimizer's state; counts are for `count`."""
         if slot.role == COUNT:
             return
@@ -220,55 +189,59 @@ class _Run:
 
     def count(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[OptaxLeaf],
         stored: Mapping[Path, Leaf],
         step: int | None,
         step_dtype: DTypeLike | None,
     ) -> None:
         """The steps of parameters, from the counts beside moments; other counts must agree."""
-        counts = [_Count(slot, stored[slot.path], slots) for slot in slots if slot.role == COUNT]
-        numbers = {count.slot.path: self._number(count.leaf) for count in counts}
         done: dict[str, tuple[int, str]] = {}  # by parameter: how many updates, and what says so
-        others: list[_Count] = []
-        for count in counts:
-            if not count.of_steps:
-                others.append(count)
+        others: list[tuple[OptaxLeaf, int]] = []
+        for slot in (slot for slot in slots if slot.role == COUNT):
+            leaf = stored[slot.path]
+            number = self._number(leaf)
+            # A count beside moments is torch's steps of their parameters.
+            around = slot.path[:-1]
+            params: list[str] = []
+            if slot.of_moments:
+                nearby = [other for other in slots if other.path[: len(around)] == around]
+                params = [other.param for other in nearby if other.param]
+            if not params:
+                others.append((slot, number))
                 continue
-            number = numbers[count.slot.path]
-            self._take_steps(count, number, step, step_dtype)
-            done |= dict.fromkeys(count.beside, (number, count.leaf.label))
+            if step not in (None, number):
+                self.faults.append(
+                    f"{leaf.label} counts {number} updates, but step={step} was given"
+                )
+            value = np.asarray(number, step_dtype or _STEP_DTYPES.get(slot.owner, np.float32))
+            if int(value) != number:
+                self.faults.append(
+                    f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype="
+                )
+            for param in params:
+                self.made[STEP].setdefault(param, _Made(leaf, value))
+            self.fates[leaf.path] = "mapped", f"{STEP} of {few(params)}"
+            done |= dict.fromkeys(params, (number, leaf.label))
         if step is not None:
-            covered = itertools.chain.from_iterable(count.slot.covers for count in others)
+            covered = itertools.chain.from_iterable(slot.covers for slot, _ in others)
             done = dict.fromkeys(covered, (step, f"step={step}")) | done
-        for count in others:
-            number = numbers[count.slot.path]
-            self._compare(count, number, done, step)
+        for slot, number in others:
+            self._compare(slot, stored[slot.path], number, done, step)
             # Where no moments are counted, as in SGD, a schedule is held against the next.
-            done = dict.fromkeys(count.slot.covers, (number, count.leaf.label)) | done
-
-    def _take_steps(
-        self, count: _Count, number: int, step: int | None, step_dtype: DTypeLike | None
-    ) -> None:
-        """A count beside moments as the steps of their parameters."""
-        leaf = count.leaf
-        if step not in (None, number):
-            self.faults.append(f"{leaf.label} counts {number} updates, but step={step} was given")
-        value = np.asarray(number, step_dtype or _STEP_DTYPES.get(count.slot.owner, np.float32))
-        if int(value) != number:
-            self.faults.append(
-                f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype="
-            )
-        for param in count.beside:
-            self.made[STEP].setdefault(param, _Made(leaf, value))
-        self.fates[leaf.path] = "mapped", f"{STEP} of {few(count.beside)}"
+            label = stored[slot.path].label
+            done = dict.fromkeys(slot.covers, (number, label)) | done
 
     def _compare(
-        self, count: _Count, number: int, done: Mapping[str, tuple[int, str]], step: int | None
+        self,
+        slot: OptaxLeaf,
+        leaf: Leaf,
+        number: int,
+        done: Mapping[str, tuple[int, str]],
+        step: int | None,
     ) -> None:
         """Keep a count as an extra; it should be the updates of all parameters that it covers."""
-        leaf = count.leaf
         self._keep(leaf)
-        known = filter(done.__contains__, count.slot.covers)
+        known = filter(done.__contains__, slot.covers)
         param = next((param for param in known if done[param][0] != number), None)
         if param is None:
             return
@@ -287,52 +260,68 @@ class _Run:
     def refuse(self, what: str) -> None:
         """Raises TreeMismatch with all faults there are."""
         if self.faults:
-            lines = fault_lines(self.faults)
-            raise TreeMismatch(
-                f"{self.contents.path}: {what}, in {len(self.faults)} places:\n  {lines}"
-            )
+            title = f"{self.contents.path}: {what}, in {len(self.faults)} places:"
+            raise TreeMismatch(title, self.faults)
 
     def contents_with(self, named: Mapping[str, tuple[Path, Leaf]]) -> Contents:
         """The checkpoint of what was taken."""
+        # What is neither a parameter nor of the optimizer.
+        left: list[Leaf] = []
+        for leaf in self.contents.leaves:
+            if leaf.path in self.fates:
+                continue
+            if leaf.kind in ("none", "empty"):
+                self.fates[leaf.path] = "skipped", "it holds nothing"
+            elif leaf.kind == "str" or (_is_numeric(leaf) and not leaf.shape):
+                self._keep(leaf)
+            else:
+                self.fates[leaf.path] = "skipped", "no parameter, and no state of the optimizer"
+                left.append(leaf)
+        if left:
+            self.notes.append(
+                f"{len(left)} arrays that are not parameters are left out, the first"
+                f" {left[0].label}"
+            )
+        states = [arrays for state, arrays in self.made.items() if state != "param"]
+        with_state = set(itertools.chain.from_iterable(states))
+        if bare := [name for name in named if name not in with_state]:
+            self.notes.append(
+                f"the optimizer has no state of {len(bare)} parameters, the first {bare[0]}"
+            )
+        # The tree, and what became of each leaf of the run.
         made: dict[Path, _Made] = {}
         for state, arrays in self.made.items():
             made |= {(Key("dict", state), *named[name][0]): array for name, array in arrays.items()}
         names = dict(zip(made, leaf_names(list(made)), strict=True))
-        stored = {names[path]: array.stored for path, array in made.items()}
-        view = Combined.named(
-            self.contents.arrays,
-            {names[path]: array.value for path, array in made.items()},
-            {
-                names[path]: self.contents.locate(array.stored)
-                for path, array in made.items()
-                if not isinstance(array.value, str)
-            },
-        )
-        infos = view.arrays()
-        self._leave_the_rest()
-        self._note_stateless(named)
+        sources = {names[path]: array.stored for path, array in made.items()}
+        of_contents = expressions(self.contents.arrays)
+        values: dict[str, Array] = {}
+        for path, one in made.items():
+            if isinstance(one.value, str):
+                values[names[path]] = of_contents[one.value]
+            else:
+                values[names[path]] = Constant(one.value, self.contents.locate(one.stored))
+        infos = {name: array.info for name, array in values.items()}
+        leaves = [
+            Leaf(p, n, "array", infos[n].shape, infos[n].dtype.name) for p, n in names.items()
+        ]
+        stored = {item.reason: item for item in self.contents.inventory if item.status == "mapped"}
+        inventory: list[Item] = []
+        for leaf in self.contents.leaves:
+            status, reason = self.fates[leaf.path]
+            what = f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind
+            item = stored.get(leaf.label, Item(leaf.label, what, status, reason))
+            inventory.append(replace(item, status=status, reason=reason))
+        inventory += [item for item in self.contents.inventory if item.status != "mapped"]
         return replace(
             self.contents,
-            leaves=[
-                Leaf(path, n, "array", infos[n].shape, infos[n].dtype.name)
-                for path, n in names.items()
-            ],
-            arrays=view,
-            inventory=list(self._inventory()),
+            leaves=leaves,
+            arrays=Evaluated(values),
+            inventory=inventory,
             extras={**self.contents.extras, **({EXTRAS: self.extras} if self.extras else {})},
             notes=[*self.contents.notes, *self.notes],
-            checks=partial(self._checks, stored),
+            checks=partial(self._checks, sources),
         )
-
-    def _note_stateless(self, named: Mapping[str, object]) -> None:
-        """Say of which parameters the optimizer has no state."""
-        states = [arrays for state, arrays in self.made.items() if state != "param"]
-        with_state = set(itertools.chain.from_iterable(states))
-        bare = [name for name in named if name not in with_state]
-        if bare:
-            self.notes.append(
-                f"the optimizer has no state of {len(bare)} parameters, the first {bare[0]}"
-            )
 
     def _checks(self, stored: Mapping[str, Leaf], extent: Extent) -> Iterator[Check]:
         """The proofs of the checkpoint, and that gradients which are left out are zeros."""
@@ -370,35 +359,6 @@ class _Run:
         self.extras[leaf.label] = _json(self._read(leaf).tolist()) if leaf.has_array else leaf.value
         self.fates[leaf.path] = "extra", f"{leaf.label} of {EXTRAS}"
 
-    def _leave_the_rest(self) -> None:
-        """What is neither a parameter nor of the optimizer."""
-        left: list[Leaf] = []
-        for leaf in self.contents.leaves:
-            if leaf.path in self.fates:
-                continue
-            if leaf.kind in ("none", "empty"):
-                self.fates[leaf.path] = "skipped", "it holds nothing"
-            elif leaf.kind == "str" or (_is_numeric(leaf) and not leaf.shape):
-                self._keep(leaf)
-            else:
-                self.fates[leaf.path] = "skipped", "no parameter, and no state of the optimizer"
-                left.append(leaf)
-        if left:
-            self.notes.append(
-                f"{len(left)} arrays that are not parameters are left out, the first"
-                f" {left[0].label}"
-            )
-
-    def _inventory(self) -> Iterator[Item]:
-        """The inventory of the checkpoint with what became of each leaf."""
-        stored = {item.reason: item for item in self.contents.inventory if item.status == "mapped"}
-        for leaf in self.contents.leaves:
-            status, reason = self.fates[leaf.path]
-            what = f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind
-            bare = Item(leaf.label, what, status, reason)
-            yield replace(stored.get(leaf.label, bare), status=status, reason=reason)
-        yield from (item for item in self.contents.inventory if item.status != "mapped")
-
     def _read(self, leaf: Leaf) -> np.ndarray:
         return np.asarray(self.contents.arrays.read(leaf.name, Box.whole(leaf.shape)))
 
@@ -428,7 +388,7 @@ def _names(path: Path) -> Iterator[tuple[str, ...]]:
     yield names[:-1] if path and path[-1] == Key("attr", "value") else (*names, "value")
 
 
-def _difference(node: Node, leaf: Leaf | None, has_structure: bool) -> str | None:
+def _difference(node: TreeNode, leaf: Leaf | None, has_structure: bool) -> str | None:
     """How a leaf of the optimizer's state and the stored one differ, if they do."""
     if leaf is None:
         is_needed = has_structure or is_array(node.value)

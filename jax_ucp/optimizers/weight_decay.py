@@ -10,7 +10,7 @@ decay to the gradient, which Adam then normalises (`torch/optim/adam.py`, 2.13:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_ucp.sources.optimizer_groups import Group
+from jax_ucp.arrays.optimizer_groups import Group
 
 # A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked
 # this often.
@@ -65,7 +65,7 @@ def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
 
 
 def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]:
-    """What `tx` does to each parameter without gradient; {} if it makes no update in 1,000 steps.
+    """The decay that `tx` applies to each parameter; {} if it makes no update in 1,000 steps.
 
     It is asked on small arrays with as many axes; of sizes a mask sees no more than 1 or 2.
 
@@ -89,7 +89,8 @@ def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]
                 for path, leaf in jax.tree_util.tree_leaves_with_path(deltas)
             }
 
-    first = _first_move(updates(1.0, 1.0))
+    moves = (any(leaf.any() for leaf in update.values()) for update in updates(1.0, 1.0))
+    first = next((i for i, is_move in enumerate(moves) if is_move), None)
     if first is None:
         return {}
     once, twice = (
@@ -100,14 +101,6 @@ def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-
-
-def _first_move(updates: Iterable[Mapping[str, np.ndarray]]) -> int | None:
-    """The number of the first update that changes anything."""
-    for i, update in enumerate(updates):
-        if any(leaf.any() for leaf in update.values()):
-            return i
-    return None
 
 
 def _decay(once: np.ndarray, twice: np.ndarray) -> Decay:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.shard_spec.arithmetic import MAX_SIZE, names_in
+from jax_ucp.shard_spec.expressions import MAX_SIZE, names_in
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Document:
         return f"{self.file}:{self.lines[section]}"
 
     def attempt(self, read: Callable[[], T], place: str) -> T | None:
-        """What `read` returns; None, and a fault of that place, if it refuses."""
+        """The result of `read`; None, and a fault of that place, if it refuses."""
         try:
             return read()
         except (SpecError, LayoutError) as error:
@@ -88,7 +88,7 @@ class Document:
     def raise_faults(self, title: str) -> None:
         """Raise SpecError with every fault, if there are any."""
         if self.faults:
-            raise SpecError("\n  ".join([title, *self.faults]))
+            raise SpecError(title, self.faults)
 
 
 def document(text: str, file: str) -> Document:
@@ -109,13 +109,15 @@ def document(text: str, file: str) -> Document:
     except SpecError:
         raise
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
-        raise SpecError(f"{file} is not YAML: {error}{_quote_hint(error)}") from error
-
-
-def _quote_hint(error: Exception) -> str:
-    if "{" not in str(error):
-        return ""
-    return "; quote a name that has braces itself, if it begins with one or stands between some"
+        marks = getattr(error, "context_mark", None), getattr(error, "problem_mark", None)
+        begins = [mark.line for mark in marks if mark is not None]
+        hint = ""
+        if any("{" in line for at in begins for line in text.splitlines()[at : at + 1]):
+            hint = (
+                "; quote a name that has braces itself, if it begins with one or stands between"
+                " some"
+            )
+        raise SpecError(f"{file} is not YAML: {error}{hint}") from error
 
 
 def _refuse_bombs(text: str, file: str) -> None:
@@ -146,27 +148,19 @@ def _loaded(loader: yaml.SafeLoader, file: str) -> Document:
     if not isinstance(root, yaml.MappingNode):
         raise SpecError(f"{file} should be a mapping of sections")
     _refuse_repeats(root, file)
-    sections = {
-        key.value: (key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)
-    }
-    lines = {name: _line(key) for name, (key, _) in sections.items()}
-    item_lines = {name: _item_lines(node) for name, (_, node) in sections.items()}
-    content = _content(loader, root, file)
-    for key in itertools.filterfalse(lines.__contains__, content):
-        raise SpecError(f"{file} has the section {key!r:.80}; a section has a name")
-    return Document(file, content, lines, item_lines)
-
-
-def _content(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> dict[Any, Any]:
+    lines: dict[str, int] = {}
+    item_lines: dict[str, list[int]] = {}
+    for key, value in root.value:
+        if isinstance(key, yaml.ScalarNode):
+            lines[key.value] = _line(key)
+            items = value.value if isinstance(value, yaml.SequenceNode) else ()
+            item_lines[key.value] = [_line(item) for item in items]
     content: Any = loader.construct_document(root)
     if not isinstance(content, dict) or _has_huge_numbers(content):
         raise SpecError(f"{file} should be a mapping of sections, with no number beyond {MAX_SIZE}")
-    return content
-
-
-def _item_lines(node: yaml.Node) -> list[int]:
-    """The line of each item of a list; of anything else there are none."""
-    return [_line(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else []
+    for key in itertools.filterfalse(lines.__contains__, content):
+        raise SpecError(f"{file} has the section {key!r:.80}; a section has a name")
+    return Document(file, content, lines, item_lines)
 
 
 def _line(node: yaml.Node) -> int:

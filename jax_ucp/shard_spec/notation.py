@@ -10,7 +10,7 @@ from typing import Any
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.shard_spec.document import document, fields
-from jax_ucp.shard_spec.rules import Sentence, Spec, Written, regex_of
+from jax_ucp.shard_spec.rules import Sentence, Spec, UnboundPattern, regex_of
 
 _PLAIN: dict[str, Pattern] = {
     "replicated": Replicated(),
@@ -76,33 +76,23 @@ def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
             f"a pattern is one of {', '.join(_PLAIN)}, sharded and fused, not"
             f" {list(rest) or 'nothing'}"
         )
-    pattern = _kind(kinds[0], rest, size)
-    for outer in padded:
-        pattern = _padded(pattern, outer, size)
-    return pattern
-
-
-def _padded(pattern: Pattern, node: object, size: Callable[[object], int]) -> Padded:
-    content = fields(node, "padded", {"axis", "to"}, {"from"})
-    full = size(content["from"]) if "from" in content else None
-    return Padded(pattern, _axis(content["axis"]), size(content["to"]), full)
-
-
-def _kind(kind: str, node: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
+    (kind,) = kinds
     if kind == "sharded":
-        return _sharded(node, size)
-    if kind == "fused":
-        return _fused(node, size)
-    fields(node, kind, {kind}, set())
-    if node[kind] not in (None, {}):
-        raise SpecError(f"{kind} says nothing more, but here {node[kind]!r}")
-    return _PLAIN[kind]
-
-
-def _sharded(node: dict[Any, Any], size: Callable[[object], int]) -> Sharded:
-    fields(node, "sharded", {"sharded"}, {"grid"})
-    grid = tuple(map(size, _list(node["grid"], "grid"))) if "grid" in node else None
-    return Sharded(*map(_axis, _listed(node["sharded"])), grid=grid)
+        fields(rest, "sharded", {"sharded"}, {"grid"})
+        grid = tuple(map(size, _list(rest["grid"], "grid"))) if "grid" in rest else None
+        pattern = Sharded(*map(_axis, _listed(rest["sharded"])), grid=grid)
+    elif kind == "fused":
+        pattern = _fused(rest, size)
+    else:
+        fields(rest, kind, {kind}, set())
+        if rest[kind] not in (None, {}):
+            raise SpecError(f"{kind} says nothing more, but here {rest[kind]!r}")
+        pattern = _PLAIN[kind]
+    for outer in padded:
+        content = fields(outer, "padded", {"axis", "to"}, {"from"})
+        full = size(content["from"]) if "from" in content else None
+        pattern = Padded(pattern, _axis(content["axis"]), size(content["to"]), full)
+    return pattern
 
 
 def _fused(node: dict[Any, Any], size: Callable[[object], int]) -> Fused:
@@ -126,7 +116,7 @@ def _sentence(item: object, place: str) -> Sentence:
     regex_of(param)
     if "when" in content and not (when.removeprefix("not ").strip().isidentifier()):
         raise SpecError(f"when should be a name, or `not` and a name; it is {when!r}")
-    written = Written(content["pattern"], pattern_of)
+    written = UnboundPattern(content["pattern"], pattern_of)
     pattern = written if written.names() else written.bind({})
     return Sentence(param, pattern, when, place)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from jax_ucp.errors import LayoutError, SpecError, fault_lines
+from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Pattern
-from jax_ucp.shard_spec.arithmetic import Expression, names_in, size_of
+from jax_ucp.shard_spec.expressions import Size, names_in, size_of
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class UnboundPattern:
     """A pattern whose sizes are names: it becomes a Pattern once those have numbers."""
 
     node: object
@@ -40,7 +40,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """One rule: the parameters it claims, and the pattern of their shards.
+    """A rule: the parameters it claims, and the pattern of their shards.
 
     In `param`, `*` is any text and `{layer}` a part of the name without dots. With `when`, a name
     or `not` and a name, the rule is there only if that size is not zero, or zero. `place` is the
@@ -48,7 +48,7 @@ class Sentence:
     """
 
     param: str
-    pattern: Pattern | Written
+    pattern: Pattern | UnboundPattern
     when: str = ""
     place: str = field(default="", compare=False)
 
@@ -58,7 +58,7 @@ class Sentence:
     @property
     def size_names(self) -> set[str]:
         """The names that the sizes of its pattern are made of."""
-        return self.pattern.names() if isinstance(self.pattern, Written) else set()
+        return self.pattern.names() if isinstance(self.pattern, UnboundPattern) else set()
 
     @property
     def switch(self) -> str:
@@ -86,7 +86,7 @@ class Spec:
     """
 
     own: tuple[Sentence, ...] = ()
-    sizes: Mapping[str, Expression] = field(default_factory=dict)
+    sizes: Mapping[str, Size] = field(default_factory=dict)
     extends: Spec | None = None
 
     @classmethod
@@ -134,7 +134,7 @@ class Spec:
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """What it says, wherever that was written."""
+        """Its rules and sizes, wherever they were written."""
         rules = [
             (rule.param, rule.pattern, rule.when) for layer in self.layers for rule in layer.own
         ]
@@ -146,28 +146,21 @@ class Spec:
         return (self, *(self.extends.layers if self.extends else ()))
 
     @property
-    def known_sizes(self) -> dict[str, Expression]:
+    def known_sizes(self) -> dict[str, Size]:
         """Its sizes, and those of the spec it extends, over which its own win."""
         return {**(self.extends.sizes if self.extends else {}), **self.sizes}
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class SpecShard:
     """A stored tensor to the spec: its shape, and its file and place for errors."""
 
     shape: Shape
     where: str
 
 
-def _with(sentence: Sentence, numbers: Mapping[str, int]) -> str:
-    """The sizes that a rule took its lengths from, for a message."""
-    names = sorted(sentence.size_names & numbers.keys())
-    sizes = ", ".join(f"{name}={numbers[name]!s:.40}" for name in names)
-    return f" with the sizes {sizes}" if sizes else ""
-
-
 def layouts(
-    spec: Spec, params: Mapping[str, Sequence[Shard]], sizes: Mapping[str, int] | None = None
+    spec: Spec, params: Mapping[str, Sequence[SpecShard]], sizes: Mapping[str, int] | None = None
 ) -> dict[str, ParamLayout]:
     """The layout of every parameter over its shards, in order of rank; each is proved by `check`.
 
@@ -180,26 +173,21 @@ def layouts(
     layout_of: dict[str, ParamLayout] = {}
     for name in filter(claims.__contains__, params):
         sentence, shards = claims[name], params[name]
+        pattern = sentence.pattern
         try:
-            layout_of[name] = _layout(sentence.pattern, numbers, shards)
+            bound = pattern.bind(numbers) if isinstance(pattern, UnboundPattern) else pattern
+            layout = bound.join([shard.shape for shard in shards])
+            layout.check()
+            layout_of[name] = layout
         except (LayoutError, SpecError) as error:
-            rule = f"{sentence}{_with(sentence, numbers)}"
+            used = sorted(sentence.size_names & numbers.keys())
+            given = ", ".join(f"{size}={numbers[size]!s:.40}" for size in used)
+            rule = f"{sentence} with the sizes {given}" if given else str(sentence)
             listed = ", ".join(f"{shard.where} {list(shard.shape)}" for shard in shards)
             faults.append(f"{name}, by the rule {rule}: {error}\n    (shards: {listed})")
     if faults:
-        raise LayoutError(f"the rules do not fit the shards:\n  {fault_lines(faults)}")
+        raise LayoutError("the rules do not fit the shards:", faults)
     return layout_of
-
-
-def _layout(
-    pattern: Pattern | Written, numbers: Mapping[str, int], shards: Sequence[Shard]
-) -> ParamLayout:
-    """The layout of one parameter, proved."""
-    if isinstance(pattern, Written):
-        pattern = pattern.bind(numbers)
-    layout = pattern.join([shard.shape for shard in shards])
-    layout.check()
-    return layout
 
 
 def _claims(
@@ -209,8 +197,20 @@ def _claims(
     claims: dict[str, Sentence] = {}
     for layer in spec.layers:
         unclaimed = [name for name in names if name not in claims]
-        own_claims = _own_claims(layer, unclaimed, numbers, faults, must_claim=layer is spec)
-        for name, sentences in own_claims.items():
+        claimants: dict[str, list[Sentence]] = {}
+        for sentence in layer.own:
+            try:
+                if not sentence.holds(numbers):
+                    continue
+            except SpecError as error:
+                faults.append(f"the rule {sentence}: when: {error}")
+                continue
+            claimed = list(filter(re.compile(regex_of(sentence.param)).fullmatch, unclaimed))
+            if layer is spec and not claimed:
+                faults.append(f"the rule {sentence} claims no parameter")
+            for name in claimed:
+                claimants.setdefault(name, []).append(sentence)
+        for name, sentences in claimants.items():
             if len(sentences) > 1:
                 faults.append(
                     f"{name} is claimed by {len(sentences)} rules: {'; '.join(map(str, sentences))}"
@@ -219,36 +219,6 @@ def _claims(
     for name in itertools.filterfalse(claims.__contains__, names):
         faults.append(f"{name} is claimed by no rule; say in a spec how its shards form it")
     return claims
-
-
-def _own_claims(
-    spec: Spec,
-    names: Sequence[str],
-    numbers: Mapping[str, int],
-    faults: list[str],
-    must_claim: bool,
-) -> dict[str, list[Sentence]]:
-    """The rules of its own that claim each of the names."""
-    claims: dict[str, list[Sentence]] = {}
-    for sentence in _sentences_there(spec, numbers, faults):
-        claimed = list(filter(re.compile(regex_of(sentence.param)).fullmatch, names))
-        if must_claim and not claimed:
-            faults.append(f"the rule {sentence} claims no parameter")
-        for name in claimed:
-            claims.setdefault(name, []).append(sentence)
-    return claims
-
-
-def _sentences_there(
-    spec: Spec, numbers: Mapping[str, int], faults: list[str]
-) -> Iterator[Sentence]:
-    """The spec's own rules whose `when` holds; one without a number is added to `faults`."""
-    for sentence in spec.own:
-        try:
-            if sentence.holds(numbers):
-                yield sentence
-        except SpecError as error:
-            faults.append(f"the rule {sentence}: when: {error}")
 
 
 def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ucp.errors import ShardingWarning, fault_lines
-from jax_ucp.text import visible_lines
+from jax_ucp.errors import ShardingWarning
+from jax_ucp.text import fault_lines, visible_lines
 from jax_ucp.tree import Axes, Leaf
 
 # (regular expression on the leaf's label, PartitionSpec), or (logical axis name, mesh axes).
@@ -77,32 +77,25 @@ def check_rules(rules: Sequence[Rule]) -> None:
     for rule in rules:
         match rule:
             case (str(pattern), PartitionSpec()):
-                _check_regex(pattern)
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(
+                        f"the rule {pattern!r} is not a regular expression: {error}"
+                    ) from None
             case (str(), None | str()):
                 pass
             case (str(), tuple() | list() as axes):
-                _check_mesh_axes(rule, axes)
+                if not all(isinstance(name, str) for name in axes):
+                    raise ValueError(
+                        f"the rule {rule!r:.120} has a {type(axes).__name__} where a spec is meant;"
+                        f" write {_as_spec(axes)}"
+                    )
             case _:
                 raise ValueError(
                     f"the rule {rule!r:.120} is not a pair of a regular expression and a"
                     " PartitionSpec, or of a logical axis and mesh axes"
                 )
-
-
-def _check_regex(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"the rule {pattern!r} is not a regular expression: {error}") from None
-
-
-def _check_mesh_axes(rule: Rule, axes: Sequence[object]) -> None:
-    """Raise ValueError where the mesh axes of a logical axis are those of several axes."""
-    if not all(isinstance(name, str) for name in axes):
-        raise ValueError(
-            f"the rule {rule!r:.120} has a {type(axes).__name__} where a spec is meant; write"
-            f" {_as_spec(axes)}"
-        )
 
 
 def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
@@ -140,12 +133,12 @@ def _as_spec(axes: object) -> str:
 def warn_given_up(notes: Sequence[str], stacklevel: int) -> None:
     """Warn of leaves that are not placed as asked for; `stacklevel` counts from the caller."""
     if notes:
-        text = f"the sharding is not what was asked for:\n  {fault_lines(notes)}"
+        text = f"the sharding is not what was asked for:{fault_lines(notes)}"
         warnings.warn(visible_lines(text), ShardingWarning, stacklevel=stacklevel + 1)
 
 
 def unused_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
-    """What to say of each rule that applies to no leaf."""
+    """A note on each rule that applies to no leaf."""
     logical = _logical_names(leaves)
     notes: list[str] = []
     for name, spec in rules:
@@ -174,9 +167,15 @@ def wanted_spec(
     """The spec asked for: by rules on the label, on logical axes, as saved, by those of its logical
     axes that are axes of the mesh, as Flax means them without rules, or replicated.
     """
-    for spec in (_by_label(leaf, rules), _by_axes(leaf, rules)):
-        if spec is not None:
-            return spec
+    mesh_axes: dict[str, tuple[str, ...]] = {}  # by the first rule on a logical axis
+    for pattern, spec in rules:
+        if not isinstance(spec, PartitionSpec):
+            mesh_axes.setdefault(pattern, axis_names(spec))
+        elif re.search(pattern, leaf.label):
+            return tuple(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in spec)
+    if mesh_axes and leaf.axes is not None:
+        cut_over = [[mesh_axes.get(name, ()) for name in axis_names(axes)] for axes in leaf.axes]
+        return tuple(tuple(itertools.chain.from_iterable(names)) or None for names in cut_over)
     if leaf.sharding:
         return leaf.sharding.spec
     return tuple(
@@ -207,21 +206,3 @@ def fit_leaf(
     """The sharding of a leaf on `mesh`, and notes of what had to be given up."""
     fit = fit_axes(leaf, dict(mesh.shape), rules)
     return NamedSharding(mesh, PartitionSpec(*fit.spec)), fit.notes
-
-
-def _by_label(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
-    for pattern, spec in rules:
-        if isinstance(spec, PartitionSpec) and re.search(pattern, leaf.label):
-            return tuple(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in spec)
-    return None
-
-
-def _by_axes(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
-    mesh_axes: dict[str, tuple[str, ...]] = {}  # by the first rule on a logical axis
-    for name, axes in rules:
-        if not isinstance(axes, PartitionSpec):
-            mesh_axes.setdefault(name, axis_names(axes))
-    if not mesh_axes or leaf.axes is None:
-        return None
-    cut_over = [[mesh_axes.get(name, ()) for name in axis_names(axes)] for axes in leaf.axes]
-    return tuple(tuple(itertools.chain.from_iterable(names)) or None for names in cut_over)

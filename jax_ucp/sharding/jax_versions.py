@@ -1,4 +1,4 @@
-"""What releases of JAX call otherwise; 64-bit types and a mesh, which a thread may have or not."""
+"""Functions that releases of JAX name differently: 64-bit types and the mesh of a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One checkpoint opened by all processes: one of them asks the store, and the others ask it."""
+"""A checkpoint opened by all processes: process 0 reads its metadata for the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_ucp.files.listing import ListedFiles, Listing
 from jax_ucp.files.path import FilePath
-from jax_ucp.files.recorded import RecordedFiles, Recording
-from jax_ucp.sharding.share import exchanged, require_alike, tell
+from jax_ucp.sharding.share import allgathered, raise_together, require_alike
 from jax_ucp.universal.metadata import digest
 
 T = TypeVar("T")
@@ -23,8 +23,8 @@ FAILED = "could not open the checkpoint, and no process has it"
 
 
 def open_together(at: FilePath, open_at: Callable[[FilePath], T]) -> T:
-    """What `open_at` makes of the path; behind a network process 0 asks, and the others hear what
-    it was answered.
+    """The result of `open_at` for the path; behind a network process 0 asks the store, and sends
+    the answers to the others.
 
     Every process must call this. Where one fails all raise: it its own error, the others that
     error's class of ours, or else CorruptData, with its words. Raises TreeMismatch where the
@@ -39,38 +39,38 @@ def open_together(at: FilePath, open_at: Callable[[FilePath], T]) -> T:
     )
     if not at.files.is_remote:
         return _told(lambda: open_at(at))
-    recording = Recording()
+    listing = Listing(is_shared=True)
 
-    def open_recorded() -> T:
-        return open_at(FilePath(RecordedFiles(at.files, recording), at.key))
+    def open_listed() -> T:
+        return open_at(FilePath(ListedFiles(at.files, listing), at.key))
 
     if jax.process_index() == 0:
-        opened = _told(open_recorded)
-        _broadcast(recording.encode())
+        opened = _told(open_listed)
+        _broadcast(listing.encode())
         _told(lambda: None)
     else:
         _told(lambda: None)
-        recording = Recording.decode(_broadcast(b""))
-        opened = _told(open_recorded)
-    recording.close()
+        listing = Listing.decode(_broadcast(b""))
+        opened = _told(open_listed)
+    listing.close()
     return opened
 
 
 def _told(do: Callable[[], T]) -> T:
-    """What all processes do at once. Raises in all where one fails."""
+    """The result of `do`, which all processes do at once. Raises in all where one fails."""
     results: list[T] = []
     fault = None
     try:
         results.append(do())
     except Exception as error:
         fault = error
-    tell(fault, FAILED)
+    raise_together(fault, FAILED)
     return results[0]
 
 
 def _broadcast(data: bytes) -> bytes:
     """The bytes that process 0 gives, in every process."""
-    size = int(exchanged(str(len(data)).encode())[0])
+    size = int(allgathered(str(len(data)).encode())[0])
     out = np.zeros(size, np.uint8)
     out[: len(data)] = np.frombuffer(data, np.uint8)
     for start in range(0, size, PART_BYTES):

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jax_ucp.arrays.gather import aligned_arrays, read_boxes, read_boxes_of_each
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.boxes import Device, index_box
-from jax_ucp.sources.gather import aligned_arrays, read_boxes, read_boxes_of_each
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ReadRequest:
         )
 
     def parts(self, block: Box) -> list[tuple[Box, Box]]:
-        """What a block has of each box that it meets: (the box, the part)."""
+        """Each box that a block meets, with the part of it in the block."""
         return [(box, hit) for box in self.boxes if (hit := box.intersect(block)) is not None]
 
     def blocks(self, max_bytes: int) -> Iterator[Box]:

@@ -1,19 +1,19 @@
-"""What each host of a mesh would read of a checkpoint: integers, no devices, any mesh size."""
+"""Planned reads of each host of a mesh: integers, no devices, any mesh size."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.protocol import TOGETHER, TOGETHER_BYTES
 from jax_ucp.files.remote import GAP_BYTES, REQUEST_BYTES
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
@@ -28,8 +28,6 @@ from jax_ucp.sharding.fit import (
     fit_on_host,
     unused_rules,
 )
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import TOGETHER, TOGETHER_BYTES, ArrayInfo, Piece
 from jax_ucp.tree import Axes, Leaf
 from jax_ucp.universal.shard_codec import CRC_BYTES
 from jax_ucp.universal.stack_view import Unstacked
@@ -80,13 +78,14 @@ class HostMesh:
         return math.prod(size for _, size in self.axes)
 
     @property
-    def devices_per_host(self) -> int:
-        return self.devices // self.hosts
+    def devices_of_hosts(self) -> list[np.ndarray]:
+        """The numbers of each host's devices."""
+        return np.split(np.arange(self.devices), self.hosts)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """How an array lies on disk, and the spec it is read onto, which fits the mesh.
+class PlannedArray:
+    """An array as it lies on disk, and the spec it is read onto, which fits the mesh.
 
     An element costs the reading of its inner chunk. Outer chunks are files, unless `pieces` say
     which blocks of the array lie in which files: those of a file are asked for together where they
@@ -132,10 +131,10 @@ class HostReads:
         return float(self.read.max() * len(self.read) / max(1, self.read.sum()))
 
 
-def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
+def planned_reads(arrays: Iterable[PlannedArray], mesh: HostMesh) -> HostReads:
     """The reads of arrays onto a mesh, where each host reads a chunk once for all its devices.
 
-    >>> array = Stored((8, 8), 4, Chunks((4, 8), (2, 4)), (None, "x"))
+    >>> array = PlannedArray((8, 8), 4, Chunks((4, 8), (2, 4)), (None, "x"))
     >>> found = planned_reads([array], HostMesh.of({"x": 4}, hosts=2))
     >>> found.needed.tolist(), found.read.tolist(), found.files.tolist()
     ([128, 128], [128, 128], [2, 2])
@@ -162,20 +161,13 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
             totals[3] += np.maximum(opened.sum(axis=1), -(-reads[1] // REQUEST_BYTES))
     for by_host in shared.values():
         totals[2] += by_host
-    for count, nbytes in in_packs.values():
-        totals[3] += _of_pack(count, nbytes)
+    for count, nbytes in in_packs.values():  # arrays of one pack are taken to be alike
+        each = nbytes / np.maximum(count, 1)
+        most = np.clip(TOGETHER_BYTES // np.maximum(each, 1), 1, TOGETHER)
+        batches, rest = np.divmod(count, most)
+        of_batches = batches * np.ceil(most * each / REQUEST_BYTES)
+        totals[3] += (of_batches + np.ceil(rest * each / REQUEST_BYTES)).astype(np.int64)
     return HostReads(totals[0], totals[1], totals[2], totals[3])
-
-
-def _of_pack(count: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-    """By host, the requests for so many arrays of a pack, taken to be alike, that have so many
-    bytes.
-    """
-    each = nbytes / np.maximum(count, 1)
-    most = np.clip(TOGETHER_BYTES // np.maximum(each, 1), 1, TOGETHER)
-    batches, rest = np.divmod(count, most)
-    requests = batches * np.ceil(most * each / REQUEST_BYTES) + np.ceil(rest * each / REQUEST_BYTES)
-    return requests.astype(np.int64)
 
 
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
@@ -186,48 +178,38 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
     """
     check_rules(rules)
     check_logical_rules(rules, contents.leaves)
-    arrays = Counter(
-        _stored(contents, leaf, planned_fit(leaf, mesh, rules).spec)
+    counts = Counter(
+        _planned(contents, leaf, planned_fit(leaf, mesh, rules).spec)
         for leaf in contents.leaves
         if leaf.has_array
     )
-    reads = planned_reads(itertools.chain.from_iterable(starmap(_alike, arrays.items())), mesh)
+    arrays: list[PlannedArray] = []
+    for array, count in counts.items():  # arrays that lie alike, or the stack of them
+        is_stack = array.chunks.is_stack
+        arrays += [replace(array, count=count)] if is_stack else [array] * count
+    reads = planned_reads(arrays, mesh)
     return replace(reads, notes=fit_notes(contents.leaves, mesh, rules))
 
 
-def _stored(contents: Contents, leaf: Leaf, spec: tuple[Axes, ...]) -> Stored:
-    """How the array of a leaf lies on disk."""
+def _planned(contents: Contents, leaf: Leaf, spec: tuple[Axes, ...]) -> PlannedArray:
+    """The array of a leaf as it is stored, with its chunks or files, to be restored by `spec`."""
     source = contents.arrays
     info = source.arrays()[leaf.name]
     about = leaf.shape, info.dtype.itemsize
     chunks = source.chunks[leaf.name] if isinstance(source, ZarrStore | Unstacked) else None
     if chunks and chunks.is_stack:
-        return Stored(*about, chunks, spec)
-    inner = _read_unit(info, chunks, contents.files.is_remote)
+        return PlannedArray(*about, chunks, spec)
+    # What can be read alone: of what is near a small file is read whole.
+    unit = chunks.inner if chunks and contents.files.is_remote else info.chunk
+    inner = unit or (1,) * len(info.shape)
     pieces = contents.locate(leaf)
-    if _are_files(pieces):
-        # of a grid, of which the first is whole
+    if pieces and not any(piece.item for piece in pieces):
+        # Each piece is a file, a chunk of a grid, of which the first is whole.
         outer = chunks.outer if chunks else pieces[0].target.shape
-        return Stored(*about, Chunks(outer, inner), spec)
+        return PlannedArray(*about, Chunks(outer, inner), spec)
     first = {piece.target: piece.file for piece in reversed(pieces)}
     files = tuple((file, box) for box, file in first.items())
-    return Stored(*about, Chunks(leaf.shape, inner), spec, files, packed=bool(chunks))
-
-
-def _read_unit(info: ArrayInfo, chunks: Chunks | None, is_remote: bool) -> Shape:
-    """What can be read alone: of what is near a small file is read whole."""
-    unit = chunks.inner if chunks and is_remote else info.chunk
-    return unit or (1,) * len(info.shape)
-
-
-def _are_files(pieces: Sequence[Piece]) -> bool:
-    """Whether each piece is a file, a chunk."""
-    return bool(pieces) and not any(piece.item for piece in pieces)
-
-
-def _alike(array: Stored, count: int) -> Iterable[Stored]:
-    """So many arrays that lie alike, or the stack of them."""
-    return [replace(array, count=count)] if array.chunks.is_stack else [array] * count
+    return PlannedArray(*about, Chunks(leaf.shape, inner), spec, files, packed=bool(chunks))
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
@@ -267,10 +249,9 @@ def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Host
     """The block of an array that one host writes in a save from the mesh."""
     corners = np.concatenate(_bounds(shape, spec, mesh), axis=1).tolist()
     boxes = [Box(tuple(row[: len(shape)]), tuple(row[len(shape) :])) for row in corners]
-    step = mesh.devices_per_host
-    return writer_cells(
-        shape, itemsize, [set(boxes[at : at + step]) for at in range(0, len(boxes), step)]
-    ).shape
+    step = mesh.devices // mesh.hosts
+    of_hosts = [set(boxes[at : at + step]) for at in range(0, len(boxes), step)]
+    return writer_cells(shape, itemsize, of_hosts).shape
 
 
 @functools.lru_cache(maxsize=1024)
@@ -281,13 +262,14 @@ def _reads(
     stack of so many.
     """
     start, stop = _bounds(shape, spec, mesh)
+    hosts = mesh.devices_of_hosts
     together = chunks.outer[0] if chunks.is_stack else 1
     inner, outer = (
         np.maximum(each[len(each) - len(shape) :], 1) for each in (chunks.inner, chunks.outer)
     )
-    needed = itemsize * _touched(mesh, start, stop, np.ones_like(inner))
-    read = itemsize * math.prod(inner.tolist()) * _touched(mesh, start, stop, inner)
-    files = _touched(mesh, start, stop, outer)
+    needed = itemsize * touched_units(hosts, start, stop, np.ones_like(inner))
+    read = itemsize * math.prod(inner.tolist()) * touched_units(hosts, start, stop, inner)
+    files = touched_units(hosts, start, stop, outer)
     small = not chunks.is_stack and math.prod(shape) * itemsize <= SMALL_BYTES
     asked = _Asked(shape, itemsize, outer, inner, count, together, small)
     return np.array(
@@ -318,7 +300,7 @@ class _Asked:
         first, last = start // self.inner, -(-stop // self.inner)
         counts = np.empty(mesh.hosts, np.int64)
         known: dict[bytes, int] = {}  # hosts whose boxes lie alike ask alike
-        for i, here in enumerate(np.split(np.arange(mesh.devices), mesh.hosts)):
+        for i, here in enumerate(mesh.devices_of_hosts):
             low, high = first[here], last[here]
             if self.small:
                 low, high = low.min(axis=0, keepdims=True), high.max(axis=0, keepdims=True)
@@ -398,11 +380,6 @@ def _bounds(shape: Shape, spec: tuple[Axes, ...], mesh: HostMesh) -> tuple[np.nd
     return start, stop
 
 
-def _touched(mesh: HostMesh, start: np.ndarray, stop: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """By host, how many units the boxes of its devices touch, each unit once."""
-    return touched_units(np.split(np.arange(mesh.devices), mesh.hosts), start, stop, unit)
-
-
 def touched_units(
     groups: Sequence[np.ndarray],
     start: np.ndarray,
@@ -444,14 +421,13 @@ def _union(boxes: np.ndarray) -> int:
     return int(volume)
 
 
-def _opened(array: Stored, mesh: HostMesh) -> np.ndarray:
-    """Which host reads of which piece: (hosts, pieces)."""
+def _opened(array: PlannedArray, mesh: HostMesh) -> np.ndarray:
+    """A mask of the pieces that each host reads of: (hosts, pieces)."""
     corners = np.concatenate(_bounds(array.shape, array.spec, mesh), axis=1)
     boxes, of_device = np.unique(corners, axis=0, return_inverse=True)
     start, stop = np.split(boxes[:, None], 2, axis=2)
     low = np.array([box.start for _, box in array.pieces], np.int64)
     high = np.array([box.stop for _, box in array.pieces], np.int64)
     meets = np.all((start < high) & (stop > low), axis=2)
-    return np.array(
-        [meets[devices].any(axis=0) for devices in np.split(of_device.ravel(), mesh.hosts)]
-    )
+    boxes_of_hosts = np.split(of_device.ravel(), mesh.hosts)
+    return np.array([meets[numbers].any(axis=0) for numbers in boxes_of_hosts])

@@ -25,7 +25,10 @@ from jax.sharding import (
 from jax.typing import DTypeLike
 
 from jax_ucp.arguments import switch, whole_number
-from jax_ucp.errors import FAULTS_SHOWN, TreeMismatch
+from jax_ucp.arrays.budget import DEFAULT_BUDGET, batches, run_bounded, threads
+from jax_ucp.arrays.checks import Check, Extent, require
+from jax_ucp.arrays.protocol import BLOCK_BYTES, TOGETHER, TOGETHER_BYTES, ArrayInfo, ArraySource
+from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
@@ -44,10 +47,16 @@ from jax_ucp.sharding.fit import (
 from jax_ucp.sharding.jax_versions import enable_x64, has_x64, mesh_in_scope
 from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers, read_at_once
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
-from jax_ucp.sharding.trees import Matched, Missing, Node, fill, key_dtype, kind_of, match, narrowed
-from jax_ucp.sources.budget import DEFAULT_BUDGET, batches, run_bounded, threads
-from jax_ucp.sources.checks import Check, Extent, require
-from jax_ucp.sources.protocol import BLOCK_BYTES, TOGETHER, TOGETHER_BYTES, ArrayInfo, ArraySource
+from jax_ucp.sharding.trees import (
+    Matched,
+    Missing,
+    TreeNode,
+    fill,
+    key_dtype,
+    kind_of,
+    match,
+    narrowed,
+)
 from jax_ucp.tree import Axes, Leaf, tree_of
 
 _NOT_ON_SET_MESH = (
@@ -55,8 +64,80 @@ _NOT_ON_SET_MESH = (
     " explicit; give a target"
 )
 
-# Devices to go to: a mesh, those that each leaf was saved from, or what the target says.
-_Mesh = Mesh | Literal["saved"] | None
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """The arguments of `Checkpoint.restore` that decide where leaves go and as what.
+
+    With a `mesh`, a leaf has the first of these shardings that there is, refitted to the mesh, in
+    the kind of memory that its own has:
+    - its own in the target, if that is on this mesh;
+    - that of the first rule on its label, or of rules on its logical axes;
+    - the PartitionSpec that it was saved with;
+    - that of those of its logical axes that the mesh has.
+
+    Without a mesh it has the first of these:
+    - its own in the target; one on an abstract mesh is for the mesh that is set, if that has the
+      same axes;
+    - on the mesh that is set, by the target's logical axes, if the mesh has these, or as above;
+    - with "saved" as the mesh, that which it was saved with, on the same devices.
+
+    Without a target, leaves that were saved as numpy come as numpy, and without a mesh too all do.
+    `cast=True` converts to the target's dtypes, a dtype all floating arrays to that one. With
+    `narrow_integers`, 64-bit integers that go on devices are 32-bit ones where JAX has no others.
+    With `missing="keep"`, leaves of the target that the checkpoint lacks keep their values; with
+    "leave" they stay as they are, without a value too. With `share_reads`, processes that hold the
+    same share its reading.
+
+    Raises ValueError for rules without a mesh, and arguments that cannot be meant.
+    """
+
+    target: Any = None
+    mesh: Mesh | Literal["saved"] | None = None
+    rules: Sequence[Rule] = ()
+    cast: bool | DTypeLike = False
+    partial: bool = False
+    missing: Missing = "refuse"
+    narrow_integers: bool = False
+    share_reads: bool = False
+
+    def __post_init__(self) -> None:
+        switch("partial", self.partial)
+        switch("narrow_integers", self.narrow_integers)
+        switch("share_reads", self.share_reads)
+        mesh, missing, cast = self.mesh, self.missing, self.cast
+        if missing not in get_args(Missing):
+            raise ValueError(f"missing={missing!r:.80} is none of {', '.join(get_args(Missing))}")
+        if self.rules and not isinstance(mesh, Mesh):
+            raise ValueError("rules= are for a mesh: give mesh= too")
+        if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
+            raise ValueError(
+                f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here, or"
+                " 'saved'"
+            )
+        if self.target is None and self.partial:
+            raise ValueError("partial=True leaves out what a target lacks, and there is no target")
+        if self.target is None and missing != "refuse":
+            raise ValueError(
+                f'missing="{missing}" keeps leaves of a target, and there is no target'
+            )
+        if self.target is None and cast is True:
+            raise ValueError(
+                "cast=True converts to the dtypes of a target, and there is none; give a dtype"
+            )
+        if not isinstance(cast, bool) and not _is_floating(cast):
+            raise ValueError(
+                f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or"
+                " a target"
+            )
+        check_rules(self.rules)
+
+
+def _is_floating(dtype: DTypeLike) -> bool:
+    with suppress(TypeError):
+        # numpy takes None for float64
+        return dtype is not None and bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +167,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a restore will do, decided before any byte is read.
+    """A restore, decided before any byte is read.
 
     `nodes` are the leaves of the target that the placements fill, in order, `kept` those that keep
     the value they have.
@@ -94,8 +175,8 @@ class RestorePlan:
 
     placements: Sequence[Placement]
     target: Any = None
-    nodes: Sequence[Node] = ()
-    kept: Sequence[Node] = ()
+    nodes: Sequence[TreeNode] = ()
+    kept: Sequence[TreeNode] = ()
     unused_rules: Sequence[str] = ()
 
     def __getitem__(self, label: str) -> Placement:
@@ -118,129 +199,42 @@ class RestorePlan:
         return [*placed, *self.unused_rules]
 
 
-def plan_restore(
-    leaves: Sequence[Leaf],
-    target: Any = None,
-    *,
-    mesh: _Mesh = None,
-    rules: Sequence[Rule] = (),
-    cast: bool | DTypeLike = False,
-    partial: bool = False,
-    missing: Missing = "refuse",
-    narrow_integers: bool = False,
-) -> RestorePlan:
+def plan_restore(leaves: Sequence[Leaf], request: RestoreRequest) -> RestorePlan:
     """Match the target, if there is one, and give every leaf its sharding.
 
-    Without `mesh` each target leaf has its own sharding, which may be on an abstract mesh of the
-    axes of the one that is set; without one of its own it goes on the mesh that is set, by the
-    logical axes of the target, if the mesh has these, or as on `mesh`. On `mesh` it has its own if
-    that is on this mesh, else that of the first rule on its label, or of rules on its logical axes,
-    or the PartitionSpec it was saved with, or of those of its logical axes that the mesh has, each
-    refitted; in the kind of memory that its own has. With "saved" as the mesh, a leaf without a
-    sharding of its own goes on the devices it was saved from, as it was, if there is no target or
-    no mesh is set. Without target, what was saved as numpy comes as numpy; without target and mesh
-    everything does. `cast=True` converts to the target's dtypes, a dtype all floating arrays to
-    that. With `narrow_integers`, 64-bit integers that go on devices are 32-bit ones where JAX has
-    no others. With `missing="keep"`, leaves of the target that the checkpoint lacks keep their
-    values; with "leave" they stay as they are, without a value too.
-
-    Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
-    without a mesh, or arguments that cannot be meant.
+    Raises TreeMismatch with everything in which target and checkpoint differ.
     """
-    partial = switch("partial", partial)
-    narrow_integers = switch("narrow_integers", narrow_integers)
-    _check_arguments(target, mesh, rules, cast, partial, missing)
+    target, mesh, rules = request.target, request.mesh, request.rules
     matched = Matched((), ())
     if target is None:
-        wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
+        wanted = [_LeafRequest(leaf, leaf.kind) for leaf in leaves]
     else:
-        matched = match(leaves, target, partial, bool(cast), narrow_integers, missing)
-        wishes = [_Wish(leaf, kind_of(node), node.value, node.axes) for node, leaf in matched.pairs]
-    ruled = [*leaves, *map(_ruled, wishes)]
+        cast, narrow = bool(request.cast), request.narrow_integers
+        matched = match(leaves, target, request.partial, cast, narrow, request.missing)
+        wanted = [
+            _LeafRequest(leaf, kind_of(node), node.value, node.axes) for node, leaf in matched.pairs
+        ]
+    ruled = [*leaves, *map(_ruled, wanted)]
     check_logical_rules(rules, ruled)
-    idle = unused_rules(rules, ruled)
-    placements = [_place(wish, mesh, rules, cast) for wish in wishes]
-    if narrow_integers:
-        placements = list(map(_narrowed, placements))
-    _check_shardings(placements)
-    if target is not None:
-        _check_homes(placements)
-    nodes = [node for node, _ in matched.pairs]
-    unused = idle + _unused_axes(placements, mesh)
-    return RestorePlan(placements, target, nodes, matched.kept, unused)
-
-
-def _check_arguments(
-    target: Any,
-    mesh: _Mesh,
-    rules: Sequence[Rule],
-    cast: bool | DTypeLike,
-    partial: bool,
-    missing: str,
-) -> None:
-    """Raise ValueError for arguments that cannot be meant."""
-    if missing not in get_args(Missing):
-        raise ValueError(f"missing={missing!r:.80} is none of {', '.join(get_args(Missing))}")
-    if rules and not isinstance(mesh, Mesh):
-        raise ValueError("rules= are for a mesh: give mesh= too")
-    if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here, or 'saved'"
-        )
-    if target is None:
-        _check_without_target(cast, partial, missing)
-    if not isinstance(cast, bool) and not _is_floating(cast):
-        raise ValueError(
-            f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a"
-            " target"
-        )
-    check_rules(rules)
-
-
-def _check_without_target(cast: bool | DTypeLike, partial: bool, missing: str) -> None:
-    """Raise ValueError for arguments that say something of a target."""
-    if partial:
-        raise ValueError("partial=True leaves out what a target lacks, and there is no target")
-    if missing != "refuse":
-        raise ValueError(f'missing="{missing}" keeps leaves of a target, and there is no target')
-    if cast is True:
-        raise ValueError(
-            "cast=True converts to the dtypes of a target, and there is none; give a dtype"
-        )
-
-
-def _check_homes(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch if leaves of a target should be on devices that nothing names."""
+    notes = unused_rules(rules, ruled)
+    placements = [_place(each, request) for each in wanted]
+    faults = [f"{p.leaf.label}: {fault}" for p in placements for fault in _device_faults(p)]
+    if faults:
+        raise TreeMismatch(f"{len(faults)} leaves cannot be put where they should go:", faults)
     on_devices = [p for p in placements if p.kind in ("jax", "prng_key")]
     homeless = [p.leaf.label for p in on_devices if p.sharding is None]
-    if homeless:
+    if homeless and target is not None:
         raise TreeMismatch(
             f"{len(homeless)} leaves of the target have no sharding on devices, the first"
             f" {homeless[0]}: give mesh=, or set a mesh (jax.set_mesh) that has the axes of the"
             " target's shardings, or put shardings on the target's ShapeDtypeStructs"
         )
-
-
-def _is_floating(dtype: DTypeLike) -> bool:
-    with suppress(TypeError):
-        # numpy takes None for float64
-        return dtype is not None and bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
-    return False
-
-
-def _unused_axes(
-    placements: Sequence[Placement], mesh: Mesh | Literal["saved"] | None
-) -> list[str]:
-    """What to say of a mesh on which nothing is put."""
-    if (
-        not isinstance(mesh, Mesh)
-        or not placements
-        or any(p.sharding is not None for p in placements)
-    ):
-        return []
-    return [
-        "nothing goes on the mesh: all leaves are values of the host program, and come back as such"
-    ]
+    if isinstance(mesh, Mesh) and placements and all(p.sharding is None for p in placements):
+        notes.append(
+            "nothing goes on the mesh: all leaves are values of the host program, and come back as"
+            " such"
+        )
+    return RestorePlan(placements, target, [node for node, _ in matched.pairs], matched.kept, notes)
 
 
 def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
@@ -268,9 +262,9 @@ def run_restore(
 
     Warns of what the plan gave up of a sharding. At most `budget_bytes` are in flight beside the
     arrays themselves, or one stored chunk where that is larger: an array that takes more goes in
-    blocks. No stored chunk is read twice. The
-    pieces of an array whose reading is shared go at once. An error of one process that shares reads
-    is raised in all. `remote` says that the source is behind a network.
+    blocks. No stored chunk is read twice. The pieces of an array whose reading is shared go at
+    once. An error of one process that shares reads is raised in all. `remote` says that the source
+    is behind a network.
 
     Raises CorruptData where a check finds a fault.
     """
@@ -318,7 +312,7 @@ class _Reading:
         self._arrays |= zip(shared, arrays, strict=True)
 
     def values(self) -> list[Any]:
-        """What was read, by placement; None for leaves that have no array."""
+        """The values that were read, by placement; None for leaves that have no array."""
         for i, place in self._buffers.items():
             self._arrays[i] = jax.block_until_ready(place.array())
         return [self._arrays.get(i) for i in range(len(self._plan.placements))]
@@ -367,15 +361,12 @@ class _Reading:
         """The numbers of the placements that this process reads for itself: those that are read
         one by one, and groups that are read together.
         """
-        alone = [
-            i for i, p in enumerate(self._plan.placements) if p.leaf.has_array and not p.shared
-        ]
-        if not self._remote:
-            return alone, ()
         groups: dict[str, list[int]] = {}
-        for i in alone:
-            name = self._plan.placements[i].leaf.name
-            groups.setdefault(self._source.lies_in(name), []).append(i)
+        for i, placement in enumerate(self._plan.placements):
+            if placement.leaf.has_array and not placement.shared:
+                name = placement.leaf.name
+                group = self._source.lies_in(name) if self._remote else name
+                groups.setdefault(group, []).append(i)
         single = [group[0] for group in groups.values() if len(group) == 1]
         return single, [group for group in groups.values() if len(group) > 1]
 
@@ -409,7 +400,7 @@ def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Ite
 
 
 def _request(p: Placement, source: ArraySource) -> ReadRequest:
-    """What this process reads of a leaf; a small one is a single box, which costs less."""
+    """The boxes of a leaf that this process reads; a small leaf is read as a single box."""
     boxes = p.boxes()
     if (
         boxes
@@ -422,7 +413,9 @@ def _request(p: Placement, source: ArraySource) -> ReadRequest:
 
 
 def abstract_leaf(leaf: Leaf) -> Any:
-    """What stands for a leaf in a target: a `jax.ShapeDtypeStruct`, or a value of its type."""
+    """The `jax.ShapeDtypeStruct` of an array or PRNG key, a zero of a Python number's type, or the
+    value of another leaf. Raises FormatError for a PRNG key that this JAX cannot make.
+    """
     match leaf.kind:
         case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
@@ -435,8 +428,8 @@ def abstract_leaf(leaf: Leaf) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
-    """A leaf, what `kind` it should be, and the target's value and logical axes."""
+class _LeafRequest:
+    """A leaf, the `kind` that it should have, and the target's value and logical axes."""
 
     leaf: Leaf
     kind: str
@@ -444,28 +437,38 @@ class _Wish:
     axes: tuple[Axes, ...] | None = None
 
 
-def _place(
-    wish: _Wish,
-    mesh: _Mesh,
-    rules: Sequence[Rule],
-    cast: bool | DTypeLike,
-) -> Placement:
-    leaf = wish.leaf
+def _place(wanted: _LeafRequest, request: RestoreRequest) -> Placement:
+    leaf, mesh, rules = wanted.leaf, request.mesh, request.rules
     if not leaf.has_array:
         return Placement(leaf, leaf.kind)
-    dtype = _dtype(leaf, wish.value, cast)
-    if wish.kind not in ON_DEVICES:
+    dtype = _dtype(leaf, wanted.value, request.cast)
+    if wanted.kind not in ON_DEVICES:
         fit = fit_on_host(leaf, dict(mesh.shape), rules) if isinstance(mesh, Mesh) else Fit(())
-        return Placement(leaf, wish.kind, dtype, notes=fit.notes)
+        return Placement(leaf, wanted.kind, dtype, notes=fit.notes)
     if isinstance(mesh, Mesh):
-        sharding, notes = _sharding_on(mesh, wish, rules)
+        # the target's own sharding if it is on this mesh, else a fitted one
+        own = getattr(wanted.value, "sharding", None)
+        if isinstance(own, NamedSharding) and _is_like(own.mesh, mesh) and not _says_nothing(own):
+            fitted, notes = NamedSharding(mesh, own.spec), ()
+        else:
+            fitted, notes = fit_leaf(_ruled(wanted), mesh, rules)
+        sharding = _in_memory_of(own, fitted, leaf)
     else:
-        sharding, notes = _sharding_of_target(wish, mesh)
-    return Placement(leaf, wish.kind, dtype, sharding and _physical(sharding, leaf), notes)
+        sharding, notes = _sharding_of_target(wanted, mesh)
+    if sharding is None:
+        return Placement(leaf, wanted.kind, dtype, None, notes)
+    if leaf.kind == "prng_key" and isinstance(sharding, NamedSharding):
+        # The stored key data have one axis more than the keys.
+        rank = len(leaf.shape) - 1
+        spec = PartitionSpec(*sharding.spec, *[None] * (rank - len(sharding.spec)), None)
+        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    if request.narrow_integers:  # reading refuses values that do not fit
+        dtype = narrowed(dtype)
+    return Placement(leaf, wanted.kind, dtype, sharding, notes)
 
 
 def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
-    """What an array is read as: its own dtype, the target's, or that of all floating arrays."""
+    """The dtype that an array is read as: its own, the target's, or that of all floating arrays."""
     stored = np.dtype(leaf.dtype)
     if leaf.kind == "prng_key":
         key_dtype(leaf)  # that there is one
@@ -474,20 +477,6 @@ def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
         return np.dtype(value.dtype) if cast and hasattr(value, "dtype") else stored
     is_cast = leaf.kind in ("jax", "array", "numpy") and jnp.issubdtype(stored, jnp.floating)
     return np.dtype(cast) if is_cast else stored  # pyright: ignore[reportArgumentType]
-
-
-def _sharding_on(
-    mesh: Mesh, wish: _Wish, rules: Sequence[Rule]
-) -> tuple[Sharding, tuple[str, ...]]:
-    """The sharding on a mesh, with notes: the target's own if it is there, else a fitted one. The
-    kind of memory is the target's in any case.
-    """
-    own = getattr(wish.value, "sharding", None)
-    if isinstance(own, NamedSharding) and _is_like(own.mesh, mesh) and not _says_nothing(own):
-        fitted, notes = NamedSharding(mesh, own.spec), ()
-    else:
-        fitted, notes = fit_leaf(_ruled(wish), mesh, rules)
-    return _in_memory_of(own, fitted, wish.leaf), notes
 
 
 def _is_like(mesh: Mesh | AbstractMesh, other: Mesh) -> bool:
@@ -508,7 +497,12 @@ def _in_memory_of(own: Sharding | None, fitted: NamedSharding, leaf: Leaf) -> Na
     have no such memory.
     """
     kind = None if own is None else own.memory_kind
-    if kind is None or _is_usual(own, kind):
+    if own is None or kind is None:
+        return fitted
+    is_concrete = not isinstance(own, NamedSharding) or isinstance(own.mesh, Mesh)
+    # Where nobody asks for a kind, arrays are in their devices' usual one; other devices may call
+    # theirs otherwise.
+    if is_concrete and kind == next(iter(own.device_set)).default_memory().kind:
         return fitted
     try:
         return NamedSharding(fitted.mesh, fitted.spec, memory_kind=kind)
@@ -519,57 +513,48 @@ def _in_memory_of(own: Sharding | None, fitted: NamedSharding, leaf: Leaf) -> Na
         ) from None
 
 
-def _is_usual(own: Sharding | None, kind: str) -> bool:
-    """Whether arrays are in that kind of memory where nobody says anything: other devices may call
-    theirs otherwise.
-    """
-    if own is None or (isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh)):
-        return False
-    return kind == next(iter(own.device_set)).default_memory().kind
-
-
-def _ruled(wish: _Wish) -> Leaf:
+def _ruled(wanted: _LeafRequest) -> Leaf:
     """The leaf that rules apply to: without logical axes of its own it has those of the target."""
-    if wish.axes is None or wish.leaf.axes is not None:
-        return wish.leaf
-    return replace(wish.leaf, axes=wish.axes)
+    if wanted.axes is None or wanted.leaf.axes is not None:
+        return wanted.leaf
+    return replace(wanted.leaf, axes=wanted.axes)
 
 
 def _sharding_of_target(
-    wish: _Wish, mesh: Literal["saved"] | None
+    wanted: _LeafRequest, mesh: Literal["saved"] | None
 ) -> tuple[Sharding | None, tuple[str, ...]]:
     """The sharding of a target's leaf where no mesh is given, with notes: its own; else on the mesh
     that is set; else, with "saved", that of the checkpoint; else the only device.
     """
-    own, here = getattr(wish.value, "sharding", None), mesh_in_scope()
+    own, here = getattr(wanted.value, "sharding", None), mesh_in_scope()
     if isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh):
         if here is None or not _is_like(own.mesh, here):
             return None, ()
-        named = _named_by_target(wish, here)
+        named = _named_by_target(wanted, here)
         if any(own.spec) or not (named or _says_nothing(own)):
             fitted, notes = NamedSharding(here, own.spec), ()
         else:
-            fitted, notes = fit_leaf(named or _ruled(wish), here)
-        return _in_memory_of(own, fitted, wish.leaf), notes
+            fitted, notes = fit_leaf(named or _ruled(wanted), here)
+        return _in_memory_of(own, fitted, wanted.leaf), notes
     if isinstance(own, Sharding):
         return own, ()
-    if wish.value is not None and here is not None:
-        return fit_leaf(_named_by_target(wish, here) or _ruled(wish), here)
+    if wanted.value is not None and here is not None:
+        return fit_leaf(_named_by_target(wanted, here) or _ruled(wanted), here)
     if mesh == "saved":
-        return _saved_sharding(wish.leaf, here)
-    if wish.value is None or len(jax.devices()) > 1:
+        return _saved_sharding(wanted.leaf, here)
+    if wanted.value is None or len(jax.devices()) > 1:
         return None, ()
     return SingleDeviceSharding(jax.devices()[0]), ()
 
 
-def _named_by_target(wish: _Wish, mesh: Mesh) -> Leaf | None:
+def _named_by_target(wanted: _LeafRequest, mesh: Mesh) -> Leaf | None:
     """The leaf with the logical axes of the target in the place of what was saved, if these are
     axes of the mesh, as Flax names them.
     """
-    names = {name for axes in wish.axes or () for name in axis_names(axes)}
+    names = {name for axes in wanted.axes or () for name in axis_names(axes)}
     if not names or not names <= set(mesh.axis_names):
         return None
-    return replace(wish.leaf, sharding=None, axes=wish.axes)
+    return replace(wanted.leaf, sharding=None, axes=wanted.axes)
 
 
 def _saved_sharding(leaf: Leaf, here: Mesh | None) -> tuple[Sharding | None, tuple[str, ...]]:
@@ -593,28 +578,10 @@ def _saved_sharding(leaf: Leaf, here: Mesh | None) -> tuple[Sharding | None, tup
         )
     devices = np.array([known[i] for i in saved.device_ids]).reshape(saved.axis_sizes)
     mesh, spec = Mesh(devices, saved.axis_names), PartitionSpec(*saved.spec)
-    if here is not None and here.axis_names == mesh.axis_names and _same_devices(here, mesh):
+    is_set = here is not None and here.axis_names == mesh.axis_names
+    if here is not None and is_set and np.array_equal(here.devices, mesh.devices):
         return NamedSharding(here, spec), ()
     return NamedSharding(mesh, spec), notes
-
-
-def _same_devices(mesh: Mesh, other: Mesh) -> bool:
-    return np.array_equal(mesh.devices, other.devices)
-
-
-def _narrowed(placement: Placement) -> Placement:
-    """64-bit integers on devices as 32-bit ones; reading refuses values that do not fit."""
-    if placement.sharding is None or placement.dtype is None:
-        return placement
-    return replace(placement, dtype=narrowed(placement.dtype))
-
-
-def _check_shardings(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch with every leaf that JAX cannot hold by its dtype and sharding."""
-    faults = [f"{p.leaf.label}: {fault}" for p in placements for fault in _device_faults(p)]
-    if faults:
-        lines = "\n  ".join(faults[:FAULTS_SHOWN])
-        raise TreeMismatch(f"{len(faults)} leaves cannot be put where they should go:\n  {lines}")
 
 
 def _device_faults(placement: Placement) -> Iterator[str]:
@@ -632,15 +599,6 @@ def _device_faults(placement: Placement) -> Iterator[str]:
         sharding.shard_shape(placement.leaf.shape)
     except ValueError as error:
         yield str(error)
-
-
-def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:
-    """The sharding of the stored array: key data have one axis more than the keys."""
-    if leaf.kind == "prng_key" and isinstance(sharding, NamedSharding):
-        rank = len(leaf.shape) - 1
-        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec)), None]
-        return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
-    return sharding
 
 
 def _as_kind(placement: Placement, value: Any) -> Any:

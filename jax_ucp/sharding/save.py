@@ -1,4 +1,4 @@
-"""A pytree onto disk: decided alike on every process, then written by each in part."""
+"""Saves of a pytree: decided alike on every process, then written by each in part."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jax_ucp.arrays.budget import DEFAULT_BUDGET, batches, run_bounded
+from jax_ucp.arrays.protocol import ArrayInfo, MakesArrays
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.protocol import Files
-from jax_ucp.garbage import uncollected
+from jax_ucp.garbage import gc_paused
+from jax_ucp.jobs.ledger import Share, read_complete, write_complete
 from jax_ucp.layout.blocks import (
     Cells,
     Chunks,
@@ -31,26 +35,31 @@ from jax_ucp.layout.blocks import (
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
-from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
-from jax_ucp.sources.budget import DEFAULT_BUDGET, batches, run_bounded
-from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
+from jax_ucp.sharding.trees import TreeNode, empty_kind, kind_of, walk
 from jax_ucp.text import is_encodable
-from jax_ucp.tree import Leaf, SavedSharding, leaf_names, unspeakable_paths
+from jax_ucp.tree import Leaf, SavedSharding, ambiguous_paths, leaf_names
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import SAVED_PACK_BYTES, is_indexed, pack_name, packed_arrays
 from jax_ucp.universal.stacks import Stacks, as_leaves, stack_info, stacks_of
-from jax_ucp.universal.store import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
+from jax_ucp.universal.store import (
+    METADATA_FILE,
+    SHARED_STORAGE,
+    WHO_ELSE,
+    Commit,
+    ZarrStore,
+    require_storable,
+)
 
 
 @dataclass(frozen=True)
 class Snapshot(MakesArrays):
-    """A tree taken to host memory by this process, ready to be written.
+    """A tree copied to host memory by this process, ready to be written.
 
-    `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process
-    writes, `data` the parts of each array that it needs for them, by name. It is an `ArraySource`
-    of those. Of `stacks`, which are several arrays each, there are chunks and blocks, and none of
-    their arrays.
+    `leaves` and `chunks` are the same on all processes. `blocks` are the outer chunks that this
+    process writes; `data` has the parts of each array that it needs for them, by name. As an
+    `ArraySource` it has these parts. A stack of several arrays has chunks and blocks of its own,
+    and its arrays have none.
     """
 
     leaves: Sequence[Leaf]
@@ -65,11 +74,11 @@ class Snapshot(MakesArrays):
 
     @property
     def stored(self) -> Mapping[str, ArrayInfo]:
-        """The arrays that are written, stacks among them."""
+        """The arrays that are written, stacks included."""
         return _stored(self.infos, self.stacks)
 
     def block(self, key: str, box: Box) -> np.ndarray:
-        """What is written for an outer chunk."""
+        """The elements of an outer chunk, of an array or of a stack."""
         if key not in self.stacks:
             return self.read(key, box)
         names = self.stacks[key][box.start[0] : box.stop[0]]
@@ -86,35 +95,19 @@ class Snapshot(MakesArrays):
 
 @dataclass(frozen=True)
 class Description:
-    """The leaves of a tree as the checkpoint will name them, and their arrays; nothing copied."""
+    """The leaves of a tree as the checkpoint will name them, and their arrays, not copied."""
 
     leaves: Sequence[Leaf]
     arrays: Mapping[str, np.ndarray | jax.Array]
 
 
-@uncollected()
+@gc_paused()
 def describe(tree: Any) -> Description:
-    """The leaves of a tree. Raises UnsupportedLeaf for one that could not be restored."""
+    """The leaves of a tree, and their arrays. Raises UnsupportedLeaf for a leaf that could not be
+    restored.
+    """
     nodes = list(walk(tree))
-    _check_names(nodes)
-    leaves: list[Leaf] = []
-    arrays: dict[str, np.ndarray | jax.Array] = {}
-    for node, name in zip(nodes, leaf_names([node.path for node in nodes]), strict=True):
-        leaf, array = _leaf(node, name)
-        if not _encodable(leaf):
-            raise UnsupportedLeaf(
-                f"{leaf.label!r} has a key or a value that is not text: it cannot be encoded in"
-                " UTF-8"
-            )
-        leaves.append(leaf)
-        if array is not None:
-            arrays[name] = array
-    return Description(leaves, arrays)
-
-
-def _check_names(nodes: Sequence[Node]) -> None:
-    """Raise UnsupportedLeaf for leaves that would have one name on disk."""
-    if same := unspeakable_paths(node.path for node in nodes):
+    if same := ambiguous_paths(node.path for node in nodes):
         raise UnsupportedLeaf(
             f"keys that differ only in type cannot be told apart on disk: {same[0]}"
         )
@@ -126,45 +119,61 @@ def _check_names(nodes: Sequence[Node]) -> None:
             raise UnsupportedLeaf(
                 f"two strings would have one name on disk, {name!r}: rename a key"
             )
+    leaves: list[Leaf] = []
+    arrays: dict[str, np.ndarray | jax.Array] = {}
+    for node, name in zip(nodes, leaf_names([node.path for node in nodes]), strict=True):
+        leaf, array = _leaf(node, name)
+        text = "".join(map(str, leaf.path)) + (leaf.value if isinstance(leaf.value, str) else "")
+        if not is_encodable(text):
+            raise UnsupportedLeaf(
+                f"{leaf.label!r} has a key or a value that is not text: it cannot be encoded in"
+                " UTF-8"
+            )
+        leaves.append(leaf)
+        if array is not None:
+            arrays[name] = array
+    return Description(leaves, arrays)
 
 
-@uncollected()
+@gc_paused()
 def take_snapshot(described: Description) -> Snapshot:
-    """Decide who writes what, and copy this process's part of the tree from its devices.
+    """This process's part of the tree, copied from its devices, after deciding which process writes
+    each chunk.
 
     When it returns, the tree may be changed, donated or deleted.
     """
     arrays = described.arrays
     infos = {name: ArrayInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
-    stacks = _stacks(arrays, infos)
-    stacked = {name: stack for stack, names in stacks.items() for name in names}
-    owners = _Owners(jax.process_count())
-    chunks: dict[str, Chunks] = {}
-    blocks: list[tuple[str, Box]] = []
-    for name, array in arrays.items():
-        key = stacked.get(name, name)
-        if key not in chunks:
-            chunks[key], owned = owners.assign(array, len(stacks.get(key, ())))
-            blocks += [(key, box) for box in owned]
-    data = _to_host(arrays, _unstacked(blocks, stacks))
-    return Snapshot(described.leaves, infos, chunks, blocks, data, stacks)
 
-
-def _stacks(
-    arrays: Mapping[str, np.ndarray | jax.Array], infos: Mapping[str, ArrayInfo]
-) -> dict[str, list[str]]:
-    """Which arrays are stacked: those that the same processes hold in the same pieces."""
-
+    # Arrays of a stack are alike, and the same processes hold them in the same pieces.
     def piece(name: str, info: ArrayInfo) -> tuple[ArrayInfo, Shape, Sharding | None]:
         sharding = _sharding(arrays[name])
         cells = _cells(sharding, info.shape, info.dtype.itemsize, jax.process_count())
         return info, cells.shape, sharding
 
-    return stacks_of({name: piece(name, info) for name, info in infos.items()})
+    stacks = stacks_of({name: piece(name, info) for name, info in infos.items()})
+    stacked = {name: stack for stack, names in stacks.items() for name in names}
+    # Of the processes that hold an outer chunk, the one that writes least so far writes it.
+    written_bytes = [0] * jax.process_count()
+    chunks: dict[str, Chunks] = {}
+    blocks: list[tuple[str, Box]] = []
+    for name, info in infos.items():
+        key = stacked.get(name, name)
+        if key in chunks:
+            continue
+        layout = _sharding(arrays[name]), info.shape, info.dtype.itemsize, len(written_bytes)
+        chunks[key], writers_of = _writers(*layout, len(stacks.get(key, ())))
+        for box, writers in writers_of:
+            owner = min(writers, key=written_bytes.__getitem__)
+            written_bytes[owner] += box.size * info.dtype.itemsize
+            if owner == jax.process_index():
+                blocks.append((key, box))
+    data = _to_host(arrays, _unstacked(blocks, stacks))
+    return Snapshot(described.leaves, infos, chunks, blocks, data, stacks)
 
 
 def _unstacked(blocks: Sequence[tuple[str, Box]], stacks: Stacks) -> Iterator[tuple[str, Box]]:
-    """The block of each array that is in a block of a stack."""
+    """The blocks of single arrays; a block of a stack gives one block of each of its arrays."""
     for key, box in blocks:
         if key not in stacks:
             yield key, box
@@ -185,7 +194,7 @@ def _stored(infos: Mapping[str, ArrayInfo], stacks: Stacks) -> dict[str, ArrayIn
 
 @dataclass(frozen=True)
 class Writing:
-    """A snapshot on its way to a directory, and what makes that a checkpoint."""
+    """A snapshot that is being written to a directory, and the commit to make it a checkpoint."""
 
     snapshot: Snapshot
     store: ZarrStore
@@ -195,7 +204,9 @@ class Writing:
 def write_snapshot(
     snapshot: Snapshot, directory: Files, budget_bytes: int = DEFAULT_BUDGET
 ) -> Writing:
-    """Write this process's chunks and digests. The directory is not yet a checkpoint."""
+    """Write this process's chunks and digests. The directory is not yet a checkpoint; raises
+    FileExistsError if it is one already.
+    """
     with ThreadPoolExecutor(1) as meanwhile:
         found = meanwhile.submit(directory.find, METADATA_FILE)
         store = ZarrStore(directory, snapshot.stored, snapshot.chunks)
@@ -203,11 +214,14 @@ def write_snapshot(
     if found.result() is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     run_bounded(_write_jobs(writing), budget_bytes, directory.is_remote)
-    if jax.process_index() == 0:
-        directory.sync()
-    else:
-        write_part(store, jax.process_index())
+    directory.sync()
+    if jax.process_index() != 0:
+        write_complete(directory, _part(jax.process_index()), "", store.written)
     return writing
+
+
+def _part(process: int) -> Share:
+    return Share(process, jax.process_count())
 
 
 def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], object]]]:
@@ -227,8 +241,8 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], object]]]:
         write_pack = partial(
             store.directory.write, pack_name(number), [memoryview(data)], durable=False
         )
-        yield len(data), write_pack  # while it is on its way, the next one is made
-    if jax.process_count() == 1:  # where the chunks of others are is not known yet
+        yield len(data), write_pack  # while it is sent, the next one is made
+    if jax.process_count() == 1:  # else the places of others' chunks are not known yet
         yield 0, partial(writing.commit.prepare, store)
     for name, info in store.arrays().items():
         if name in packed:
@@ -242,7 +256,7 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], object]]]:
 def _packs(
     blocks: Sequence[tuple[str, Box]], store: ZarrStore
 ) -> Iterator[tuple[int, Sequence[tuple[str, Box]]]]:
-    """What each pack of this process has, by numbers that no other process has."""
+    """The blocks of each pack of this process, with numbers that no other process has."""
     infos = store.arrays()
 
     def nbytes(block: tuple[str, Box]) -> int:
@@ -254,8 +268,18 @@ def _packs(
 
 
 def commit_snapshot(writing: Writing) -> Metadata:
-    """Make the directory a checkpoint: process 0, after all have written their snapshots."""
-    return writing.commit.write(writing.store)
+    """Make the directory a checkpoint. Process 0 calls this, after all have written their
+    snapshots.
+    """
+    directory = writing.store.directory
+    others = list(map(_part, range(1, jax.process_count())))
+    again = f"{WHO_ELSE} {SHARED_STORAGE}"
+    read = partial(read_complete, directory, identity="", again=again)
+    for written in each_file(directory, read, others):
+        writing.store.add(written)
+    metadata = writing.commit.write(writing.store, is_shared=bool(others))
+    each_file(directory, lambda part: directory.delete(part.complete), others)
+    return metadata
 
 
 def _commit(snapshot: Snapshot) -> Commit:
@@ -263,14 +287,13 @@ def _commit(snapshot: Snapshot) -> Commit:
     infos, chunks = as_leaves(snapshot.stored, snapshot.chunks, snapshot.stacks)
     outer = {name: chunks[name].outer for name in infos}
     files = orbax_files(snapshot.leaves, outer, ocdbt=is_indexed(infos, chunks))
-    parts = range(1, jax.process_count())
-    return Commit(snapshot.leaves, parts, packed, files, stacks=snapshot.stacks)
+    return Commit(snapshot.leaves, packed, files, stacks=snapshot.stacks)
 
 
 def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
-    """Each leaf's name, label, and what all processes must have alike for it.
+    """Each leaf's name, label, and a description that must be the same on all processes.
 
-    Values are no part of it: those of the host program are taken from process 0.
+    Values are not included: those of the host program are taken from process 0.
     """
     homes = {
         name: (stack, f"number {i} of {stack}")
@@ -279,25 +302,22 @@ def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     }
 
     def about(leaf: Leaf) -> str:
-        key, lies_in = homes.get(leaf.name, (leaf.name, ""))
-        return _about(leaf, snapshot.chunks.get(key), lies_in)
+        key, stacked = homes.get(leaf.name, (leaf.name, ""))
+        chunks = snapshot.chunks.get(key)
+        keys = ",".join(key.kind for key in leaf.path)
+        empty = f"an empty {leaf.value}" if leaf.kind == "empty" else leaf.kind
+        details = [
+            f"{leaf.kind} {leaf.dtype} {list(leaf.shape)}" if leaf.has_array else empty,
+            chunks and f"in chunks of {list(chunks.outer)} of {list(chunks.inner)}",
+            stacked,
+            leaf.sharding and _placed(leaf.sharding),
+            leaf.key_impl,
+            leaf.axes,
+            f"below {keys or 'nothing'}",
+        ]
+        return ", ".join(map(str, filter(None, details)))
 
     return [(leaf.name, leaf.label, about(leaf)) for leaf in snapshot.leaves]
-
-
-def _about(leaf: Leaf, chunks: Chunks | None, lies_in: str) -> str:
-    keys = ",".join(key.kind for key in leaf.path)
-    empty = f"an empty {leaf.value}" if leaf.kind == "empty" else leaf.kind
-    details = [
-        f"{leaf.kind} {leaf.dtype} {list(leaf.shape)}" if leaf.has_array else empty,
-        chunks and f"in chunks of {list(chunks.outer)} of {list(chunks.inner)}",
-        lies_in,
-        leaf.sharding and _placed(leaf.sharding),
-        leaf.key_impl,
-        leaf.axes,
-        f"below {keys or 'nothing'}",
-    ]
-    return ", ".join(map(str, filter(None, details)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -305,27 +325,6 @@ def _placed(sharding: SavedSharding) -> str:
     axes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
     sizes = ", ".join(f"{name} {size}" for name, size in axes)
     return f"as {sharding.spec} on {sizes} (devices {digest(repr(sharding.device_ids).encode())})"
-
-
-class _Owners:
-    """Assigns outer chunks to the processes that hold them, each to the least loaded."""
-
-    def __init__(self, processes: int):
-        self._bytes = [0] * processes
-
-    def assign(self, array: np.ndarray | jax.Array, count: int = 0) -> tuple[Chunks, list[Box]]:
-        """The chunks of an array, or of a stack of `count` like it, and which of them this process
-        writes.
-        """
-        shape, itemsize = tuple(array.shape), np.dtype(array.dtype).itemsize
-        chunks, boxes = _writers(_sharding(array), shape, itemsize, len(self._bytes), count)
-        mine: list[Box] = []
-        for box, writers in boxes:
-            owner = min(writers, key=self._bytes.__getitem__)
-            self._bytes[owner] += box.size * itemsize
-            if owner == jax.process_index():
-                mine.append(box)
-        return chunks, mine
 
 
 @functools.lru_cache(maxsize=1024)
@@ -349,7 +348,7 @@ def _writers(
 
 @functools.lru_cache(maxsize=1024)
 def _cells(sharding: Sharding | None, shape: Shape, itemsize: int, processes: int) -> Cells:
-    """The blocks of an array that one process writes each."""
+    """The blocks of an array, each of which one process writes."""
     # A value of the host program has no sharding, and is taken from process 0.
     whole = [frozenset({Box.whole(shape)})]
     boxes_of = process_boxes(sharding, shape, processes) if sharding else whole
@@ -360,7 +359,7 @@ def _sharding(array: np.ndarray | jax.Array) -> Sharding | None:
     return array.sharding if isinstance(array, jax.Array) else None
 
 
-def _leaf(node: Node, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
+def _leaf(node: TreeNode, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
     """The description of a leaf, and its array if it has one."""
     kind, value = kind_of(node), node.value
     if kind in ("none", "str"):
@@ -374,44 +373,30 @@ def _leaf(node: Node, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
         sharding = saved_sharding(value.sharding)
         impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
     if isinstance(value, jax.Array):
-        _check_global(node.label, value)
+        if jax.process_count() > 1 and value.is_fully_addressable:
+            raise UnsupportedLeaf(
+                f"{node.label} is an array of one process among {jax.process_count()}, whose value"
+                " may differ on the others. Make it global: jax.device_put(x, NamedSharding(mesh,"
+                " PartitionSpec()))."
+            )
+        if getattr(getattr(value.sharding, "spec", None), "unreduced", None):
+            raise UnsupportedLeaf(
+                f"{node.label} is unreduced: its devices hold parts of a sum, not its values"
+            )
         sharding = sharding or saved_sharding(value.sharding)
     else:
-        value = _host_value(node, value)
+        try:
+            array = np.array(value)  # a copy: the caller may go on and change the original
+            array.dtype.newbyteorder("<")
+        except (OverflowError, ValueError, TypeError) as error:
+            raise UnsupportedLeaf(f"{node.label} cannot be stored as an array: {error}") from None
+        if array.dtype == object:
+            raise UnsupportedLeaf(f"{node.label} is {value!r:.60}, which no 64-bit array holds")
+        value = array.astype(array.dtype.newbyteorder("<"), copy=False)
     shape, dtype = tuple(value.shape), np.dtype(value.dtype)
     require_storable(node.label, dtype)
     leaf = Leaf(node.path, name, kind, shape, dtype.name, None, impl, sharding, node.axes)
     return leaf, value
-
-
-def _check_global(label: str, array: jax.Array) -> None:
-    """Raise UnsupportedLeaf for an array whose shards are not the values of one array."""
-    if jax.process_count() > 1 and array.is_fully_addressable:
-        raise UnsupportedLeaf(
-            f"{label} is an array of one process among {jax.process_count()}, whose value may"
-            " differ on the others. Make it global: jax.device_put(x, NamedSharding(mesh,"
-            " PartitionSpec()))."
-        )
-    if getattr(getattr(array.sharding, "spec", None), "unreduced", None):
-        raise UnsupportedLeaf(
-            f"{label} is unreduced: its devices hold parts of a sum, not its values"
-        )
-
-
-def _encodable(leaf: Leaf) -> bool:
-    text = "".join(map(str, leaf.path)) + (leaf.value if isinstance(leaf.value, str) else "")
-    return is_encodable(text)
-
-
-def _host_value(node: Node, value: Any) -> np.ndarray:
-    try:
-        array = np.array(value)  # a copy: the caller may go on and change the original
-        array.dtype.newbyteorder("<")
-    except (OverflowError, ValueError, TypeError) as error:
-        raise UnsupportedLeaf(f"{node.label} cannot be stored as an array: {error}") from None
-    if array.dtype == object:
-        raise UnsupportedLeaf(f"{node.label} is {value!r:.60}, which no 64-bit array holds")
-    return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def _to_host(
@@ -467,6 +452,6 @@ def _assemble(parts: Mapping[Box, np.ndarray], box: Box, dtype: np.dtype) -> np.
 def _pieces(
     parts: tuple[Box, ...], box: Box
 ) -> list[tuple[Box, tuple[slice, ...], tuple[slice, ...]]]:
-    """Where the elements of `box` are in each part that has some, and where in `box` they go."""
+    """Each part that has elements of `box`, with their slices in the part and in `box`."""
     hits = [(part, hit) for part in parts if (hit := part.intersect(box)) is not None]
     return [(part, hit.relative_to(part).index, hit.relative_to(box).index) for part, hit in hits]

@@ -22,6 +22,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp.errors as errors
+from jax_ucp.arrays.budget import in_order
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData, TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
@@ -29,15 +31,13 @@ from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, index_box
 from jax_ucp.sharding.jax_versions import set_mesh
 from jax_ucp.sharding.reads import touched_units
-from jax_ucp.sources.budget import in_order
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.version import VERSION
 
-WORDS_BYTES = 1024  # of what a process has to say to the others
+WORDS_BYTES = 1024  # of a message that processes exchange
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AxisCut:
     """Pieces of `length` elements of one axis, the last ones short or empty.
 
     Of each box the i-th piece is read by the i-th device that holds the box, counted in row-major
@@ -51,7 +51,7 @@ class Cut:
     def piece(self, box: Box, i: int) -> Box:
         """The i-th piece of a box.
 
-        >>> [str(Cut(0, 4, ("x",)).piece(Box((10,), (17,)), i)) for i in range(3)]
+        >>> [str(AxisCut(0, 4, ("x",)).piece(Box((10,), (17,)), i)) for i in range(3)]
         ['[10:14]', '[14:17]', '[17:17]']
         """
         start, stop = list(box.start), list(box.stop)
@@ -67,7 +67,7 @@ class SharedRead:
     shape: Shape
     dtype: np.dtype
     sharding: NamedSharding
-    cut: Cut
+    cut: AxisCut
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
         """The pieces that this process reads, each with its device."""
@@ -87,7 +87,7 @@ class SharedRead:
         return parts
 
     def gathered(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        """The array, from what the devices of this process bring.
+        """The array, joined from the parts of all devices.
 
         Every process that has devices of the mesh must call this, all for the same arrays in the
         same order.
@@ -137,7 +137,9 @@ def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> Sh
     if not names or len(set(owners)) == 1:
         return None
     best = _best_cut(sharding, info, owners)
-    return SharedRead(info.shape, np.dtype(dtype), sharding, Cut(*best, names)) if best else None
+    return (
+        SharedRead(info.shape, np.dtype(dtype), sharding, AxisCut(*best, names)) if best else None
+    )
 
 
 def best_cut(
@@ -145,7 +147,7 @@ def best_cut(
 ) -> tuple[int, int] | None:
     """The axis and length of the pieces with which all processes together read least.
 
-    None where they read no less than each all its boxes. `start` and `stop` are the boxes of the
+    None if cutting saves nothing. `start` and `stop` are the boxes of the
     devices, by device and axis, all of one shape; `places` their numbers among those that hold the
     same box, `owners` their processes; `unit` is the shape of a chunk.
 
@@ -184,7 +186,16 @@ def read_together(
     or else CorruptData, with its words. Raises TreeMismatch before anything is read if the
     processes would not read the same.
     """
-    _check_alike([(name, shared) for name, shared, _, _ in reads])
+    # Processes that are not about to run the same collectives would wait for one another for ever.
+    collectives = [
+        (name, r.shape, r.dtype.name, r.cut, r.sharding.spec, dict(r.sharding.mesh.shape))
+        for name, r, _, _ in reads
+    ]
+    require_alike(
+        hashlib.sha256(repr(collectives).encode(errors="replace")).hexdigest(),
+        "do not read the same as this one: with share_reads=True all processes must restore the"
+        " same checkpoint, to the same target, with the same arguments",
+    )
     faults: list[Exception] = []
 
     def parts(shared: SharedRead, read: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
@@ -206,7 +217,9 @@ def read_together(
             alone()
         except Exception as error:
             faults.append(error)
-    tell(faults[0] if faults else None, "could not read its part, and nothing is restored")
+    raise_together(
+        faults[0] if faults else None, "could not read its part, and nothing is restored"
+    )
     return arrays
 
 
@@ -243,7 +256,7 @@ def _free_names(sharding: NamedSharding) -> tuple[str, ...]:
     return tuple(name for name in sizes if sizes[name] > 1 and name not in used)
 
 
-def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
+def _with_names(sharding: NamedSharding, cut: AxisCut) -> NamedSharding:
     """The sharding of the pieces, each padded to the length of the cut, side by side."""
     spec: list[object] = [*sharding.spec, *[None] * (cut.axis + 1 - len(sharding.spec))]
     spec[cut.axis] = (*_names(spec[cut.axis]), *cut.names)
@@ -293,7 +306,7 @@ def _units_read(
 
 @functools.lru_cache(maxsize=1024)
 def _gather(
-    inner: NamedSharding, outer: NamedSharding, cut: Cut, n: int, dtype: np.dtype
+    inner: NamedSharding, outer: NamedSharding, cut: AxisCut, n: int, dtype: np.dtype
 ) -> Callable[[jax.Array], jax.Array]:
     """Pieces to boxes, whose length on the axis of the cut is `n`."""
 
@@ -309,24 +322,11 @@ def _gather(
     return jax.jit(mapped, out_shardings=outer)
 
 
-def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
-    """Raise TreeMismatch in all processes if they are not about to run the same collectives."""
-    plan = [
-        (name, r.shape, r.dtype.name, r.cut, r.sharding.spec, dict(r.sharding.mesh.shape))
-        for name, r in reads
-    ]
-    require_alike(
-        hashlib.sha256(repr(plan).encode(errors="replace")).hexdigest(),
-        "do not read the same as this one: with share_reads=True all processes must restore the"
-        " same checkpoint, to the same target, with the same arguments",
-    )
-
-
 def require_alike(mine: str, otherwise: str) -> None:
     """Raise TreeMismatch in all processes if one has another word than this one, or another version
     of this package. Every process must call this; `otherwise` says what is so of the others.
     """
-    words = exchanged(f"{VERSION} {mine}".encode())
+    words = allgathered(f"{VERSION} {mine}".encode())
     own = words[jax.process_index()]
     others = [process for process, theirs in enumerate(words) if theirs != own]
     versions = {words[process].partition(b" ")[0].decode() for process in others}
@@ -339,12 +339,12 @@ def require_alike(mine: str, otherwise: str) -> None:
         raise TreeMismatch(f"processes {others[:4]} {otherwise}")
 
 
-def tell(fault: Exception | None, what: str) -> None:
+def raise_together(fault: Exception | None, what: str) -> None:
     """Raise the local error, else the first remote one, in `what` it failed. Every process must
     call this.
     """
     text = "" if fault is None else f"{type(fault).__name__}: {fault}"
-    messages = exchanged(text.encode(errors="replace"))
+    messages = allgathered(text.encode(errors="replace"))
     if fault is not None:
         raise fault
     for process, message in enumerate(messages):
@@ -354,12 +354,12 @@ def tell(fault: Exception | None, what: str) -> None:
             raise kind(f"process {process} {what}. It says: {text}")
 
 
-def exchanged(words: bytes) -> list[bytes]:
-    """What each process says, by process: at most `WORDS_BYTES`, without zeros at the end."""
+def allgathered(words: bytes) -> list[bytes]:
+    """The words of each process, by process: at most `WORDS_BYTES`, without zeros at the end."""
     devices = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([devices[process] for process in sorted(devices)]), ("process",))
     data = np.frombuffer(words[:WORDS_BYTES].ljust(WORDS_BYTES, b"\0"), np.uint8)[None]
-    shape, cut = (len(devices), WORDS_BYTES), Cut(0, 1, ("process",))
+    shape, cut = (len(devices), WORDS_BYTES), AxisCut(0, 1, ("process",))
     shared = SharedRead(shape, data.dtype, NamedSharding(mesh, PartitionSpec()), cut)
     rows = np.asarray(shared.gathered([data]).addressable_data(0))
     return [row.tobytes().rstrip(b"\0") for row in rows]

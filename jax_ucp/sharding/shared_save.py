@@ -1,7 +1,7 @@
-"""One save by several processes, which succeeds in all of them or fails in all of them.
+"""A save by several processes, which succeeds in all of them or fails in all of them.
 
-The words go through JAX's coordination service, to which `jax.distributed.initialize` joins every
-process. Any thread may use it, which is not so of collectives, and it works when the disk does not.
+Messages are sent through JAX's coordination service, to which `jax.distributed.initialize` joins
+every process. Unlike collectives, any thread may use it, and it works when the disk does not.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from jax_ucp.version import VERSION
 
 T = TypeVar("T")
 
-# How much longer than this process another may take over its part: what Orbax gives a whole save by
-# default.
+# How much longer than this process another may take for its part: Orbax's default for a whole save.
 PATIENCE_S = 1200
 
-# After so long without a word of a process it is asked whether it is saving something else.
+# After this time without a message of a process, we look whether it is busy with another save.
 LOOK_AROUND_S = 5
 
 # The service takes values of 4 MiB; a tree whose description is longer is not sent to be compared.
@@ -40,22 +39,22 @@ DIFFERENCES_SHOWN = 4
 
 _COMPARE = "compare"
 
-# Of this process: which save to each directory the next one is, as process 0 counts them; the keys
-# of all that were begun, and of the last few, which the others are told.
+# Of this process: the number of the next save to each directory, as process 0 counts them; the keys
+# of all saves that were begun, and of the last few, which are published to the others.
 _next: defaultdict[str, int] = defaultdict(int)
 _keys: set[str] = set()
 _recent: deque[str] = deque(maxlen=8)
 
 Stage = Literal["content", "differences", "parts"]
 
-# What a process would save: of each leaf its name, its label, and what it is.
+# The leaves that a process would save: the name, the label and a description of each.
 Content = Sequence[tuple[str, str, str]]
 
 
 class _Word(msgspec.Struct, omit_defaults=True):
-    """What a process says: that it came so far, with some text, or why not.
+    """A message of a process: that it completed a stage, with a text, or the fault that stopped it.
 
-    Process 0 says it of the whole save; `absent` are processes that were busy with another one.
+    Process 0's message is about the whole save; `absent` are processes that were busy with another.
     """
 
     text: str = ""
@@ -64,10 +63,11 @@ class _Word(msgspec.Struct, omit_defaults=True):
 
 
 def attempt(do: Callable[[], T]) -> Callable[[], T]:
-    """Do what cannot wait for `SharedSave.run`, which asks for the result.
+    """Call `do` now; return a function that gives its result, or raises its error, later.
 
-    An error of one process among several is raised there: Orbax goes on from here with collectives,
-    in which the others would wait for it.
+    `SharedSave.run` calls this function. With several processes an error is not raised before:
+    Orbax continues here with collectives, in which the others would wait for this process. With one
+    process it is raised at once.
     """
     try:
         result = do()
@@ -79,19 +79,35 @@ def attempt(do: Callable[[], T]) -> Callable[[], T]:
 
 
 class SharedSave:
-    """One process's part in a save to a directory, whose path is the same in all of them."""
+    """The part of one process in a save to a directory, whose path is the same in all processes."""
 
     def __init__(self, directory: str):
         self._directory = directory
         self._process = jax.process_index()
         self._others = range(1, jax.process_count())
         self._stage: Stage = "content"
-        if self._others:
-            self._begin()
+        if not self._others:
+            return
+        # Find out which save to the directory this is, and publish that it is begun. A directory
+        # may be saved to again, after a save that failed: also after one in which this process had
+        # no part.
+        self._key = f"jax_ucp/{self._directory}/{_next[self._directory]}"
+        while self._process and (verdict := _try_get(self._verdict_place("content"))):
+            if self._process not in _word(verdict).absent:
+                break
+            self._joined()
+            self._key = f"jax_ucp/{self._directory}/{_next[self._directory]}"
+        if self._process == 0:
+            self._joined()
+        _keys.add(self._key)
+        _recent.append(self._key)
+        _client().key_value_set(
+            _recent_place(self._process), "\n".join(_recent), allow_overwrite=True
+        )
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """What is raised here ends the save in all processes, once they finish their own parts."""
+        """Context whose errors end the save in all processes, once these finish their own parts."""
         try:
             yield
         except BaseException as error:
@@ -103,16 +119,13 @@ class SharedSave:
             raise
 
     def run(
-        self,
-        content: Callable[[], Content],
-        write: Callable[[], T],
-        commit: Callable[[T], object],
+        self, content: Callable[[], Content], write: Callable[[], T], commit: Callable[[T], object]
     ) -> None:
-        """Write this process's part if all have the same content, and commit in process 0 what
-        `write` returned.
+        """Write this process's part if all have the same content; process 0 then commits, with the
+        value that `write` returned.
 
-        Raises SaveFailed in every process where not all have the same content, in which case
-        nothing is written, or where another's part was not done. Nothing is committed then.
+        Raises SaveFailed in every process if not all have the same content, in which case nothing
+        is written, or if another's part was not done. Nothing is committed then.
         """
         if self._others:
             self._agree(content)
@@ -128,32 +141,16 @@ class SharedSave:
         if self._others and self._process == 0:
             _client().key_value_delete(self._verdict_place("content"))
 
-    def _begin(self) -> None:
-        """Find out which save to the directory this is, and tell the others that it is begun."""
-        # A directory may be saved to again, after a save that failed: also after one in which this
-        # process had no part.
-        self._key = f"jax_ucp/{self._directory}/{_next[self._directory]}"
-        while self._process and (verdict := _try_get(self._verdict_place("content"))):
-            if self._process not in _word(verdict).absent:
-                break
-            self._joined()
-            self._key = f"jax_ucp/{self._directory}/{_next[self._directory]}"
-        if self._process == 0:
-            self._joined()
-        _keys.add(self._key)
-        _recent.append(self._key)
-        _client().key_value_set(
-            _recent_place(self._process), "\n".join(_recent), allow_overwrite=True
-        )
-
     def _joined(self) -> None:
-        """The next save to the directory is another one than this."""
+        """Count this save, so that the next one to the directory has the next number."""
         _next[self._directory] = int(self._key.rpartition("/")[2]) + 1
 
     def _agree(self, content: Callable[[], Content]) -> None:
-        """Return if all processes have the same content."""
+        """Return if all processes have the same content; else raise SaveFailed with the
+        differences.
+        """
         with self.telling():
-            # other versions may cut and write otherwise
+            # other versions may cut and write differently
             mine = [("", "the version of jax_ucp", VERSION), *content()]
             encoded = msgspec.json.encode(mine)
         own = digest(encoded)
@@ -181,9 +178,10 @@ class SharedSave:
         )
 
     def _conclude(self, text: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """Report this stage, with a text; process 0 decides by the texts of all others.
+        """The text that process 0 decides on from the texts of all others, after this process has
+        reported this stage with `text`.
 
-        Raises SaveFailed if another process did not come so far.
+        Raises SaveFailed if another process did not complete the stage.
         """
         if self._process == 0:
             with self.telling():
@@ -204,7 +202,7 @@ class SharedSave:
         return verdict.text
 
     def _differences(self, mine: Content) -> str:
-        """In what the content of this process is not that of process 0; nothing where it is."""
+        """The differences between this process's content and process 0's; empty without any."""
         if self._process == 0:
             return ""
         packed = _client().blocking_key_value_get_bytes(self._content_place, PATIENCE_S * 1000)
@@ -217,14 +215,14 @@ class SharedSave:
         return differences(mine, theirs, self._process)
 
     def _say(self, word: _Word) -> None:
-        """What process 0 says is of the whole save, what another says of its part."""
+        """Publish a message: process 0's is about the whole save, another's about its part."""
         if self._others:
             _client().key_value_set(self._place(self._process), msgspec.json.encode(word).decode())
             if word.fault and self._process:
                 self._joined()
 
     def _hear_all(self) -> dict[int, _Word]:
-        """The words of all others; once one is busy with another save, they are not awaited."""
+        """The messages of all others; once one is busy with another save, they are not awaited."""
         words: dict[int, _Word] = {}
         for process in self._others:
             if any(word.absent for word in words.values()):
@@ -235,7 +233,9 @@ class SharedSave:
         return words
 
     def _hear(self, process: int) -> _Word:
-        """What another process said, or that it said nothing, or is busy with another save."""
+        """The message of another process; or a fault, if it sends none in time or is busy with
+        another save.
+        """
         begin = time.monotonic()
         while True:
             try:
@@ -257,10 +257,11 @@ class SharedSave:
                 return _word(text)
 
     def _busy_elsewhere(self, process: int) -> _Word | None:
-        """The word for a process busy with another save; process 0's own word is withdrawn then.
+        """The message for a process that is busy with another save, else None. If that is process
+        0, this process's own message is withdrawn.
 
-        Process 0 tells that it began before it hears anybody: what was gone by then, it has not
-        heard.
+        Process 0 publishes that it has begun before it reads any message: it has not read one that
+        was withdrawn by then.
         """
         elsewhere = self._elsewhere(process)
         if elsewhere is None or process:
@@ -273,7 +274,9 @@ class SharedSave:
         return elsewhere
 
     def _elsewhere(self, process: int) -> _Word | None:
-        """What to say of a process that began a save which this one did not, and not this one."""
+        """The message for a process that has begun a save unknown to this one, and not this save;
+        else None.
+        """
         begun = _try_get(_recent_place(process)).split("\n")
         if not begun[-1] or self._key in begun or begun[-1] in _keys:
             return None
@@ -327,7 +330,7 @@ def _absent(
     others: Mapping[tuple[str, str], str],
     other: int,
 ) -> list[str]:
-    """What to say of leaves that `process` has and the process `other` has not."""
+    """A text for each leaf that `process` has and the process `other` has not."""
     absent = itertools.filterfalse(others.__contains__, leaves)
     return [f"process {process} has {label}, process {other} has not" for _, label in absent]
 
@@ -345,7 +348,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _try_get(place: str) -> str:
-    """What is at a place of the service; empty where nothing is."""
+    """The value at a place of the service; empty if there is none."""
     try:
         return str(_client().key_value_try_get(place))
     except jax.errors.JaxRuntimeError as error:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf, fault_lines
+from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf
 from jax_ucp.tree import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind, Path
 
 Abstract = jax.ShapeDtypeStruct
@@ -52,7 +52,7 @@ class AsStored(jax.ShapeDtypeStruct):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """A leaf of a pytree in memory; None and containers without children count as leaves."""
 
     path: Path
@@ -62,7 +62,7 @@ class Node:
 
     @property
     def unfilled(self) -> Any:
-        """What stays there if nothing comes."""
+        """The value that stays there if the checkpoint has none."""
         return self.value if self.original is None else self.original
 
     @property
@@ -70,7 +70,7 @@ class Node:
         return _label(self.path)
 
 
-def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[Node]:
+def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[TreeNode]:
     """Every leaf of a pytree, depth first; None and empty containers are leaves too.
 
     Raises UnsupportedLeaf for a dict key that is neither a string nor an integer, and for a tree
@@ -88,17 +88,21 @@ def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> It
         raise UnsupportedLeaf(f"{_label(path)} has keys that JAX cannot sort: {error}") from None
     if len(children) == 1 and children[0][0] == ():
         is_stand_in = isinstance(tree, StandIn)
-        yield Node(path, tree.value, axes, tree.original) if is_stand_in else Node(path, tree, axes)
+        yield (
+            TreeNode(path, tree.value, axes, tree.original)
+            if is_stand_in
+            else TreeNode(path, tree, axes)
+        )
         return
     if not children:
-        yield Node(path, tree)
+        yield TreeNode(path, tree)
     below = _logical_axes(tree) or axes
     for (key,), child in children:
         yield from walk(child, (*path, _key(key, tree, path)), below)
 
 
-def kind_of(node: Node) -> LeafKind:
-    """What a leaf is, for the checkpoint to remember.
+def kind_of(node: TreeNode) -> LeafKind:
+    """The kind of a leaf, for the checkpoint to remember.
 
     Raises UnsupportedLeaf, with the reason, for what we could not restore as what it was.
     """
@@ -124,7 +128,7 @@ def kind_of(node: Node) -> LeafKind:
 
 
 def empty_kind(value: Any) -> KeyKind:
-    """Which kind of node has no children."""
+    """The kind of a node without children."""
     kinds: dict[type, KeyKind] = {dict: "dict", list: "list", tuple: "tuple"}
     return kinds.get(type(value), "attr")
 
@@ -157,8 +161,8 @@ class Matched:
     that keep the value they have.
     """
 
-    pairs: Sequence[tuple[Node, Leaf]]
-    kept: Sequence[Node]
+    pairs: Sequence[tuple[TreeNode, Leaf]]
+    kept: Sequence[TreeNode]
 
 
 def match(
@@ -180,65 +184,40 @@ def match(
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf; and where all of the
     target would stay as it is, since the two have no leaf in common.
     """
-    aligned = _aligned(leaves, target)
-    kept, lacking = _sorted(aligned.unfilled, missing)
-    extra = [] if partial else aligned.left
-    if kept and not (aligned.pairs or lacking or extra):
-        _require_none_left(kept, aligned.left)
-    faults = [_missing(node, aligned.left, missing == "keep") for node in lacking]
-    faults += _differences(aligned.pairs, cast, narrow)
-    faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
-    _require_none(faults, bool(extra))
-    return Matched(aligned.pairs, [*kept, *aligned.omitted])
-
-
-def _sorted(unfilled: Sequence[Node], missing: Missing) -> tuple[list[Node], list[Node]]:
-    """The leaves that stay as they are, and those that the checkpoint should have."""
-    kept: list[Node] = []
-    lacking: list[Node] = []
-    for node in unfilled:
-        (kept if _stays(node, missing) else lacking).append(node)
-    return kept, lacking
-
-
-def _require_none_left(kept: Sequence[Node], left: Sequence[Leaf]) -> None:
-    """Raise TreeMismatch where all of the target would stay as it is, beside leaves to fill it."""
-    if left:
-        raise TreeMismatch(
-            f"no leaf of the target is in the checkpoint: the target has {kept[0].label}, the"
-            f" checkpoint {left[0].label}. Give a target with the checkpoint's names"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Aligned:
-    """A target beside a checkpoint: leaves of both, of the target alone, and of the checkpoint
-    alone. Those that the target omits, `...`, are neither.
-    """
-
-    pairs: Sequence[tuple[Node, Leaf]]
-    unfilled: Sequence[Node]
-    left: Sequence[Leaf]
-    omitted: Sequence[Node]
-
-
-def _aligned(leaves: Sequence[Leaf], target: Any) -> _Aligned:
-    left = {tuple(map(str, leaf.path)): leaf for leaf in leaves}
-    pairs: list[tuple[Node, Leaf]] = []
-    unfilled: list[Node] = []
-    omitted: list[Node] = []
+    left = {tuple(map(str, leaf.path)): leaf for leaf in leaves}  # leaves without a target
+    pairs: list[tuple[TreeNode, Leaf]] = []
+    kept: list[TreeNode] = []
+    lacking: list[TreeNode] = []
+    omitted: list[TreeNode] = []
     for node in walk(target):
         leaf = next((left.pop(names) for names in _names(node) if names in left), None)
         if node.value is ...:
             omitted.append(node)
-        elif leaf is None:
-            unfilled.append(node)
-        else:
+        elif leaf is not None:
             pairs.append((_key_of_data(node, leaf), leaf))
-    return _Aligned(pairs, unfilled, list(left.values()), omitted)
+        else:
+            has_value = not isinstance(node.value, Abstract)
+            stays = missing == "leave" or (missing == "keep" and has_value)
+            (kept if stays else lacking).append(node)
+    extra = [] if partial else list(left.values())
+    if kept and left and not (pairs or lacking or extra):
+        raise TreeMismatch(
+            f"no leaf of the target is in the checkpoint: the target has {kept[0].label}, the"
+            f" checkpoint {next(iter(left.values())).label}. Give a target with the checkpoint's"
+            " names"
+        )
+    faults = [_missing(node, left.values(), missing == "keep") for node in lacking]
+    differences = [(node.label, _difference(node, leaf, cast, narrow)) for node, leaf in pairs]
+    faults += [f"{label}: {difference}" for label, difference in differences if difference]
+    faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
+    if faults:
+        remedy = "To leave out what the target lacks, restore with partial=True." if extra else ""
+        title = f"the target does not fit the checkpoint in {len(faults)} leaves:"
+        raise TreeMismatch(title, faults, remedy=remedy)
+    return Matched(pairs, [*kept, *omitted])
 
 
-def _key_of_data(node: Node, leaf: Leaf) -> Node:
+def _key_of_data(node: TreeNode, leaf: Leaf) -> TreeNode:
     """The node as a PRNG key, if it stands for the data of one."""
     if leaf.kind != "prng_key" or not isinstance(node.value, AsStored):
         return node
@@ -247,24 +226,7 @@ def _key_of_data(node: Node, leaf: Leaf) -> Node:
     return replace(node, value=Abstract(shape, key_dtype(leaf), sharding=sharding))
 
 
-def _stays(node: Node, missing: Missing) -> bool:
-    """Whether a leaf of the target that the checkpoint lacks stays as it is."""
-    has_value = not isinstance(node.value, Abstract)
-    return missing == "leave" or (missing == "keep" and has_value)
-
-
-def _require_none(faults: Sequence[str], has_extra: bool) -> None:
-    """Raise TreeMismatch with the faults, if there are any."""
-    if not faults:
-        return
-    hint = "\nTo leave out what the target lacks, restore with partial=True." if has_extra else ""
-    raise TreeMismatch(
-        f"the target does not fit the checkpoint in {len(faults)} leaves:\n  "
-        f"{fault_lines(faults)}{hint}"
-    )
-
-
-def _names(node: Node) -> Iterator[tuple[str, ...]]:
+def _names(node: TreeNode) -> Iterator[tuple[str, ...]]:
     """The paths under which a checkpoint may have a leaf of a target: its own, and without, or
     with, the `value` of an NNX variable. A tree cannot have two of them.
 
@@ -278,25 +240,16 @@ def _names(node: Node) -> Iterator[tuple[str, ...]]:
         yield (*names, "value")
 
 
-def _differences(pairs: Sequence[tuple[Node, Leaf]], cast: bool, narrow: bool) -> Iterator[str]:
-    for node, leaf in pairs:
-        if difference := _difference(node, leaf, cast, narrow):
-            yield f"{node.label}: {difference}"
-
-
 def fill(target: Any, values: Mapping[Path, Any]) -> Any:
     """The target tree with its leaves replaced by the values at their paths."""
-    leaves = [values[node.path] for node in walk(target) if not _is_structure(node)]
+    # JAX counts None, and containers without children, as structure.
+    nodes = [node for node in walk(target) if jax.tree_util.all_leaves([node.value])]
+    leaves = [values[node.path] for node in nodes]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
 def _label(path: Path) -> str:
     return "/".join(map(str, path)) or "the tree"
-
-
-def _is_structure(node: Node) -> bool:
-    """Whether JAX counts the leaf as structure: None, or a container without children."""
-    return not jax.tree_util.all_leaves([node.value])
 
 
 def _key(key: Any, parent: Any, path: Path) -> Key:
@@ -329,7 +282,7 @@ def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
     return tuple(names) if isinstance(names, tuple | list) else None
 
 
-def _difference(node: Node, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
+def _difference(node: TreeNode, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
     """How the leaf of the target and that of the checkpoint differ, if they do."""
     kind = kind_of(node)
     if not _kinds_fit(node, kind, leaf):
@@ -343,35 +296,11 @@ def _difference(node: Node, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
         return f"the target has shape {shape}, the checkpoint {stored_shape}{turned}"
     if kind == "prng_key":
         return None
-    return _dtype_difference(np.dtype(leaf.dtype), np.dtype(node.value.dtype), cast, narrow)
-
-
-def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
-    """Whether a stored leaf can be given as what the target has, apart from shape and dtype."""
-    if kind == "prng_key" or leaf.kind == "prng_key":
-        return kind == leaf.kind and node.value.dtype == key_dtype(leaf)
-    if kind == leaf.kind:
-        return True
-    if kind in ("empty", "none"):
-        return leaf.kind in ("empty", "none") and _is_without_fields(node, kind, leaf)
-    if kind in _NUMPY_KINDS:
-        return leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in _NUMPY_KINDS[kind]
-    return kind != "str" and leaf.has_array
-
-
-def _is_without_fields(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
-    """Whether the one that is not None is a named tuple without fields, such as optax.EmptyState.
-
-    Stock Orbax says None of these.
-    """
-    container = empty_kind(node.value) if kind == "empty" else leaf.value
-    return container == "attr"
-
-
-def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bool) -> str | None:
-    """Why an array cannot be given in the target's dtype, if it cannot."""
+    stored, target = np.dtype(leaf.dtype), np.dtype(node.value.dtype)
     if cast:
-        if _castable(stored, target):
+        # A cast keeps the kind of number; integers may become floating.
+        number = next(each for each in _NUMBER_KINDS if jnp.issubdtype(stored, each))
+        if any(jnp.issubdtype(target, to) for to in _CASTS[number]):
             return None
         return f"{stored} of the checkpoint cannot be cast to {target} of the target without loss"
     native = target.newbyteorder("=")
@@ -382,13 +311,22 @@ def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bo
     return f"the target has dtype {target}, the checkpoint {stored}; to convert, {option}"
 
 
-def _castable(have: np.dtype, want: np.dtype) -> bool:
-    """Whether a cast keeps the kind of number; integers may become floating."""
-    stored = next(kind for kind in _NUMBER_KINDS if jnp.issubdtype(have, kind))
-    return any(jnp.issubdtype(want, kind) for kind in _CASTS[stored])
+def _kinds_fit(node: TreeNode, kind: LeafKind, leaf: Leaf) -> bool:
+    """Whether a stored leaf can be given as what the target has, apart from shape and dtype."""
+    if kind == "prng_key" or leaf.kind == "prng_key":
+        return kind == leaf.kind and node.value.dtype == key_dtype(leaf)
+    if kind == leaf.kind:
+        return True
+    if kind in ("empty", "none"):
+        # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
+        container = empty_kind(node.value) if kind == "empty" else leaf.value
+        return leaf.kind in ("empty", "none") and container == "attr"
+    if kind in _NUMPY_KINDS:
+        return leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in _NUMPY_KINDS[kind]
+    return kind != "str" and leaf.has_array
 
 
-def _missing(node: Node, left: Iterable[Leaf], keep: bool) -> str:
+def _missing(node: TreeNode, left: Iterable[Leaf], keep: bool) -> str:
     if keep:
         return f"{node.label}: not in the checkpoint, and the target has no value to keep"
     labels = [leaf.label for leaf in left]

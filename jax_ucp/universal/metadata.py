@@ -1,6 +1,6 @@
-"""The file `ucp.json`: what a universal checkpoint says about itself.
+"""The file `ucp.json`, which describes a universal checkpoint.
 
-`docs/format.md` states the format as numbered invariants; the functions here are what checks them.
+`docs/format.md` states the format as numbered invariants; the functions here check them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import xxhash
 
+from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.tree import (
     MAX_AXES,
     MAX_LENGTH,
@@ -25,7 +25,7 @@ from jax_ucp.tree import (
     SavedSharding,
 )
 
-# Stacks came with the second version; without any a file is of the first.
+# Stacks came with the second version; a file without any has the first.
 VERSION, LATEST = 1, 2
 
 
@@ -40,14 +40,15 @@ _Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
 _Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
-class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in
-    row-major order.
+class ArrayRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """An array on disk: the shapes of its outer and inner chunks, and a digest of each outer chunk
+    in row-major order.
 
     A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian,
     in hex. `places` has for each outer chunk of a packed array the number of its pack and the
-    offset in it; a chunk of any other array is a file. `crcs` has the crc32c of each inner chunk,
-    four little-endian bytes, in row-major order of the array's grid of inner chunks; or nothing.
+    offset in it, in bytes; a chunk of any other array is a file. `crcs` has the crc32c of each
+    inner chunk, four little-endian bytes, in row-major order of the array's grid of inner chunks;
+    or nothing.
     """
 
     outer: _Lengths
@@ -59,15 +60,15 @@ class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 @dataclass(frozen=True)
 class Metadata:
-    """What `ucp.json` says.
+    """The content of `ucp.json`.
 
-    `files` maps every other file that is not array data to the digest of its bytes; `source` says
-    what the checkpoint was imported from. `stacks` has the arrays of each stack, in order; then
-    `arrays` has the stack, and not them.
+    `files` maps every other file that is not array data to the digest of its bytes; `source`
+    describes the checkpoint that this one was imported from. `stacks` has the names of the arrays
+    of each stack, in order; `arrays` then has the stack, and not its arrays.
     """
 
     leaves: tuple[Leaf, ...]
-    arrays: dict[str, StoredArray]
+    arrays: dict[str, ArrayRecord]
     files: dict[str, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
@@ -76,8 +77,8 @@ class Metadata:
 
 
 class _FileLeaf(msgspec.Struct, omit_defaults=True, gc=False):
-    """A leaf in `ucp.json`: a key that is a string of a dict is that string, `sharding` a place
-    in `shardings`.
+    """A leaf in `ucp.json`. In `path`, a key that is a string of a dict is that string; `sharding`
+    is an index into `shardings`.
     """
 
     path: Annotated[tuple[str | Key, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
@@ -91,8 +92,8 @@ class _FileLeaf(msgspec.Struct, omit_defaults=True, gc=False):
     axes: tuple[Axes, ...] | None = None
 
 
-class _File(msgspec.Struct):
-    """The content of `ucp.json`. What thousands of leaves have in common, their sharding, is there
+class _MetadataFile(msgspec.Struct):
+    """The encoded form of `ucp.json`. A sharding that thousands of leaves have in common is stored
     once.
 
     `digest` is that of the file with `digest` left empty.
@@ -100,7 +101,7 @@ class _File(msgspec.Struct):
 
     leaves: list[_FileLeaf]
     shardings: list[SavedSharding]
-    arrays: dict[str, StoredArray]
+    arrays: dict[str, ArrayRecord]
     files: dict[str, str]
     source: dict[str, Any]
     extras: dict[str, Any]
@@ -112,7 +113,7 @@ class _File(msgspec.Struct):
 
 
 class _Seal(msgspec.Struct):
-    """What is read of `ucp.json` before its digest is known to be right."""
+    """The fields of `ucp.json` that are read before its digest is known to be right."""
 
     version: int = VERSION
     digest: str = ""
@@ -143,7 +144,7 @@ def encode(metadata: Metadata) -> bytes:
         )
     distinct = [sharding for sharding in shardings if sharding is not None]
     bare = msgspec.json.encode(
-        _File(
+        _MetadataFile(
             leaves,
             distinct,
             metadata.arrays,
@@ -162,7 +163,7 @@ def decode(data: bytes, where: str) -> Metadata:
     """The metadata in the bytes of a `ucp.json`.
 
     Raises CorruptData if the bytes are not those that were written; FormatError if a newer version
-    of the format wrote them, or if they say what no writer of this version says.
+    of the format wrote them, or if no writer of this version writes such content.
     """
     try:
         seal = msgspec.json.decode(data, type=_Seal)
@@ -175,8 +176,8 @@ def decode(data: bytes, where: str) -> Metadata:
             f"{where} has format version {seal.version}; this jax_ucp reads up to {LATEST}."
             " Upgrade it."
         )
-    # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just
-    # be ignored.
+    # The digest is of the bytes, not of the decoded values: a flipped bit in a key would just make
+    # the decoder ignore it.
     recorded = _seal(seal.digest)
     if (
         not data.endswith(recorded)
@@ -184,7 +185,7 @@ def decode(data: bytes, where: str) -> Metadata:
     ):
         raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
     try:
-        file = msgspec.json.decode(data, type=_File)
+        file = msgspec.json.decode(data, type=_MetadataFile)
         keys = _Keys()
         leaves = tuple([_leaf(leaf, keys, file.shardings) for leaf in file.leaves])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -198,7 +199,7 @@ def decode(data: bytes, where: str) -> Metadata:
 
 
 class _Keys(dict[str | Key, Key]):
-    """Each key of a path, by what the file has for it: one for all leaves that have it."""
+    """The keys of paths, by their form in the file: one object for all leaves that have a key."""
 
     def __missing__(self, name: str | Key) -> Key:
         self[name] = key = Key("dict", name) if isinstance(name, str) else name
@@ -231,5 +232,5 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def _seal(recorded: str) -> bytes:
-    """How the bytes of `ucp.json` end: with its digest."""
+    """The last bytes of `ucp.json`, with its digest."""
     return f'"digest":"{recorded}"}}'.encode()

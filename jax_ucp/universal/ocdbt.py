@@ -1,10 +1,10 @@
-"""An index of keys over bytes that lie in other files: an OCDBT database, as TensorStore and stock
-Orbax read it.
+"""An index of keys over bytes in other files: an OCDBT database, as TensorStore and stock Orbax
+read it.
 
-What is written is one version: a B+tree of one node, or of one node over others where there are
-more keys. Values are ranges of files below the same directory, or lie in a node itself, whose
-checksum then is theirs. Facts: `tensorstore/kvstore/ocdbt/index.rst`; and after the uuid of a
-manifest there is its kind, a varint, of which 0 is a single file
+The database has one version: a B+tree of one node, or of one node over others if there are more
+keys. A value is a range of a file below the same directory, or is inside a node, whose checksum
+covers it. Facts: `tensorstore/kvstore/ocdbt/index.rst`; and after the uuid of a manifest there is
+its kind, a varint, of which 0 is a single file
 (`tensorstore/kvstore/ocdbt/format/config_codec.cc`).
 """
 
@@ -24,13 +24,13 @@ MANIFEST_FILE = "manifest.ocdbt"
 # (`kMaxNodeArity`, `tensorstore/kvstore/ocdbt/format/btree.h`).
 NODE_ENTRIES = 1 << 15
 
-# More than that no tree of two levels has by far, and nobody who plans a checkpoint.
+# No planned checkpoint has more keys; a tree of two levels could hold far more.
 MAX_ENTRIES = 1 << 24
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 
 
-class Range(NamedTuple):
+class ValueRange(NamedTuple):
     """`nbytes` bytes of a file, from `offset` on."""
 
     file: str
@@ -38,13 +38,13 @@ class Range(NamedTuple):
     nbytes: int
 
 
-Value = Range | bytes
+Value = ValueRange | bytes
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A node of the tree as it is written; and of it and all below it how many keys there are,
-    bytes of nodes, and bytes of values in files.
+    """A node of the tree as it is written; and the numbers of keys, of bytes of nodes, and of bytes
+    of values in files, in it and all nodes below it.
     """
 
     first: bytes
@@ -56,18 +56,48 @@ class _Node:
 
 
 def index_parts(file: str, entries: Iterable[tuple[bytes, Value]]) -> tuple[list[bytes], bytes]:
-    """The bytes of the index, in parts, and the manifest of a database that has it as `file`.
+    """The bytes of the index, in parts, and the manifest of a database whose index is `file`.
 
-    `entries` are sorted keys, each with its value, or where that is: at least one, and at most
-    MAX_ENTRIES.
+    `entries` are sorted keys, each with its value or the range that holds it: at least one, and at
+    most MAX_ENTRIES.
     """
     nodes = [_leaf(some) for some in _runs(entries, NODE_ENTRIES)]
     if len(nodes) > 1:
-        nodes.append(_interior(file, nodes))
+        # The node above the leaves, which follow one another in the file. No prefix is removed from
+        # all keys of a node below it.
+        sizes = [len(child.data) for child in nodes]
+        keys, tree_bytes, value_bytes = zip(
+            *((child.keys, child.tree_bytes, child.value_bytes) for child in nodes), strict=True
+        )
+        no_prefixes = in_one_file = bytes(len(nodes))
+        body = b"".join(
+            [
+                b"\x01",
+                _file_table([file]),
+                _key_table([child.first for child in nodes], no_prefixes),
+                in_one_file,
+                _varints(itertools.accumulate(sizes[:-1], initial=0)),
+                *map(_varints, (sizes, keys, tree_bytes, value_bytes)),
+            ]
+        )
+        data = _sealed(_NODE_MAGIC, body)
+        in_nodes = sum(tree_bytes) + len(data)
+        nodes.append(_Node(nodes[0].first, 1, data, sum(keys), in_nodes, sum(value_bytes)))
     parts = [node.data for node in nodes]
     root = nodes[-1]
-    at = Range(file, sum(map(len, parts[:-1])), len(root.data))
-    return parts, _manifest(at, root, parts)
+    at = ValueRange(file, sum(map(len, parts[:-1])), len(root.data))
+    hasher = xxhash.xxh3_128()
+    for data in parts:
+        hasher.update(data)
+    # No value inline, nodes of 8 MiB, versions of 16, no compression: options that only a later
+    # writer would use.
+    config = hasher.digest() + _varints([0, 0, 8 << 20, 4, 0])
+    statistics = [root.keys, root.tree_bytes, root.value_bytes]
+    # One version: generation 1, its height, the place of its root in file 0, its statistics;
+    # committed at no time.
+    place = [1, 1, root.height, 0, at.offset, at.nbytes]
+    version = _varints([*place, *statistics]) + bytes(8)
+    return parts, _sealed(_MANIFEST_MAGIC, config + _file_table([at.file]) + version + b"\x00")
 
 
 def _runs(entries: Iterable[tuple[bytes, Value]], most: int) -> Iterator[list[tuple[bytes, Value]]]:
@@ -77,58 +107,33 @@ def _runs(entries: Iterable[tuple[bytes, Value]], most: int) -> Iterator[list[tu
 
 
 def _leaf(entries: Sequence[tuple[bytes, Value]]) -> _Node:
-    """A node that has the value of each key, or says where it is."""
+    """A node that has the value of each key, or the range that holds it."""
     keys, values = [key for key, _ in entries], [value for _, value in entries]
-    files = sorted({value.file for value in values if isinstance(value, Range)})
-    body = b"\x00" + _file_table(files) + _key_table(keys) + _value_table(values, files)
-    data = _sealed(_NODE_MAGIC, body)
-    in_files = sum(value.nbytes for value in values if isinstance(value, Range))
-    return _Node(keys[0], 0, data, len(keys), len(data), in_files)
-
-
-def _interior(file: str, children: Sequence[_Node]) -> _Node:
-    """The node above others, which lie in the file one after the other. No key of theirs is
-    shortened.
-    """
-    sizes = [len(child.data) for child in children]
-    keys, tree_bytes, value_bytes = zip(
-        *((child.keys, child.tree_bytes, child.value_bytes) for child in children), strict=True
-    )
-    no_prefixes = in_one_file = bytes(len(children))
+    files = sorted({value.file for value in values if isinstance(value, ValueRange)})
+    place = {file: i for i, file in enumerate(files)}
+    ranges = [value for value in values if isinstance(value, ValueRange)]
+    inline = [value for value in values if isinstance(value, bytes)]
     body = b"".join(
         [
-            b"\x01",
-            _file_table([file]),
-            _key_table([child.first for child in children], no_prefixes),
-            in_one_file,
-            _varints(itertools.accumulate(sizes[:-1], initial=0)),
-            *map(_varints, (sizes, keys, tree_bytes, value_bytes)),
+            b"\x00",
+            _file_table(files),
+            _key_table(keys),
+            _varints(map(_nbytes, values)),
+            # 0 is inline, 1 is out of line
+            bytes(isinstance(value, ValueRange) for value in values),
+            _varints(place[at.file] for at in ranges),
+            _varints(at.offset for at in ranges),
+            *inline,
         ]
     )
     data = _sealed(_NODE_MAGIC, body)
-    in_nodes = sum(tree_bytes) + len(data)
-    return _Node(children[0].first, 1, data, sum(keys), in_nodes, sum(value_bytes))
-
-
-def _manifest(at: Range, root: _Node, nodes: Sequence[bytes]) -> bytes:
-    """The manifest of a database whose root lies there, and whose nodes have these bytes."""
-    hasher = xxhash.xxh3_128()
-    for data in nodes:
-        hasher.update(data)
-    # No value inline, nodes of 8 MiB, versions of 16, no compression: what a writer would go by,
-    # and none does.
-    config = hasher.digest() + _varints([0, 0, 8 << 20, 4, 0])
-    statistics = [root.keys, root.tree_bytes, root.value_bytes]
-    # One version: generation 1, its height, the place of its root in file 0, its statistics;
-    # committed at no time.
-    place = [1, 1, root.height, 0, at.offset, at.nbytes]
-    version = _varints([*place, *statistics]) + bytes(8)
-    return _sealed(_MANIFEST_MAGIC, config + _file_table([at.file]) + version + b"\x00")
+    in_files = sum(value.nbytes for value in values if isinstance(value, ValueRange))
+    return _Node(keys[0], 0, data, len(keys), len(data), in_files)
 
 
 def _key_table(keys: Sequence[bytes], between: bytes = b"") -> bytes:
-    """The keys, each without what it shares with the one before; `between` is what follows the
-    lengths.
+    """The encoded keys, each without the prefix that it shares with the one before; `between` is
+    put after the lengths.
     """
     shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
     suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
@@ -136,28 +141,12 @@ def _key_table(keys: Sequence[bytes], between: bytes = b"") -> bytes:
     return b"".join([_varints([len(keys), *shared]), lengths, between, *suffixes])
 
 
-def _value_table(values: Sequence[Value], files: Sequence[str]) -> bytes:
-    """What the values are: where in the files they lie, or their bytes."""
-    place = {file: i for i, file in enumerate(files)}
-    ranges = [value for value in values if isinstance(value, Range)]
-    inline = [value for value in values if isinstance(value, bytes)]
-    return b"".join(
-        [
-            _varints(map(_nbytes, values)),
-            bytes(isinstance(value, Range) for value in values),  # 0 is inline, 1 is out of line
-            _varints(place[at.file] for at in ranges),
-            _varints(at.offset for at in ranges),
-            *inline,
-        ]
-    )
-
-
 def _nbytes(value: Value) -> int:
-    return value.nbytes if isinstance(value, Range) else len(value)
+    return value.nbytes if isinstance(value, ValueRange) else len(value)
 
 
 def _shared(a: bytes, b: bytes) -> int:
-    """How many bytes at their beginnings are the same.
+    """The number of bytes at their beginnings that are the same.
 
     >>> _shared(b"layers.0/c", b"layers.10/c"), _shared(b"a", b"b"), _shared(b"a", b"ab")
     (7, 0, 1)

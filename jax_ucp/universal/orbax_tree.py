@@ -16,13 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_ucp.tree import (
-    Key,
-    KeyKind,
-    Leaf,
-    LeafKind,
-    SavedSharding,
-)
+from jax_ucp.tree import Key, KeyKind, Leaf, LeafKind, SavedSharding
 from jax_ucp.universal.metadata import VERSION
 
 T = TypeVar("T")
@@ -35,9 +29,9 @@ STRINGS_FILE = "_strings.json"
 # checkpoint.
 MARK = "jax_ucp"
 
-# With more devices than that, of all leaves together, stock is told none, and takes those that it
-# has, in their order: it wants them listed for each leaf anew, some ten bytes each, and a thousand
-# leaves may share one mesh.
+# With more devices than this, of all leaves together, none are listed, and stock takes its own, in
+# their order: a list is needed for each leaf, with some ten bytes a device, and a thousand leaves
+# may share one mesh.
 MAX_DEVICES_LISTED = 1 << 24
 
 _SEQUENCE, _DICT = 1, 2
@@ -75,9 +69,29 @@ def orbax_files(
     """
     named = [(".".join(map(str, leaf.path)), leaf) for leaf in leaves]
     # all that stock reads of other arrays is in their `zarr.json`
-    keys = [_key_entry(name, leaf, arrays) for name, leaf in named if leaf.kind == "prng_key"]
+    keys = [
+        {
+            "array_metadata": {
+                "param_name": name,
+                "write_shape": arrays[leaf.name],
+                "chunk_shape": arrays[leaf.name],
+                "ext_metadata": {"random_key_impl": leaf.key_impl},
+            }
+        }
+        for name, leaf in named
+        if leaf.kind == "prng_key"
+    ]
     strings = {name: leaf.value for name, leaf in named if leaf.kind == "str"}
-    files: dict[str, Any] = {SHARDING_FILE: _sharding_table(named)}
+    devices = sum(len(leaf.sharding.device_ids) for _, leaf in named if leaf.sharding)
+    # the sharding of each JAX array, by stock's name of the array in base64
+    shardings = {
+        base64.b64encode(name.encode()).decode(): _sharding_json(
+            leaf.sharding, devices <= MAX_DEVICES_LISTED
+        )
+        for name, leaf in named
+        if _value_type(leaf) == "jax.Array"
+    }
+    files: dict[str, Any] = {SHARDING_FILE: shardings}
     if keys:
         files["array_metadatas/process_0"] = {"array_metadatas": keys}
     if strings:
@@ -95,24 +109,12 @@ def orbax_files(
     return {name: _compact(content).encode() for name, content in files.items()}
 
 
-def _sharding_table(named: Sequence[tuple[str, Leaf]]) -> dict[str, str]:
-    """How each JAX array lies on devices, by stock's name of it."""
-    devices = sum(len(leaf.sharding.device_ids) for _, leaf in named if leaf.sharding)
-    return {
-        base64.b64encode(name.encode()).decode(): _sharding_json(
-            leaf.sharding, devices <= MAX_DEVICES_LISTED
-        )
-        for name, leaf in named
-        if _value_type(leaf) == "jax.Array"
-    }
-
-
 def _value_type(leaf: Leaf) -> str:
     return _EMPTY_TYPES[leaf.value] if leaf.kind == "empty" else _VALUE_TYPES[leaf.kind]
 
 
 def _tree_entry(leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the tree file says of a leaf."""
+    """The entry of a leaf in the tree file."""
     value_type = _value_type(leaf)
     value: dict[str, Any] = {
         "value_type": value_type,
@@ -122,19 +124,6 @@ def _tree_entry(leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, 
         value["write_shape"] = arrays[leaf.name]
     keys = [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path]
     return {"key_metadata": keys, "value_metadata": value}
-
-
-def _key_entry(name: str, leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What is said of an array of PRNG keys, which stock calls `name`."""
-    chunk = arrays[leaf.name]
-    return {
-        "array_metadata": {
-            "param_name": name,
-            "write_shape": chunk,
-            "chunk_shape": chunk,
-            "ext_metadata": {"random_key_impl": leaf.key_impl},
-        }
-    }
 
 
 def _key_type(key: Key) -> int:

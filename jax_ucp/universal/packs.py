@@ -1,10 +1,10 @@
-"""Thousands of small arrays in a few files: their chunks one after the other; and an index of where
-every array is.
+"""Packs: thousands of small arrays in a few files, their chunks one after the other; and an index
+of all arrays.
 
 A file and a directory for each small array would cost more than its bytes. We find a packed chunk
 by `ucp.json`; stock Orbax and TensorStore find everything, packed or not, by the index, which is an
-OCDBT database. Every `zarr.json` is in a node of it, under the checksum of that: a flipped bit in a
-shape, which no chunk contradicts, is an error to them too.
+OCDBT database. Every `zarr.json` is in a node of it, whose checksum covers it: a flipped bit in a
+shape, which no chunk contradicts, is an error for them too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.universal.ocdbt import MAX_ENTRIES
 from jax_ucp.universal.shard_codec import has_index
 
@@ -22,16 +22,16 @@ INDEX_FILE = "ucp.index"
 # With fewer small arrays than that, files of their own cost little, and any zarr reader finds them.
 PACK_FROM = 1000
 
-# What a save writes to one pack: while it is sent, the next one is made.
+# Bytes of one pack of a save: while it is sent, the next one is made.
 SAVED_PACK_BYTES = 4 << 20
 
-# What a conversion writes to one pack: a worker's task, and what is done again after a kill.
+# Size of one pack of a conversion: a worker's task, and the work that is repeated after a kill.
 PACK_BYTES = 16 << 20
 PACK_BLOCKS = 8192
 
 
 def is_indexed(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> bool:
-    """Whether there is an index: not where it would have no entry, or more than it can."""
+    """Whether the checkpoint has an index: not with no entries, nor with more than MAX_ENTRIES."""
     entries = len(arrays) + sum(
         math.prod(-(-n // c) for n, c in zip(info.shape, chunks[key].outer, strict=True))
         for key, info in arrays.items()
@@ -40,8 +40,8 @@ def is_indexed(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) ->
 
 
 def packed_arrays(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> frozenset[str]:
-    """Which arrays are packed: those of at most 64 KiB where there are a thousand of them, and
-    an index; else none.
+    """The arrays that are packed: those of at most 64 KiB without inner chunks, if there are a
+    thousand of them, and an index; else none.
     """
     small = [
         key

@@ -6,21 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jax_ucp.arrays.beside import MARKERS, items_beside
+from jax_ucp.arrays.checks import Check, Extent
+from jax_ucp.arrays.contents import About, Contents, Item
 from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.in_flight import each_file
-from jax_ucp.files.looked import find
 from jax_ucp.files.path import FilePath
-from jax_ucp.sources.beside import MARKERS, items_beside
-from jax_ucp.sources.checks import Check, Extent
-from jax_ucp.sources.contents import About, Contents, Item
-from jax_ucp.tree import Leaf
+from jax_ucp.jobs.ledger import RESULT_FILE
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.orbax_tree import TREE_FILE
 from jax_ucp.universal.packs import pack_name
 from jax_ucp.universal.stack_view import Unstacked
 from jax_ucp.universal.store import (
     COMPANIONS,
-    CONVERSION_FILE,
     METADATA_FILE,
     ZarrStore,
     missing_files,
@@ -29,22 +27,24 @@ from jax_ucp.universal.store import (
 )
 
 if TYPE_CHECKING:
-    from jax_ucp.formats.options import Options
+    from jax_ucp.options import Options
 
 
 def recognise(path: FilePath) -> bool:
-    return find(path.files, (path / METADATA_FILE).key) is not None
+    return path.files.find((path / METADATA_FILE).key) is not None
 
 
 def open_universal(path: FilePath, options: Options) -> Contents:
-    """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there,
-    or has another size; NotACheckpoint if it is the one that is written last.
+    """The universal checkpoint at `path`. Raises CorruptData if one of its files is missing, or has
+    another size; NotACheckpoint if only the file that is written last is missing.
     """
     metadata, store = open_store(path)
     looks = [partial(missing_files, metadata, store), partial(_inventory, path, metadata, store)]
     missing, inventory = each_file(path.files, lambda look: look(), looks)
     if missing:
         _refuse(metadata, store, missing)
+    folder, mark = path.folder(), f"{COMPANIONS}/"
+    companions = [name for name in metadata.files if name.startswith(mark)]
     return Contents(
         "universal",
         str(path),
@@ -56,12 +56,12 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         source=metadata.source,
         checks=partial(_checks, metadata, store),
         about=_about(metadata.source),
-        companions=_companions(path, metadata),
+        companions={name.removeprefix(mark): FilePath(folder, name) for name in companions},
     )
 
 
 def _refuse(metadata: Metadata, store: ZarrStore, missing: Sequence[str]) -> NoReturn:
-    """Raise CorruptData for files that are missing; NotACheckpoint where it is only the last."""
+    """Raise CorruptData for files that are missing; NotACheckpoint if only the last one is."""
     if len(missing) == 1 and TREE_FILE in metadata.files.keys() - store.seen:
         raise NotACheckpoint(
             f"{store.directory} is a universal checkpoint without its {TREE_FILE}, which is written"
@@ -74,15 +74,8 @@ def _refuse(metadata: Metadata, store: ZarrStore, missing: Sequence[str]) -> NoR
     )
 
 
-def _companions(path: FilePath, metadata: Metadata) -> dict[str, FilePath]:
-    """The files that go with the model, by the names that they had in its folder."""
-    folder, mark = path.folder(), f"{COMPANIONS}/"
-    names = [name for name in metadata.files if name.startswith(mark)]
-    return {name.removeprefix(mark): FilePath(folder, name) for name in names}
-
-
 def _about(source: Mapping[str, Any]) -> About:
-    """What a copy keeps of what its source was."""
+    """The writer, step and parallelism of the source, as a copy records them."""
     step, parallelism = source.get("step"), source.get("parallelism")
     return About(
         str(source.get("writer", "")),
@@ -111,7 +104,9 @@ def _checks(metadata: Metadata, store: ZarrStore, extent: Extent) -> Iterator[Ch
 
 def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Item]:
     inventory = [
-        Item(leaf.name if leaf.has_array else METADATA_FILE, _what(leaf), "mapped", leaf.label)
+        Item(leaf.name, f"{leaf.dtype} {list(leaf.shape)}", "mapped", leaf.label)
+        if leaf.has_array
+        else Item(METADATA_FILE, leaf.kind, "mapped", leaf.label)
         for leaf in metadata.leaves
     ]
     inventory += [
@@ -127,15 +122,11 @@ def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Ite
 
 
 def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
-    """What a checkpoint's own folder has in it."""
-    files = {METADATA_FILE, CONVERSION_FILE, *metadata.files, *metadata.arrays}
+    """The names in a checkpoint's own folder."""
+    files = {METADATA_FILE, RESULT_FILE, *metadata.files, *metadata.arrays}
     files |= {pack_name(number) for number in {number for number, _ in store.places.values()}}
     return {name.partition("/")[0] for name in files} | MARKERS
 
 
 def _fault(metadata: Metadata, store: ZarrStore) -> str | None:
     return "; ".join(verify_files(metadata, store)) or None
-
-
-def _what(leaf: Leaf) -> str:
-    return f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind

@@ -1,10 +1,10 @@
-"""One outer chunk as a file: zarr v3's `sharding_indexed`, its inner chunks with a crc32c each, its
-index at the end.
+"""The codec of an outer chunk as a file: zarr v3's `sharding_indexed`, its inner chunks with a
+crc32c each, its index at the end.
 
 An outer chunk of one inner chunk has no index: it is the chunk and its crc32c.
 
-What is written is byte for byte what TensorStore writes, and any zarr v3 reader reads it. We encode
-and decode it here because a chunk then goes from the file to where it is wanted in one copy,
+The file is byte for byte the one that TensorStore writes, and any zarr v3 reader reads it. We
+encode and decode it here because a chunk is then copied once from the file to its output, and is
 checked on the way. Facts: zarr-specs, `docs/v3/codecs/sharding-indexed` and
 `docs/v3/codecs/crc32c`.
 """
@@ -21,13 +21,13 @@ from typing import NamedTuple
 import google_crc32c
 import numpy as np
 
+from jax_ucp.arrays.budget import batches
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.files.read_ahead import ReadAhead
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.budget import batches
 
 CRC_BYTES = 4
 CRC = np.dtype("<u4")
@@ -39,9 +39,9 @@ _EXCHANGED = (
     " opened"
 )
 
-# A file of at most so many bytes is read whole, its index with it.
+# A file of at most this many bytes is read whole, with its index.
 WHOLE_BYTES = 128 << 10
-# So many bytes of inner chunks are asked for together, where they come over a network.
+# Bytes of inner chunks that are requested together over a network.
 REMOTE_BATCH_BYTES = 32 << 20
 
 
@@ -51,10 +51,10 @@ def has_index(chunks: Chunks) -> bool:
 
 
 def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
-    """The bytes of the file of an outer chunk, in parts that are valid until the next is asked for.
+    """The bytes of the file of an outer chunk, in parts that are valid until the next is requested.
 
-    `data` is the outer chunk as far as it lies in the array; what its last inner chunks have beyond
-    that is zero. `crcs` gets the crc32c of each inner chunk, in row-major order.
+    `data` is the part of the outer chunk inside the array; its last inner chunks are zero beyond
+    that. The crc32c of each inner chunk is appended to `crcs`, in row-major order.
     """
     if not has_index(chunks) and data.shape == chunks.inner:
         whole = np.asarray(data, order="C")
@@ -91,12 +91,12 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
 
 
 def chunk_bytes(chunks: Chunks, dtype: np.dtype) -> int:
-    """How many bytes an inner chunk takes on disk, with its crc32c."""
+    """The number of bytes of an inner chunk on disk, with its crc32c."""
     return math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
 
 
 def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
-    """How many bytes the file of an outer chunk has, of which `box` is what lies in the array.
+    """The number of bytes of the file of an outer chunk, whose part inside the array is `box`.
 
     >>> shard_bytes(Box((0,), (5,)), Chunks((8,), (2,)),
     ...     np.dtype("u1"))  # 3 of 4 inner chunks, and the index
@@ -108,13 +108,13 @@ def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """An outer chunk of which elements are wanted, and where it is.
+class OuterChunk:
+    """An outer chunk with wanted elements, and its place in a file.
 
-    `box` is what lies in the array. A wanted box need not lie in it; what of it does is copied into
-    its array. An outer chunk without index may be a part of a larger file, from `offset` on. `crcs`
-    has the crc32c that each inner chunk in `box` was saved with, by its place, as `CRC`; None if
-    that was not recorded.
+    `box` is its part inside the array. A wanted box may extend beyond it; the elements of both are
+    copied into the wanted array. An outer chunk without index may be a part of a larger file, from
+    byte `offset` on. `crcs` has the crc32c that each inner chunk in `box` was saved with, by its
+    place, as `CRC`; None if they were not recorded.
     """
 
     file: FileInfo
@@ -127,30 +127,37 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has in its file."""
+        """The number of bytes that it has in its file."""
         return shard_bytes(self.box, self.chunks, self.dtype)
 
 
-def read_shard(files: Files | ReadAhead, shard: Shard) -> None:
-    """Copy from an outer chunk into the arrays that want some of it. Each inner chunk that holds a
-    wanted element is read once, and no other.
+def read_shard(files: Files | ReadAhead, shard: OuterChunk) -> None:
+    """Copy from an outer chunk into the wanted arrays. Each inner chunk with a wanted element is
+    read once, and no other.
 
-    Raises CorruptData where a checksum does not match, or the file has another size.
+    Raises CorruptData if a checksum does not match, or the file has another size.
     """
-    # Before anything is made for its inner chunks: with all of them there, there are no more
-    # than bytes.
+    # Checked before anything is allocated for the inner chunks: if all of them are in the file,
+    # there are no more of them than bytes.
     url = files.url(shard.file.name)
-    part = _part_of_file(url, shard.file.size, shard.nbytes, shard.offset)
-    _decode(_Reader(files, shard.file, url, *part), shard)
+    size, offset = shard.file.size, shard.offset or 0
+    if shard.offset is None and size != shard.nbytes:
+        raise CorruptData(f"{url} has {size} bytes, but its chunk takes {shard.nbytes}")
+    if offset + shard.nbytes > size:
+        raise CorruptData(
+            f"{url} is too short: it has {size} bytes, and a chunk in it ends at byte"
+            f" {offset + shard.nbytes}"
+        )
+    _decode(_ShardReader(files, shard.file, url, offset, shard.nbytes), shard)
 
 
-def read_at_once(files: Files, shards: Sequence[Shard]) -> list[Shard]:
-    """Copy from outer chunks as `read_shard` does, by requests of which none waits for another.
-    Those that it could not copy from are returned.
+def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]:
+    """The outer chunks that still have to be read; all others are copied from as by `read_shard`,
+    with requests of which none waits for another.
 
-    Inner chunks are taken for where our writer puts them, one after the other: each has the crc32c
-    that was recorded of it, or was written in another order, or is damaged. Where none is recorded,
-    the index is asked.
+    Inner chunks are expected where our writer puts them, one after the other. An outer chunk is
+    left if one of its inner chunks does not have the expected crc32c there, because it was written
+    in another order or is damaged; or if its order is known only from its index.
     """
     left = {id(shard): shard for shard in shards if not _is_placed(shard)}
     pieces = list(itertools.chain.from_iterable(map(_placed, shards)))
@@ -167,16 +174,18 @@ def read_at_once(files: Files, shards: Sequence[Shard]) -> list[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """An inner chunk with its crc32c, taken to be at byte `at` of the file of its outer chunk."""
+    """An inner chunk with its crc32c, expected at byte `at` of the file of its outer chunk."""
 
-    shard: Shard
+    shard: OuterChunk
     place: Shape
     at: int
     nbytes: int
     takers: Sequence[tuple[Box, np.ndarray]]
 
     def deliver(self, data: np.ndarray) -> bool:
-        """Hand out what the takers want, if this is the inner chunk; whether it is."""
+        """Copy the takers' elements if `data` is this inner chunk, by its crc32c. Returns whether
+        it is.
+        """
         shard, crc = self.shard, _crc(data[:-CRC_BYTES])
         recorded = crc if shard.crcs is None else shard.crcs[self.place].tobytes()
         if not crc == data[-CRC_BYTES:].tobytes() == recorded:
@@ -186,15 +195,15 @@ class _Placed:
         return True
 
 
-def _is_placed(shard: Shard) -> bool:
-    """Whether it is known without its index where the inner chunks of an outer one should be."""
+def _is_placed(shard: OuterChunk) -> bool:
+    """Whether the places of an outer chunk's inner chunks are known without its index."""
     is_sized = shard.offset is not None or shard.file.size == shard.nbytes
     is_ordered = shard.chunks.is_stack or not has_index(shard.chunks)
     return is_sized and (is_ordered or shard.crcs is not None)
 
 
-def _placed(shard: Shard) -> Iterator[_Placed]:
-    """The inner chunks that hold a wanted element, in the order in which our writer puts them."""
+def _placed(shard: OuterChunk) -> Iterator[_Placed]:
+    """The inner chunks with a wanted element, in the order in which our writer puts them."""
     if not _is_placed(shard):
         return
     nbytes, order = chunk_bytes(shard.chunks, shard.dtype), shard.chunks.file_order
@@ -207,30 +216,18 @@ def _placed(shard: Shard) -> Iterator[_Placed]:
         yield _Placed(shard, place, (shard.offset or 0) + number * nbytes, nbytes, wanted[place])
 
 
-def _first_element(shard: Shard, place: Shape) -> Shape:
-    """Where in the array an inner chunk begins."""
+def _first_element(shard: OuterChunk, place: Shape) -> Shape:
+    """The position in the array of the first element of an inner chunk."""
     return tuple(
         o + p * n for o, p, n in zip(shard.box.start, place, shard.chunks.inner, strict=True)
     )
 
 
-def _part_of_file(file: str, size: int, nbytes: int, offset: int | None) -> tuple[int, int]:
-    """Where in the file the outer chunk lies: its first byte, and how many there are."""
-    if offset is None and size != nbytes:
-        raise CorruptData(f"{file} has {size} bytes, but its chunk takes {nbytes}")
-    if offset is not None and offset + nbytes > size:
-        raise CorruptData(
-            f"{file} is too short: it has {size} bytes, and a chunk in it ends at byte"
-            f" {offset + nbytes}"
-        )
-    return offset or 0, nbytes
-
-
 def _wanted_chunks(
     box: Box, chunks: Chunks, wanted: Sequence[tuple[Box, np.ndarray]]
 ) -> dict[Shape, list[tuple[Box, np.ndarray]]]:
-    """The inner chunks that hold a wanted element, by their places, each with those that want
-    some of it.
+    """The inner chunks with a wanted element, by their places, each with the wanted boxes that it
+    meets and their arrays.
     """
     places: dict[Shape, list[tuple[Box, np.ndarray]]] = defaultdict(list)
     for want, out in wanted:
@@ -249,7 +246,7 @@ def _wanted_chunks(
     return places
 
 
-def _decode(reader: _Reader, shard: Shard) -> None:
+def _decode(reader: _ShardReader, shard: OuterChunk) -> None:
     nbytes = chunk_bytes(shard.chunks, shard.dtype)
     entries = _entries(reader, shard.chunks)
     wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
@@ -266,7 +263,7 @@ def _decode(reader: _Reader, shard: Shard) -> None:
 
 
 def _hand_out(inner: np.ndarray, start: Shape, takers: Sequence[tuple[Box, np.ndarray]]) -> None:
-    """Copy what each wants of an inner chunk, whose first element is at `start`."""
+    """Copy the elements of wanted boxes from an inner chunk, whose first element is at `start`."""
     stop = tuple(a + n for a, n in zip(start, inner.shape, strict=True))
     for want, out in takers:
         here = [
@@ -281,7 +278,7 @@ def _hand_out(inner: np.ndarray, start: Shape, takers: Sequence[tuple[Box, np.nd
         ] = source
 
 
-def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:
+def _entries(reader: _ShardReader, chunks: Chunks) -> np.ndarray:
     """Offset and length in the file of each inner chunk, on the last axis."""
     grid = _inner_grid(chunks)
     if not has_index(chunks):
@@ -293,8 +290,8 @@ def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:
 
 
 class _Piece(NamedTuple):
-    """A range of a part of a file, with its crc32c at its end: where it is, what it is, and the
-    crc32c that it was saved with, if that is known.
+    """A range of a part of a file, with its crc32c at its end: its first byte, its end, its
+    description, and the crc32c that it was saved with, if that is known.
     """
 
     begin: int
@@ -303,9 +300,9 @@ class _Piece(NamedTuple):
     saved_with: bytes | None = None
 
 
-class _Reader:
-    """Ranges of a part of a file, each with its crc32c behind it, in memory that those which follow
-    overwrite.
+class _ShardReader:
+    """A reader of ranges of a part of a file, each with its crc32c behind it. Later ranges
+    overwrite the memory of earlier ones.
     """
 
     def __init__(self, files: Files | ReadAhead, file: FileInfo, url: str, offset: int, size: int):
@@ -319,8 +316,9 @@ class _Reader:
         self._batch_bytes = REMOTE_BATCH_BYTES if files.is_remote else 0
 
     def checked(self, pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
-        """The bytes of each range without the crc32c at its end, which matches, and is the one
-        given. Each is there until the next is asked for.
+        """The bytes of each range without the crc32c at its end, valid until the next is requested.
+        Raises CorruptData if the crc32c does not match, or is not the one that the range was saved
+        with.
         """
         for piece in pieces:
             if not 0 <= piece.begin < piece.end - CRC_BYTES or piece.end > self.size:
@@ -365,8 +363,8 @@ class _Reader:
 
 
 def read_unit(chunks: Chunks, itemsize: int) -> Shape:
-    """The block that is read whole where any element of it is: an inner chunk, or all of a small
-    file.
+    """The block that is read whole if any element of it is wanted: an inner chunk, or all of a
+    small file.
     """
     count = math.prod(_inner_grid(chunks))
     nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
@@ -374,7 +372,7 @@ def read_unit(chunks: Chunks, itemsize: int) -> Shape:
 
 
 def _stored_grid(shape: Sequence[int], chunks: Chunks) -> Shape:
-    """How many inner chunks an outer one has along each axis, as far as it lies in the array."""
+    """The number of inner chunks on each axis of the part of an outer chunk inside the array."""
     return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece, Want
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece, Want
 from jax_ucp.universal.stacks import Stacks, member_info
 from jax_ucp.universal.store import ZarrStore
 
 
 class Unstacked(ArraySource):
-    """Each array of a store, those of a stack by themselves."""
+    """Each array of a store, those of a stack separately."""
 
     def __init__(self, store: ZarrStore, stacks: Stacks):
         self._store = store
@@ -25,7 +25,7 @@ class Unstacked(ArraySource):
         infos = {stack: member_info(stored[stack]) for stack in stacks}
         self._arrays = {key: info for key, info in stored.items() if key not in stacks}
         self._arrays |= {name: infos[stack] for name, (stack, _) in self._homes.items()}
-        # of an array of a stack, those of the stack
+        # an array of a stack has the stack's chunks here
         self.chunks = {key: store.chunks[self._homes.get(key, (key, 0))[0]] for key in self._arrays}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -41,7 +41,7 @@ class Unstacked(ArraySource):
         self.read_each([(key, boxes, outs)])
 
     def read_each(self, wants: Sequence[Want]) -> None:
-        """What is wanted of arrays of one stack is read together."""
+        """Read boxes of several arrays; those of one stack are read together."""
         stored: dict[str, tuple[list[Box], list[np.ndarray]]] = defaultdict(lambda: ([], []))
         for key, boxes, outs in wants:
             stack, number = self._homes.get(key, (key, None))
@@ -51,7 +51,7 @@ class Unstacked(ArraySource):
         self._store.read_each([(key, *wanted) for key, wanted in stored.items()])
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
-        """The outer chunks that a box meets; of a stack's the part that is the array's."""
+        """The outer chunks that a box meets; of a stack's chunk, the part of the array."""
         if key not in self._homes:
             yield from self._store.locate(key, box)
             return
@@ -66,7 +66,9 @@ class Unstacked(ArraySource):
 
 
 def _in_stack(box: Box, number: int | None) -> Box:
-    """A box of an array where the array lies; the box itself if that is no stack."""
+    """The box of a stack with the elements of a box of array `number`; the box itself if that is
+    None.
+    """
     if number is None:
         return box
     return Box((number, *box.start), (number + 1, *box.stop))

@@ -1,9 +1,9 @@
-"""Arrays that lie alike in one zarr array, a stack, whose first axis numbers them.
+"""Stacks: arrays of one shape, dtype and sharding in one zarr array, whose first axis numbers them.
 
-Where each of thousands of hosts holds some kilobytes of each of thousands of arrays, a file for
-each piece is a request for each, both when it is written and when it is read. In a stack one file
-has the pieces of hundreds of arrays, and what lies at one place of all of them is together: what a
-host of another mesh wants of them is a few long ranges.
+If each of thousands of hosts holds some kilobytes of each of thousands of arrays, a file for each
+piece is a request for each, both when it is written and when it is read. In a stack one file has
+the pieces of hundreds of arrays, and the elements at one place of all of them are together: a host
+of another mesh reads a few long ranges.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, stack_chunks
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.universal.ocdbt import MAX_ENTRIES
 from jax_ucp.universal.shard_codec import chunk_bytes
 
-# With fewer arrays than that, files of their own are requests of some seconds for a host; any zarr
-# reader finds them, and `ucp.json` has every crc32c.
+# With fewer arrays, separate files cost a host some seconds of requests; any zarr reader finds
+# them, and `ucp.json` has every crc32c.
 STACK_FROM = 10_000
 
 # Pieces of more bytes are worth a request each.
 STACK_CELL_BYTES = 1 << 20
 
-# Of a stack with more inner chunks their crc32c are not in `ucp.json`, which every host reads.
+# The crc32c of a stack with more inner chunks are not in `ucp.json`, which every host reads.
 MAX_RECORDED = 1 << 20
 
 Stacks = Mapping[str, Sequence[str]]
 
 
 def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, Shape, Hashable]]) -> dict[str, list[str]]:
-    """Which arrays are stacked, by the name of the stack, in the order in which they are given.
+    """The names of the arrays of each stack, by the name of the stack, in the order given.
 
-    Of each array there are what it is, the shape of a writer's piece, and what arrays that lie
-    alike have in common. None are where that would be too many keys for an index, by which stock
-    Orbax finds arrays, and files of their own are not.
+    `pieces` has for each array its info, the shape of a writer's piece, and a value that the arrays
+    of a stack have in common. There are no stacks if fewer than STACK_FROM arrays would be in them.
+    Nor are there any if they would give too many keys for the index, by which stock Orbax finds
+    arrays, and separate files would not.
     """
     alike: dict[tuple[ArrayInfo, Shape, Hashable], list[str]] = defaultdict(list)
     for name, piece in pieces.items():
@@ -61,7 +62,7 @@ def _is_stacked(info: ArrayInfo, cell: Shape, common: Hashable) -> bool:
 
 
 def _more_keys(info: ArrayInfo, cell: Shape) -> int:
-    """How many more chunks stock readers see of an array if it is stacked."""
+    """The number of additional chunks that stock readers see of an array if it is stacked."""
     inner = stack_chunks(2, info.shape, info.dtype.itemsize, cell).inner[1:]
     return math.prod(_grid(info.shape, inner)) - math.prod(_grid(info.shape, cell))
 
@@ -76,19 +77,19 @@ def stack_name(i: int) -> str:
 
 
 def stack_info(info: ArrayInfo, count: int) -> ArrayInfo:
-    """A stack of so many arrays."""
+    """The info of a stack of `count` such arrays."""
     return ArrayInfo((count, *info.shape), info.dtype)
 
 
 def member_info(stack: ArrayInfo) -> ArrayInfo:
-    """An array of a stack."""
+    """The info of an array of a stack."""
     return ArrayInfo(stack.shape[1:], stack.dtype, stack.chunk and stack.chunk[1:])
 
 
 def as_leaves(
     arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks], stacks: Stacks
 ) -> tuple[dict[str, ArrayInfo], dict[str, Chunks]]:
-    """Each array of a checkpoint and its chunks, those of a stack by themselves."""
+    """The info and the chunks of each array of a checkpoint, those of a stack separately."""
     infos = {key: info for key, info in arrays.items() if key not in stacks}
     cut = {key: chunks[key] for key in infos}
     for stack, names in stacks.items():
@@ -103,13 +104,15 @@ def is_recorded(shape: Sequence[int], chunks: Chunks) -> bool:
 
 
 def member_chunks(chunks: Chunks) -> Chunks:
-    """The chunks of an array of a stack as stock readers see them: each is an inner one."""
+    """The chunks of one array of a stack, without the stack's axis, as stock Orbax sees them: the
+    stack's inner chunks, with no second level.
+    """
     return Chunks(chunks.inner[1:], chunks.inner[1:])
 
 
 def member_places(info: ArrayInfo, chunks: Chunks, i: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """Of each inner chunk of the i-th array: its place in the array's grid, the place of the
-    stack's outer chunk that has it, and its offset there. `info` is the stack.
+    """For each inner chunk of the i-th array: its place in the array's grid, the place of the
+    stack's outer chunk that has it, and its offset there in bytes. `info` is the stack's.
     """
     first, within = divmod(i, chunks.outer[0])
     count = min(chunks.outer[0], info.shape[0] - first * chunks.outer[0])

@@ -26,11 +26,11 @@ _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheck
 def write_step(
     run: FilePath, step: int, item: str, write: Callable[[FilePath], object]
 ) -> FilePath:
-    """The path of the item that `write` writes; no step is there before it is whole. On a disk it
-    is renamed then; in a bucket `commit_success.txt` is created.
+    """The path of the item, after `write` has written it. The step appears only when it is whole:
+    on a disk by a rename, in a bucket by the creation of `commit_success.txt`.
 
-    Raises FileExistsError where the run has that step already, or is a checkpoint itself, or where
-    another is writing the step, ValueError for an item that is no name.
+    Raises FileExistsError if the run has that step already, or is a checkpoint itself, or if
+    another process is writing the step; ValueError for an item that is not a name.
     """
     step = whole_number("step", step, least=0)
     fault = name_fault(item) or ("it has a slash" if "/" in item else None)
@@ -40,43 +40,37 @@ def write_step(
         raise FileExistsError(f"{run} is a checkpoint, and no run to which a step could be added")
     target = run / str(step)
     if run.files.is_remote:
-        _write_objects(target, item, write)
+        files = target.folder()
+        others = [entry.name for entry in files.list() if entry.name != item]
+        if file_size(files, COMMIT_FILE) is not None or others:
+            raise FileExistsError(
+                f"{target} is there already, or is being written ({', '.join(others)}); give"
+                " another step"
+            )
+        begun = time.time_ns()
+        write(target / item)
+        _describe(files, item, begun)
+        for folder in (f"{item}/", ""):
+            said = f"Checkpoint commit was successful to {target}/{folder}".rstrip("/")
+            files.create(f"{folder}{COMMIT_FILE}", said.encode())
     else:
-        _write_folder(target, item, write)
+        if target.exists():
+            raise FileExistsError(f"{target} is there already; give another step")
+        unfinished = target.with_name(f"{target.name}{UNFINISHED_STEP}")
+        others = [
+            entry.name for entry in unfinished.children() if entry.name not in (item, STEP_FILE)
+        ]
+        if others:
+            raise FileExistsError(
+                f"{unfinished} has another item that is not finished, {others[0]}: finish that, or"
+                " delete the folder"
+            )
+        begun = time.time_ns()
+        write(unfinished / item)
+        _describe(unfinished.folder(), item, begun)
+        os.replace(str(unfinished), str(target))
+        target.parent.folder().sync()
     return target / item
-
-
-def _write_folder(target: FilePath, item: str, write: Callable[[FilePath], object]) -> None:
-    if target.exists():
-        raise FileExistsError(f"{target} is there already; give another step")
-    unfinished = target.with_name(f"{target.name}{UNFINISHED_STEP}")
-    others = [entry.name for entry in unfinished.children() if entry.name not in (item, STEP_FILE)]
-    if others:
-        raise FileExistsError(
-            f"{unfinished} has another item that is not finished, {others[0]}: finish that, or"
-            " delete the folder"
-        )
-    begun = time.time_ns()
-    write(unfinished / item)
-    _describe(unfinished.folder(), item, begun)
-    os.replace(str(unfinished), str(target))
-    target.parent.folder().sync()
-
-
-def _write_objects(target: FilePath, item: str, write: Callable[[FilePath], object]) -> None:
-    files = target.folder()
-    others = [entry.name for entry in files.list() if entry.name != item]
-    if file_size(files, COMMIT_FILE) is not None or others:
-        raise FileExistsError(
-            f"{target} is there already, or is being written ({', '.join(others)}); give another"
-            " step"
-        )
-    begun = time.time_ns()
-    write(target / item)
-    _describe(files, item, begun)
-    for folder in (f"{item}/", ""):
-        said = f"Checkpoint commit was successful to {target}/{folder}".rstrip("/")
-        files.create(f"{folder}{COMMIT_FILE}", said.encode())
 
 
 def _describe(files: Files, item: str, begun: int) -> None:

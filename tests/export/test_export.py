@@ -16,18 +16,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import Case
 from commands import run
-from deepspeed_cases import word
 from helpers import MemoryStore, differences, memory
+from jax_ucp.arrays.checks import verdicts
+from jax_ucp.arrays.contents import Contents
 from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.codecs.json_values import as_json
+from jax_ucp.codecs.torch_file import Record, StoredTensor, TorchFile
+from jax_ucp.codecs.zip_writer import TorchZip
 from jax_ucp.errors import LayoutError
 from jax_ucp.export.files import Tensor, row_major_boxes
-from jax_ucp.formats.json_values import as_json
-from jax_ucp.formats.torch_save.file import Record, StoredTensor, TorchFile
-from jax_ucp.formats.torch_save.zip_writer import TorchZip
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import verdicts
-from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Key, Leaf
 
 DATA = Path(__file__).parents[1] / "data"
@@ -61,7 +61,7 @@ CASES = [
     ),
     "deepspeed/moe_ep2_dp2_z1_bf16",
 ]
-WEIGHTS = ["torch/hf_llama_bf16_tied/ckpt", "torch/hf_gpt2/ckpt"]
+WEIGHTS = ["torch/hf_llama_bf16_tied", "torch/hf_gpt2"]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,7 @@ def converted(tmp_path_factory):
 
     def get(case: str) -> Checkpoint:
         if case not in made:
-            made[case] = ucp.open(DATA / case, **word(case)).save(
-                tmp_path_factory.mktemp("universal") / "out"
-            )
+            made[case] = Case(case).open().save(tmp_path_factory.mktemp("universal") / "out")
         return made[case]
 
     return get
@@ -86,7 +84,7 @@ def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(
 ):
     exported = converted(case).export(tmp_path / "out", format)
     assert exported.format == format
-    assert differences(ucp.open(DATA / case, **word(case)), exported) == []
+    assert differences(Case(case).open(), exported) == []
     assert [fault for _, fault in exported.verify() if fault] == []
     assert [item for item in exported.inventory if item.reason == "not understood"] == []
 
@@ -94,7 +92,7 @@ def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(
 @pytest.mark.parametrize("case", [*WEIGHTS, *CASES[:3]])
 def test_safetensors_hold_every_bit_of_the_weights(case, converted, tmp_path):
     exported = converted(case).export(tmp_path / "out", "safetensors", max_shard_bytes=10_000)
-    assert differences(ucp.open(DATA / case, **word(case)), exported, {"param"}) == []
+    assert differences(Case(case).open(), exported, {"param"}) == []
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [
@@ -114,7 +112,7 @@ def test_the_config_of_a_model_comes_back_with_its_weights(converted, tmp_path):
         "model.safetensors",
     ]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == json.loads((DATA / case / "config.json").read_text())
+    assert config == json.loads((Case(case).path / "config.json").read_text())
     head = (tmp_path / "out" / "model.safetensors").read_bytes()
     length = int.from_bytes(head[:8], "little")
     assert length % 8 == 0

@@ -17,12 +17,12 @@ from click.testing import CliRunner
 
 import jax_ucp as ucp
 from helpers import MemoryStore, memory
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.atomic_folder import new_folder
-from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import Key, Leaf
 
 TESTS = Path(__file__).parents[1]

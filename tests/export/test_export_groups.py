@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from deepspeed_cases import word
+from cases import Case
 from helpers import contents_of
+from jax_ucp.arrays.optimizer_groups import Group, groups_of
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.exporting import plan_export, run_export
-from jax_ucp.formats.torch_save.file import TorchFile
-from jax_ucp.sources.optimizer_groups import Group, groups_of
+from jax_ucp.formats.exporting import export_target, plan_export
+from jax_ucp.jobs.run import run
 
 DATA = Path(__file__).parents[1] / "data"
 NAMES = ("a.weight", "a.bias", "norm", "head")
@@ -29,11 +30,11 @@ CASES = ["deepspeed/z0_fp32_dp2", "deepspeed/z1_fp32_dp2_sgd", "deepspeed/z3_fp1
 CASES += [
     "deepspeed/moe_ep2_dp2_z1_bf16",
     "deepspeed/z2_bf16_dp2_frozen_tied",
-    "torch/dcp_named_optimizer/ckpt",
+    "torch/dcp_named_optimizer",
 ]
 CASES += [
-    "torch/fsdp2_dp4_uneven/ckpt",
-    "torch/titan_flat/ckpt",
+    "torch/fsdp2_dp4_uneven",
+    "torch/titan_flat",
     "deepspeed_universal/z3_bf16_dp2_frozen_tied",
 ]
 TARGETS = [("dcp", None), ("deepspeed", 1), ("deepspeed", 3)]
@@ -42,7 +43,7 @@ TARGETS = [("dcp", None), ("deepspeed", 1), ("deepspeed", 3)]
 @pytest.mark.parametrize(("format", "stage"), TARGETS)
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_says_of_each_parameter_what_its_source_says(case, format, stage, tmp_path):
-    source = ucp.open(DATA / case, **word(case))
+    source = Case(case).open()
     exported = source.export(tmp_path / "once", format, zero_stage=stage)
     again = exported.export(tmp_path / "twice", format, zero_stage=stage)
     assert len(source.groups) > 1
@@ -147,7 +148,7 @@ def test_deepspeed_is_given_the_groups_of_its_source_in_their_order_and_more_tha
     )
     contents = replace(checkpoint._contents, extras=extras)
     plan = plan_export(contents, "deepspeed", zero_stage=1)
-    run_export(contents, plan, file_path(tmp_path / "out"))
+    run(export_target(contents, plan, file_path(tmp_path / "out")))
     groups = optimizer_state(tmp_path / "out")["param_groups"]
     assert len(groups) == 256
     assert [group.get("lr") for group in groups[:4]] == [0.1, 0.1, 0.3, None]

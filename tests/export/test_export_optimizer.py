@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jax_ucp as ucp
+from cases import Case
 from commands import run
 from helpers import differences
 from jax_ucp.errors import LayoutError
@@ -49,7 +50,7 @@ CASES += ["tp2_dp2_z1_bf16_swiglu", "moe_ep2_dp2_z1_bf16"]
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_of_deepspeed_comes_back_out_of_jax(case, tmp_path):
-    about = json.loads((DATA / "deepspeed" / case / "case.json").read_text())
+    about = Case(f"deepspeed/{case}").about
     source, sizes = ucp.open(DATA / "deepspeed" / case), rows_of(about["model"])
     rules = ucp.Mapping.load("deepspeed-gpt-to-reference")
     mapped = source.map(rules, sizes=sizes)

@@ -13,9 +13,11 @@ import pytest
 import jax_ucp as ucp
 from commands import run
 from helpers import digests, memory
-from jax_ucp.errors import CorruptData, FormatError, UnsupportedPath
-from jax_ucp.export import shares
-from jax_ucp.export.files import TensorTask
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.export import files, folder
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.jobs import run as jobs
+from jax_ucp.jobs.ledger import Share, write_complete
 from test_read_once import SOURCES, STATES
 
 DATA = Path(__file__).parents[1] / "data"
@@ -74,22 +76,29 @@ def test_of_a_share_that_was_stopped_what_is_on_disk_is_not_written_again(
     with pytest.raises(KeyboardInterrupt):
         ucp.open(source).export_share(tmp_path / "out", "dcp", progress=stop, **how)
     # of what is on disk one byte is changed by something else
-    ledger = (tmp_path / ".out.partial" / "ucp-ledger_0_of_1.jsonl").read_text().splitlines()
+    ledger = (
+        (tmp_path / ".out.partial" / "files" / "ucp-ledger_0_of_1.jsonl").read_text().splitlines()
+    )
     boxes = [line.split('"box":"[')[1].split("]")[0].split(":") for line in ledger[1:]]
     done = [int(stop) - int(start) for start, stop in boxes]
-    assert len(done) >= 8  # the first that was heard is what was there before: nothing
+    assert len(done) >= 8
     with open(tmp_path / ".out.partial" / "files" / "__0_0.distcp", "r+b") as file:
         file.seek(int(boxes[0][0]))
         byte = file.read(1)[0]
         file.seek(int(boxes[0][0]))
         file.write(bytes([byte ^ 1]))
-    run, again = TensorTask.run, []
-    monkeypatch.setattr(TensorTask, "run", lambda task, job: again.append(task) or run(task, job))
+    block_bytes, again = files.block_bytes, []
+
+    def counted(*args):
+        again.append(len(data := block_bytes(*args)))
+        return data
+
+    monkeypatch.setattr(files, "block_bytes", counted)
     made = ucp.open(source).export_share(tmp_path / "out", "dcp", **how)
     assert made is not None
     assert written(tmp_path / "out") == digests(tmp_path / "whole")
     stored = sum(array.nbytes for arrays in STATES.values() for array in arrays.values())
-    assert sum(task.nbytes for task in again) == stored - sum(done[1:])
+    assert sum(again) == stored - sum(done[1:])
 
 
 def test_shares_at_once_make_one_folder(source, tmp_path):
@@ -106,20 +115,21 @@ def test_shares_at_once_make_one_folder(source, tmp_path):
         assert written(out) == digests(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("when", ["require_same_copy", "complete_files"])
+@pytest.mark.parametrize("when", ["require_same_job", "complete_files"])
 def test_who_is_overtaken_by_another_has_the_folder_too(when, source, tmp_path, monkeypatch):
     ucp.open(source).export(tmp_path / "whole", "dcp")
     out = tmp_path / "out"
     ucp.open(source).export_share(out, "dcp", (0, 2))
-    original = getattr(shares, when)
+    module = folder if when == "complete_files" else jobs
+    original = getattr(module, when)
 
     def overtaken(*args):
-        monkeypatch.setattr(shares, when, original)
+        monkeypatch.setattr(module, when, original)
         monkeypatch.setattr("fcntl.flock", lambda *args: None)  # the other ends before this one
         assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
         return original(*args)
 
-    monkeypatch.setattr(shares, when, overtaken)
+    monkeypatch.setattr(module, when, overtaken)
     assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
     assert written(out) == digests(tmp_path / "whole")
 
@@ -190,17 +200,25 @@ def test_another_export_is_refused_and_destroys_nothing(source, tmp_path):
             ucp.open(source).export_share(out, format, share)
     with pytest.raises(FileExistsError, match="lies in the source"):
         ucp.open(source).export_share(source / "x", "dcp", (0, 2))
-    with pytest.raises(UnsupportedPath):
-        ucp.open(source).export_share("s3://bucket/out", "dcp", (0, 2))
 
 
-def left_uncleared(source: Path, out: Path, monkeypatch) -> Path:
+def left_uncleared(source: Path, out: Path, monkeypatch) -> None:
     """Two shares made the folder, and who made it was killed before the rest was cleared away."""
     with monkeypatch.context() as killed:
         killed.setattr("shutil.rmtree", lambda *args, **how: None)
+        killed.setattr(jobs, "clear", lambda *args: None)
         assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
-        assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
-    return out.parent / f".{out.name}.partial"
+        with pytest.raises(NotACheckpoint, match="unfinished"):  # it is opened at the end
+            ucp.open(source).export_share(out, "dcp", (1, 2))
+    assert (out / Share(1, 2).complete).is_file()
+
+
+def test_what_a_kill_leaves_in_the_folder_is_cleared_by_any_share(source, tmp_path, monkeypatch):
+    ucp.open(source).export(tmp_path / "whole", "dcp")
+    out = tmp_path / "out"
+    left_uncleared(source, out, monkeypatch)
+    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is not None
+    assert written(out) == digests(tmp_path / "whole")
 
 
 def test_shares_of_files_that_are_gone_are_not_complete(source, tmp_path, monkeypatch):
@@ -213,23 +231,20 @@ def test_shares_of_files_that_are_gone_are_not_complete(source, tmp_path, monkey
     assert written(out) == digests(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("word", ["of another export", "damaged"])
-def test_the_word_of_a_share_is_of_one_export(word, source, tmp_path, monkeypatch):
-    """What is left was being cleared away, and what it says of itself is gone."""
-    states = {"param": {name: array + 1 for name, array in STATES["param"].items()}}
-    memory(states).export(tmp_path / "other", "dcp")
-    ucp.open(tmp_path / "other").export(tmp_path / "whole", "dcp")
-    out = tmp_path / "out"
-    partial = left_uncleared(source, out, monkeypatch)
-    for ledger in partial.glob("ucp-ledger*"):
-        ledger.unlink()
+@pytest.mark.parametrize("word", ["of another conversion or export", "damaged"])
+def test_the_word_of_a_share_is_of_one_export(word, source, tmp_path):
+    """Who commits says which share is to be run again."""
+    ucp.open(source).export(tmp_path / "whole", "dcp")
+    out, share = tmp_path / "out", Share(1, 2)
+    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
+    place = tmp_path / ".out.partial" / "files"
     if word == "damaged":
-        (partial / "ucp-share_1.json").write_bytes(b"{")
-    out.rename(partial / "files")  # as large as they were
-    assert ucp.open(tmp_path / "other").export_share(out, "dcp", (0, 2)) is None
-    shutil.rmtree(partial / "files")
-    assert ucp.open(tmp_path / "other").export_share(out, "dcp", (0, 2)) is None
-    assert ucp.open(tmp_path / "other").export_share(out, "dcp", (1, 2)) is not None
+        (place / share.complete).write_bytes(b"{")
+    else:
+        write_complete(LocalFiles(place), share, "another", {})
+    with pytest.raises(CorruptData, match=rf"(?s)complete.jsonl.* {word}.*run share 1/2 again"):
+        ucp.open(source).export_share(out, "dcp", (0, 2))
+    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
     assert written(out) == digests(tmp_path / "whole")
 
 

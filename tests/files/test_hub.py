@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA
+from cases import DATA, Case
 from jax_ucp.errors import StoreError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
@@ -18,12 +18,7 @@ MODEL = DATA / "torch" / "hf_llama"
 
 @pytest.fixture
 def model(tmp_path):
-    root = tmp_path / "model"
-    root.mkdir()
-    for path in (MODEL / "ckpt").rglob("*") if (MODEL / "ckpt").exists() else MODEL.iterdir():
-        if path.is_file() and path.name not in ("truth.npz", "case.json"):
-            (root / path.name).write_bytes(path.read_bytes())
-    return root
+    return Case("torch/hf_llama").copied(tmp_path / "model")
 
 
 @pytest.fixture

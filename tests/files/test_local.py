@@ -14,7 +14,6 @@ from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files import strided
 from jax_ucp.files.local import LocalFiles
-from jax_ucp.files.looked import walk
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import RangeRead, file_size, read_file
 from jax_ucp.files.ranges import EDGE_BYTES, EdgesInMemory, FileRange, MemoryRange
@@ -31,7 +30,7 @@ def test_files_are_listed_by_name_with_their_sizes(tmp_path):
         ("a", "folder", 0),
         ("b", "file", 2),
     ]
-    assert [file.name for file in walk(files)] == ["a/c", "b"]
+    assert [file.name for file in files.walk()] == ["a/c", "b"]
     assert (file_size(files, "b"), file_size(files, "a"), file_size(files, "d")) == (2, None, None)
     assert (read_file(files, "a/c"), read_file(files, "a")) == (b"1", None)
     assert read_file(files.join("a"), "c") == b"1"

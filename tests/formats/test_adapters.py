@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from helpers import mesh_of
 from jax_ucp.errors import FormatError, LayoutError, QuantizedWeights, TreeMismatch, UCPError
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
@@ -99,11 +100,9 @@ def test_what_is_merged_is_saved_exported_compared_and_verified(case: str, tmp_p
 
 
 def test_what_is_merged_is_mapped_and_restored_on_a_mesh() -> None:
-    import jax
-    from jax.sharding import Mesh
     from jax.sharding import PartitionSpec as P
 
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    mesh = mesh_of(4, 2)
     mapped = merged("dora").map("hf-llama-to-tunix", assume=["rope_theta"])
     tree = mapped.restore(mesh=mesh, rules=[("q_proj/w$", P("data", None, "model"))])
     got = tree["param"]["layers"]["1"]["attn"]["q_proj"]["w"]

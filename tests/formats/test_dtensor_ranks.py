@@ -5,7 +5,6 @@ The cases are written by `tests/generators/torch_folders.py`; that of torch 2.4 
 `distribute_tensor`.
 """
 
-import json
 import math
 import shutil
 import zipfile
@@ -18,31 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, assert_accounted_for, names_of
 from formats.huggingface.test_training_folders import next_losses
+from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
+from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats.dtensor_ranks.flat import Range, flat_layout, flat_parameters
+from jax_ucp.formats.dtensor_ranks.flat import ElementRange, flat_layout, flat_parameters
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
-from jax_ucp.formats.pairing import Undecided
-from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor
-from jax_ucp.formats.torch_save.unpickle import Record
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
-from torch_cases import assert_accounted_for
+from jax_ucp.states.pairing import Undecided
 
-DATA = Path(__file__).parents[1] / "data" / "dtensors"
-CASES = sorted(path.name for path in DATA.iterdir())
+DATA = CASES_DATA / "dtensors"
+CASES = names_of("dtensors")
 VERL = DATA / "verl_llama" / "ckpt"
 ACTOR = VERL / "global_step_3" / "actor"
-
-
-def about(case: str) -> dict:
-    return json.loads((DATA / case / "case.json").read_text())
-
-
-def truth(case: str) -> dict[str, np.ndarray]:
-    with np.load(DATA / case / "truth.npz") as arrays:
-        return {key: arrays[key] for key in arrays if not key.startswith("io/")}
 
 
 def assert_is(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
@@ -54,8 +45,9 @@ def assert_is(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_the_live_state_with_its_optimizer(case):
-    checkpoint = ucp.open(DATA / case / "ckpt", **about(case)["options"])
-    assert_is(checkpoint, truth(case))
+    live = Case(f"dtensors/{case}")
+    checkpoint = live.open()
+    assert_is(checkpoint, live.truth())
     assert_accounted_for(checkpoint)
     assert not [fault for _, fault in checkpoint.verify() if fault]
 
@@ -63,7 +55,7 @@ def test_a_checkpoint_is_the_live_state_with_its_optimizer(case):
 @pytest.mark.parametrize("case", ["verl_llama", "verl_fsdp1_orig_3", "tp_2x2_small"])
 def test_numbered_states_stay_apart_without_the_users_word_or_a_proof(case):
     checkpoint = ucp.open(DATA / case / "ckpt")
-    want = truth(case)
+    want = Case(f"dtensors/{case}").truth()
     for label in checkpoint:
         if not label.startswith("other/"):
             assert checkpoint.read(label).tobytes() == want[label].tobytes(), label
@@ -88,9 +80,9 @@ def test_inspect_and_notes_name_the_writer_and_extras_have_what_lies_beside():
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "rate"), [("verl_llama", 0.005), ("accelerate_llama", 0.005)])
 def test_training_that_torch_began_goes_on_with_the_losses_that_torch_gives(case, rate):
-    with np.load(DATA / case / "truth.npz") as arrays:
-        tokens, want = arrays["io/tokens"], arrays["io/losses"]
-    checkpoint = ucp.open(DATA / case / "ckpt", **about(case)["options"])
+    live = Case(f"dtensors/{case}")
+    tokens, want = live.measured()["tokens"], live.measured()["losses"]
+    checkpoint = live.open()
     params = checkpoint.restore()["param"]
     config = {"rms_norm_eps": 1e-6, "head_dim": 4, "num_hidden_layers": 1}
     tx = optax.adamw(rate, weight_decay=0.01)
@@ -200,7 +192,7 @@ def test_a_run_opens_at_the_step_of_its_tracker_or_at_the_one_asked_for(tmp_path
     shutil.copytree(run / "global_step_3", run / "global_step_7")
     assert "global_step_3" in ucp.open(run).path
     assert "global_step_7" in ucp.open(run, step=7).path
-    with pytest.raises(NotACheckpoint, match=r"has no step 5 that is whole; it has global_step_3"):
+    with pytest.raises(NotACheckpoint, match=r"has no finished step 5; it has global_step_3"):
         ucp.open(run, step=5)
     (run / "latest_checkpointed_iteration.txt").write_text("9")
     with pytest.raises(NotACheckpoint, match=r"names the step '9', which is not there"):
@@ -213,12 +205,12 @@ def test_of_several_models_one_is_chosen_by_the_name_of_its_folder(tmp_path):
     step = tmp_path / "step"
     shutil.copytree(ACTOR, step / "actor")
     shutil.copytree(DATA / "verl_fsdp1_orig_3" / "ckpt", step / "critic")
-    with pytest.raises(NotACheckpoint, match=r"holds the models actor, critic: say which is meant"):
+    with pytest.raises(NotACheckpoint, match=r"is a step with actor, critic: say which is meant"):
         ucp.open(step)
-    with pytest.raises(FormatError, match=r"model='x': there is no such model; .* actor, critic"):
+    with pytest.raises(NotACheckpoint, match=r"is a step with actor, critic, and no 'x'"):
         ucp.open(step, model="x")
     critic = ucp.open(step, model="critic", optimizer_groups="module-order")
-    assert_is(critic, truth("verl_fsdp1_orig_3"))
+    assert_is(critic, Case("dtensors/verl_fsdp1_orig_3").truth())
     assert critic.source["model"] == "critic"
     assert any(item.where == "actor" for item in critic.inventory)
 
@@ -237,7 +229,7 @@ def test_a_run_of_torchtitan_opens_at_the_last_step_that_is_whole(tmp_path):
 
 
 def test_olmo_core_and_automodel_open_from_the_folder_of_the_run(tmp_path):
-    want = truth("accelerate_llama")
+    want = Case("dtensors/accelerate_llama").truth()
     for i, (step, parts, beside) in enumerate(
         (
             ("step40", {"model_and_optim": "pytorch_model_fsdp_0"}, "train/rank0.pt"),
@@ -266,7 +258,7 @@ def test_of_accelerates_two_saves_neither_opens_for_the_whole(tmp_path):
     (at / "optimizer_0").rename(tmp_path / "aside")
     with pytest.raises(FormatError, match=r"optimizer_0 is missing, .*weights_only opens the wei"):
         ucp.open(at)
-    want = truth("accelerate_llama")
+    want = Case("dtensors/accelerate_llama").truth()
     assert_is(ucp.open(at, weights_only=True), {k: want[k] for k in want if k[:5] == "param"})
     shutil.rmtree(at / "pytorch_model_fsdp_0")
     (tmp_path / "aside").rename(at / "optimizer_0")
@@ -294,7 +286,7 @@ def test_a_trainers_state_that_is_damaged_or_of_another_step_is_refused(tmp_path
     flipped = whole[:9_128] + bytes([whole[9_128] ^ 8]) + whole[9_129:]
     for damaged in (whole[:1000], flipped):
         states.write_bytes(damaged)
-        with pytest.raises(FormatError, match=r"_1\.pkl.*weights_only leaves the trainer's state"):
+        with pytest.raises(FormatError, match=r"_1\.pkl.*weights_only opens the weights alone"):
             ucp.open(at)
     assert set(ucp.open(at, weights_only=True)) == set(ucp.open(dcp("pytorch_model_fsdp_0")))
 
@@ -455,7 +447,9 @@ def test_a_parameter_of_a_flat_one_is_a_run_of_its_elements(shape, before, parts
     total = before + math.prod(shape)
     length = -(-total // parts)
     flat = np.arange(length * parts)
-    layout = flat_layout(tuple(shape), before, [Range(i * length, length) for i in range(parts)])
+    layout = flat_layout(
+        tuple(shape), before, [ElementRange(i * length, length) for i in range(parts)]
+    )
     layout.check()
     got = np.empty(shape, np.int64)
     for fragment in layout.fragments:

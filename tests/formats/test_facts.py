@@ -5,7 +5,6 @@ both files and both values; what ranks rightly have for themselves is not.
 import io
 import json
 import re
-import shutil
 import struct
 import zipfile
 import zlib
@@ -17,26 +16,15 @@ import pytest
 
 import jax_ucp as ucp
 from dcp_writer import Writer
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from torch_writer import change, rewrite, save
 
 DATA = Path(__file__).parent.parent / "data"
-
-
-@pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[str], Path]:
-    def make(name: str) -> Path:
-        source = DATA / name
-        source = source / "ckpt" if (source / "ckpt").is_dir() else source
-        ignored = shutil.ignore_patterns("truth.npz", "case.json")
-        return Path(shutil.copytree(source, tmp_path / "case", ignore=ignored))
-
-    return make
 
 
 def one(folder: Path, name: str) -> Path:

@@ -9,19 +9,17 @@ import pytest
 
 from helpers import contents_of
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.assemble import Import
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.formats.assemble import ContentsBuilder
 
 
 @pytest.fixture
 def found(tmp_path):
-    return Import("test", tmp_path, contents_of({"f:a": {"x": np.zeros(2)}}).arrays)
+    return ContentsBuilder("test", tmp_path, contents_of({"f:a": {"x": np.zeros(2)}}).arrays)
 
 
 def tensor(found):
     (key,) = found.stored
-    found.parameter("param", "w", Consolidated(Unique().join([(2,)]), [key]), "a tensor")
+    found.parameter("param", "w", found.array(key), "a tensor")
 
 
 def constant(found):

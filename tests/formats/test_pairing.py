@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ucp.errors import SpecError
-from jax_ucp.formats import pairing
-from jax_ucp.formats.options import MODULE_ORDER, checked_groups
-from jax_ucp.formats.pairing import (
+from jax_ucp.options import MODULE_ORDER, checked_groups
+from jax_ucp.states import pairing
+from jax_ucp.states.pairing import (
     Contradicted,
     Undecided,
     contradiction,

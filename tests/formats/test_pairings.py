@@ -16,18 +16,17 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import deepspeed_cases
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, assert_accounted_for
 from dcp_writer import Writer
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from torch_cases import assert_accounted_for
 from torch_writer import Storage, Tensor, save
 
-DATA = Path(__file__).parents[1] / "data" / "pairings"
-DEEPSPEED = deepspeed_cases.DATA
+DATA, DEEPSPEED = CASES_DATA / "pairings", CASES_DATA / "deepspeed"
 NAMES = [
     "embed.weight",
     *(f"layers.{i}.{kind}" for i in (0, 1, 2, 10) for kind in ("weight", "bias")),
@@ -460,18 +459,13 @@ def test_a_tied_weight_is_one_parameter_under_two_names(tmp_path):
 # Real runs.
 
 
-def truth_of(case: str) -> dict[str, np.ndarray]:
-    with np.load(DATA / case / "truth.npz") as arrays:
-        return {key.replace("::", "/", 1): arrays[key] for key in arrays.files}
-
-
 TORCH = sorted(path.name for path in DATA.glob("torch_*"))
 
 
 @pytest.mark.parametrize("case", TORCH)
 def test_what_scripts_make_of_their_optimizers_is_never_paired_wrong(case):
-    truth, path = truth_of(case), DATA / case / "ckpt.pt"
-    groups = json.loads((DATA / case / "case.json").read_text())["groups"]
+    truth, path = Case(f"pairings/{case}").truth(), DATA / case / "ckpt.pt"
+    groups = Case(f"pairings/{case}").about["groups"]
     checkpoint = ucp.open(path)
     assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param", "other"}
     assert_true(checkpoint, truth)
@@ -484,7 +478,7 @@ def test_what_scripts_make_of_their_optimizers_is_never_paired_wrong(case):
 def test_the_order_of_the_module_is_right_where_it_is_true_and_refused_where_shapes_leave_several_ways():
     for case in ("torch_plain", "lt_plain"):
         checkpoint = ucp.open(DATA / case / "ckpt.pt", optimizer_groups="module-order")
-        assert_true(checkpoint, truth_of(case), whole=True)
+        assert_true(checkpoint, Case(f"pairings/{case}").truth(), whole=True)
         assert checkpoint.source["optimizer_groups"] == "module-order"
     for case, why in (
         ("torch_reversed", "in the order of the model they fit it in no way"),
@@ -535,9 +529,9 @@ def test_of_real_files_that_leave_it_open_the_states_stay_apart(case, why):
 
 def test_an_average_beside_the_model_is_excluded_by_full_names():
     path = DATA / "ts_ema" / "ckpt.pt"
-    names = [label[8:] for label in truth_of("ts_ema") if label.startswith("exp_avg/")]
+    names = [label[8:] for label in Case("pairings/ts_ema").truth() if label.startswith("exp_avg/")]
     checkpoint = ucp.open(path, optimizer_groups=[[f"model.{name}" for name in names]])
-    assert_true(checkpoint, truth_of("ts_ema"), whole=True)
+    assert_true(checkpoint, Case("pairings/ts_ema").truth(), whole=True)
     with pytest.raises(
         FormatError, match="model and model_ema have these names; say which is meant: model"
     ):
@@ -551,7 +545,10 @@ def test_an_average_beside_the_model_is_excluded_by_full_names():
 
 
 def test_a_reversed_optimizer_of_zero_0_is_not_taken_for_one_in_order():
-    folder, truth = DATA / "ds_z0_reversed_square" / "ckpt", truth_of("ds_z0_reversed_square")
+    folder, truth = (
+        DATA / "ds_z0_reversed_square" / "ckpt",
+        Case("pairings/ds_z0_reversed_square").truth(),
+    )
     checkpoint = ucp.open(folder)
     assert_true(checkpoint, truth)
     assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param", "other"}
@@ -564,7 +561,7 @@ def decay_lists(case: str) -> list[list[str]]:
     """The groups of a run of DeepSpeed: with weight decay and without, and those of experts
     behind.
     """
-    about = json.loads((DEEPSPEED / case / "case.json").read_text())["parameters"]
+    about = Case(f"deepspeed/{case}").about["parameters"]
     found = []
     for experts in (False, True):
         some = [param for param in about if ("deepspeed_moe.experts" in param["name"]) == experts]
@@ -574,13 +571,13 @@ def decay_lists(case: str) -> list[list[str]]:
     return [names for names in found if names]
 
 
-@pytest.mark.parametrize("case", deepspeed_cases.NUMBERED)
+@pytest.mark.parametrize("case", ["z0_fp32_dp2", "moe_ep2_dp2_z0_fp32"])
 def test_lists_of_names_pair_what_deepspeed_numbers_experts_of_all_ranks_in_one_list(case):
     checkpoint = ucp.open(DEEPSPEED / case, optimizer_groups=decay_lists(case))
-    assert_true(checkpoint, deepspeed_cases.truth(case), whole=True)
+    assert_true(checkpoint, Case(f"deepspeed/{case}").truth(), whole=True)
     assert [fault for _, fault in checkpoint.verify() if fault] == []
     apart = ucp.open(DEEPSPEED / case)
-    assert_true(apart, deepspeed_cases.truth(case))
+    assert_true(apart, Case(f"deepspeed/{case}").truth())
     assert {leaf.label.partition("/")[0] for leaf in apart.leaves} == {"param", "other"}
 
 
@@ -649,7 +646,7 @@ def test_lists_for_a_buffer_of_masters_that_do_not_fit_say_where(tmp_path, lists
 
 def test_zero_2_keeps_aside_what_a_rank_computes_of_its_own_partition():
     checkpoint = ucp.open(DATA / "ds_z2_adafactor" / "ckpt")
-    assert_true(checkpoint, truth_of("ds_z2_adafactor"), whole=True)
+    assert_true(checkpoint, Case("pairings/ds_z2_adafactor").truth(), whole=True)
     assert {item.status for item in checkpoint.inventory if item.where.endswith("RMS")} == {"extra"}
     assert [fault for _, fault in checkpoint.verify() if fault] == []
 
@@ -788,21 +785,19 @@ def test_a_universal_checkpoint_needs_no_word(tmp_path):
     ],
 )
 def test_lists_that_do_not_fit_say_where(change, why):
-    names = json.loads((DATA / "torch_plain" / "case.json").read_text())["groups"][0]
+    names = Case("pairings/torch_plain").about["groups"][0]
     with pytest.raises(FormatError, match=rf"ckpt\.pt: optimizer_groups does not fit: .*({why})"):
         ucp.open(DATA / "torch_plain" / "ckpt.pt", optimizer_groups=change(names))
 
 
 def test_the_command_line_takes_an_order_or_a_file_of_lists(tmp_path):
     path, groups = str(DATA / "torch_sorted" / "ckpt.pt"), tmp_path / "groups.json"
-    groups.write_text(
-        json.dumps(json.loads((DATA / "torch_sorted" / "case.json").read_text())["groups"])
-    )
+    groups.write_text(json.dumps(Case("pairings/torch_sorted").about["groups"]))
     run = CliRunner().invoke(
         main, ["convert", path, str(tmp_path / "out"), "--optimizer-groups", str(groups)]
     )
     assert run.exit_code == 0, run.output
-    assert_true(ucp.open(tmp_path / "out"), truth_of("torch_sorted"), whole=True)
+    assert_true(ucp.open(tmp_path / "out"), Case("pairings/torch_sorted").truth(), whole=True)
     run = CliRunner().invoke(
         main, ["inspect", path, "--json", "--optimizer-groups", "module-order"]
     )

@@ -4,7 +4,6 @@ flipped bytes.
 """
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,10 +15,10 @@ import pytest
 import jax_ucp as ucp
 from dcp_writer import Writer
 from hostile_files import resealed, without_crcs
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, UCPError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
-from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS
 from torch_writer import change
@@ -27,19 +26,6 @@ from torch_writer import change
 DATA = Path(__file__).parent.parent / "data"
 Z1, Z1_COPY = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 EMBEDDING = "embed.word_embeddings.weight"
-
-
-@pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a copy of a case, which a test may damage."""
-
-    def make(name: str) -> Path:
-        source = DATA / name
-        source = source / "ckpt" if (source / "ckpt").is_dir() else source
-        ignored = shutil.ignore_patterns("truth.npz", "case.json")
-        return Path(shutil.copytree(source, tmp_path / "case", ignore=ignored))
-
-    return make
 
 
 def one(folder: Path, name: str) -> Path:

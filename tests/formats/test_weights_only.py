@@ -11,24 +11,18 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from cases import Case
 from dcp_writer import Writer
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
-from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 from torch_writer import save
 
 DATA = Path(__file__).parent.parent / "data"
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
-
-
-def copied(case: str, folder: Path) -> Path:
-    source = DATA / case / "ckpt" if (DATA / case / "ckpt").is_dir() else DATA / case
-    return Path(
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
-    )
 
 
 def arrays(checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
@@ -70,7 +64,7 @@ ALONE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("case", ALONE)
 def test_files_of_the_optimizer_alone_need_not_be_there(case, damage, tmp_path):
-    folder = copied(case, tmp_path / "c")
+    folder = Case(case).copied(tmp_path / "c")
     want = arrays(ucp.open(folder, weights_only=True))
     paths = [path for path in folder.rglob("*.pt") if re.fullmatch(ALONE[case], path.name)]
     assert paths
@@ -104,7 +98,7 @@ def of_another_size(path: Path) -> None:
 @pytest.mark.parametrize("damage", [*DAMAGE, "of another size"])
 @pytest.mark.parametrize("case", MASTERS)
 def test_weights_are_the_modules_own_where_the_masters_cannot_be_read(case, damage, tmp_path):
-    folder = copied(case, tmp_path / "c")
+    folder = Case(case).copied(tmp_path / "c")
     want = arrays(ucp.open(folder, weights_only=True))
     (path,) = folder.rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
     (DAMAGE | {"of another size": of_another_size})[damage](path)
@@ -126,7 +120,7 @@ def test_weights_are_the_modules_own_where_the_masters_cannot_be_read(case, dama
 
 def test_optimizer_files_of_more_ranks_do_not_change_the_weights(tmp_path):
     """Its masters of experts have names that the module's tensors have not."""
-    folder = copied("deepspeed/autoep2_dp2_z1_bf16", tmp_path / "c")
+    folder = Case("deepspeed/autoep2_dp2_z1_bf16").copied(tmp_path / "c")
     want = arrays(ucp.open(folder, weights_only=True))
     (first, *_) = sorted(folder.rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     shutil.copy(first, first.with_name(first.name.replace("mp_rank_00", "mp_rank_01")))
@@ -138,7 +132,7 @@ def test_optimizer_files_of_more_ranks_do_not_change_the_weights(tmp_path):
 
 
 def test_zero_3_keeps_the_weights_in_these_files_and_says_so(tmp_path):
-    folder = copied("deepspeed/z3_fp16_dp2_subgroups", tmp_path / "c")
+    folder = Case("deepspeed/z3_fp16_dp2_subgroups").copied(tmp_path / "c")
     (path,) = folder.rglob("zero_pp_rank_1_mp_rank_00_optim_states.pt")
     path.unlink()
     with pytest.raises(UCPError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is missing"):
@@ -153,7 +147,7 @@ def test_zero_3_keeps_the_weights_in_these_files_and_says_so(tmp_path):
     ],
 )
 def test_a_state_that_is_left_aside_is_not_verified(case, file, tmp_path):
-    folder = copied(case, tmp_path / "c")
+    folder = Case(case).copied(tmp_path / "c")
     want = arrays(ucp.open(folder, weights_only=True))
     (path,) = folder.rglob(file)
     flipped(path)
@@ -205,7 +199,7 @@ def test_items_of_the_optimizer_need_not_be_there(damage, tmp_path):
 
 
 def test_arrays_of_megatrons_optimizer_need_not_be_there(tmp_path):
-    folder = copied("megatron/old0153_tp2_zarr_fp32", tmp_path / "c")
+    folder = Case("megatron/old0153_tp2_zarr_fp32").copied(tmp_path / "c")
     want = arrays(ucp.open(folder, weights_only=True))
     left = [path for path in folder.glob("iter_*/optimizer.state.*") if path.is_dir()]
     assert left
@@ -219,7 +213,7 @@ def test_arrays_of_megatrons_optimizer_need_not_be_there(tmp_path):
 
 
 def test_items_of_megatrons_optimizer_are_not_verified(tmp_path):
-    folder = copied("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16", tmp_path / "c")
+    folder = Case("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16").copied(tmp_path / "c")
     want = arrays(ucp.open(folder, weights_only=True))
     inner = folder / "iter_0000003"
     spans = [span for fqn, span in read_metadata(file_path(inner)).spans() if "optimizer." in fqn]

@@ -15,11 +15,11 @@ from random import Random
 import numpy as np
 import pytest
 
+import cases
 import jax_ucp as ucp
-from deepspeed_cases import word
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError, UCPError
-from jax_ucp.formats.torch_save.file import TorchFile
-from jax_ucp.sources.consolidated import same_bits
 from torch_writer import change, edit, rewrite
 
 DATA = Path(__file__).parent.parent / "data"
@@ -65,10 +65,8 @@ class Case:
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder
-        source = DATA / name
-        source = source / "ckpt" if (source / "ckpt").is_dir() else source
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
-        self.word = word(name)
+        cases.Case(name).copied(folder)
+        self.word = cases.Case(name).options if name.startswith("deepspeed") else {}
         self.whole = self.arrays(ucp.open(folder, **self.word))
 
     def files(self, most: int = 16) -> list[Path]:

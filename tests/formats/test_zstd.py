@@ -5,8 +5,8 @@ import tracemalloc
 import pytest
 import zstandard
 
+from jax_ucp.codecs.zstd import PIECE_BYTES, inflate
 from jax_ucp.errors import CorruptData
-from jax_ucp.formats.zstd import PIECE_BYTES, inflate
 
 
 def peak_of(call) -> int:

@@ -571,7 +571,7 @@ def places_of(opt, index, group, stage, rank, world, master) -> dict:
 def join(
     parts: list[dict[str, object]], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """Whole arrays of every rank's parts; what two ranks hold differently is under `differs`."""
+    """Whole arrays of every rank's parts; what two ranks hold differently is under `io/differs`."""
     truth: dict[str, np.ndarray] = {}
     keys = dict.fromkeys(key for part in parts for key in part)
     for key in keys:
@@ -589,7 +589,7 @@ def join(
             differs |= bool(np.any(whole[start:stop][old].tobytes() != part[old].tobytes()))
             whole[start:stop], filled[start:stop] = part, True
         assert filled.all(), key
-        truth[f"differs/{key}" if differs else key] = whole.reshape(shape)
+        truth[f"io/differs/{key}" if differs else key] = whole.reshape(shape)
     return truth
 
 
@@ -630,6 +630,7 @@ def work(spec: dict, out: Path) -> None:
             for name, p in engine.module.named_parameters()
         }
         truth = join(gathered if spec["stage"] else gathered[:1], shapes)
+        truth = {f"io/{key}" if key[:11] == "dequantized" else key: truth[key] for key in truth}
         np.savez(out / "truth.npz", **truth)
         classes = [type(engine.optimizer).__name__]
         classes.append(type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__)
@@ -640,6 +641,7 @@ def work(spec: dict, out: Path) -> None:
             "dtypes": {k: "bfloat16" for k, v in truth.items() if v.dtype == np.uint16},
             "replaced": spec.get("replaced", []),
             "spec": spec,
+            "numbers": "by value",
         }
         (out / "case.json").write_text(json.dumps(about, indent=1))
     torch.distributed.barrier()

@@ -248,7 +248,7 @@ def _case(
         how = f"--outtype {type}" + (f", then ggml's {', '.join(blocks)}" if blocks else "")
         return {
             "about": f"{kind} by convert_hf_to_gguf.py {' '.join([how, *arguments])}",
-            "file": files[0].name,
+            "at": f"ckpt/{files[0].name}",
             "options": {"dequantize": "float32"},
             "dtypes": {key: "bfloat16" for key, array in truth.items() if array.dtype == np.uint16},
             "mapping": mapping,

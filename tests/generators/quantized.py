@@ -57,7 +57,9 @@ def write(out: Path, name: str) -> None:
     quantized = next(tensor for key, tensor in truth.items() if "_proj" in key)
     dequantize = str(quantized.dtype).removeprefix("torch.")
     np.savez_compressed(folder / "truth.npz", **arrays)
-    said = {"writer": versions(packages), "options": {"dequantize": dequantize}}
+    dtypes = {key: "bfloat16" for key, array in arrays.items() if array.dtype == np.uint16}
+    options = {"dequantize": dequantize}
+    said = {"writer": versions(packages), "options": options, "dtypes": dtypes}
     (folder / "case.json").write_text(json.dumps(said, indent=1) + "\n")
     print(f"{name}: {len(arrays)} tensors, {dequantize}")
 

@@ -200,8 +200,10 @@ def trainer_case(
     about: dict[str, Any] = {"options": dict(options), "groups": groups}
     if about["options"].get("optimizer_groups") == "lists":
         about["options"]["optimizer_groups"] = groups
-    if adapter is not None:
+    if adapter is not None:  # in files are the adapter's own weights, without its name
         about["names"] = "peft"
+        named = {key.replace(".default.", "."): value for key, value in truth.items()}
+        truth = {key if "lora" in key else f"io/{key}": value for key, value in named.items()}
     truth |= next_losses(model, inner, further) if further else {}
     return write(out, truth, **about)
 

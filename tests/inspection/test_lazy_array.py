@@ -9,10 +9,10 @@ from hypothesis.extra import numpy as st_numpy
 
 import jax_ucp as ucp
 from helpers import contents_of
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, QuantizedWeights
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 
 SHAPES = st_numpy.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7)
 

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from helpers import MemoryStore, boxes_in, by_hand, cut_by, evaluated, numbered
+from helpers import Consolidated, MemoryStore, boxes_in, by_hand, cut_by, evaluated, numbered
+from jax_ucp.arrays.duplicates import Replicas
+from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
@@ -23,9 +25,6 @@ from jax_ucp.layout.patterns import (
     flat_layouts,
     partitioned_layouts,
 )
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.duplicates import Replicas
-from jax_ucp.sources.evaluate import Evaluated
 
 
 def test_the_public_patterns_are_the_classes_that_specs_take():
@@ -285,7 +284,7 @@ def test_a_view_refuses_shards_of_different_dtypes():
 def test_replicas_that_differ_in_one_bit_are_both_named():
     store = MemoryStore({"r0": np.array([0.0, 1.0]), "r1": np.array([-0.0, 1.0])})
     view = evaluated(store, {"w": Consolidated(Replicated().join([(2,), (2,)]), ["r0", "r1"])})
-    proof, last, whole = Replicas("w", view, "w"), Box((1,), (2,)), Box((0,), (2,))
+    proof, last, whole = Replicas("w", "w", view.values["w"]), Box((1,), (2,)), Box((0,), (2,))
     assert proof.fault_in([last], view.read("w", last)) is None
     fault = proof.fault_in([whole], view.read("w", whole)) or ""
     assert "w: [0:2] differs between r0 and r1, which should be replicas" in fault

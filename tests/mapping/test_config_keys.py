@@ -20,7 +20,7 @@ from config_changes import ABSENT, CASES, DATA, changed, v4_style
 from jax_ucp.errors import LayoutError
 from jax_ucp.mapping.binding import bind, outcomes
 from jax_ucp.mapping.rules import shipped
-from jax_ucp.shard_spec.arithmetic import names_in
+from jax_ucp.shard_spec.expressions import names_in
 
 # `.ci/writers` names the table that it measured with the newest transformers.
 MOVES = json.loads(

@@ -8,7 +8,7 @@ import jax_ucp as ucp
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.mapping.binding import bind
 from jax_ucp.mapping.model_config import config_of, numbers_of
-from jax_ucp.mapping.rules import Mapping, Rule
+from jax_ucp.mapping.rules import Mapping, MappingRule
 
 FILE = """\
 sizes: {heads: num_attention_heads, gate: 1, up: 1}
@@ -64,7 +64,7 @@ def test_a_mapping_is_what_its_dict_says_and_the_inverse_of_its_inverse():
     said = mapping()
     assert ucp.Mapping.from_dict(said.to_dict()) == said
     assert said.inverse().inverse().rules == said.rules
-    assert said.inverse().rules[1] == Rule(
+    assert said.inverse().rules[1] == MappingRule(
         {"layers/q": "layer embed heads head_dim"}, {"h.{layer}.q.weight": "(heads head_dim) embed"}
     )
 
@@ -376,13 +376,13 @@ def test_what_is_known_of_a_model_comes_from_the_first_config_that_a_checkpoint_
 
 
 def test_two_names_of_one_stacked_place_are_refused():
-    rule = Rule({"h.{layer+1}.w": "a"}, {"w": "layer a"})
+    rule = MappingRule({"h.{layer+1}.w": "a"}, {"w": "layer a"})
     with pytest.raises(LayoutError, match=r"h\.01\.w \[2\]: claimed by no rule"):
         bind(Mapping([rule]), {"h.1.w": (2,), "h.01.w": (2,)}, {}, {})
 
 
 def test_stacked_placeholders_mean_the_same_in_whatever_order_names_have_them():
-    rule = Rule(
+    rule = MappingRule(
         {"p.{layer}.{expert}": "q", "r.{expert}.{layer}": "k"}, {"w": "layer expert (q + k)"}
     )
     names = [f"{name}.{i}.{j}" for name in "pr" for i in range(2) for j in range(2)]

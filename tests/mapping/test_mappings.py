@@ -10,28 +10,22 @@ compared with the logits that MaxText itself gave: `examples/maxtext_logits.py` 
 
 import json
 import zlib
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import decoder
 import jax_ucp as ucp
-from deepspeed_cases import DATA as DEEPSPEED
-from deepspeed_cases import equal, truth
-from gguf_cases import CASES as GGUF
-from gguf_cases import about
-from helpers import restored_on
+from cases import DATA, Case, names_of
+from helpers import mesh_of, restored_on
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError
 from jax_ucp.mapping.binding import outcomes
 from jax_ucp.mapping.rules import shipped
-from jax_ucp.sources.consolidated import same_bits
 
-DATA = Path(__file__).parents[1] / "data"
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+MESH = mesh_of(4, 2)
 # Case -> the mappings that fit its names, with the requirements that it does not meet.
 CASES = [
     ("torch/hf_gpt2", "hf-gpt2-to-flax", []),
@@ -98,7 +92,7 @@ def off(got, want):
 def test_every_mapping_of_the_package_is_tried():
     # test_reference_transformer.py, formats/gguf/test_gguf_cases.py
     elsewhere = {"deepspeed-gpt-to-reference", "megatron-gpt-to-reference"}
-    elsewhere |= {about(case)["mapping"] for case in GGUF}
+    elsewhere |= {Case(f"gguf/{case}").about["mapping"] for case in names_of("gguf")}
     assert {mapping for _, mapping, _ in CASES} == set(shipped()) - elsewhere
 
 
@@ -149,7 +143,7 @@ def test_the_trees_of_maxtext_give_the_recorded_logits_sharded_over_eight_device
     tree = restored_on(MESH, checkpoint.map(mapping), rules)["param"]
     assert {d for leaf in jax.tree.leaves(tree) for d in leaf.devices()} == set(jax.devices())
     recorded = DATA / case / ("truth.npz" if case.startswith("torch") else "logits.npz")
-    names = ("io::tokens", "io::logits") if case.startswith("torch") else ("tokens", "transformers")
+    names = ("io/tokens", "io/logits") if case.startswith("torch") else ("tokens", "transformers")
     with np.load(recorded) as arrays:
         tokens, want = (arrays[name] for name in names)
     tree, config = jax.tree.map(np.asarray, tree), config_of(checkpoint)
@@ -224,14 +218,14 @@ RULES = [
 
 def deepspeed(case):
     """A case with its mapping."""
-    heads = json.loads((DEEPSPEED / case / "case.json").read_text())["model"]["heads"]
+    heads = Case(f"deepspeed/{case}").about["model"]["heads"]
     text = STACKED.replace("HEADS", str(heads))
     if case.startswith(
         "pp"
     ):  # a pipeline numbers its modules: the embedding is 0, and the last norm comes after layers
         text = text.replace("layers.{layer}.", "{layer+1}.").replace("final_layernorm.", "3.")
         text = text.replace("param: embed.", "param: tied_modules.embed.")
-    return ucp.open(DEEPSPEED / case), ucp.Mapping.parse(text, "stacked.yaml")
+    return ucp.open(DATA / "deepspeed" / case), ucp.Mapping.parse(text, "stacked.yaml")
 
 
 @pytest.fixture(params=["z1_fp32_dp4", "tp2_dp2_z1_fp32", "z3_bf16_dp2", "pp2_dp2_z1_fp32"])
@@ -242,10 +236,11 @@ def case(request):
 def test_parameters_and_moments_go_to_the_leaves_and_back(case):
     checkpoint, mapping = deepspeed(case)
     back = checkpoint.map(mapping).map(mapping.inverse())
-    want = truth(case)
+    live = Case(f"deepspeed/{case}")
+    want = live.truth()
     assert {leaf.label for leaf in back.leaves} == want.keys()
     for label, array in want.items():
-        assert equal(back.read(label), array, label), label
+        assert live.equal(back.read(label), array, label), label
 
 
 def test_leaves_are_restored_onto_a_mesh_straight_from_the_shards(case):

@@ -4,6 +4,7 @@ Every model here has the names and shapes that the mapping asks for. What the co
 as it does in models that people have: other rotations, activations, windows, routers, families.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -538,3 +539,72 @@ def test_requirements_that_are_none_are_refused_when_the_mapping_is_read(require
     with pytest.raises(SpecError) as error:
         ucp.Mapping.parse(f"requires: {requires}\nleaves: [{{param: a, leaf: b}}]", "my.yaml")
     assert fault in str(error.value)
+
+
+# By mapping, a digest of its requirements with those of `requirements.yaml` written out. Whoever
+# changes a requirement that several mappings share sees here which mappings change with it.
+REQUIREMENTS = {
+    "gguf-gemma-to-hf": "7f9a05fe382f9208",
+    "gguf-gemma2-to-hf": "dc9ce2b4196026c3",
+    "gguf-gemma3-to-hf": "a41508757850dce3",
+    "gguf-llama-to-hf": "a4ab40d86f8a28b8",
+    "gguf-mixtral-to-hf": "2de729ae755ede2a",
+    "gguf-qwen2-to-hf": "a1adaf949ed3f238",
+    "gguf-qwen3-moe-to-hf": "c1a047d54a1eb7a3",
+    "gguf-qwen3-to-hf": "2e19c470f1478d32",
+    "hf-deepseek3-to-maxtext": "a716f20f8faa5c35",
+    "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6",
+    "hf-gemma-to-tunix": "eea93f4d767766e3",
+    "hf-gemma2-to-maxtext": "afda51f82a034160",
+    "hf-gemma2-to-tunix": "7e068db903477c27",
+    "hf-gemma3-to-maxtext": "9cbdee102082b86d",
+    "hf-gemma3-to-tunix": "8b75487721044cad",
+    "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
+    "hf-gpt2-to-flax": "1628ce7b71f89e4e",
+    "hf-llama-to-maxtext": "47113e84c36f385d",
+    "hf-llama-to-tunix": "7c97939be21d3f66",
+    "hf-llama2-to-maxtext": "15b6351fae7a1413",
+    "hf-mistral-to-maxtext": "c2d1e57550edfde8",
+    "hf-mixtral-to-maxtext": "f0526fde23b85910",
+    "hf-qwen2-to-maxtext": "8ff51d8fc291efa6",
+    "hf-qwen2-to-tunix": "212360a80fee2e59",
+    "hf-qwen3-moe-to-maxtext": "a0556ebfed402dbb",
+    "hf-qwen3-moe-to-tunix": "a1931ecb60b564c4",
+    "hf-qwen3-to-maxtext": "d8634fd7da0596c8",
+    "hf-qwen3-to-tunix": "6fd39447adb9a817",
+    "megatron-gpt-to-reference": "02347f50df1ee698",
+}
+
+
+def requirements_digest(mapping):
+    written_out = [[one.name, one.that, one.reason] for one in mapping.requires]
+    return hashlib.sha256(json.dumps(written_out).encode()).hexdigest()[:16]
+
+
+def test_shared_requirements_are_written_out_in_each_mapping_that_has_them():
+    mappings = [ucp.Mapping.load(name) for name in shipped()]
+    digests = {
+        mapping.name.removesuffix(".yaml"): requirements_digest(mapping)
+        for mapping in mappings
+        if mapping.requires
+    }
+    assert digests == REQUIREMENTS
+
+
+def requiring(item):
+    rule = {"param": "w", "leaf": "w"}
+    return ucp.Mapping.from_dict({"requires": [item], "leaves": [rule]}).requires[0]
+
+
+def test_a_requirement_may_be_a_shared_one_or_like_one_with_fields_of_its_own():
+    shared = requiring("torchscript")
+    assert (shared.name, shared.that) == ("torchscript", "not first(torchscript, false)")
+    mine = requiring({"like": "torchscript", "name": "script", "reason": "mine"})
+    assert (mine.name, mine.that, mine.reason) == ("script", shared.that, "mine")
+    for like in ("torchscrip", 7, []):
+        with pytest.raises(SpecError, match="not a shared requirement: rope_default, "):
+            requiring({"like": like})
+    with pytest.raises(SpecError, match="a requirement lacks reason"):
+        requiring("causal")
+    with pytest.raises(SpecError, match="has no field 'when'"):
+        requiring({"like": "torchscript", "when": "x"})

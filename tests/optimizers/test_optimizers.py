@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from helpers import contents_of
+from helpers import contents_of, mesh_of
 from jax_ucp.errors import TreeMismatch
 
 B1, B2, EPS, LR, DECAY = 0.9, 0.95, 1e-6, 1e-2, 0.1
@@ -223,7 +223,7 @@ def test_every_leaf_says_where_it_comes_from():
 
 
 def test_moments_lie_as_their_parameters_do():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    mesh = mesh_of(4, 2)
     states = trained(adamw, 3)
     specs = {"dense/kernel": P("data", "model"), "dense/bias": P("model"), "norm/scale": P("data")}
     params = nested(

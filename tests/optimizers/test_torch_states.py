@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from helpers import differences
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 from training_runs import ADAMW, CORES, MESH, WRAPPED, changed, saved, trained, tree_of
 
 

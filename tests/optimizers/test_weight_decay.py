@@ -2,7 +2,6 @@
 the same weights.
 """
 
-import json
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -10,17 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-import deepspeed_cases
 import jax_ucp as ucp
-import torch_cases
+from cases import DATA, Case, names_of
 from helpers import contents_of
+from jax_ucp.arrays.optimizer_groups import Group, groups_of
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.optimizers.weight_decay import decays_of
-from jax_ucp.sources.optimizer_groups import Group, groups_of
 
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
-DEEPSPEED = sorted({path.name for path in deepspeed_cases.DATA.iterdir()} - {"z1_fp32_dp2_elastic"})
-UNIVERSAL = deepspeed_cases.DATA.parent / "deepspeed_universal"
+DEEPSPEED = sorted({*names_of("deepspeed")} - {"z1_fp32_dp2_elastic"})
+UNIVERSAL = DATA / "deepspeed_universal"
 DCP = [
     "fsdp2_dp4_uneven",
     "fsdp2_tp_2x2",
@@ -48,9 +46,8 @@ def matrices_decay(checkpoint, rate):
 
 @pytest.mark.parametrize("case", DEEPSPEED)
 def test_the_groups_of_deepspeed_say_which_weights_were_decayed(case):
-    about = json.loads((deepspeed_cases.DATA / case / "case.json").read_text())
-    checkpoint = ucp.open(deepspeed_cases.DATA / case, **deepspeed_cases.word(case))
-    matrices_decay(checkpoint, about["optimizer"]["weight_decay"])
+    live = Case(f"deepspeed/{case}")
+    matrices_decay(live.open(), live.about["optimizer"]["weight_decay"])
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in UNIVERSAL.iterdir()))
@@ -60,11 +57,11 @@ def test_so_do_those_of_its_universal_folders(case):
 
 @pytest.mark.parametrize("case", DCP)
 def test_the_groups_of_dcp_say_which_weights_were_decayed(case):
-    matrices_decay(ucp.open(torch_cases.DATA / case / "ckpt"), 0.1)
+    matrices_decay(ucp.open(DATA / "torch" / case / "ckpt"), 0.1)
 
 
 def test_a_conversion_and_a_mapping_keep_them(tmp_path):
-    checkpoint = ucp.open(torch_cases.DATA / "fsdp2_dp4_uneven" / "ckpt")
+    checkpoint = ucp.open(DATA / "torch" / "fsdp2_dp4_uneven" / "ckpt")
     checkpoint.save(tmp_path / "universal")
     assert list(ucp.open(tmp_path / "universal").groups) == list(checkpoint.groups)
 

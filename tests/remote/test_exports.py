@@ -17,15 +17,25 @@ import pytest
 import jax_ucp as ucp
 from commands import run
 from helpers import contents_of, memory, numbered
+from jax_ucp.arrays.checks import Check
 from jax_ucp.checkpoint import Checkpoint
-from jax_ucp.errors import CorruptData, StoreError, UCPError, UnsupportedPath
+from jax_ucp.errors import (
+    CorruptData,
+    FormatError,
+    NotACheckpoint,
+    StoreError,
+    UCPError,
+    UnsupportedPath,
+)
+from jax_ucp.export import streams
+from jax_ucp.export.streams import BucketTarget
 from jax_ucp.files.object_store import Bucket
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file
 from jax_ucp.formats import exporting
 from jax_ucp.formats.exporting import EXPORT_FORMATS
-from jax_ucp.sources.checks import Check
-from jax_ucp.universal.store import WRITER_FILE, claimed
+from jax_ucp.jobs import run as jobs
+from jax_ucp.jobs.ledger import RESULT_FILE, WRITER_FILE, Share, claimed
 from remote_faults import hurry, random_faults
 from servers.fault_proxy import Faults
 from servers.stores import BUCKET, Store
@@ -70,6 +80,79 @@ def test_an_export_into_a_bucket_has_the_bytes_of_the_local_one(format, options,
     assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
     assert there.path.startswith(store.url)
     assert bits(there) == bits(here)
+
+
+@pytest.mark.parametrize(("format", "options"), CASES)
+def test_shares_write_to_a_bucket_what_one_process_writes(format, options, store, tmp_path):
+    """In any order, and any may be run again; until all are done nothing there can be opened."""
+    checkpoint, out = source(tmp_path), f"{store.url}/out"
+    checkpoint.export(tmp_path / "out", format, **options)
+    for index in (2, 0):
+        assert checkpoint.export_share(out, format, (index, 3), **options) is None
+        with pytest.raises(NotACheckpoint, match="unfinished"):
+            ucp.open(out)
+    with pytest.raises(FileExistsError, match="is in use"):
+        checkpoint.export(out, format, **options)
+    with pytest.raises(FormatError, match="in another number of shares"):
+        checkpoint.export_share(out, format, (0, 2), **options)
+    for index in (1, 0):
+        assert checkpoint.export_share(out, format, (index, 3), **options) is not None
+        written = objects(out)
+        assert RESULT_FILE in written
+        assert without_note(written) == local_files(tmp_path / "out")
+    file_path(out).folder().delete(checkpoint.plan_export(format, **options).files[-1].name)
+    with pytest.raises(CorruptData, match=r"is not whole any more:\n .* is missing"):
+        checkpoint.export_share(out, format, (0, 3), **options)
+
+
+def without_note(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if name != RESULT_FILE}
+
+
+@pytest.mark.parametrize("step", ["write_complete", "committing", "clear"])
+def test_a_share_that_is_stopped_is_done_by_the_same_call(step, s3, tmp_path, monkeypatch):
+    """What it wrote is read again, and written only where it is not what it was."""
+    checkpoint, out = source(tmp_path), f"{s3.url}/out"
+    checkpoint.export(tmp_path / "out", "deepspeed")
+    checkpoint.export_share(out, "deepspeed", (0, 2))
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(jobs, step, stop)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.export_share(out, "deepspeed", (1, 2))
+    damaged = [name for name in objects(out) if name.endswith("exp_avg.pt")][-1]
+    if step != "clear":  # else nobody looks at it again
+        file_path(out).folder().write(damaged, [b"damaged"], durable=True)
+    written, write_large = [], Bucket.write_large
+
+    def counted(files, name, *how):
+        written.append(name)
+        write_large(files, name, *how)
+
+    monkeypatch.setattr(Bucket, "write_large", counted)
+    assert checkpoint.export_share(out, "deepspeed", (1, 2)) is not None
+    assert without_note(objects(out)) == local_files(tmp_path / "out")
+    assert written == [damaged] * (step != "clear")
+
+
+def test_a_share_and_an_export_by_one_process_keep_out_of_each_others_way(s3, tmp_path):
+    checkpoint, out = source(tmp_path), f"{s3.url}/out"
+    with claimed(file_path(out).folder()):
+        with pytest.raises(FileExistsError, match="another save or export"):
+            checkpoint.export_share(out, "dcp", (0, 2))
+        assert objects(out).keys() == {WRITER_FILE}
+    # the claim is made after the share has looked for one
+    target = exporting.export_target(
+        checkpoint._contents, checkpoint.plan_export("dcp"), file_path(out)
+    )
+    free, target.require_free = target.require_free, lambda is_shared: None
+    with claimed(file_path(out).folder()), pytest.raises(FileExistsError, match="another save"):
+        jobs.run_share(target, Share(0, 2))
+    assert objects(out) == {}
+    free(True)
 
 
 def large(rows: int = 3000) -> dict[str, dict[str, np.ndarray]]:
@@ -183,9 +266,7 @@ def test_who_ends_second_is_told_and_deletes_nothing(format, s3, tmp_path, monke
     checkpoint = source(tmp_path)
     last = checkpoint.plan_export(format).files[-1].name
     files = file_path(s3.url).folder()
-    monkeypatch.setattr(
-        exporting, "require_written", lambda *args, **options: files.create(last, b"another's")
-    )
+    monkeypatch.setattr(streams, "require_written", lambda *args: files.create(last, b"another's"))
     with pytest.raises(FileExistsError, match="was written by another meanwhile"):
         checkpoint.export(s3.url, format)
     assert objects(s3.url)[last] == b"another's"
@@ -208,14 +289,14 @@ def test_a_source_that_contradicts_itself_leaves_nothing(format, rows, s3):
 def test_what_is_lost_or_changed_meanwhile_leaves_nothing(format, s3, tmp_path, monkeypatch):
     checkpoint = source(tmp_path)
     files = file_path(s3.url).folder()
-    upload = exporting.upload_files
+    upload = BucketTarget.write
 
-    def lost(folder, others, *args):
-        upload(folder, others, *args)
+    def lost(target, work):
+        upload(target, work)
         files.write("another", [b"x"], durable=True)
 
     with monkeypatch.context() as patched:
-        patched.setattr(exporting, "upload_files", lost)
+        patched.setattr(BucketTarget, "write", lost)
         with pytest.raises(CorruptData, match="another is not a file of this export"):
             checkpoint.export(s3.url, format)
     files.delete("another")

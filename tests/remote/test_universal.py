@@ -13,8 +13,8 @@ from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files import protocol
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file
-from jax_ucp.universal.ledger import LEDGER_FILE
-from jax_ucp.universal.store import METADATA_FILE, WRITER_FILE, ZarrStore, claimed
+from jax_ucp.jobs.ledger import LEDGER_FILE, WRITER_FILE, claimed
+from jax_ucp.universal.store import METADATA_FILE, ZarrStore
 from remote_faults import campaign, kills
 from servers.fault_proxy import Faults, depth
 from servers.stores import Store
@@ -111,9 +111,9 @@ def test_what_was_written_is_looked_at_by_its_version(s3: Store, monkeypatch):
 
     write = Commit.write
 
-    def meanwhile(commit, held):
+    def meanwhile(commit, held, is_shared):
         held.directory.write("large/zarr.json", [b"another's"], durable=True)
-        return write(commit, held)
+        return write(commit, held, is_shared)
 
     monkeypatch.setattr(Commit, "write", meanwhile)
     with pytest.raises(CorruptData, match=r"large/zarr.json is damaged"):
@@ -194,7 +194,7 @@ def stopped_after(blocks: int):
 
 
 def test_a_conversion_that_was_stopped_is_taken_up(faulty_s3, tmp_path, monkeypatch):
-    monkeypatch.setattr("jax_ucp.universal.copy.GROUP_BYTES", 1)
+    monkeypatch.setattr("jax_ucp.jobs.run.GROUP_BYTES", 1)
     store, _ = faulty_s3
     save(str(tmp_path / "source"), tree())
     source = ucp.open(tmp_path / "source")
@@ -276,7 +276,7 @@ def test_killed_saves_leave_nothing_that_opens_and_is_wrong(s3: Store):
     assert sum(result.ends.values()) == 10
 
 
-@pytest.mark.parametrize("name", ["ucp.process_1.json", "ucp-ledger_1_of_2.jsonl"])
+@pytest.mark.parametrize("name", ["ucp-ledger_1_of_2.complete.jsonl", "ucp-ledger_1_of_2.jsonl"])
 def test_what_another_clears_away_while_it_is_read_is_gone(name, tmp_path, s3, monkeypatch):
     """Two commit at once; one finds a file that the other deletes before it is read."""
     memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")

@@ -9,7 +9,7 @@ import pytest
 import jax_ucp as ucp
 from cases import every
 from jax_ucp.errors import StoreError, UnsupportedPath
-from jax_ucp.files.looked import looking_once
+from jax_ucp.files.listing import counting
 from jax_ucp.files.path import file_path
 from servers.stores import BUCKET
 
@@ -18,7 +18,7 @@ NAMES = ["deepspeed/z2_bf16_dp3", "deepspeed_universal/autoep2_dp4_z3_fp32", "to
 NAMES += ["torch/dcp_objects", "megatron/legacy_tp2_fp16_scaler", "dtensors/tp_2x2_small"]
 NAMES += ["megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16", "jax/orbax0128-flax_msgpack_file"]
 OF_TENSORSTORE = ["jax/orbax05-manager_items", "jax/orbax06-processes_ocdbt"]
-CASES = [case for case in every() if f"{case.family}/{case.name}" in (*NAMES, *OF_TENSORSTORE)]
+CASES = [case for case in every() if case.label in (*NAMES, *OF_TENSORSTORE)]
 
 
 def upload(case, url):
@@ -43,7 +43,7 @@ def put(store, key):
 
 
 def require_same(case, store):
-    if store.kind == "azure" and f"{case.family}/{case.name}" in OF_TENSORSTORE:
+    if store.kind == "azure" and case.label in OF_TENSORSTORE:
         with pytest.raises(UnsupportedPath, match="TensorStore"):
             case.open(upload(case, f"{store.url}/run"))
         return
@@ -89,7 +89,7 @@ def test_an_object_that_marks_a_folder_is_no_file_in_it(s3):
 def test_a_key_that_has_no_path_is_named_at_once(s3):
     key = urlsplit(s3.url).path.removeprefix("/")
     put(s3, f"{key}/a//b")
-    with looking_once() as asked, pytest.raises(StoreError, match=r"a: .*invalid path"):
+    with counting() as asked, pytest.raises(StoreError, match=r"a: .*invalid path"):
         ucp.open(f"{s3.url}/a")
     assert asked.requests < 6
 

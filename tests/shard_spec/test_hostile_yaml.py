@@ -4,7 +4,7 @@ import pytest
 
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.layout import axes
-from jax_ucp.mapping.binding import Said, bind, said_before
+from jax_ucp.mapping.binding import Given, bind, given_before
 from jax_ucp.mapping.model_config import config_of, numbers_of
 from jax_ucp.mapping.rules import Mapping
 from jax_ucp.shard_spec.document import document
@@ -106,7 +106,7 @@ def test_a_number_of_a_config_that_is_no_length_is_none(value):
     [{"rules": [], "lengths": {}}, {"rules": {}, "lengths": []}, {"rules": 1}, {"lengths": 1}],
 )
 def test_a_source_that_says_no_mapping_is_not_undone(done):
-    assert said_before(Mapping(()), done) == Said()
+    assert given_before(Mapping(()), done) == Given()
 
 
 @pytest.mark.parametrize("power", ["999999999", "-9.5"])

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
-from jax_ucp.shard_spec.arithmetic import names_in, size_of
+from jax_ucp.shard_spec.expressions import names_in, size_of
 from jax_ucp.shard_spec.notation import built_in, load, parse, pattern_of
-from jax_ucp.shard_spec.rules import Sentence, Shard, Spec, layouts
+from jax_ucp.shard_spec.rules import Sentence, Spec, SpecShard, layouts
 from spec_writer import node_of, to_yaml
 
 EVERY_PATTERN = """
@@ -25,8 +25,8 @@ shards:
 """
 
 
-def shards(*shapes: tuple[int, ...]) -> list[Shard]:
-    return [Shard(shape, f"rank{i}.pt") for i, shape in enumerate(shapes)]
+def shards(*shapes: tuple[int, ...]) -> list[SpecShard]:
+    return [SpecShard(shape, f"rank{i}.pt") for i, shape in enumerate(shapes)]
 
 
 def test_yaml_gives_the_pattern_objects_one_would_write_in_python():

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from helpers import MemoryStore, contents_of, grids
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.boxes import device_boxes
 from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.output_buffers import ReadRequest, output_buffers
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.protocol import ArrayInfo
 from workers.reads import bytes_read
 
 BITS = np.random.default_rng(0).integers(0, 1 << 32, (1536, 768), np.uint32)

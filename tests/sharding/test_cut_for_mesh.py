@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers import contents_of, warned_of
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.save import describe, take_snapshot
-from jax_ucp.sources.consolidated import same_bits
 
 SPECS = [
     P(),

@@ -25,15 +25,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from helpers import memory
-from jax_cases import require_memory
+from helpers import memory, mesh_of, require_memory
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import ShardingWarning, TreeMismatch, UnsupportedLeaf
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.jax_versions import enable_x64, set_mesh
-from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.tree import Key, leaf_names
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+MESH = mesh_of(4, 2)
 
 
 class Point(NamedTuple):
@@ -265,7 +264,7 @@ def test_arrays_and_keys_go_to_the_kind_of_memory_that_the_target_has(tmp_path, 
     np.testing.assert_array_equal(np.asarray(got), np.arange(8.0))
 
 
-OTHER = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+OTHER = mesh_of(2, 4)
 ON_OTHER = {
     "by the saved spec": {"mesh": OTHER},
     "by a rule": {"mesh": OTHER, "rules": [("", P("model"))]},

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from helpers import restored_on
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.sources.consolidated import same_bits
 from workers.reads import bytes_read
 
 MESHES = {

@@ -5,21 +5,20 @@ one.
 import math
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jax_ucp as ucp
-from helpers import boxes_of_hosts
+from helpers import boxes_of_hosts, mesh_of
 from jax_ucp.layout.blocks import Chunks, grid_boxes
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.sharding.reads import HostMesh, Stored, planned_reads
+from jax_ucp.sharding.reads import HostMesh, PlannedArray, planned_reads
 
 SPECS = [(None, None), ("a", "b"), ("b", "a"), (("b", "a"), None), (None, "b")]
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+MESH = mesh_of(4, 2, names="ab")
 DATA = Path(__file__).parents[1] / "data" / "torch"
 
 
@@ -31,7 +30,7 @@ def test_a_plan_counts_what_the_boxes_of_each_host_touch(data):
     chunks = Chunks(tuple(i * data.draw(st.integers(1, 2)) for i in inner), inner)
     spec = fit_spec(data.draw(st.sampled_from(SPECS)), shape, dict(MESH.shape)).spec
     hosts = data.draw(st.sampled_from([1, 2, 4, 8]))
-    found = planned_reads([Stored(shape, 2, chunks, spec)] * 3, HostMesh.of(MESH, hosts))
+    found = planned_reads([PlannedArray(shape, 2, chunks, spec)] * 3, HostMesh.of(MESH, hosts))
     for host, boxes in enumerate(boxes_of_hosts(MESH, shape, spec, hosts)):
         inner_ones, outer_ones = (
             [
@@ -58,7 +57,7 @@ def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_
         )
     ]
     spec, hosts = data.draw(st.sampled_from(SPECS)), data.draw(st.sampled_from([1, 2, 4]))
-    arrays = [Stored((8, 8), 4, Chunks((8, 8), (1, 1)), spec, each) for each in pieces]
+    arrays = [PlannedArray((8, 8), 4, Chunks((8, 8), (1, 1)), spec, each) for each in pieces]
     found = planned_reads(arrays, HostMesh.of(MESH, hosts))
     for host, boxes in enumerate(boxes_of_hosts(MESH, (8, 8), spec, hosts)):
         names = {

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
-from helpers import boxes_in, boxes_of_hosts, numbered
+from helpers import boxes_in, boxes_of_hosts, mesh_of, numbered
 from jax_ucp.errors import CorruptData
 from jax_ucp.files import remote
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes
@@ -23,7 +23,7 @@ from jax_ucp.universal.store import chunk_name
 from remote_files import counted
 from servers.fault_proxy import depth
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+MESH = mesh_of(4, 2, names="ab")
 NOT_STORED = (1 << 64) - 1
 SPECS = [("a", "b"), ("b", "a"), (("a", "b"), None), (None, ("b", "a")), (None, None)]
 

@@ -18,11 +18,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from helpers import mesh_of
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.sharding.jax_versions import set_mesh
 
-SAVED_ON = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+SAVED_ON = mesh_of(4, 2)
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SPECS = {"w": P("model", "data"), "b": P("data"), "scale": P(), "key": P()}
 

@@ -19,7 +19,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_cases import require_memory
+from helpers import require_memory
+from jax_ucp.arrays.budget import in_order
+from jax_ucp.arrays.checks import Check
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.layout.blocks import SMALL_BYTES, grid_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding import share
@@ -27,11 +31,7 @@ from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.jax_versions import enable_x64, set_mesh
 from jax_ucp.sharding.restore import Placement, RestorePlan, dealt_out
-from jax_ucp.sharding.share import Cut, SharedRead, best_cut, shared_read
-from jax_ucp.sources.budget import in_order
-from jax_ucp.sources.checks import Check
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sharding.share import AxisCut, SharedRead, best_cut, shared_read
 from jax_ucp.tree import Leaf
 
 SIZES = [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4}, {"a": 2, "b": 3}]
@@ -89,7 +89,7 @@ def reads(draw: st.DrawFn, dtype=np.uint8) -> SharedRead:
         -sharding.shard_shape(shape)[axis] // math.prod(sharding.mesh.shape[name] for name in names)
     )
     return SharedRead(
-        shape, np.dtype(dtype), sharding, Cut(axis, draw(st.integers(even, even + 2)), names)
+        shape, np.dtype(dtype), sharding, AxisCut(axis, draw(st.integers(even, even + 2)), names)
     )
 
 
@@ -148,7 +148,7 @@ def test_another_mesh_may_be_set_and_the_kind_of_memory_stays(kind, axis_type):
     require_memory(kind)
     mesh = mesh_of({"a": 2, "b": 4}, axis_types=(axis_type, axis_type))
     sharding = NamedSharding(mesh, P("a"), memory_kind=kind)
-    shared = SharedRead((6, 5), np.dtype(np.float32), sharding, Cut(1, 2, ("b",)))
+    shared = SharedRead((6, 5), np.dtype(np.float32), sharding, AxisCut(1, 2, ("b",)))
     want = bits((6, 5), np.float32)
     for other in (mesh, mesh_of({"q": 8}), mesh_of({"q": 8}, axis_types=(AxisType.Explicit,))):
         with set_mesh(other), jax.debug_nans(True):
@@ -203,7 +203,7 @@ def test_the_best_cut_reads_least_of_all_and_nothing_twice_where_chunks_allow_it
         ):
             if length * copies < 2 * n:
                 pieces = SharedRead(
-                    info.shape, info.dtype, sharding, Cut(axis, length, names)
+                    info.shape, info.dtype, sharding, AxisCut(axis, length, names)
                 ).boxes()
                 read = ((owner[device], piece) for piece, (device,) in pieces.items())
                 costs[axis, length] = elements_read(read, info)
@@ -214,7 +214,7 @@ def test_the_best_cut_reads_least_of_all_and_nothing_twice_where_chunks_allow_it
     assert best is not None
     assert costs[best] == min(costs.values()) < alone
     assert best[0] == min(axis for (axis, _), cost in costs.items() if cost == costs[best])
-    pieces = SharedRead(info.shape, info.dtype, sharding, Cut(*best, names)).boxes()
+    pieces = SharedRead(info.shape, info.dtype, sharding, AxisCut(*best, names)).boxes()
     chunks = elements_read([(0, Box.whole(info.shape))], info)
     edges = [[piece.start[axis] % u for piece in pieces] for axis, u in enumerate(unit)]
     if not any(map(any, edges)):
@@ -234,18 +234,20 @@ def test_arrays_that_are_small_or_held_once_or_not_whole_bytes_are_not_shared(mo
     assert shared_read(everywhere, large, float32) is None  # there is one process
     monkeypatch.setattr(share, "_owners", lambda mesh: (0, 0, 0, 0, 1, 1, 1, 1))
 
-    def cut(spec: P, shape: tuple[int, ...], chunk: tuple[int, ...] | None = None) -> Cut | None:
+    def cut(
+        spec: P, shape: tuple[int, ...], chunk: tuple[int, ...] | None = None
+    ) -> AxisCut | None:
         read = shared_read(NamedSharding(mesh, spec), ArrayInfo(shape, float32, chunk), float32)
         return read and read.cut
 
-    assert cut(P(), (1024, 64)) == Cut(0, 128, ("a", "b"))
-    assert cut(P("b"), (1024, 64)) == Cut(0, 128, ("a",))
+    assert cut(P(), (1024, 64)) == AxisCut(0, 128, ("a", "b"))
+    assert cut(P("b"), (1024, 64)) == AxisCut(0, 128, ("a",))
     assert cut(P("a"), (1024, 64)) is None  # its copies are within a process
     assert cut(P(("a", "b")), (1024, 64)) is None
     assert cut(P(), (SMALL_BYTES // 4,)) is None
-    assert cut(P(), (3, 3, 99999)) == Cut(2, 12500, ("a", "b"))
+    assert cut(P(), (3, 3, 99999)) == AxisCut(2, 12500, ("a", "b"))
     # at chunks: two for each of five devices
-    assert cut(P(), (1030, 64), (103, 64)) == Cut(0, 206, ("a", "b"))
+    assert cut(P(), (1030, 64), (103, 64)) == AxisCut(0, 206, ("a", "b"))
     assert cut(P(), (1024, 64), (1024, 64)) is None  # each would read all
     for name in ("float32", "bool", "bfloat16", "int8", "uint64", "float8_e8m0fnu"):
         assert shared_read(everywhere, large, np.dtype(name)) is not None, name
@@ -302,7 +304,9 @@ def test_proofs_in_full_are_dealt_out_to_the_processes_that_share_and_samples_ar
 ):
     checks = [Check(str(i), frozenset(), 0, lambda: None) for i in range(count)]
     sharding = NamedSharding(mesh_of({"a": 8}), P())
-    shared = SharedRead((8,), np.dtype(np.uint8), sharding, Cut(0, 1, ("a",))) if shares else None
+    shared = (
+        SharedRead((8,), np.dtype(np.uint8), sharding, AxisCut(0, 1, ("a",))) if shares else None
+    )
     plan = RestorePlan([Placement(Leaf((), "w", "array", (8,), "uint8"), "jax", shared=shared)])
     run: list[str] = []
     for process in range(processes):

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers import boxes_in, numbered
+from helpers import boxes_in, mesh_of, numbered
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.sharding.save import Snapshot, _to_host, describe
-from jax_ucp.sources.protocol import ArrayInfo
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+MESH = mesh_of(4, 2, names="xy")
 SHAPE = (8, 12)
 SPECS = [P(), P("x"), P(None, "y"), P("y", "x"), P(("x", "y"))]
 PLACED = [jax.device_put(numbered(SHAPE, np.int32), NamedSharding(MESH, spec)) for spec in SPECS]

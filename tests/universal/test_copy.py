@@ -21,25 +21,22 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 import torch_writer
 from helpers import MemoryStore, memory, numbered
+from jax_ucp.arrays.budget import run_bounded, threads
+from jax_ucp.arrays.contents import Contents, Item
+from jax_ucp.arrays.gather import read_boxes
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
-from jax_ucp.files.looked import walk
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file
 from jax_ucp.files.source_files import SourceFiles
-from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.jobs.ledger import LEDGER_FILE, Ledger
 from jax_ucp.layout import patterns
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.budget import run_bounded, threads
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import Contents, Item
-from jax_ucp.sources.gather import read_boxes
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import Key, Leaf
 from jax_ucp.universal.copy import copy, plan_copy
-from jax_ucp.universal.ledger import LEDGER_FILE, Ledger
 from jax_ucp.universal.store import ZarrStore
 
 
@@ -228,11 +225,11 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
     (tmp_path / "source").write_text("the source")
     source = contents(tmp_path / "source", rows=16384)
     plan = plan_copy(source, budget_bytes=8192)
-    monkeypatch.setattr("jax_ucp.universal.copy.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
+    monkeypatch.setattr("jax_ucp.jobs.run.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
     survives, put, sync, counted = {}, LocalFiles.write, LocalFiles.sync, itertools.count()
 
     def synced(directory):
-        survives.update({file.name: read_file(directory, file.name) for file in walk(directory)})
+        survives.update({file.name: read_file(directory, file.name) for file in directory.walk()})
         sync(directory)
 
     def until_the_power_goes(directory, name, parts, *, durable):
@@ -245,7 +242,7 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
         patched.setattr(LocalFiles, "write", until_the_power_goes)
         with pytest.raises(KeyboardInterrupt):
             copy(source, plan, file_path(tmp_path / "out"))
-    for name in [file.name for file in walk(LocalFiles(tmp_path / "out"))]:
+    for name in [file.name for file in LocalFiles(tmp_path / "out").walk()]:
         if name != LEDGER_FILE:
             (tmp_path / "out" / name).write_bytes(survives.get(name, b""))
     before = len(source.arrays.reads)
@@ -307,9 +304,9 @@ def twice_stored(path: Path) -> tuple[MemoryStore, Contents]:
     path.write_text("the source")
     whole = numbered((16384, 32), np.float32)
     store = MemoryStore({"f:w": whole, "f:copy": whole.astype(ml_dtypes.bfloat16)})
-    found = Import("memory", path, store)
-    found.parameter("param", "w", Consolidated(Unique().join([whole.shape]), ["f:w"]), "")
-    found.duplicate("param", "w", "f:copy", "")
+    found = ContentsBuilder("memory", path, store)
+    found.parameter("param", "w", found.array("f:w"), "")
+    found.duplicate("param", "w", found.array("f:copy"), "")
     files = SourceFiles()
     at = file_path(path)
     files.note(at.files, at.file())
@@ -375,7 +372,7 @@ def test_a_kill_while_a_copy_is_thrown_away_leaves_one_that_is_taken_up(tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("jax_ucp.universal.ledger.remove", stop)
+        patch.setattr("jax_ucp.jobs.ledger.remove", stop)
         with pytest.raises(KeyboardInterrupt):
             copy(source, plan, file_path(tmp_path / "out"))
     with pytest.raises(NotACheckpoint, match="unfinished conversion"):

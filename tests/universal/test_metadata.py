@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ucp.tree import Key, Leaf, SavedSharding, folded_name, leaf_names
-from jax_ucp.universal.metadata import Metadata, StoredArray, decode, encode
+from jax_ucp.universal.metadata import ArrayRecord, Metadata, decode, encode
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 PLACES = st.integers(0, 1 << 50)
@@ -35,7 +35,7 @@ LEAVES = st.builds(
     st.none() | AXES,
 )
 STORED = st.builds(
-    StoredArray,
+    ArrayRecord,
     SHAPES,
     SHAPES,
     st.just(("0123456789abcdef",)),

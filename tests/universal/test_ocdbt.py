@@ -10,17 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_ucp.universal import ocdbt
-from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, index_parts
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, ValueRange, index_parts
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 FILES = {"data": bytes(range(256)) * 2, "deep/er/é": b"0123456789" * 30}
 
 
-def ranges() -> st.SearchStrategy[Range]:
-    def within(file: str) -> st.SearchStrategy[Range]:
+def ranges() -> st.SearchStrategy[ValueRange]:
+    def within(file: str) -> st.SearchStrategy[ValueRange]:
         size = len(FILES[file])
         return st.tuples(st.integers(0, size), st.integers(0, size)).map(
-            lambda ends: Range(file, min(ends), max(ends) - min(ends))
+            lambda ends: ValueRange(file, min(ends), max(ends) - min(ends))
         )
 
     return st.sampled_from(sorted(FILES)).flatmap(within)
@@ -61,7 +61,8 @@ def test_tensorstore_reads_the_bytes_of_every_range(tmp_path_factory, entries, n
 def test_more_entries_than_one_node_has_are_read(tmp_path):
     count = 300_000
     entries = {
-        f"layers.{i}.attention.output.kernel/c.0": Range("data", i % 256, 8) for i in range(count)
+        f"layers.{i}.attention.output.kernel/c.0": ValueRange("data", i % 256, 8)
+        for i in range(count)
     }
     write(tmp_path, entries)
     assert (tmp_path / "index").stat().st_size > 8 << 20
@@ -74,7 +75,7 @@ def test_more_entries_than_one_node_has_are_read(tmp_path):
 
 @pytest.mark.parametrize("node_entries", [6, 20])
 def test_no_flipped_bit_of_manifest_or_nodes_passes(tmp_path, monkeypatch, node_entries):
-    entries = {f"w{i}/c.0": Range("data", i, 4) for i in range(20)}
+    entries = {f"w{i}/c.0": ValueRange("data", i, 4) for i in range(20)}
     monkeypatch.setattr(ocdbt, "NODE_ENTRIES", node_entries)
     write(tmp_path, entries)
     want = read(tmp_path)

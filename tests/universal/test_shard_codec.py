@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import boxes_in
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.universal import shard_codec as shard_file
 from jax_ucp.universal.store import ZarrStore, zarr_metadata
 

@@ -21,11 +21,12 @@ from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files import local
 from jax_ucp.files.path import file_path
+from jax_ucp.jobs import run as jobs
+from jax_ucp.jobs.ledger import LEDGER_FILE, Share
+from jax_ucp.jobs.run import share_groups
 from jax_ucp.universal import copy as copying
-from jax_ucp.universal.copy import plan_copy, require_target
-from jax_ucp.universal.ledger import LEDGER_FILE
+from jax_ucp.universal.copy import UniversalTarget, plan_copy, require_target
 from jax_ucp.universal.packs import PACK_FROM
-from jax_ucp.universal.shares import Share, parts_of, shared_evenly
 from jax_ucp.universal.store import ZarrStore
 from test_read_once import SOURCES
 
@@ -47,14 +48,12 @@ def but_for_the_note(folder: Path) -> dict[str, str]:
     st.integers(1, 9),
 )
 def test_groups_are_shared_out_in_their_order_and_evenly(sizes, count):
-    groups = [[copying.Block("a", None, n, 0) for n in group] for group in sizes]
-    shares = list(shared_evenly(groups, count))
-    assert shares == sorted(shares)
-    assert all(0 <= share < count for share in shares)
+    groups = [[copying.CopyBlock("a", None, n, 0) for n in group] for group in sizes]
+    shares = [share_groups(groups, Share(index, count))[0] for index in range(count)]
+    assert [numbered for share in shares for numbered in share] == list(enumerate(groups))
     total, largest = sum(map(sum, sizes)), max(map(sum, sizes), default=0)
-    for share in range(count):
-        mine = sum(sum(group) for of, group in zip(shares, sizes, strict=True) if of == share)
-        assert mine <= total / count + largest
+    for share in shares:
+        assert sum(block.nbytes for _, group in share for block in group) <= total / count + largest
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,12 +63,16 @@ def test_every_block_and_every_array_is_of_one_part(count, arrays, packed):
     tree = {name: np.zeros((i % 7, 300), np.float32) for i, name in enumerate(names)}
     contents = memory({"param": tree})._contents
     plan = plan_copy(contents, BUDGET)
-    parts = parts_of(contents, plan, count)
-    blocks = [block for part in parts for _, pack in part.packs for block in pack]
-    blocks += [block for part in parts for block in part.alone]
+    groups = UniversalTarget(contents, plan, file_path("none")).groups(count)
+    parts = [share_groups(groups, Share(index, count)) for index in range(count)]
+    blocks = [block for part, _ in parts for _, group in part for block in group]
     assert sorted(blocks, key=repr) == sorted(plan.blocks, key=repr)
-    creates = [key for part in parts for key in part.creates]
-    assert sorted(creates) == sorted(plan.arrays.keys() - plan.packed)
+    [owners, *others] = [owners for _, owners in parts]
+    assert all(owners == other for other in others)
+    assert owners.keys() == {block.key for block in plan.blocks}
+    for index, (part, _) in enumerate(parts):
+        keys = {block.key for _, group in part for block in group}
+        assert {key for key, owner in owners.items() if owner == index} <= keys
     assert bool(plan.packed) == packed
 
 
@@ -206,16 +209,14 @@ def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
     source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
     source.save(tmp_path / "whole")
     source.save_share(out, (0, 2))
-    from jax_ucp.universal import shares
-
-    commit = shares.commit_copy
+    commit = UniversalTarget.commit
 
     def committed_by_another(*args):
         monkeypatch.undo()
         commit(*args)
         return commit(*args)
 
-    monkeypatch.setattr(shares, "commit_copy", committed_by_another)
+    monkeypatch.setattr(UniversalTarget, "commit", committed_by_another)
     assert source.save_share(out, (1, 2)) is not None
     assert but_for_the_note(out) == digests(tmp_path / "whole")
 
@@ -228,21 +229,19 @@ def test_who_is_overtaken_by_the_commit_of_another_share_has_the_checkpoint_too(
     source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
     source.save(tmp_path / "whole")
     source.save_share(out, (0, 2))
-    from jax_ucp.universal import shares
-
-    write_part = shares.write_part
+    write_complete = jobs.write_complete
 
     def overtaken(*args):
         monkeypatch.undo()
-        write_part(*args)
+        write_complete(*args)
         assert ucp.open(tmp_path / "source").save_share(out, (0, 2)) is not None
 
-    monkeypatch.setattr(shares, "write_part", overtaken)
+    monkeypatch.setattr(jobs, "write_complete", overtaken)
     assert source.save_share(out, (1, 2)) is not None
     assert but_for_the_note(out) == digests(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("last", ["require_target", "require_same_copy", "parts_of"])
+@pytest.mark.parametrize("last", ["require_target", "require_same_job", "share_groups"])
 def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, monkeypatch):
     """A share that is done is run again. Chunks of a checkpoint that are written again are half of
     it meanwhile, and stay so after a kill.
@@ -253,9 +252,8 @@ def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, mo
     source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
     source.save(tmp_path / "whole")
     assert source.save_share(out, (0, 2)) is None
-    from jax_ucp.universal import shares
-
-    step = getattr(shares, last)
+    module = copying if last == "require_target" else jobs
+    step = getattr(module, last)
 
     def overtaken(*args):
         monkeypatch.undo()
@@ -264,7 +262,7 @@ def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, mo
         monkeypatch.setattr(ZarrStore, "write", lambda *args, **how: pytest.fail("written again"))
         return result
 
-    monkeypatch.setattr(shares, last, overtaken)
+    monkeypatch.setattr(module, last, overtaken)
     assert source.save_share(out, (0, 2)) is not None
     assert but_for_the_note(out) == digests(tmp_path / "whole")
 
@@ -275,23 +273,21 @@ def test_those_that_are_last_together_commit_one_after_the_other(tmp_path, monke
         tmp_path / "source", "dcp"
     )
     out = tmp_path / "out"
-    from jax_ucp.universal import shares
-
-    are_written, commit_copy = shares._are_written, shares.commit_copy
+    are_complete, commit_copy = jobs.are_complete, UniversalTarget.commit
     last, inside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=1)
     together = []
 
     def both_done(*args):
         last.wait()
-        return are_written(*args)
+        return are_complete(*args)
 
     def commit(*args):
         with suppress(threading.BrokenBarrierError):
             together.append(inside.wait())
         return commit_copy(*args)
 
-    monkeypatch.setattr(shares, "_are_written", both_done)
-    monkeypatch.setattr(shares, "commit_copy", commit)
+    monkeypatch.setattr(jobs, "are_complete", both_done)
+    monkeypatch.setattr(UniversalTarget, "commit", commit)
     with ThreadPoolExecutor(2) as pool:
         sources = [ucp.open(tmp_path / "source") for _ in range(2)]
         ends = [pool.submit(sources[i].save_share, out, (i, 2)) for i in range(2)]
@@ -317,19 +313,21 @@ def test_of_a_source_that_contradicts_itself_there_is_no_checkpoint(tmp_path):
         ucp.open(tmp_path / "out")
 
 
-@pytest.mark.parametrize("leave", ["ledger", "part"])
+@pytest.mark.parametrize("leave", ["all", "ledgers"])
 def test_what_a_kill_after_the_commit_leaves_is_cleared_by_the_next(tmp_path, monkeypatch, leave):
     memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
     source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
     source.save(tmp_path / "whole")
-    from jax_ucp.universal import shares
 
     def stop(*args):
         raise KeyboardInterrupt
 
     source.save_share(out, (0, 2))
     with monkeypatch.context() as patched:
-        patched.setattr(shares, {"ledger": "_clear", "part": "delete_part"}[leave], stop)
+        if leave == "all":
+            patched.setattr(jobs, "clear", stop)
+        else:
+            patched.setattr(local.LocalFiles, "delete", stop)
         with pytest.raises(KeyboardInterrupt):
             source.save_share(out, (1, 2))
     assert ucp.open(out).read("param/w").all()

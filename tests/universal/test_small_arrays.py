@@ -24,14 +24,14 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 from helpers import digests
 from hostile_files import resealed
+from jax_ucp.arrays import budget
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.layout.blocks import Chunks
 from jax_ucp.sharding import save as saving
-from jax_ucp.sources import budget
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.universal import copy as copying
 from jax_ucp.universal import ocdbt, packs
 from jax_ucp.universal.packs import PACK_FROM
@@ -198,7 +198,7 @@ def test_a_stopped_conversion_goes_on_with_the_packs_that_are_whole(
 ):
     item, want = numbers
     ucp.open(item).save(tmp_path / "whole")
-    monkeypatch.setattr(copying, "GROUP_BYTES", 0)
+    monkeypatch.setattr("jax_ucp.jobs.run.GROUP_BYTES", 0)
     monkeypatch.setattr(budget, "threads", lambda *files: 1)
     written = []
 

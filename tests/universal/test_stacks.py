@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
+from helpers import mesh_of
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout import blocks
 from jax_ucp.layout.box import Box
@@ -24,7 +25,7 @@ from jax_ucp.sharding import save as save_module
 from jax_ucp.universal import metadata, stacks
 from remote_files import counted
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+MESH = mesh_of(4, 2, names="ab")
 DAMAGED = "layers/layer_0/up and 4 arrays like it [0:5, 0:256, 0:128]"
 SPECS = [("a", "b"), ("b", "a"), (("a", "b"), None), (None, ("b", "a")), (None, None)]
 

@@ -34,12 +34,12 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import CorruptData
 from jax_ucp.handler import items as handler
 from jax_ucp.sharding import restore as restoring
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes
-from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.universal import stacks
 from jax_ucp.universal import store as universal_store
 from jax_ucp.universal.store import ZarrStore
@@ -48,7 +48,7 @@ sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), str(Path(__file__).p
 from reads import bytes_read
 from shared_arrays import ARRAYS, KEYS, bits_by_name
 
-import deepspeed_cases
+from cases import Case
 from remote_files import counted
 
 BIG, ODD, TINY = (1536, 768), (24, 330), (24, 10)
@@ -263,13 +263,14 @@ def share_deepspeed() -> dict:
     """
     share.SMALL_BYTES = 0
     mesh, case = Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b")), Path(directory).name
-    checkpoint, truth = ucp.open(directory), deepspeed_cases.truth(case)
+    live = Case(f"deepspeed/{case}")
+    checkpoint, truth = ucp.open(directory), live.truth()
     options = {"mesh": mesh, "rules": [("weight$", P("b"))]}
     got = checkpoint.restore(**options, share_reads=True)
     for label, array in truth.items():
         state, _, name = label.partition("/")
         for shard in got[state][name].addressable_shards:
-            assert deepspeed_cases.equal(shard.data, array[shard.index], label), label
+            assert live.equal(shard.data, array[shard.index], label), label
     alone, together = (
         checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True)
     )

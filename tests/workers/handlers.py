@@ -33,9 +33,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.sharding import share, shared_save
-from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.version import VERSION
 
 MESH = Mesh(np.array(jax.devices()), ("x",))

@@ -1,4 +1,4 @@
-"""What `.metadata` says: the table of contents of PyTorch's distributed checkpoints (DCP).
+"""The table of contents of PyTorch's distributed checkpoints (DCP), `.metadata`.
 
 `.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. It has each tensor's
 shape, dtype and chunks, and for each chunk, found by the tensor's name and the chunk's offsets, the
@@ -16,20 +16,20 @@ import math
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.codecs import unpickle as safe_pickle
+from jax_ucp.codecs.tensor_names import NAMES as TORCH_NAMES
+from jax_ucp.codecs.unpickle import Name, Record, inert, known, table, what_is
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
+from jax_ucp.files.placeholders import stand_in
 from jax_ucp.files.source_files import note
-from jax_ucp.formats.huggingface.stand_ins import stand_in
-from jax_ucp.formats.torch_save import unpickle as safe_pickle
-from jax_ucp.formats.torch_save.tensor_names import NAMES as TORCH_NAMES
-from jax_ucp.formats.torch_save.unpickle import Name, Record, inert, known, table, what_is
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 
@@ -72,6 +72,10 @@ _NAMES: dict[str, object] = {
 }
 
 
+# The offsets and the sizes of a chunk.
+_Block = tuple[Shape, Shape]
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The bytes of one item: `length` of them from `offset` of `file`, put through `transforms`
@@ -109,14 +113,10 @@ class TensorEntry:
         """Where the chunks lie. A rank that had nothing of the tensor wrote a chunk of no
         elements.
         """
-        fragments = [
-            Fragment(i, Box.whole(c.sizes), c.box)
-            for i, c in enumerate(self.chunks)
-            if 0 not in c.sizes
-        ]
-        return ParamLayout(
-            self.shape, tuple(chunk.sizes for chunk in self.chunks), tuple(fragments)
-        )
+        sizes = tuple(chunk.sizes for chunk in self.chunks)
+        own = [(i, chunk) for i, chunk in enumerate(self.chunks) if 0 not in chunk.sizes]
+        fragments = [Fragment(i, Box.whole(chunk.sizes), chunk.box) for i, chunk in own]
+        return ParamLayout(self.shape, sizes, tuple(fragments))
 
 
 @dataclass(frozen=True)
@@ -169,144 +169,122 @@ def read_metadata(
     files = metadata_files(folder)
     if not files:
         raise FormatError(f"{folder} has neither {METADATA_FILE} nor __<rank>.metadata")
-    _require_ranks(folder, [path.name for path in files])
-    tables = _Tables(folder)
+    names = [path.name for path in files]
+    if METADATA_FILE not in names:
+        data = filter(None, (_RANK_DATA.match(path.name) for path in folder.children()))
+        wrote = {f"__{match[1]}.metadata" for match in data}
+        wanted = wrote | {f"__{rank}.metadata" for rank in range(len(names))}
+        if absent := sorted(wanted - set(names)):
+            raise FormatError(
+                f"{folder}/{absent[0]} is missing: {names[-1]} is there, and each rank wrote one"
+            )
+    tables = _Tables()
     for path in files:
-        _add(tables, path)
-    try:
-        metadata = tables.metadata(tuple(path.name for path in files))
-    except FormatError as error:
-        raise type(error)(f"{files[0] if len(files) == 1 else folder}: {error}") from error
+        try:
+            _add_table(tables, path.read_bytes())
+        except FormatError as error:
+            if why := stand_in(path):
+                raise FormatError(f"{path}: {why}") from error
+            error.at(path)
+            raise
+    for fqn, (shape, _) in tables.tensors.items():
+        if fault := _misfit(shape, tables.declared[fqn]):
+            raise FormatError(f"{fqn} {fault}", path=files[0] if len(files) == 1 else folder)
+    metadata = DcpMetadata(
+        folder,
+        tuple(names),
+        {fqn: TensorEntry(*own, tuple(tables.chunks[fqn])) for fqn, own in tables.tensors.items()},
+        {fqn: tuple(spans) for fqn, spans in tables.objects.items()},
+        tables.paths,
+    )
     left = leave(metadata) if leave else ()
     _check_spans(metadata, left)
-    return replace(metadata, short=[*_short(metadata, left)])
+    return replace(metadata, short=_short(metadata, left))
 
 
-def _require_ranks(folder: FilePath, names: Sequence[str]) -> None:
-    """Raise FormatError where ranks wrote metadata, and that of one is missing."""
-    if METADATA_FILE in names:
-        return
-    data = filter(None, (_RANK_DATA.match(path.name) for path in folder.children()))
-    wrote = {f"__{match[1]}.metadata" for match in data}
-    wanted = wrote | {f"__{rank}.metadata" for rank in range(len(names))}
-    if absent := sorted(wanted - set(names)):
-        raise FormatError(
-            f"{folder}/{absent[0]} is missing: {names[-1]} is there, and each rank wrote one"
-        )
-
-
-def _add(tables: _Tables, path: FilePath) -> None:
-    try:
-        tables.add(path)
-    except FormatError as error:
-        if why := stand_in(path):
-            raise FormatError(f"{path}: {why}") from error
-        raise type(error)(f"{path}: {error}") from error
-
-
+@dataclass(frozen=True)
 class _Tables:
-    """The tables of one or several metadata files, merged."""
+    """The tables of one or several metadata files, merged. `declared` are the (offsets, sizes) of
+    all chunks of a tensor, `chunks` those that have bytes.
+    """
 
-    def __init__(self, folder: FilePath):
-        self.folder = folder
-        self.tensors: dict[str, tuple[Shape, np.dtype]] = {}
-        self.declared: dict[str, set[tuple[Shape, Shape]]] = defaultdict(set)
-        self.chunks: dict[str, dict[Chunk, None]] = defaultdict(dict)
-        self.objects: dict[str, dict[Span, None]] = defaultdict(dict)
-        self.paths: dict[str, tuple[str | int, ...]] = {}
+    tensors: dict[str, tuple[Shape, np.dtype]] = field(default_factory=dict)
+    declared: dict[str, set[_Block]] = field(default_factory=lambda: defaultdict(set))
+    chunks: dict[str, dict[Chunk, None]] = field(default_factory=lambda: defaultdict(dict))
+    objects: dict[str, dict[Span, None]] = field(default_factory=lambda: defaultdict(dict))
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
-    def add(self, path: FilePath) -> None:
-        top = _fields(safe_pickle.load(path.read_bytes(), _NAMES), "Metadata", "the file")
-        spans = _spans(_dict(top.get("storage_data"), "storage_data"))
-        used: set[tuple[str, Shape | None]] = set()
-        for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
-            if not isinstance(fqn, str):
-                raise FormatError(
-                    f"state_dict_metadata has the key {fqn!r:.80}, which is not a name"
-                )
-            used |= self._add_entry(fqn, entry, spans)
-        if both := self.objects.keys() & self.tensors.keys():
-            raise FormatError(f"{min(both)!r} is a tensor and an object at once")
-        for fqn, offset in spans.keys() - used:
-            raise FormatError(
-                f"storage_data has bytes of {fqn!r:.200} at {offset}, where it has no chunk"
-            )
-        # Some are None (torch 1.13, flatten_state_dict=False), or a planner's own kind of data.
-        if "planner_data" not in top:
-            raise FormatError("the Metadata has no planner_data, which every version of it has")
-        paths = known(top["planner_data"])
-        if isinstance(paths, dict):
-            self.paths |= {fqn: steps for fqn, steps in paths.items() if _is_path(steps)}
 
-    def _add_entry(
-        self, fqn: str, entry: Any, spans: Mapping[tuple[str, Shape | None], Span]
-    ) -> set[tuple[str, Shape | None]]:
-        """Add a tensor or an object; returns the items that are bytes of it."""
+def _add_table(tables: _Tables, data: bytes) -> None:
+    top = _fields(safe_pickle.load(data, _NAMES), "Metadata", "the file")
+    spans = _spans(_dict(top.get("storage_data"), "storage_data"))
+    used: set[tuple[str, Shape | None]] = set()
+    for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
+        if not isinstance(fqn, str):
+            raise FormatError(f"state_dict_metadata has the key {fqn!r:.80}, which is not a name")
         if isinstance(entry, Record) and entry.type.endswith(".BytesStorageMetadata"):
             if (fqn, None) not in spans:
                 raise FormatError(f"the object {fqn} is in no file by storage_data")
-            self.objects[fqn][spans[fqn, None]] = None
-            return {(fqn, None)}
-        declared = self._tensor(fqn, _fields(entry, "TensorStorageMetadata", fqn))
-        self.declared[fqn].update(declared)
-        self.chunks[fqn].update(dict.fromkeys(_stored(fqn, declared, spans)))
-        return {(fqn, offsets) for offsets, _ in declared}
+            tables.objects[fqn][spans[fqn, None]] = None
+            used.add((fqn, None))
+            continue
+        declared = _declared(tables, fqn, _fields(entry, "TensorStorageMetadata", fqn))
+        tables.declared[fqn].update(declared)
+        tables.chunks[fqn].update(dict.fromkeys(_stored(fqn, declared, spans)))
+        used |= {(fqn, offsets) for offsets, _ in declared}
+    if both := tables.objects.keys() & tables.tensors.keys():
+        raise FormatError(f"{min(both)!r} is a tensor and an object at once")
+    for fqn, offset in spans.keys() - used:
+        raise FormatError(
+            f"storage_data has bytes of {fqn!r:.200} at {offset}, where it has no chunk"
+        )
+    # Some are None (torch 1.13, flatten_state_dict=False), or a planner's own kind of data.
+    if "planner_data" not in top:
+        raise FormatError("the Metadata has no planner_data, which every version of it has")
+    paths = known(top["planner_data"])
+    for fqn, steps in paths.items() if isinstance(paths, dict) else ():
+        if isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps):
+            tables.paths[fqn] = steps
 
-    def _tensor(self, fqn: str, entry: Mapping[str, Any]) -> list[tuple[Shape, Shape]]:
-        """The chunks that are said to be of a tensor: (offsets, sizes), each once."""
-        shape, dtype = _shape(entry.get("size"), fqn), _dtype(entry.get("properties"), fqn)
-        if self.tensors.setdefault(fqn, (shape, dtype)) != (shape, dtype):
+
+def _declared(tables: _Tables, fqn: str, entry: Mapping[str, Any]) -> list[_Block]:
+    """The chunks that are said to be of a tensor, each once."""
+    shape, dtype = _shape(entry.get("size"), fqn), _dtype(entry.get("properties"), fqn)
+    first = tables.tensors.setdefault(fqn, (shape, dtype))
+    if first != (shape, dtype):
+        raise FormatError(
+            f"{fqn} is {dtype} {list(shape)} here, but {first[1]} {list(first[0])} by the metadata"
+            " of an earlier rank; files of different saves are in the folder, or one is damaged"
+        )
+    chunks = entry.get("chunks")
+    if not isinstance(chunks, list):
+        raise FormatError(f"{fqn}: its chunks should be a list, but are {what_is(chunks)}")
+    declared: dict[_Block, None] = {}
+    for chunk in chunks:
+        fields = _fields(chunk, "ChunkStorageMetadata", fqn)
+        offsets, sizes = _shape(fields.get("offsets"), fqn), _shape(fields.get("sizes"), fqn)
+        if not len(offsets) == len(sizes) == len(shape):
             raise FormatError(
-                f"{fqn} is {dtype} {list(shape)} here, but {self.tensors[fqn][1]}"
-                f" {list(self.tensors[fqn][0])} by the metadata of an earlier rank; files of"
-                " different saves are in the folder, or one is damaged"
+                f"{fqn} has shape {list(shape)}, but a chunk of {list(sizes)} at {list(offsets)}"
             )
-        chunks = entry.get("chunks")
-        if not isinstance(chunks, list):
-            raise FormatError(f"{fqn}: its chunks should be a list, but are {what_is(chunks)}")
-        declared: dict[tuple[Shape, Shape], None] = {}
-        for chunk in chunks:
-            fields = _fields(chunk, "ChunkStorageMetadata", fqn)
-            offsets, sizes = _shape(fields.get("offsets"), fqn), _shape(fields.get("sizes"), fqn)
-            if not len(offsets) == len(sizes) == len(shape):
-                raise FormatError(
-                    f"{fqn} has shape {list(shape)}, but a chunk of {list(sizes)} at"
-                    f" {list(offsets)}"
-                )
-            declared[offsets, sizes] = None
-        return list(declared)
-
-    def metadata(self, files: tuple[str, ...]) -> DcpMetadata:
-        for fqn, (shape, _) in self.tensors.items():
-            if 0 in shape:
-                _check_ends(fqn, shape, self.declared[fqn])
-        tensors = {
-            fqn: TensorEntry(*about, tuple(self.chunks[fqn])) for fqn, about in self.tensors.items()
-        }
-        objects = {fqn: tuple(spans) for fqn, spans in self.objects.items()}
-        return DcpMetadata(self.folder, files, tensors, objects, self.paths)
+        declared[offsets, sizes] = None
+    return list(declared)
 
 
-def _check_ends(fqn: str, shape: Shape, chunks: Collection[tuple[Shape, Shape]]) -> None:
-    """Raise FormatError where chunks, if there are any, do not end where a tensor does.
+def _misfit(shape: Shape, chunks: Collection[_Block]) -> str:
+    """How chunks of a tensor without elements, if there are any, do not end where it does.
 
     A tensor with elements is proved to be tiled; of one without, only this says that its shape is
     right.
     """
-    if not chunks:
-        return
-    for axis, n in enumerate(shape):
-        end = max(offsets[axis] + sizes[axis] for offsets, sizes in chunks)
-        if n and n != end:
-            raise FormatError(
-                f"{fqn} has shape {list(shape)}, but its chunks end elsewhere on axis {axis}"
-            )
+    for axis, n in enumerate(shape if chunks and 0 in shape else ()):
+        if n and n != max(offsets[axis] + sizes[axis] for offsets, sizes in chunks):
+            return f"has shape {list(shape)}, but its chunks end elsewhere on axis {axis}"
+    return ""
 
 
 def _stored(
-    fqn: str,
-    declared: Sequence[tuple[Shape, Shape]],
-    spans: Mapping[tuple[str, Shape | None], Span],
+    fqn: str, declared: Sequence[_Block], spans: Mapping[tuple[str, Shape | None], Span]
 ) -> Iterable[Chunk]:
     """The chunks of a tensor with their bytes. One without elements may share its offsets with
     another.
@@ -328,22 +306,34 @@ def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Sp
     """Where the items are: of an object, or of the chunk of a tensor at an offset."""
     spans: dict[tuple[str, Shape | None], Span] = {}
     for index, info in storage_data.items():
-        key, span = _index(index), _span(info)
+        fields = _fields(index, "MetadataIndex", "a key of storage_data")
+        fqn, place = fields.get("fqn"), fields.get("offset")
+        if not isinstance(fqn, str):
+            raise FormatError("a key of storage_data has no name")
+        key = fqn, None if place is None else _shape(place, fqn)
+        fields = _fields(info, "_StorageInfo", "a value of storage_data")
+        file, offset, length = (fields.get(x) for x in ("relative_path", "offset", "length"))
+        is_plain = file not in ("", ".", "..")
+        if not isinstance(file, str) or not is_plain or not _NOT_IN_NAMES.isdisjoint(file):
+            raise FormatError(
+                f"storage_data names the file {file!r:.80}, which is not a plain file name"
+            )
+        if type(offset) is not int or type(length) is not int or offset < 0 or length <= 0:
+            raise FormatError(
+                f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot"
+                " be"
+            )
+        transforms = fields.get("transform_descriptors") or ()
+        if not isinstance(transforms, list | tuple) or not all(
+            isinstance(name, str) for name in transforms
+        ):
+            raise FormatError(f"storage_data has the transforms {transforms!r:.80} for {file}")
+        span = Span(file, offset, length, tuple(transforms))
         if spans.setdefault(key, span) != span:
             raise FormatError(
                 f"{key[0]} at {key[1]} is said to be in two places: {spans[key]} and {span}"
             )
     return spans
-
-
-def _is_path(steps: object) -> bool:
-    if not isinstance(steps, tuple) or not steps:
-        return False
-    return all(type(step) in (str, int) for step in steps)
-
-
-def _is_file_name(file: str) -> bool:
-    return file not in ("", ".", "..") and _NOT_IN_NAMES.isdisjoint(file)
 
 
 def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:
@@ -359,17 +349,15 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
 
 
 def _shape(value: Any, fqn: str) -> Shape:
-    if not _is_shape(value):
+    is_shape = (
+        isinstance(value, tuple)
+        and len(value) <= _MAX_NDIM
+        and all(type(n) is int and n >= 0 for n in value)
+        and math.prod(n or 1 for n in value) <= _MAX_ELEMENTS
+    )
+    if not is_shape:
         raise FormatError(f"{fqn}: {value!r:.80} is not a shape or position in a tensor")
     return value
-
-
-def _is_shape(value: Any) -> bool:
-    if not isinstance(value, tuple) or len(value) > _MAX_NDIM:
-        return False
-    if not all(type(n) is int and n >= 0 for n in value):
-        return False
-    return math.prod(n or 1 for n in value) <= _MAX_ELEMENTS
 
 
 def _dtype(properties: Any, fqn: str) -> np.dtype:
@@ -383,37 +371,6 @@ def _dtype(properties: Any, fqn: str) -> np.dtype:
     if isinstance(dtype, Name):
         raise FormatError(f"{fqn} has dtype {dtype}, which has no numpy equivalent")
     raise FormatError(f"{fqn}: its properties do not begin with a dtype")
-
-
-def _index(value: Any) -> tuple[str, Shape | None]:
-    fields = _fields(value, "MetadataIndex", "a key of storage_data")
-    fqn, offset = fields.get("fqn"), fields.get("offset")
-    if not isinstance(fqn, str):
-        raise FormatError("a key of storage_data has no name")
-    return fqn, None if offset is None else _shape(offset, fqn)
-
-
-def _span(value: Any) -> Span:
-    fields = _fields(value, "_StorageInfo", "a value of storage_data")
-    file, transforms = fields.get("relative_path"), fields.get("transform_descriptors") or ()
-    if not isinstance(file, str) or not _is_file_name(file):
-        raise FormatError(
-            f"storage_data names the file {file!r:.80}, which is not a plain file name"
-        )
-    offset, length = _extent(file, fields.get("offset"), fields.get("length"))
-    if not isinstance(transforms, list | tuple) or not all(isinstance(t, str) for t in transforms):
-        raise FormatError(f"storage_data has the transforms {transforms!r:.80} for {file}")
-    return Span(file, offset, length, tuple(transforms))
-
-
-def _extent(file: str, offset: Any, length: Any) -> tuple[int, int]:
-    """Which bytes of a file an item is: the first, and how many, which are some."""
-    are_integers = type(offset) is int and type(length) is int
-    if are_integers and offset >= 0 and length > 0:
-        return offset, length
-    raise FormatError(
-        f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot be"
-    )
 
 
 def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
@@ -441,14 +398,20 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
         _check_apart(path, file.size, spans)
 
 
-def _short(metadata: DcpMetadata, left: Collection[str]) -> Iterator[tuple[str, Chunk]]:
-    """The chunks whose elements their bytes cannot hold. Raises CorruptData where codes of them
-    cannot be there either: nothing is allocated for such a one.
+def _short(metadata: DcpMetadata, left: Collection[str]) -> list[tuple[str, Chunk]]:
+    """The chunks whose elements their bytes cannot hold, but codes of them. Raises CorruptData
+    where codes of them cannot be there either: nothing is allocated for such a one.
     """
+    short: list[tuple[str, Chunk]] = []
     for fqn, tensor in metadata.tensors.items():
         for chunk in tensor.chunks if fqn not in left else ():
-            if _check_size(metadata.folder, fqn, tensor.dtype, chunk):
-                yield fqn, chunk
+            elements, room = math.prod(chunk.sizes), chunk.span.length
+            room *= MAX_RATIO if chunk.span.transforms else 1
+            if elements * MIN_CODE_BITS > 8 * room:
+                raise too_short(metadata.folder, fqn, tensor.dtype, chunk)
+            if elements * tensor.dtype.itemsize > room:
+                short.append((fqn, chunk))
+    return short
 
 
 def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -> None:
@@ -482,17 +445,6 @@ def of_another_serialisation(path: FilePath) -> str:
         " serialization_format=SerializationFormat.SAFETENSORS), which is not read. Save without"
         " serialization_format, or with HuggingFaceStorageWriter"
     )
-
-
-def _check_size(folder: FilePath, fqn: str, dtype: np.dtype, chunk: Chunk) -> bool:
-    """Whether the bytes of a chunk are too few for its elements, and may be codes of them. Raises
-    CorruptData where they are too few for that too.
-    """
-    elements, room = math.prod(chunk.sizes), chunk.span.length
-    room *= MAX_RATIO if chunk.span.transforms else 1
-    if elements * MIN_CODE_BITS > 8 * room:
-        raise too_short(folder, fqn, dtype, chunk)
-    return elements * dtype.itemsize > room
 
 
 def too_short(folder: FilePath, fqn: str, dtype: np.dtype, chunk: Chunk) -> CorruptData:

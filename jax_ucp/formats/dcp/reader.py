@@ -19,14 +19,17 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import About, Contents
+from jax_ucp.codecs.json_values import MAX_EXTRA_BYTES, tensor_bytes
+from jax_ucp.errors import FormatError, NotACheckpoint, UnsafePickle
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.dcp.metadata import (
     DcpMetadata,
     Span,
@@ -34,16 +37,13 @@ from jax_ucp.formats.dcp.metadata import (
     metadata_files,
     read_metadata,
 )
-from jax_ucp.formats.dcp.source import DcpSource, consolidated
+from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
-from jax_ucp.formats.json_values import MAX_EXTRA_BYTES, tensor_bytes
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.beside import keep_beside
-from jax_ucp.formats.torch_save.opaque import in_optimizer
-from jax_ucp.formats.torch_save.optimizer_dicts import Steps, optimizer_paths
-from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import About, Contents
+from jax_ucp.formats.trainer_files import keep_beside
+from jax_ucp.options import Options
+from jax_ucp.states.opaque import in_optimizer
+from jax_ucp.states.optimizer_dicts import Steps, optimizer_paths
+from jax_ucp.states.state_pairing import StateTensor, is_trainable
 
 _CODED = (
     "{} tensors, such as {}, are states of torchao's low-bit optimizers: they are read as the"
@@ -55,11 +55,9 @@ LIGHTNING = "meta.pt"  # what Lightning's trainer saves besides, in the same fol
 def recognise(path: FilePath) -> bool:
     if not path.is_dir():
         return False
-    return bool(metadata_files(path)) or any(_is_data(child.name) for child in path.children())
-
-
-def _is_data(name: str) -> bool:
-    return name.startswith("__") and name.endswith(".distcp")
+    names = [child.name for child in path.children()]
+    has_data = any(name.startswith("__") and name.endswith(".distcp") for name in names)
+    return has_data or bool(metadata_files(path))
 
 
 def open_dcp(path: FilePath, options: Options) -> Contents:
@@ -77,23 +75,24 @@ def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) ->
 
     Raises as `open_dcp`, and where two of them hold a tensor of one name.
     """
-    saves = [Save.opened(path, folder, options) for folder in folders]
+    saves = [DcpSave.opened(path, folder, options) for folder in folders]
     source = saves[0].source
     if saves[0].prefix or len(saves) > 1:
         source = Combined.prefixed({save.prefix: save.source for save in saves})
-    imported = Import("dcp", path, source, options.on_conflict)
+    imported = ContentsBuilder("dcp", path, source, options.on_conflict)
     imported.about = About("PyTorch's distributed checkpoint (DCP)")
     objects: dict[Steps, Any] = {}
     for save in saves:
-        objects |= _objects(imported, save)
+        save.open_ahead()
+        for fqn, spans in save.metadata.objects.items():
+            path_of = save.metadata.paths.get(fqn, (fqn,))
+            for span in spans:
+                objects[path_of] = read_object(imported, fqn, span, save)
         check_facts(save)
     _tensors(imported, saves, objects, options)
     for save in saves:
         account_for_files(imported, save)
-    try:
-        return imported.contents()
-    except LayoutError as error:
-        raise LayoutError(f"{path}: {error}") from None
+    return imported.contents()
 
 
 def require_metadata(folder: FilePath) -> None:
@@ -106,9 +105,9 @@ def require_metadata(folder: FilePath) -> None:
 
 
 @dataclass(frozen=True)
-class Save:
-    """What one call of `save` wrote; `prefix` leads to its folder, `left` are the names of what is
-    not to be read.
+class DcpSave:
+    """The files that one call of `save` wrote; `prefix` leads to its folder, `left` are the names
+    of items that are not to be read.
     """
 
     prefix: str
@@ -117,7 +116,7 @@ class Save:
     left: frozenset[str]
 
     @classmethod
-    def opened(cls, path: FilePath, folder: FilePath, options: Options) -> Save:
+    def opened(cls, path: FilePath, folder: FilePath, options: Options) -> DcpSave:
         require_metadata(folder)
         prefix = "" if folder == path else f"{folder.below(path)}/"
         metadata = read_metadata(folder, _of_optimizers if options.weights_only else None)
@@ -129,17 +128,7 @@ class Save:
         self.source.open_ahead(itertools.chain.from_iterable(self.metadata.objects.values()))
 
 
-def _objects(imported: Import, save: Save) -> dict[Steps, Any]:
-    """What is no tensor, by path; it is kept as extras."""
-    objects: dict[Steps, Any] = {}
-    save.open_ahead()
-    for fqn, spans in save.metadata.objects.items():
-        for span in spans:
-            objects[save.metadata.paths.get(fqn, (fqn,))] = read_object(imported, fqn, span, save)
-    return objects
-
-
-def check_facts(save: Save) -> None:
+def check_facts(save: DcpSave) -> None:
     """Raise FormatError where ranks that each wrote an object of one name say in it that they are
     of other steps.
 
@@ -161,23 +150,24 @@ def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
     """The names of what lies in optimizers' dicts."""
     paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
     roots = optimizer_paths(paths.values())
-    names: set[str] = set()
-    for fqn, path in paths.items():
-        if any(in_optimizer(path, root) for root in roots):
-            names.add(fqn)
-    return frozenset(names)
+    return frozenset(
+        fqn for fqn, path in paths.items() if any(in_optimizer(path, root) for root in roots)
+    )
 
 
 def _tensors(
-    imported: Import, saves: Sequence[Save], objects: Mapping[Steps, Any], options: Options
+    imported: ContentsBuilder,
+    saves: Sequence[DcpSave],
+    objects: Mapping[Steps, Any],
+    options: Options,
 ) -> None:
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StateTensor] = {}
     for save in saves:
         paths, tensors = _paths(save.metadata), save.metadata.tensors
         # The paths are in the order of the state dict, the tensors in that of the ranks that wrote
         # them.
         of_save = {
-            fqn: Stored(paths[fqn], tensors[fqn].shape, is_trainable(tensors[fqn].dtype))
+            fqn: StateTensor(paths[fqn], tensors[fqn].shape, is_trainable(tensors[fqn].dtype))
             for fqn in paths
             if fqn in tensors
         }
@@ -188,7 +178,7 @@ def _tensors(
     left = places.in_optimizers if options.weights_only else frozenset[str]()
     for save in saves:
         for fqn, tensor in save.metadata.tensors.items():
-            _tensor(imported, save, fqn, tensor, (*places.at[fqn], fqn in left))
+            _tensor(imported, save, fqn, tensor, places.at[fqn], fqn in left)
     imported.notes += places.notes
     if coded := [fqn for save in saves for fqn, _ in save.metadata.short]:
         imported.notes.append(_CODED.format(len({*coded}), min(coded)))
@@ -201,19 +191,32 @@ def _tensors(
 
 
 def _tensor(
-    imported: Import, save: Save, fqn: str, tensor: TensorEntry, place: tuple[str, str, bool]
+    imported: ContentsBuilder,
+    save: DcpSave,
+    fqn: str,
+    tensor: TensorEntry,
+    place: tuple[str, str],
+    is_left: bool,
 ) -> None:
-    """Give a tensor its place: the state of a parameter, and whether it is left aside."""
-    state, name, is_left = place
-    param = consolidated(fqn, tensor)
-    param = replace(param, keys=[save.prefix + key for key in param.keys])
+    """Give a tensor its place, the state of a parameter, or leave it aside."""
+    state, name = place
+    keys = [save.prefix + chunk_key(fqn, chunk) for chunk in tensor.chunks]
     if is_left:
-        for key in param.keys:
+        for key in keys:
             imported.leave(key, "", f"{state} of {name}: only weights were asked for")
-    elif param.keys:
-        imported.parameter(state, name, param, _reason(tensor, state, name))
+    elif keys:
+        reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
+        if len(tensor.chunks) > 1:
+            reason += f", one of {len(tensor.chunks)} chunks"
+        whole = imported.joined(f"{state}.{name}", tensor.layout(), keys)
+        imported.parameter(state, name, whole, reason)
+    elif math.prod(tensor.shape):
+        raise FormatError(
+            f"{imported.path}: {fqn} has shape {list(tensor.shape)}, but by the metadata no chunk"
+            " of it is in any file: that of a rank is missing, or it is damaged"
+        )
     else:  # a tensor without elements, of which no rank wrote a chunk
-        empty = np.empty(_empty(imported.path, fqn, tensor), tensor.dtype)
+        empty = np.empty(tensor.shape, tensor.dtype)
         imported.constant(state, name, empty, f"{save.prefix}{save.metadata.files[0]}:{fqn}")
 
 
@@ -242,21 +245,7 @@ def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
     return metadata.paths
 
 
-def _empty(folder: FilePath, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
-    if math.prod(tensor.shape):
-        raise FormatError(
-            f"{folder}: {fqn} has shape {list(tensor.shape)}, but by the metadata no chunk of it is"
-            " in any file: that of a rank is missing, or it is damaged"
-        )
-    return tensor.shape
-
-
-def _reason(tensor: TensorEntry, state: str, name: str) -> str:
-    what = f"{state} of {name}" if state != "other" else "a tensor beside the model"
-    return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
-
-
-def read_object(imported: Import, fqn: str, span: Span, save: Save) -> Any:
+def read_object(imported: ContentsBuilder, fqn: str, span: Span, save: DcpSave) -> Any:
     """An object, kept as an extra; None of one that asks for code or is made of data, or that is
     left aside and damaged.
     """
@@ -287,7 +276,7 @@ def read_object(imported: Import, fqn: str, span: Span, save: Save) -> Any:
     return file.tree
 
 
-def account_for_files(imported: Import, save: Save) -> None:
+def account_for_files(imported: ContentsBuilder, save: DcpSave) -> None:
     """Every file of a save that no tensor or object lies in, or not all of it."""
     metadata, prefix = save.metadata, save.prefix
     used: Counter[str] = Counter()

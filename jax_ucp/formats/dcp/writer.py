@@ -17,10 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
-from jax_ucp.export.files import File, Tensor
-from jax_ucp.export.parameters import Parameters, named, torch_groups
-from jax_ucp.formats.torch_save.pickle_writer import (
+from jax_ucp.codecs.pickle_writer import (
     Call,
     Global,
     Instance,
@@ -28,7 +25,10 @@ from jax_ucp.formats.torch_save.pickle_writer import (
     has_dtype,
     torch_dtype,
 )
-from jax_ucp.formats.torch_save.zip_writer import TorchZip
+from jax_ucp.codecs.zip_writer import TorchZip
+from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
+from jax_ucp.export.files import File, Tensor
+from jax_ucp.export.parameters import Parameters, torch_groups
 
 METADATA_FILE, DATA_FILE = ".metadata", "__0_0.distcp"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -55,13 +55,17 @@ def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
         ((MODEL, name), tensor) for name, tensor in parameters.model.items()
     ]
     for name, states in parameters.states.items():
-        items += [
-            ((OPTIMIZER, "state", name, state), t)
-            for state, t in states.items()
-            if state != "param"
-        ]
+        own = {state: tensor for state, tensor in states.items() if state != "param"}
+        items += [((OPTIMIZER, "state", name, state), tensor) for state, tensor in own.items()]
     items += [(_steps(name), tensor) for name, tensor in parameters.other.items()]
-    items += (objects | _named_groups(objects, parameters.trained)).items()
+    # names take the place of numbers in groups that have both, as the states here go by name
+    named: dict[Steps, list[str]] = {}
+    for path, names in objects.items():
+        is_of_group = path[:2] == (OPTIMIZER, "param_groups") and path[-1] == "param_names"
+        if is_of_group and isinstance(names, list):
+            named[*path[:-1], "params"] = names
+    known = {name for name in itertools.chain(*named.values()) if isinstance(name, str)}
+    items += (objects | (named if known & {*parameters.trained} else {})).items()
     for number, group in enumerate(groups(parameters, objects)):
         items += [((OPTIMIZER, "param_groups", number, key), value) for key, value in group.items()]
     _check(items)
@@ -72,31 +76,18 @@ def groups(parameters: Parameters, objects: Mapping[Steps, Any]) -> list[dict[st
     """The groups that `objects` do not have. States that are in no group are no optimizer's to a
     reader.
     """
-    return (
-        [] if any(map(_of_groups, objects)) else torch_groups(parameters.groups, parameters.trained)
-    )
+    if any(map(_of_groups, objects)):
+        return []
+    return torch_groups(parameters.groups, parameters.trained)
 
 
 def _of_groups(path: Steps) -> bool:
     """Whether an object is of the optimizer's groups, nested or flattened
     (`param_groups.<name>.lr`).
     """
-    return (
-        path[0] == OPTIMIZER and len(path) > 1 and str(path[1]).partition(".")[0] == "param_groups"
-    )
-
-
-def _named_groups(objects: Mapping[Steps, Any], trained: Sequence[str]) -> dict[Steps, list[str]]:
-    """The names that take the place of numbers in groups that have both, as the states here go
-    by name.
-    """
-    by_group: dict[Steps, list[str]] = {}
-    for path, names in objects.items():
-        is_of_group = path[:2] == (OPTIMIZER, "param_groups") and path[-1] == "param_names"
-        if is_of_group and isinstance(names, list):
-            by_group[*path[:-1], "params"] = names
-    named = {name for name in itertools.chain(*by_group.values()) if isinstance(name, str)}
-    return by_group if named & {*trained} else {}
+    if path[0] != OPTIMIZER or len(path) < 2:
+        return False
+    return str(path[1]).partition(".")[0] == "param_groups"
 
 
 def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Steps, Any]:
@@ -123,7 +114,7 @@ def _check(items: Sequence[tuple[Steps, Any]]) -> None:
     ]
     if problems:
         raise UnsupportedLeaf(
-            named(problems, "torch has no such dtypes", "Export with another dtype.")
+            "torch has no such dtypes:", problems, remedy="Export with another dtype."
         )
     names: dict[str, Steps] = {}
     for path, _ in items:
@@ -135,7 +126,7 @@ def _check(items: Sequence[tuple[Steps, Any]]) -> None:
         names[_name(path)] = path
     if problems:
         raise TreeMismatch(
-            named(problems, "DCP joins keys by dots, which gives one name twice", "Rename them.")
+            "DCP joins keys by dots, which gives one name twice:", problems, remedy="Rename them."
         )
 
 

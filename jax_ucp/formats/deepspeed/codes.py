@@ -9,14 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_ucp.formats.assemble import Import
-from jax_ucp.formats.deepspeed.files import Stored
+from jax_ucp.arrays.decoded import block_of
+from jax_ucp.codecs.torch_file import StoredTensor
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.options import DECODED
-from jax_ucp.formats.torch_save.file import StoredTensor
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.decoded import block_of
+from jax_ucp.options import DECODED
 
 PART_OF_CODES = "kept apart: what codes of an 8-bit optimizer mean"
 _AS_STORED = (
@@ -36,8 +33,8 @@ _MOMENTS = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 
 @dataclass(frozen=True)
-class Codes:
-    """What one rank's codes of eight bits mean: entries of a table, times scales of blocks."""
+class RankCodes:
+    """The meaning of one rank's codes of eight bits: entries of a table, times scales of blocks."""
 
     table: StoredTensor
     scales: StoredTensor
@@ -45,7 +42,7 @@ class Codes:
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """One state of an optimizer, in which bitsandbytes' codes are beside the rest."""
+    """An optimizer's state of a parameter, with bitsandbytes' codes beside the rest."""
     plain = {name: value for name, value in state.items() if name != _QUANTIZED}
     return plain | as_dict(state.get(_QUANTIZED))
 
@@ -57,37 +54,36 @@ def numbers_of_codes(states: Iterable[str]) -> list[str]:
 
 def split_codes(
     states: Mapping[str, list[Any]],
-) -> tuple[dict[str, list[Codes]], dict[str, list[StoredTensor]], dict[str, list[Any]]]:
-    """Of each rank's states: what codes mean, what is no element of them, and the states."""
+) -> tuple[dict[str, list[RankCodes]], dict[str, list[StoredTensor]], dict[str, list[Any]]]:
+    """Each rank's states, apart: the meaning of codes, tensors that have no element of them, and
+    the states. Codes that are not understood on one rank stay as they are, with their parts.
+    """
+    codes: dict[str, list[RankCodes]] = {}
+    for number in numbers_of_codes(states):
+        tensors = [states.get(f"{part}{number}", []) for part in PARTS]
+        meanings = list(itertools.starmap(meaning_of, zip(*tensors, strict=False)))
+        understood = list(filter(None, meanings))
+        if understood and len(understood) == len(meanings):
+            codes[f"state{number}"] = understood
     if not numbers_of_codes(states):
         return {}, {}, dict(states)
-    found = {f"state{n}": _meanings(n, states) for n in numbers_of_codes(states)}
-    codes = {name: meanings for name, meanings in found.items() if meanings}
     parts = {name: states[name] for name in filter(_PART.fullmatch, states) if name not in codes}
     return codes, parts, {name: states[name] for name in states if name not in parts}
 
 
-def _meanings(number: str, states: Mapping[str, list[Any]]) -> list[Codes]:
-    """What the codes of each rank mean; nothing where those of one cannot be told."""
-    tensors = [states.get(f"{part}{number}", []) for part in PARTS]
-    meanings = list(itertools.starmap(meaning_of, zip(*tensors, strict=False)))
-    known = list(filter(None, meanings))
-    return known if len(known) == len(meanings) else []
-
-
-def meaning_of(codes: Any, table: Any, scales: Any) -> Codes | None:
-    """What codes mean; None where they are not codes of blocks of one row of elements."""
+def meaning_of(codes: Any, table: Any, scales: Any) -> RankCodes | None:
+    """The meaning of codes; None where they are not codes of blocks of one row of elements."""
     if not all(isinstance(tensor, StoredTensor) for tensor in (codes, table, scales)):
         return None
     dtypes = [tensor.dtype.name for tensor in (codes, table, scales)]
     if dtypes != ["uint8", "float32", "float32"] or table.shape != (256,):
         return None
     block = block_of(math.prod(codes.shape), *scales.shape) if len(scales.shape) == 1 else None
-    return Codes(table, scales, block) if block else None
+    return RankCodes(table, scales, block) if block else None
 
 
 def plain_name(state: str, settings: Mapping[str, Any]) -> str:
-    """What torch's optimizers call a state of bitsandbytes' Adam; others keep their name.
+    """The name in torch's optimizers of a state of bitsandbytes' Adam; others keep their name.
 
     >>> plain_name("state2", {"betas": (0.9, 0.999), "eps": 1e-8})
     'exp_avg_sq'
@@ -97,17 +93,17 @@ def plain_name(state: str, settings: Mapping[str, Any]) -> str:
     return _MOMENTS.get(state, state) if adam else state
 
 
-def keep_apart(importer: Import, stored: Stored, tensor: StoredTensor, reason: str) -> None:
-    """Keep a stored tensor under `other`, by its file and place."""
-    label = f"{stored.name.removesuffix('.pt')}.{tensor.key.replace('/', '.')}"
-    layout = Unique().join([tensor.shape])
-    importer.parameter("other", label, Consolidated(layout, [stored.key(tensor)]), reason)
+def keep_apart(builder: ContentsBuilder, key: str, reason: str) -> None:
+    """Keep a stored tensor, `file:item`, under `other`, by its file and place."""
+    file, _, item = key.partition(":")
+    label = f"{file.removesuffix('.pt')}.{item.replace('/', '.')}"
+    builder.parameter("other", label, builder.array(key), reason)
 
 
-def note_codes(importer: Import, decoded: bool) -> None:
-    """Say once how codes were taken; what was asked for is part of the result."""
+def note_codes(builder: ContentsBuilder, decoded: bool) -> None:
+    """Note once how codes were taken; if decoded, as the user asked, the result says so."""
     note = _AS_MEANT if decoded else _AS_STORED
-    if note not in importer.notes:
-        importer.notes.append(note)
+    if note not in builder.notes:
+        builder.notes.append(note)
     if decoded:
-        importer.said["dequantize"] = DECODED
+        builder.said["dequantize"] = DECODED

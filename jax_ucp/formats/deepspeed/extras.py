@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint has beside tensors: schedulers, counters, client state, settings."""
+"""The rest of a DeepSpeed checkpoint: schedulers, counters, client state, settings, other files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.deepspeed.files import Rank, Stored
+from jax_ucp.formats.deepspeed.files import StateFile
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.stage0 import unwrapped
 from jax_ucp.formats.deepspeed.zero import base_optimizer
@@ -34,52 +34,44 @@ _OF_PARTITIONS = "describes the layout of the partitions, which whole parameters
 def add_extras(slices: Slices) -> None:
     """Add everything that is not a tensor of the tree, by file."""
     for model in slices.files.all_models:
-        _add_of_model(slices, model)
+        values = {name: value for name, value in model.state.items() if name != "module"}
+        if isinstance(values.get("optimizer"), dict):
+            _add_of_optimizer(slices, model, values.pop("optimizer"))
+        _add_entries(slices, model, values, _DESCRIBING, _NAMES_AND_SHAPES)
     for stored in slices.files.expert_optimizers.values():
         _add_of_optimizer(slices, stored, stored.state.get("optimizer") or {})
     for rank in slices.files.all_ranks:
-        _add_of_rank(slices, rank)
-
-
-def _add_of_model(slices: Slices, model: Stored) -> None:
-    values = {name: value for name, value in model.state.items() if name != "module"}
-    if isinstance(values.get("optimizer"), dict):
-        _add_of_optimizer(slices, model, values.pop("optimizer"))
-    _add_entries(slices, model, values, _DESCRIBING, _NAMES_AND_SHAPES)
-
-
-def _add_of_rank(slices: Slices, rank: Rank) -> None:
-    values = {**as_dict(rank.file.tree), **rank.state}
-    base = as_dict(base_optimizer(rank))
-    if "param_groups" in base:
-        values["param_groups"] = base["param_groups"]
-    others = {name: value for name, value in values.items() if name not in _PARTITIONS}
-    _add_entries(slices, rank, others, _LAYOUT, _OF_PARTITIONS)
+        values = {**as_dict(rank.file.tree), **rank.state}
+        base = as_dict(base_optimizer(rank))
+        if "param_groups" in base:
+            values["param_groups"] = base["param_groups"]
+        others = {name: value for name, value in values.items() if name not in _PARTITIONS}
+        _add_entries(slices, rank, others, _LAYOUT, _OF_PARTITIONS)
 
 
 def _add_entries(
-    slices: Slices, stored: Stored, values: Mapping[str, Any], layout: Sequence[str], reason: str
+    slices: Slices, stored: StateFile, values: Mapping[str, Any], layout: Sequence[str], reason: str
 ) -> None:
     """Add the values of a file as extras, but for those of the `layout`, which are skipped."""
     for name, value in values.items():
         if name in layout:
-            slices.importer.skip(f"{stored.name}:{name}", "layout", reason)
+            slices.builder.skip(f"{stored.name}:{name}", "layout", reason)
         else:
-            slices.importer.extra(stored.name, name, value)
+            slices.builder.extra(stored.name, name, value)
 
 
-def _add_of_optimizer(slices: Slices, stored: Stored, optimizer: Mapping[str, Any]) -> None:
+def _add_of_optimizer(slices: Slices, stored: StateFile, optimizer: Mapping[str, Any]) -> None:
     inner, masters = unwrapped(optimizer)
     values, tensors = dict(optimizer), {"state"}
     if masters:
         tensors |= {masters, "optimizer_state_dict"}
         values |= as_dict(inner)
     for name in filter(lambda name: name not in tensors, values):
-        slices.importer.extra(stored.name, f"optimizer/{name}", values[name])
+        slices.builder.extra(stored.name, f"optimizer/{name}", values[name])
     if slices.options.weights_only:
-        for key in slices.importer.stored:
+        for key in slices.builder.stored:
             if key.startswith(f"{stored.name}:optimizer/"):
-                slices.importer.leave(key, "state", ASIDE)
+                slices.builder.leave(key, "state", ASIDE)
 
 
 def skip_other_files(slices: Slices, swap_files: Collection[str] = ()) -> None:
@@ -89,11 +81,11 @@ def skip_other_files(slices: Slices, swap_files: Collection[str] = ()) -> None:
         name = path.below(slices.files.folder)
         left_aside = slices.options.weights_only and path.name.endswith(_OF_OPTIMIZER)
         reason = ASIDE if left_aside else "not one that DeepSpeed's engine reads"
-        slices.importer.skip(name, "folder" if path.is_dir() else "file", reason)
+        slices.builder.skip(name, "folder" if path.is_dir() else "file", reason)
 
 
 def _below(folder: FilePath, read: Collection[str], prefix: str = "") -> Iterator[FilePath]:
-    """What is in a folder, or in those of its folders that have files which are read."""
+    """The content of a folder, and of its folders that have files which are read; not `read`."""
     for path in folder.children():
         name = f"{prefix}{path.name}"
         if any(file.startswith(f"{name}/") for file in read):

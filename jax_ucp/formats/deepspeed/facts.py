@@ -1,4 +1,4 @@
-"""What every file of a DeepSpeed checkpoint says of the step that it is of.
+"""Facts that all files of a DeepSpeed checkpoint must have alike: they are of one step.
 
 Counters, loss scaler and overflow are reduced over all ranks. Groups of parameters are those of a
 pipeline stage: its data- and tensor-parallel ranks have them alike.
@@ -12,40 +12,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
+from jax_ucp.formats.deepspeed.files import Rank, TagFiles
 from jax_ucp.formats.deepspeed.zero import base_optimizer
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.nested import as_dict
 
 
-def check_facts(files: Files, weights_only: bool = False) -> None:
-    """Raise FormatError, naming two files and what they say, where files are not of one step.
+def check_facts(files: TagFiles, weights_only: bool = False) -> None:
+    """Raise FormatError, naming two files and their values, where files are not of one step.
 
     With `weights_only` nothing is compared that no weight rests on.
     """
     facts = Facts(files.folder)
     for mp, models in enumerate(files.models):
+        stage = mp // files.tp
         for model in models:
-            _of_model(facts, model, mp // files.tp, weights_only)
+            # The rest of a scheduler's state may be of each rank's own losses.
+            file, name, state = model.file, model.name, model.state
+            scheduler = state.get("lr_scheduler")
+            facts.state_all(file, name, "lr_scheduler", scheduler, only=COUNTS)
+            facts.state_all(file, name, "lr_scheduler", scheduler, stage, only=RATES)
+            facts.state_all(file, name, "iteration", state.get("iteration"))
+            if not weights_only:
+                facts.state_all(file, name, "optimizer", _rates(state.get("optimizer")), stage)
     for mp, ranks in enumerate(files.ranks):
         for rank in ranks:
             _of_optimizer(facts, rank, mp // files.tp)
-    if weights_only:
-        return
-    for (_, mp), stored in files.expert_optimizers.items():
+    for (_, mp), stored in files.expert_optimizers.items() if not weights_only else ():
         rates = _rates(stored.state.get("optimizer"))
         facts.state_all(stored.file, stored.name, "optimizer", rates, mp // files.tp)
-
-
-def _of_model(facts: Facts, model: Stored, stage: int, weights_only: bool) -> None:
-    # The rest of a scheduler's state may be of each rank's own losses.
-    scheduler = model.state.get("lr_scheduler")
-    facts.state_all(model.file, model.name, "lr_scheduler", scheduler, only=COUNTS)
-    facts.state_all(model.file, model.name, "lr_scheduler", scheduler, stage, only=RATES)
-    facts.state_all(model.file, model.name, "iteration", model.state.get("iteration"))
-    if not weights_only:
-        rates = _rates(model.state.get("optimizer"))
-        facts.state_all(model.file, model.name, "optimizer", rates, stage)
 
 
 def _of_optimizer(facts: Facts, rank: Rank, stage: int) -> None:

@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile, TreeContents
+from jax_ucp.codecs.unpickle import known, what_is
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile, TreeContents
-from jax_ucp.formats.torch_save.unpickle import known, what_is
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 
 _OPTIM = re.compile(
     r"(?P<bf16>(?:bf16_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
@@ -38,7 +38,7 @@ _EXPERT = re.compile(
 )
 _EXPP = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
-# What every file of one save says alike.
+# Entries that every file of one save has alike.
 _SAME = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
 # The masters, and the state of the optimizer that ZeRO wraps: those of ZeRO-1 and 2, and of ZeRO-3.
@@ -60,7 +60,7 @@ class SwappedTensor(StoredTensor):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StateFile:
     """A file of the checkpoint, and the dict in it that matters; `subfolder` ends with a slash."""
 
     file: TorchFile
@@ -77,7 +77,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Rank(Stored):
+class Rank(StateFile):
     """The optimizer file of one data-parallel rank."""
 
     dp: int
@@ -90,7 +90,7 @@ class Rank(Stored):
 
 
 @dataclass(frozen=True)
-class Files:
+class TagFiles:
     """The files of one tag, by position.
 
     `models[mp_rank]` has one file of model states, or under ZeRO-3 one for each data-parallel rank;
@@ -104,22 +104,22 @@ class Files:
     pp: int
     tp: int
     zero3: bool
-    models: Sequence[Sequence[Stored]]
+    models: Sequence[Sequence[StateFile]]
     ranks: Sequence[Sequence[Rank]]
-    layers: Mapping[tuple[int, int], Stored]
-    experts: Mapping[tuple[int, int, int], Stored]
-    expert_optimizers: Mapping[tuple[int, int], Stored]
+    layers: Mapping[tuple[int, int], StateFile]
+    experts: Mapping[tuple[int, int, int], StateFile]
+    expert_optimizers: Mapping[tuple[int, int], StateFile]
     unusable: str = ""
 
     @property
-    def all_models(self) -> list[Stored]:
+    def all_models(self) -> list[StateFile]:
         return list(itertools.chain(*self.models))
 
     @property
     def all_ranks(self) -> list[Rank]:
         return list(itertools.chain(*self.ranks))
 
-    def all(self) -> list[Stored]:
+    def all(self) -> list[StateFile]:
         by_number = (self.layers, self.experts, self.expert_optimizers)
         return [
             *self.all_models,
@@ -148,30 +148,12 @@ def _is_own(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
 
 
-def _file_names(folder: FilePath) -> list[str]:
-    """The names of all files. Raises FormatError for both of mp_rank_0 and mp_rank_00."""
-    names = sorted(path.name for path in folder.children() if path.is_file())
-    seen: dict[str, str] = {}
-    for name in filter(_is_own, names):
-        plain = _unpadded(name)
-        if plain in seen:
-            raise FormatError(
-                f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one"
-            )
-        seen[plain] = name
-    return names
-
-
-def _unpadded(name: str) -> str:
-    return re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
-
-
 @dataclass(frozen=True)
 class _Names:
     """The names of the files of one tag, by the numbers in them.
 
-    `models` and `optimizers` are keyed (dp_rank, mp_rank), the rest as in `Files`. The dp_rank of
-    model states is None below ZeRO-3. `prefixes` are those of the optimizer files: "bf16_", or
+    `models` and `optimizers` are keyed (dp_rank, mp_rank), the rest as in `TagFiles`. The dp_rank
+    of model states is None below ZeRO-3. `prefixes` are those of the optimizer files: "bf16_", or
     nothing.
     """
 
@@ -185,21 +167,34 @@ class _Names:
 
 
 def _parse_names(folder: FilePath) -> _Names:
-    names = _file_names(folder)
+    """The names of all files. Raises FormatError for both of mp_rank_0 and mp_rank_00."""
+    names = sorted(path.name for path in folder.children() if path.is_file())
+    seen: dict[str, str] = {}
+    for name in filter(_is_own, names):
+        plain = _unpadded(name)
+        if plain in seen:
+            raise FormatError(
+                f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one"
+            )
+        seen[plain] = name
 
     def matches(pattern: re.Pattern[str]) -> list[re.Match[str]]:
         return list(filter(None, map(pattern.fullmatch, names)))
 
-    optimizers = matches(_OPTIM)
+    optimizers, models = matches(_OPTIM), matches(_MODEL)
     return _Names(
         folder,
-        models={(_int(m["dp"]), int(m["mp"])): m[0] for m in matches(_MODEL)},
+        models={(None if m["dp"] is None else int(m["dp"]), int(m["mp"])): m[0] for m in models},
         optimizers=_by_numbers(optimizers, "dp", "mp"),
         prefixes=frozenset(m["bf16"] for m in optimizers),
         layers=_by_numbers(matches(_LAYER), "layer", "tp"),
         experts=_by_numbers(matches(_EXPERT), "layer", "expert", "mp"),
         expert_optimizers=_by_numbers(matches(_EXPP), "ep", "mp"),
     )
+
+
+def _unpadded(name: str) -> str:
+    return re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
 
 
 def _by_numbers(matches: Iterable[re.Match[str]], *groups: str) -> dict[Any, str]:
@@ -209,7 +204,7 @@ def _by_numbers(matches: Iterable[re.Match[str]], *groups: str) -> dict[Any, str
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunDegrees:
     """The degrees of the run, by the model states in the file `model`."""
 
     model: str
@@ -228,7 +223,7 @@ class _Run:
         return range(self.world) if self.zero3 else (None,)
 
 
-def open_files(folder: FilePath, weights_only: bool = False) -> Files:
+def open_files(folder: FilePath, weights_only: bool = False) -> TagFiles:
     """The files of one tag; with `weights_only` of the optimizer only those of masters.
 
     Raises FormatError, naming the file, where one is missing, or is of another run or step. With
@@ -236,22 +231,44 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
     weights nowhere else.
     """
     names = _parse_names(folder)
-    first = _first_model(names)
+    first = (0 if _is_zero3(names) else None), 0
+    if first not in names.models:
+        raise FormatError(
+            f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
+            " hold"
+        )
     models = _open_all(folder, names.models)
     run = _parse_run(names, models[first], zero3=first[0] is not None)
-    _check_complete(folder, models, run)
-    _check_same_run(folder, models, run)
-    _check_one_optimizer(folder, models, names)
-    if run.zero3:
-        fragments = ((model, _frozen_fragments(model)) for model in models.values())
-        _refuse_copies(fragments, "fragments of frozen parameters")
-    experts = {} if weights_only else names.expert_optimizers
-    _check_expert_optimizers(folder, experts)
-    ranks, unusable = _usable_optimizers(names, run, weights_only)
+    _check_models(folder, models, run)
+    optimizer = next((m for m in models.values() if as_dict(m.state.get("optimizer"))), None)
+    if names.optimizers and optimizer:
+        raise FormatError(
+            f"{folder / optimizer.name} has an optimizer's states, as a run without ZeRO writes"
+            f" it, but {min(names.optimizers.values())} lies beside it: files of two runs are"
+            " in one folder. Remove those of the other run"
+        )
+    expert_names = {} if weights_only else names.expert_optimizers
+    for ep, mp in sorted(expert_names):
+        if ep and (ep - 1, mp) not in expert_names:
+            raise FormatError(
+                f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but"
+                f" {expert_names[ep, mp]} is there"
+            )
+    # The weights of ZeRO-3 are in its optimizer files alone.
+    ranks: list[list[Rank]] = [[] for _ in range(run.mp_world)]
+    unusable = ""
+    try:
+        ranks = _optimizers(names, run, weights_only)
+    except (FormatError, OSError) as error:
+        if run.zero3 or not weights_only:
+            if isinstance(error, FormatError) and not run.zero3:
+                error.at(way_out="weights_only")
+            raise
+        unusable = str(error)
     layers = _open_all(folder, names.layers)
-    expert_optimizers = _open_all(folder, experts)
+    expert_optimizers = _open_all(folder, expert_names)
     _check_saved_as([*models.values(), *layers.values(), *expert_optimizers.values()])
-    return Files(
+    return TagFiles(
         folder,
         run.pp,
         run.tp,
@@ -265,20 +282,9 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
     )
 
 
-def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers, Stored]:
+def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers, StateFile]:
     opened = opened_files(folder, names.values(), partial(open_stored, equal={}))
     return {numbers: opened[name] for numbers, name in names.items()}
-
-
-def _first_model(names: _Names) -> tuple[int | None, int]:
-    """The ranks of the first model states. Raises FormatError where they are missing."""
-    first = (0 if _is_zero3(names) else None), 0
-    if first in names.models:
-        return first
-    raise FormatError(
-        f"{names.folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
-        " hold"
-    )
 
 
 def _is_zero3(names: _Names) -> bool:
@@ -287,28 +293,23 @@ def _is_zero3(names: _Names) -> bool:
     Raises FormatError where model states are of several stages.
     """
     if not names.models:
-        return any(_has_flat_groups(names.folder / name) for name in names.optimizers.values())
-    stages = {dp is not None for dp, _ in names.models}
-    if len(stages) > 1:
+        states = (open_stored(names.folder / name).state for name in names.optimizers.values())
+        return any("fp32_flat_groups" in s.get("optimizer_state_dict", ()) for s in states)
+    of_zero3 = [name for (dp, _), name in names.models.items() if dp is not None]
+    others = [name for (dp, _), name in names.models.items() if dp is None]
+    if of_zero3 and others:
         raise FormatError(
-            f"{names.folder} has model states of ZeRO-3 ({_first_of(names, True)}) and of another"
-            f" stage ({_first_of(names, False)}): two saves with different settings are in one"
+            f"{names.folder} has model states of ZeRO-3 ({min(of_zero3)}) and of another"
+            f" stage ({min(others)}): two saves with different settings are in one"
             " folder. Remove the files of the older one"
         )
-    return stages.pop()
+    return bool(of_zero3)
 
 
-def _first_of(names: _Names, zero3: bool) -> str:
-    """The first model states of ZeRO-3, or of another stage."""
-    return min(name for (dp, _), name in names.models.items() if (dp is not None) == zero3)
-
-
-def _has_flat_groups(path: FilePath) -> bool:
-    return "fp32_flat_groups" in open_stored(path).state.get("optimizer_state_dict", ())
-
-
-def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
-    """The degrees in the model states, or in older versions by the number of files."""
+def _parse_run(names: _Names, model: StateFile, zero3: bool) -> _RunDegrees:
+    """The degrees (pp, tp, data-parallel) that the model states record. Versions of DeepSpeed that
+    record none have them counted from the numbers in the names of files.
+    """
     state = model.state
     data_ranks = {dp for dp, _ in names.optimizers}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
@@ -316,23 +317,25 @@ def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
         world = mics_ranks(model) or world
     degrees = known(state.get("checkpoint_parallel_dimensions"))
     if isinstance(degrees, dict):
-        return _Run(model.name, int(degrees["pp_degree"]), int(degrees["tp_degree"]), world, zero3)
+        return _RunDegrees(
+            model.name, int(degrees["pp_degree"]), int(degrees["tp_degree"]), world, zero3
+        )
     model_ranks = {mp for _, mp in names.models}
     mp_world = _count(state, "mp_world_size", len(model_ranks))
     layer_ranks = {tp for _, tp in names.layers}
     tp = len(layer_ranks) or mp_world
-    return _Run(model.name, max(1, mp_world // tp), tp, world, zero3)
+    return _RunDegrees(model.name, max(1, mp_world // tp), tp, world, zero3)
 
 
-def mics_ranks(model: Stored) -> int:
+def mics_ranks(model: StateFile) -> int:
     """Over how many ranks MiCS shards a parameter; 0 without it. Other ranks have copies of what
     the first ones have, and save nothing (`runtime/zero/mics.py`, up to DeepSpeed 0.19.5).
     """
     return max(0, _count(zero_config(model), "mics_shard_size", 0))
 
 
-def zero_config(model: Stored) -> Mapping[str, Any]:
-    """What the run's configuration says of ZeRO, but for what is off."""
+def zero_config(model: StateFile) -> Mapping[str, Any]:
+    """The run's configuration of ZeRO, without the entries that are off."""
     config = as_dict(known(model.state.get("ds_config")))
     return {key: value for key, value in as_dict(config.get("zero_optimization")).items() if value}
 
@@ -342,10 +345,10 @@ def _count(state: Mapping[str, Any], key: str, default: int) -> int:
     return value if type(value) is int else default
 
 
-def _check_complete(
-    folder: FilePath, models: Mapping[tuple[int | None, int], Stored], run: _Run
+def _check_models(
+    folder: FilePath, models: Mapping[tuple[int | None, int], StateFile], run: _RunDegrees
 ) -> None:
-    """Raise FormatError where the model states of a rank are missing."""
+    """Raise FormatError where the model states of a rank are missing, or of another run or step."""
     data_ranks = f"{run.world} data-parallel ranks, " if run.zero3 else ""
     for mp, dp in itertools.product(range(run.mp_world), run.model_ranks):
         if (dp, mp) not in models:
@@ -353,12 +356,6 @@ def _check_complete(
                 f"{folder}/{_model_name(dp, mp)} is missing: the run had {data_ranks}{run.pp}"
                 f" pipeline stages and {run.tp} tensor-parallel ranks, by {run.model}"
             )
-
-
-def _check_same_run(
-    folder: FilePath, models: Mapping[tuple[int | None, int], Stored], run: _Run
-) -> None:
-    """Raise FormatError where model states are of another run or step."""
     facts = Facts(folder)
     for (dp, mp), model in models.items():
         if mp >= run.mp_world or (dp or 0) >= run.world:
@@ -369,60 +366,44 @@ def _check_same_run(
             )
         for key in _SAME:
             facts.state(model.name, key, model.state.get(key))
+    if run.zero3:  # the model states of a rank have its part of each frozen parameter
+        fragments = (as_dict(known(m.state.get("frozen_param_fragments"))) for m in models.values())
+        tensors = [[t for t in of.values() if isinstance(t, StoredTensor)] for of in fragments]
+        what = "fragments of frozen parameters"
+        _refuse_copies(zip(models.values(), tensors, strict=True), what)
 
 
-def _check_one_optimizer(
-    folder: FilePath, models: Mapping[tuple[int | None, int], Stored], names: _Names
-) -> None:
-    """Raise FormatError where model states have the optimizer themselves, as without ZeRO, and
-    files of ZeRO's lie beside them.
+def _optimizers(names: _Names, run: _RunDegrees, weights_only: bool) -> list[list[Rank]]:
+    """The optimizer files by model-parallel rank, or none.
+
+    Raises FormatError where they are not one for each rank of the run. With `weights_only` there
+    may be more: they are left aside like all of the optimizer.
     """
     if not names.optimizers:
-        return
-    for model in models.values():
-        if as_dict(model.state.get("optimizer")):
-            raise FormatError(
-                f"{folder / model.name} has an optimizer's states, as a run without ZeRO writes"
-                f" it, but {min(names.optimizers.values())} lies beside it: files of two runs are"
-                " in one folder. Remove those of the other run"
-            )
-
-
-def _check_expert_optimizers(folder: FilePath, names: Mapping[tuple[int, int], str]) -> None:
-    """Raise FormatError where an expert-parallel rank before another has no optimizer file."""
-    for ep, mp in sorted(names):
-        if ep and (ep - 1, mp) not in names:
-            raise FormatError(
-                f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but"
-                f" {names[ep, mp]} is there"
-            )
-
-
-def _usable_optimizers(
-    names: _Names, run: _Run, weights_only: bool
-) -> tuple[list[list[Rank]], str]:
-    """The optimizer files by model-parallel rank; or, for weights, none and why not."""
-    if run.zero3:  # the weights are nowhere else
-        return _optimizers(names, run, weights_only), ""
-    try:
-        return _optimizers(names, run, weights_only), ""
-    except (FormatError, OSError) as error:
-        if weights_only:
-            return [[] for _ in range(run.mp_world)], str(error)
-        if isinstance(error, FormatError):
-            raise type(error)(
-                f"{error}. weights_only opens the module's weights, without the optimizer"
-            ) from error
-        raise
-
-
-def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]]:
-    if not names.optimizers:
         return [[] for _ in range(run.mp_world)]
-    _check_one_prefix(names)
-    _check_optimizer_names(names, run, weights_only)
-    places = itertools.product(range(run.mp_world), range(run.world))
-    opened = _open_all(names.folder, {(dp, mp): names.optimizers[dp, mp] for mp, dp in places})
+    if len(names.prefixes) > 1:
+        raise FormatError(
+            f"{names.folder} has optimizer files with and without the prefix bf16_: two saves with"
+            " different settings are in one folder. Remove the files of the older one"
+        )
+    (prefix,) = names.prefixes
+    places = [(dp, mp) for mp in range(run.mp_world) for dp in range(run.world)]
+    for dp, mp in places:
+        if (dp, mp) not in names.optimizers:
+            raise FormatError(
+                f"{names.folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is"
+                f" missing: the run had {run.world} data-parallel ranks, and each holds a part of"
+                " every parameter group"
+            )
+    for (dp, mp), name in sorted(names.optimizers.items()) if not weights_only else ():
+        if dp >= run.world or mp >= run.mp_world:
+            data_ranks = {rank for rank, _ in names.optimizers}
+            raise FormatError(
+                f"{names.folder} has optimizer files of {len(data_ranks)} ranks, but {run.model}"
+                f" was written by {run.world}; {name} belongs to another run, or to an earlier save"
+                " on more ranks"
+            )
+    opened = _open_all(names.folder, {place: names.optimizers[place] for place in places})
     ranks: list[list[Rank]] = [[] for _ in range(run.mp_world)]
     for (dp, mp), stored in opened.items():
         ranks[mp].append(_as_rank(dp, stored, run))
@@ -433,50 +414,22 @@ def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]
     return ranks
 
 
-def _check_one_prefix(names: _Names) -> None:
-    """Raise FormatError for optimizer files with and without the prefix of bf16."""
-    if len(names.prefixes) > 1:
-        raise FormatError(
-            f"{names.folder} has optimizer files with and without the prefix bf16_: two saves with"
-            " different settings are in one folder. Remove the files of the older one"
-        )
-
-
-def _check_optimizer_names(names: _Names, run: _Run, weights_only: bool) -> None:
-    """Raise FormatError where the optimizer files are not one for each rank of the run.
-
-    With `weights_only` there may be more: they are left aside like all of the optimizer.
-    """
-    (prefix,) = names.prefixes
-    for mp, dp in itertools.product(range(run.mp_world), range(run.world)):
-        if (dp, mp) not in names.optimizers:
-            raise FormatError(
-                f"{names.folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is"
-                f" missing: the run had {run.world} data-parallel ranks, and each holds a part of"
-                " every parameter group"
-            )
-    if weights_only:
-        return
-    for (dp, mp), name in sorted(names.optimizers.items()):
-        if dp >= run.world or mp >= run.mp_world:
-            data_ranks = {rank for rank, _ in names.optimizers}
-            raise FormatError(
-                f"{names.folder} has optimizer files of {len(data_ranks)} ranks, but {run.model}"
-                f" was written by {run.world}; {name} belongs to another run, or to an earlier save"
-                " on more ranks"
-            )
-
-
-def _refuse_copies(parts: Iterable[tuple[Stored, Sequence[StoredTensor]]], what: str) -> None:
+def _refuse_copies(parts: Iterable[tuple[StateFile, Sequence[StoredTensor]]], what: str) -> None:
     """Raise FormatError where two ranks' files have the same `what`: one is a copy.
 
     Checksums tell which two to compare. Parts of padding alone are zeros in several files.
     """
-    first_with: dict[tuple[tuple[int, int], ...], tuple[Stored, Sequence[StoredTensor]]] = {}
+    first_with: dict[tuple[tuple[int, int], ...], tuple[StateFile, Sequence[StoredTensor]]] = {}
     for stored, tensors in parts:
         checksums = stored.file.checksums()
         other, others = first_with.setdefault(checksums, (stored, tensors))
-        if checksums and other is not stored and _is_copy(stored, tensors, other, others):
+        if not checksums or other is stored or len(tensors) != len(others):
+            continue
+        mine = [stored.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in tensors]
+        theirs = [other.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in others]
+        # tensors of one value are those that ranks may share
+        varied = any(np.any(array != array.flat[0]) for array in mine if array.size)
+        if varied and all(map(same_bits, mine, theirs)):
             raise FormatError(
                 f"{stored.file.path} holds the same {what} as {other.name}, bit for bit, though"
                 " each rank has a part of its own: one is a copy under the wrong name. Put that"
@@ -484,29 +437,13 @@ def _refuse_copies(parts: Iterable[tuple[Stored, Sequence[StoredTensor]]], what:
             )
 
 
-def _frozen_fragments(model: Stored) -> list[StoredTensor]:
-    """What a rank's model states have of frozen parameters: under ZeRO-3 its part of each."""
-    fragments = as_dict(known(model.state.get("frozen_param_fragments")))
-    return [value for value in fragments.values() if isinstance(value, StoredTensor)]
-
-
-def _is_copy(
-    stored: Stored, tensors: Sequence[StoredTensor], other: Stored, others: Sequence[StoredTensor]
-) -> bool:
-    """Whether two files have equal tensors, but for those of one value, which ranks may share."""
-    mine = [stored.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in tensors]
-    theirs = [other.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in others]
-    equal = len(mine) == len(theirs) and all(map(same_bits, mine, theirs))
-    return equal and any(np.any(array != array.flat[0]) for array in mine if array.size)
-
-
-def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = None) -> Stored:
+def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = None) -> StateFile:
     """A file of the checkpoint; ranks whose files have equal pickles share what is in `equal`."""
     file = TorchFile(path, equal=equal)
-    return Stored(file, expect_dict(file.tree, path, "the file"))
+    return StateFile(file, expect_dict(file.tree, path, "the file"))
 
 
-def _as_rank(dp: int, stored: Stored, run: _Run) -> Rank:
+def _as_rank(dp: int, stored: StateFile, run: _RunDegrees) -> Rank:
     path = stored.file.path
     state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
     if not any(state.keys() >= wrapper for wrapper in _WRAPPERS):
@@ -515,7 +452,14 @@ def _as_rank(dp: int, stored: Stored, run: _Run) -> Rank:
             f" fp32_flat_groups of ZeRO-3, but {', '.join(map(str, state)) or 'nothing'}: another"
             " optimizer wrapper wrote it, which is not read, or it is not an optimizer file"
         )
-    _check_stage(path, state, run)
+    zero12, zero3 = _WRAPPERS
+    own, other, stages = (zero3, zero12, "3") if run.zero3 else (zero12, zero3, "1 or 2")
+    if not state.keys() >= own:
+        raise FormatError(
+            f"{path} has {', '.join(sorted(other))}, as another ZeRO stage writes it, but"
+            f" {run.model} is of ZeRO-{stages}: the file is of another run, or of a save with other"
+            " settings. Put the run's own file in its place"
+        )
     world = run.world
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts or world]
@@ -529,15 +473,17 @@ def _as_rank(dp: int, stored: Stored, run: _Run) -> Rank:
     return Rank(stored.file, state, dp)
 
 
-def _check_saved_as(files: Iterable[Stored]) -> None:
+def _check_saved_as(files: Iterable[StateFile]) -> None:
     """Raise FormatError where torch.save wrote a file under the name of another rank's.
 
     Nothing else says whose ZeRO-3's partitions and frozen fragments are, which tensor-parallel rank
     files without ZeRO are of, nor whose experts' moments they have.
     """
     for stored in files:
-        written = f"{stored.file.saved_as}.pt"
-        if _is_own(written) and _ranks_in(written) != _ranks_in(stored.file.path.name):
+        written, name = f"{stored.file.saved_as}.pt", stored.file.path.name
+        # The numbers count, not how they are padded, nor the prefix of a dtype.
+        ranks = [_unpadded(text.removeprefix("bf16_")) for text in (written, name)]
+        if _is_own(written) and ranks[0] != ranks[1]:
             raise FormatError(
                 f"{stored.file.path} was written as {written}, by the name inside it: it was"
                 " renamed, or exchanged for another rank's. Give each file the name that it was"
@@ -545,29 +491,8 @@ def _check_saved_as(files: Iterable[Stored]) -> None:
             )
 
 
-def _ranks_in(name: str) -> str:
-    """A file's name with its numbers as they are counted, and no prefix of a dtype."""
-    return _unpadded(name.removeprefix("bf16_"))
-
-
-def _check_stage(path: FilePath, state: Mapping[str, Any], run: _Run) -> None:
-    """Raise FormatError where the optimizer file is of another ZeRO stage than the run."""
-    zero12, zero3 = _WRAPPERS
-    own, other, stages = (zero3, zero12, "3") if run.zero3 else (zero12, zero3, "1 or 2")
-    if not state.keys() >= own:
-        raise FormatError(
-            f"{path} has {', '.join(sorted(other))}, as another ZeRO stage writes it, but"
-            f" {run.model} is of ZeRO-{stages}: the file is of another run, or of a save with other"
-            " settings. Put the run's own file in its place"
-        )
-
-
 def _model_name(dp: int | None, mp: int) -> str:
     return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
-
-
-def _int(digits: str | None) -> int | None:
-    return None if digits is None else int(digits)
 
 
 def expect_dict(value: Any, path: FilePath, what: str) -> dict[str, Any]:

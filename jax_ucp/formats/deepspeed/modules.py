@@ -11,28 +11,25 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.value import Array, Cut
+from jax_ucp.codecs.torch_file import StoredTensor
+from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.assemble import touched
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.files import Files, Stored, zero_config
+from jax_ucp.formats.deepspeed.files import StateFile, TagFiles, zero_config
 from jax_ucp.formats.deepspeed.slices import FROZEN, Slices
-from jax_ucp.formats.listing import listed
+from jax_ucp.formats.deepspeed.zero import touched
 from jax_ucp.formats.nested import as_dict, as_list
-from jax_ucp.formats.torch_save.file import StoredTensor
-from jax_ucp.formats.torch_save.opaque import closed_tensors, tensor_holders
-from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import Sharded, flat_layouts
-from jax_ucp.sources.consolidated import Consolidated
-
-# A stored tensor with its name in the importer.
-StoredKey = tuple[str, StoredTensor]
+from jax_ucp.states.opaque import closed_tensors, tensor_holders
+from jax_ucp.text import listed
 
 _EMPTIED = "ZeRO-3 empties the module; the values are in the partitions"
 _OTHER_RANKS = "the buffer of another data-parallel rank; that of rank 0 is used"
@@ -50,124 +47,127 @@ class ModuleTensor:
     stored: StoredTensor
 
 
-class ModuleReader:
-    """Adds the module's tensors to slices; `copied` are the parameters it has a copy of."""
+def add_module(slices: Slices) -> None:
+    """Add all of the module. Raises FormatError where the optimizer has more."""
+    files = slices.files
+    optimized = list(slices.params())
+    copied: set[str] = set()  # the parameters that the module has
 
-    def __init__(self, slices: Slices):
-        self.slices, self.files, self.importer = slices, slices.files, slices.importer
-        self.copied: set[str] = set()
+    def add(tensor: ModuleTensor) -> None:
+        copied.add(tensor.owner)
+        add_tensor(slices, tensor)
 
-    def read(self) -> None:
-        """Add all of the module. Raises FormatError where the optimizer has more."""
-        owned = list(self.slices.params())
-        check_layers(self.files, owned)
-        check_experts(self.files)
-        check_expert_tensors(self.files)
-        for mp in range(len(self.files.models)):
-            add_frozen(self.slices, mp)
-            add_model_states(self.slices, mp, self._owned(mp), self._add)
-        self._add_layers()
-        self._add_experts()
-        if not self.files.zero3:
-            check_copies(self.files, owned, self.copied)
+    check_layers(files, optimized)
+    check_experts(files)
+    check_expert_tensors(files)
+    for mp in range(len(files.models)):
+        add_frozen(slices, mp)
+        owned = set(slices.shapes_on(mp))
+        if not any(files.ranks):  # or those that it had, where its files are unusable
+            groups = known(files.models[mp][0].state.get("param_shapes"))
+            owned = {str(name) for group in as_list(groups) for name in as_dict(group)}
+        add_model_states(slices, mp, owned, add)
+    copied |= _add_layers(slices, add)
+    copied |= _add_experts(slices, add)
+    # Only ZeRO-3 saves modules without their parameters.
+    lost = [name for name in optimized if name not in copied]
+    if lost and not files.zero3:
+        what = "*_model_states.pt"
+        if files.layers:
+            layers = {layer for layer, _ in files.layers}
+            gap = min(set(range(len(layers) + 1)) - layers)
+            what = f"layer_{gap:02d}-model_states.pt (or of another layer)"
+        raise FormatError(
+            f"{files.folder}: the optimizer owns {listed(lost, 1)}, but no file of the module has"
+            f" it: {what} is missing, or was exchanged for another"
+        )
 
-    def _owned(self, mp: int) -> set[str]:
-        """The parameters of a rank that the optimizer has, or had where its files are unusable."""
-        if any(self.files.ranks):
-            return set(self.slices.shapes_on(mp))
-        groups = known(self.files.models[mp][0].state.get("param_shapes"))
-        return {str(name) for group in as_list(groups) for name in as_dict(group)}
 
-    def _add(self, tensor: ModuleTensor) -> None:
-        self.copied.add(tensor.owner)
-        add_tensor(self.slices, tensor)
+def _add_layers(slices: Slices, add: Callable[[ModuleTensor], None]) -> set[str]:
+    """Add the files of pipeline layers; those of tied ones are the lowest stage's.
 
-    def _add_layers(self) -> None:
-        """Add the files of pipeline layers; those of tied ones are the lowest stage's."""
-        buffers = names_in(self.files, "buffer_names")
-        for (layer, tp), stored in self.files.layers.items():
-            tensors = tensors_of(self.slices, stored, stored.state)
-            ranks, owned = self._layer_owners(tp)
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
-            for local, name in layer_names(layer, shapes, owned).items():
-                tensor, key = tensors[local], stored.key(tensors[local])
-                if name is None:
-                    self.copied.update(other for other in owned if other.endswith(f".{local}"))
-                    self.importer.skip(key, "copy", _SEVERAL_TIED)
-                elif name in buffers:
-                    _add_buffer(self.slices, ModuleTensor(tp, name, name, key, tensor))
-                elif name in owned or not any(self.files.ranks):
-                    self._add(ModuleTensor(ranks.get(name, tp), name, name, key, tensor))
-                else:
-                    raise FormatError(
-                        f"{stored.file.path} has {local}, but by the optimizer and the model states"
-                        f" there is no {name}: the file was renamed, or belongs to another run"
-                    )
-
-    def _layer_owners(self, tp: int) -> tuple[dict[str, int], dict[str, Shape]]:
-        """For a `tp` rank each parameter's lowest model-parallel rank, and its shape there."""
+    Returns the parameters that may be meant by tensors of which nothing tells the name.
+    """
+    files, ambiguous = slices.files, set[str]()
+    buffers = names_in(files, "buffer_names")
+    for (layer, tp), stored in files.layers.items():
+        tensors = tensors_of(slices, stored, stored.state)
+        # By parameter of this tp rank, the lowest model-parallel rank and the shape there.
         ranks: dict[str, int] = {}
-        shapes: dict[str, Shape] = {}
-        for name, slices in self.slices.params().items():
-            for stage in slices.stages[:1]:
-                if (stage, None, tp) in slices.shapes:
-                    ranks[name] = stage * self.files.tp + tp
-                    shapes[name] = slices.shapes[stage, None, tp]
-        return ranks, shapes
+        owned: dict[str, Shape] = {}
+        for name, own in slices.params().items():
+            for stage in own.stages[:1]:
+                if array := own.arrays.get((stage, None, tp)):
+                    ranks[name], owned[name] = stage * files.tp + tp, array.info.shape
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        for local, name in layer_names(layer, shapes, owned).items():
+            tensor, key = tensors[local], stored.key(tensors[local])
+            if name is None:
+                ambiguous.update(other for other in owned if other.endswith(f".{local}"))
+                slices.builder.skip(key, "copy", _SEVERAL_TIED)
+            elif name in buffers:
+                _add_buffer(slices, ModuleTensor(tp, name, name, key, tensor))
+            elif name in owned or not any(files.ranks):
+                add(ModuleTensor(ranks.get(name, tp), name, name, key, tensor))
+            else:
+                raise FormatError(
+                    f"{stored.file.path} has {local}, but by the optimizer and the model states"
+                    f" there is no {name}: the file was renamed, or belongs to another run"
+                )
+    return ambiguous
 
-    def _add_experts(self) -> None:
-        """Add the files of single experts, by global number."""
-        rows: dict[tuple[int, str], dict[int, StoredKey]] = defaultdict(dict)
-        for (_, expert, mp), stored in self.files.experts.items():
-            for name, tensor in tensors_of(self.slices, stored, stored.state).items():
-                fused, _, number = name.rpartition(".")
-                if number.isdigit() and moe.is_fused(fused, self.files.models[mp][0]):
-                    check_expert(stored, expert, number)
-                    if ("param", fused) in self.slices.states:
-                        self._add_fused_expert(mp, fused, int(number), stored.key(tensor))
-                    else:
-                        rows[mp, fused][int(number)] = stored.key(tensor), tensor
-                    continue
-                check_expert(stored, expert, moe.expert_number(name) or str(expert))
-                self._add(ModuleTensor(mp, name, name, stored.key(tensor), tensor))
-        for (mp, name), experts in rows.items():
-            self._stack_experts(mp, name, experts)
 
-    def _stack_experts(self, mp: int, name: str, experts: Mapping[int, StoredKey]) -> None:
-        """Add a parameter that has no master as its experts' files have it, in their order."""
-        model = self.files.models[mp][0]
-        if self.files.tp > 1:
-            raise FormatError(
-                f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks,"
-                " which is not read"
-            )
-        numbers = sorted(itertools.chain(*moe.placement(name, model).values()))
-        if sorted(experts) != numbers:
-            raise FormatError(
-                f"{model.file.path} says that {name} has the experts {numbers}, but there are files"
-                f" with the experts {sorted(experts)}: a file is missing, or belongs to another run"
-            )
-        keys: list[str] = []
-        for number in numbers:
-            key, tensor = experts[number]
-            keys.append(f"{key} as a row")
-            self.importer.cut(keys[-1], key, 0, (1, *tensor.shape))
-        layout = Sharded(0).join([(1, *experts[number][1].shape) for number in numbers])
-        whole = f"{name} on mp_rank_{mp:02d}"
-        reason = f"an expert of {name}, of which the optimizer has no second copy"
-        self.importer.slice(whole, Consolidated(layout, keys), reason)
-        self.slices.add_whole(mp, "param", name, whole, layout.shape)
-        self.copied.add(name)
+def _add_experts(slices: Slices, add: Callable[[ModuleTensor], None]) -> set[str]:
+    """Add the files of single experts, by global number; returns the fused parameters of them."""
+    files, fused_names = slices.files, set[str]()
+    rows: dict[tuple[int, str], dict[int, Array]] = defaultdict(dict)
+    for (_, expert, mp), stored in files.experts.items():
+        model = files.models[mp][0]
+        for name, tensor in tensors_of(slices, stored, stored.state).items():
+            fused, _, number = name.rpartition(".")
+            is_fused = number.isdigit() and moe.is_fused(fused, model)
+            inside = number if is_fused else moe.expert_number(name) or str(expert)
+            if inside != str(expert):
+                raise FormatError(
+                    f"{stored.file.path} holds tensors of expert {inside}: it was renamed, or"
+                    " exchanged for another file"
+                )
+            key = stored.key(tensor)
+            if not is_fused:
+                add(ModuleTensor(mp, name, name, key, tensor))
+                continue
+            fused_names.add(fused)
+            if ("param", fused) not in slices.states:
+                rows[mp, fused][expert] = slices.builder.array(key)
+                continue
+            # A row of the slice that has this expert.
+            reason = f"a copy of an expert of {fused}, compared with it by verify"
+            for ep, experts in moe.placement(fused, model).items():
+                place = slices.place(mp, ep)
+                if expert in experts and slices.array_on(place, "param", fused):
+                    row, copy = experts.index(expert), slices.builder.array(key)
+                    slices.compare(place, "param", fused, copy, reason, at=(row,))
+    for (mp, name), experts in rows.items():
+        _stack_experts(slices, mp, name, experts)
+    return fused_names
 
-    def _add_fused_expert(self, mp: int, name: str, number: int, key: str) -> None:
-        self.copied.add(name)
-        slices = self.slices.states["param", name]
-        reason = f"a copy of an expert of {name}, compared with it by verify"
-        for ep, experts in moe.placement(name, self.files.models[mp][0]).items():
-            whole = slices.keys.get(self.slices.place(mp, ep))
-            if whole and number in experts:
-                row = experts.index(number)
-                self.importer.slice_duplicate(whole, key, reason, at=(row,))
+
+def _stack_experts(slices: Slices, mp: int, name: str, experts: Mapping[int, Array]) -> None:
+    """Add a parameter that has no master as its experts' files have it, in their order."""
+    model = slices.files.models[mp][0]
+    if slices.files.tp > 1:
+        raise moe.cut_twice(slices.files, name)
+    numbers = sorted(itertools.chain(*moe.placement(name, model).values()))
+    if sorted(experts) != numbers:
+        raise FormatError(
+            f"{model.file.path} says that {name} has the experts {numbers}, but there are files"
+            f" with the experts {sorted(experts)}: a file is missing, or belongs to another run"
+        )
+    rows = [Cut(experts[number], 0, (1, *experts[number].info.shape)) for number in numbers]
+    layout = Sharded(0).join([row.shape for row in rows])
+    slices.add(slices.place(mp), "param", name, layout, rows)
+    reason = f"an expert of {name}, of which the optimizer has no second copy"
+    slices.builder.mapped(rows, reason)
 
 
 def add_model_states(
@@ -177,7 +177,11 @@ def add_model_states(
 
     `owned` are the parameters that are stored elsewhere, as masters.
     """
-    shared = _shared_params(slices.files)
+    # The second names of parameters on all model-parallel ranks, and their owners.
+    shared: dict[str, str] = {}
+    for first, *_ in slices.files.models:
+        owners = first.state.get("shared_params") or {}
+        shared |= {str(alias): str(owner) for alias, owner in owners.items()}
     for model in slices.files.models[mp]:
         tensors = tensors_of(slices, model, model.state.get("module") or {}, "module/")
         buffers = set(map(str, model.state.get("buffer_names") or ()))
@@ -196,87 +200,68 @@ def add_model_states(
                 add(tensor)
 
 
-def _shared_params(files: Files) -> dict[str, str]:
-    """The second names of parameters on all model-parallel ranks, and their owners."""
-    shared: dict[str, str] = {}
-    for first, *_ in files.models:
-        owners = first.state.get("shared_params") or {}
-        shared |= {str(alias): str(owner) for alias, owner in owners.items()}
-    return shared
-
-
 def _add_buffer(slices: Slices, tensor: ModuleTensor) -> None:
-    if slices.place(tensor.mp) in slices.states["buffer", tensor.name].keys:
-        slices.importer.skip(tensor.key, "buffer", _OTHER_RANKS)
+    if slices.array_on(slices.place(tensor.mp), "buffer", tensor.name):
+        slices.builder.skip(tensor.key, "buffer", _OTHER_RANKS)
     else:
-        slices.add_whole(tensor.mp, "buffer", tensor.name, tensor.key, tensor.stored.shape)
+        slices.add_whole(tensor.mp, "buffer", tensor.name, tensor.key)
 
 
 def add_tensor(slices: Slices, tensor: ModuleTensor) -> None:
     """Add a tensor of a parameter: a copy of its master, or the parameter where it has none."""
-    owner, key = tensor.owner, tensor.key
-    master = slices.key_on(tensor.mp, owner)
+    owner, place = tensor.owner, slices.place(tensor.mp)
+    master, array = slices.array_on(place, "param", owner), slices.builder.array(tensor.key)
     if master is None:
-        slices.add_whole(tensor.mp, "param", tensor.name, key, tensor.stored.shape)
-    elif master != key:
+        slices.add_whole(tensor.mp, "param", tensor.name, tensor.key)
+    elif master is not array:
         tied = "" if owner == tensor.name else f"tied to {owner}: "
         reason = f"{tied}a copy of {owner}'s master in {tensor.stored.dtype}, compared with it by"
-        slices.importer.slice_duplicate(master, key, f"{reason} verify")
+        slices.compare(place, "param", owner, array, f"{reason} verify")
 
 
 def add_frozen(slices: Slices, mp: int) -> None:
     """Add frozen parameters: of ZeRO-2 whole on each rank, of ZeRO-3 only here, cut over ranks."""
     models = slices.files.models[mp]
-    shapes = models[0].state.get("frozen_param_shapes") or {}
-    for name, tensor in _frozen(models[0]).items():
-        pieces = [_frozen_piece(model, name, models[0]) for model in models]
-        keys = [model.key(piece) for model, piece in zip(models, pieces, strict=True)]
+    first = models[0]
+    shapes = first.state.get("frozen_param_shapes") or {}
+    for name, tensor in (first.state.get("frozen_param_fragments") or {}).items():
+        pieces: list[tuple[StateFile, StoredTensor]] = []
+        for model in models:
+            piece = (model.state.get("frozen_param_fragments") or {}).get(name)
+            if not isinstance(piece, StoredTensor):
+                raise FormatError(
+                    f"{model.file.path} has no fragment of the frozen {name}, but {first.name} has"
+                )
+            pieces.append((model, piece))
         if not slices.files.zero3:
-            slices.add_whole(mp, "param", name, keys[0], tensor.shape)
+            slices.add_whole(mp, "param", name, first.key(tensor))
             continue
-        _refuse_quantized(models[0], name, tensor)
+        # ZeRO++ may keep a frozen weight as codes. Their scales are attributes of tensors that are
+        # not saved (`_partition_param` in `runtime/zero/partition_parameters.py`,
+        # `_get_param_fragment_func` in `runtime/engine.py`).
+        codes = tensor.dtype == np.int8
+        if codes and zero_config(first).get("zero_quantized_nontrainable_weights"):
+            raise FormatError(
+                f"{first.file.path} has the frozen {name} as codes of 8 bits, without their"
+                " scales: zero_quantized_nontrainable_weights was on, and DeepSpeed does not save"
+                " them. Take this weight from the model that the run began with, and save with"
+                " exclude_frozen_parameters=True"
+            )
         shape = tuple(map(int, shapes[name]))
-        layouts = flat_layouts({name: shape}, [piece.shape[0] for piece in pieces])
+        layouts = flat_layouts({name: shape}, [piece.shape[0] for _, piece in pieces])
         layout, used = touched(layouts[name])
-        whole = Consolidated(layout, [keys[i] for i in used])
-        slices.add(mp, None, "param", name, whole, FROZEN)
+        arrays = [slices.builder.array(pieces[i][0].key(pieces[i][1])) for i in used]
+        slices.add(slices.place(mp), "param", name, layout, arrays)
+        slices.builder.mapped(arrays, FROZEN)
 
 
-def _refuse_quantized(model: Stored, name: str, piece: StoredTensor) -> None:
-    """Raise FormatError for a frozen weight that ZeRO++ keeps as codes.
-
-    Their scales are attributes of tensors that are not saved (`_partition_param` in
-    `runtime/zero/partition_parameters.py`, `_get_param_fragment_func` in `runtime/engine.py`).
-    """
-    if piece.dtype == np.int8 and zero_config(model).get("zero_quantized_nontrainable_weights"):
-        raise FormatError(
-            f"{model.file.path} has the frozen {name} as codes of 8 bits, without their scales:"
-            " zero_quantized_nontrainable_weights was on, and DeepSpeed does not save them. Take"
-            " this weight from the model that the run began with, and save with"
-            " exclude_frozen_parameters=True"
-        )
-
-
-def _frozen(model: Stored) -> Mapping[str, Any]:
-    return model.state.get("frozen_param_fragments") or {}
-
-
-def _frozen_piece(model: Stored, name: str, first: Stored) -> StoredTensor:
-    piece = _frozen(model).get(name)
-    if isinstance(piece, StoredTensor):
-        return piece
-    raise FormatError(
-        f"{model.file.path} has no fragment of the frozen {name}, but {first.name} has"
-    )
-
-
-def names_in(files: Files, key: str) -> set[str]:
+def names_in(files: TagFiles, key: str) -> set[str]:
     """The names under a key of the model states, on all model-parallel ranks."""
     return {str(name) for first, *_ in files.models for name in first.state.get(key) or ()}
 
 
 def tensors_of(
-    slices: Slices, stored: Stored, values: Mapping[str, Any], prefix: str = ""
+    slices: Slices, stored: StateFile, values: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, StoredTensor]:
     """The tensors among values, of which the others become extras.
 
@@ -289,7 +274,7 @@ def tensors_of(
             continue
         for holder in tensor_holders(value):
             raise FormatError(closed_tensors(holder))
-        slices.importer.extra(stored.name, f"{prefix}{name}", value)
+        slices.builder.extra(stored.name, f"{prefix}{name}", value)
     return tensors
 
 
@@ -329,23 +314,18 @@ def layer_names(
     """
     names = {name: f"{layer}.{name}" for name in tensors}
     tied = [name for name in tensors if names[name] not in owned]
-    keys = {key for name in tied for key in _tied_keys(name, tensors[name], owned)}
+    keys: set[str] = set()
+    for name in tied:
+        of_module = re.compile(rf"tied_modules\.([^.]+)\.{re.escape(name)}")
+        matches = [of_module.fullmatch(other) for other in owned if owned[other] == tensors[name]]
+        keys.update(match[1] for match in matches if match)
     if len(keys) > 1:
         return {**names, **dict.fromkeys(tied)}
     prefix = f"tied_modules.{keys.pop()}" if keys else str(layer)
     return {**names, **{name: f"{prefix}.{name}" for name in tied}}
 
 
-def _tied_keys(name: str, shape: Shape, owned: Mapping[str, Shape]) -> Iterator[str]:
-    """The keys of the tied modules that have a parameter of that name and shape."""
-    tied = re.compile(rf"tied_modules\.([^.]+)\.{re.escape(name)}")
-    for other in owned:
-        match = tied.fullmatch(other)
-        if match and owned[other] == shape:
-            yield match[1]
-
-
-def check_layers(files: Files, owned: Iterable[str]) -> None:
+def check_layers(files: TagFiles, owned: Iterable[str]) -> None:
     """Raise FormatError for a layer that the optimizer has parameters of, but that has no file."""
     if files.pp == 1 and not files.layers:
         return
@@ -360,85 +340,70 @@ def check_layers(files: Files, owned: Iterable[str]) -> None:
             )
 
 
-def check_copies(files: Files, owned: Iterable[str], copied: Collection[str]) -> None:
-    """Raise FormatError for a parameter that the optimizer owns, but no file of the module has.
-
-    Only ZeRO-3 saves modules without their parameters.
-    """
-    lost = [name for name in owned if name not in copied]
-    if not lost:
-        return
-    what = "*_model_states.pt"
-    if files.layers:
-        layers = {layer for layer, _ in files.layers}
-        gap = min(set(range(len(layers) + 1)) - layers)
-        what = f"layer_{gap:02d}-model_states.pt (or of another layer)"
-    raise FormatError(
-        f"{files.folder}: the optimizer owns {listed(lost, 1)}, but no file of the module has it:"
-        f" {what} is missing, or was exchanged for another"
-    )
-
-
-def check_expert(stored: Stored, expert: int, number: str) -> None:
-    """Raise FormatError where a file of one expert holds tensors of another."""
-    if number != str(expert):
-        raise FormatError(
-            f"{stored.file.path} holds tensors of expert {number}: it was renamed, or exchanged for"
-            " another file"
-        )
-
-
-def check_experts(files: Files) -> None:
+def check_experts(files: TagFiles) -> None:
     """Raise FormatError where the files of a layer's experts are not one for each expert."""
     numbers = known(files.models[0][0].state.get("num_experts")) if files.models else None
     counts: Sequence[int] = numbers if isinstance(numbers, list) else []
-    experts: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for layer, expert, mp in files.experts:
-        experts[layer, mp].add(expert)
-    for (layer, mp), stored in sorted(experts.items()):
-        count = counts[layer] if layer < len(counts) else len(stored)
-        _check_layer_experts(files, layer, mp, stored, count)
+    experts: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+    for (layer, expert, mp), stored in files.experts.items():
+        experts[layer, mp][expert] = stored.name
+    for (layer, mp), names in sorted(experts.items()):
+        count = counts[layer] if layer < len(counts) else len(names)
+        model, there = files.models[0][0].name, listed([names[n] for n in sorted(names)], 16)
+        if missing := sorted(set(range(count)) - set(names)):
+            name = f"layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt"
+            raise FormatError(
+                f"{files.folder}/{name} is missing: by {model} the layer has {count} experts, and"
+                f" {there} are there; one of these that is too many was renamed or belongs to"
+                " another run, or the model states do"
+            )
+        if len(names) > count:
+            raise FormatError(
+                f"{files.folder} has {names[max(names)]}, but by {model} the layer has {count}"
+                f" experts, and {there} are there; one of these, or the model states, belongs to"
+                " another run"
+            )
 
 
-def _check_layer_experts(
-    files: Files, layer: int, mp: int, experts: Collection[int], count: int
-) -> None:
-    def file(expert: int) -> str:
-        return next(
-            (stored.name for key, stored in files.experts.items() if key == (layer, expert, mp)),
-            f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt",
-        )
-
-    there = listed([file(expert) for expert in sorted(experts)], 16)
-    if missing := sorted(set(range(count)) - set(experts)):
-        raise FormatError(
-            f"{files.folder}/{file(missing[0])} is missing: by {files.models[0][0].name} the layer"
-            f" has {count} experts, and {there} are there; one of these that is too many was"
-            " renamed or belongs to another run, or the model states do"
-        )
-    if len(experts) > count:
-        raise FormatError(
-            f"{files.folder} has {file(max(experts))}, but by {files.models[0][0].name} the layer"
-            f" has {count} experts, and {there} are there; one of these, or the model states,"
-            " belongs to another run"
-        )
-
-
-# What an expert's file has, by the names that all experts of the layer share.
+# The tensors of an expert's file, by the names that all experts of the layer share.
 _Signature = frozenset[tuple[str, Shape, str]]
 
 
-def check_expert_tensors(files: Files) -> None:
-    """Raise FormatError for an expert's file that differs from others of its layer in names,
-    shapes or dtypes, or has what no parameter of the run is called.
+def check_expert_tensors(files: TagFiles) -> None:
+    """Raise FormatError for an expert's file that differs from most of its layer in names, shapes
+    or dtypes, or has a name that no parameter of the run has.
     """
-    layers: dict[tuple[int, int], list[Stored]] = defaultdict(list)
+    layers: dict[tuple[int, int], list[StateFile]] = defaultdict(list)
     for (layer, _, mp), stored in sorted(files.experts.items()):
         layers[layer, mp].append(stored)
     for experts in layers.values():
-        _check_alike(experts)
-    known_names = _generic_names(files)
-    for stored in files.experts.values() if known_names else ():
+        signatures = [_signature(stored) for stored in experts]
+        usual, _ = Counter(signatures).most_common(1)[0]
+        like = experts[signatures.index(usual)]
+        for stored, signature in zip(experts, signatures, strict=True):
+            if signature != usual:
+                first, second = (
+                    next(
+                        (f"{name} {dtype} {list(shape)}" for name, shape, dtype in sorted(own)), ""
+                    )
+                    or "nothing else"
+                    for own in (signature - usual, usual - signature)
+                )
+                raise FormatError(
+                    f"{stored.file.path} has {first}, where {like.name}, of another expert of the"
+                    f" layer, has {second}: one of the two files belongs to another run, or to"
+                    " another layer. Put the run's own file in its place"
+                )
+    # the run's parameters and buffers, without experts' numbers, if the model states list them
+    listed_groups = [
+        as_dict(group)
+        for model in files.all_models
+        for group in as_list(known(model.state.get("param_shapes")))
+    ]
+    known_names = names_in(files, "buffer_names") | names_in(files, "frozen_param_shapes")
+    known_names.update(str(name) for group in listed_groups for name in group)
+    known_names |= set(map(moe.without_number, known_names))
+    for stored in files.experts.values() if listed_groups else ():
         if unknown := sorted({name for name, _, _ in _signature(stored)} - known_names):
             raise FormatError(
                 f"{stored.file.path} has {listed(unknown, 1)}, but by {files.models[0][0].name}"
@@ -447,43 +412,9 @@ def check_expert_tensors(files: Files) -> None:
             )
 
 
-def _check_alike(experts: Sequence[Stored]) -> None:
-    """Raise FormatError for the file of an expert that is not like most of its layer."""
-    signatures = [_signature(stored) for stored in experts]
-    usual, _ = Counter(signatures).most_common(1)[0]
-    like = experts[signatures.index(usual)]
-    for stored, signature in zip(experts, signatures, strict=True):
-        if signature != usual:
-            first, second = (
-                ", ".join(
-                    f"{name} {dtype} {list(shape)}" for name, shape, dtype in sorted(some)[:1]
-                )
-                or "nothing else"
-                for some in (signature - usual, usual - signature)
-            )
-            raise FormatError(
-                f"{stored.file.path} has {first}, where {like.name}, of another expert of the"
-                f" layer, has {second}: one of the two files belongs to another run, or to another"
-                " layer. Put the run's own file in its place"
-            )
-
-
-def _signature(stored: Stored) -> _Signature:
+def _signature(stored: StateFile) -> _Signature:
     return frozenset(
         (moe.without_number(name), tensor.shape, str(tensor.dtype))
         for name, tensor in stored.state.items()
         if isinstance(tensor, StoredTensor)
     )
-
-
-def _generic_names(files: Files) -> set[str]:
-    """The names of the run's parameters and buffers, without experts' numbers; none where the
-    model states have no list of parameters.
-    """
-    if not any(model.state.get("param_shapes") for model in files.all_models):
-        return set()
-    names = names_in(files, "buffer_names") | names_in(files, "frozen_param_shapes")
-    for model in files.all_models:
-        for group in as_list(known(model.state.get("param_shapes"))):
-            names.update(map(str, as_dict(group)))
-    return names | set(map(moe.without_number, names))

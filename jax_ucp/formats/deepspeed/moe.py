@@ -1,4 +1,4 @@
-"""Experts: which ranks share them, and what the names on one rank are in the whole model.
+"""Experts: the ranks that share them, and the names in the whole model of those on one rank.
 
 Native experts (`deepspeed.moe`) have one name for each, local to the expert-parallel rank; they get
 their global number. AutoEP's are fused: `w1` of a rank has its experts along the first axis.
@@ -13,12 +13,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError, LayoutError
-from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
+from jax_ucp.formats.deepspeed.files import Rank, StateFile, TagFiles
 from jax_ucp.formats.deepspeed.tensor_parallel import affine_layout
 from jax_ucp.formats.deepspeed.zero import param_group
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Sharded
@@ -29,71 +29,73 @@ _NATIVE = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*
 
 
 def teams(
-    index: int, ranks: Sequence[Rank], models: Sequence[Stored]
+    index: int, ranks: Sequence[Rank], models: Sequence[StateFile]
 ) -> list[tuple[int | None, list[Rank]]]:
     """The ranks that share a group, in order, by expert-parallel rank, or None."""
-    metadata = [_sub_group(rank, index) for rank in ranks]
-    _check_alike(index, ranks, metadata)
-    if metadata[0] is not None:
-        return _zero3_teams(index, ranks, metadata, models)
-    counts = ranks[0].state.get("partition_count")
-    share = counts[index] if isinstance(counts, list) else len(ranks)
-    if param_group(ranks[0], index).get("moe"):
-        by_ep = enumerate(_expert_ranks(ranks, share))
-        return [(ep, [ranks[r] for r in team]) for ep, team in by_ep]
-    if share != len(ranks):
+    entries = [rank.state.get("ds_zero_partition_groups") or () for rank in ranks]
+    metadata = [next((e for e in of if e.get("sub_group") == index), None) for of in entries]
+    lacking = [rank for rank, entry in zip(ranks, metadata, strict=True) if entry is None]
+    having = [rank for rank, entry in zip(ranks, metadata, strict=True) if entry is not None]
+    if lacking and having:
+        few, many = sorted((lacking, having), key=len)
+        says = "does not say" if few is lacking else "says"
         raise FormatError(
-            f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks, but"
+            f"{few[0].file.path} {says} in ds_zero_partition_groups which ranks share sub-group"
+            f" {index}, unlike {many[0].name}: one of the two is of another run"
+        )
+    if having:
+        return _zero3_teams(index, ranks, metadata, models)
+    counts, world = ranks[0].state.get("partition_count"), len(ranks)
+    share = counts[index] if isinstance(counts, list) else world
+    if param_group(ranks[0], index).get("moe"):
+        # For each expert-parallel rank the positions of the `share` ranks of its experts.
+        ep = world // share
+        by_ep = [range(e, world, ep) for e in range(ep)]
+        if _data_before_experts(ranks[0]):
+            by_ep = [range(e * share, (e + 1) * share) for e in range(ep)]
+        return [(e, [ranks[r] for r in team]) for e, team in enumerate(by_ep)]
+    if share != world:
+        raise FormatError(
+            f"{ranks[0].file.path}: group {index} is shared by {share} of {world} ranks, but"
             " is not a group of experts: it is of another world size, or of a sharding over some of"
             " the ranks (MiCS), which is not read. weights_only opens what the model states hold"
         )
     return [(None, list(ranks))]
 
 
-def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
-    """For each expert-parallel rank the positions of the `share` ranks of its experts."""
-    ep, world = len(ranks) // share, len(ranks)
-    if _data_before_experts(ranks[0]):
-        return [range(e * share, (e + 1) * share) for e in range(ep)]
-    return [range(e, world, ep) for e in range(ep)]
-
-
-def _data_before_experts(stored: Stored | Rank) -> bool:
+def _data_before_experts(stored: StateFile | Rank) -> bool:
     """Whether neighbouring ranks have the same experts, by the settings of the run."""
     config = as_dict(known(as_dict(stored.file.tree).get("ds_config")))
     return bool(config.get("use_data_before_expert_parallelism"))
 
 
-def _sub_group(rank: Rank, index: int) -> Mapping[str, Any] | None:
-    entries = rank.state.get("ds_zero_partition_groups") or ()
-    return next((entry for entry in entries if entry.get("sub_group") == index), None)
-
-
-def _check_alike(
-    index: int, ranks: Sequence[Rank], metadata: Sequence[Mapping[str, Any] | None]
-) -> None:
-    """Raise FormatError where only some ranks' files say who shares a sub-group."""
-    lacking = [rank for rank, entry in zip(ranks, metadata, strict=True) if entry is None]
-    having = [rank for rank, entry in zip(ranks, metadata, strict=True) if entry is not None]
-    if not lacking or not having:
-        return
-    few, many = sorted((lacking, having), key=len)
-    says = "does not say" if few is lacking else "says"
-    raise FormatError(
-        f"{few[0].file.path} {says} in ds_zero_partition_groups which ranks share sub-group"
-        f" {index}, unlike {many[0].name}: one of the two is of another run"
-    )
-
-
 def _zero3_teams(
-    index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[Stored]
+    index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[StateFile]
 ) -> list[tuple[int | None, list[Rank]]]:
-    """ZeRO-3 says of each sub-group and rank which ranks share it, and in what order."""
+    """The ranks that share a sub-group, in order: ZeRO-3 writes them for each sub-group and rank.
+
+    Raises FormatError where a file is not that of its rank.
+    """
     teams_by_ep: dict[int | None, list[int]] = {}
     first_model: dict[int | None, str] = {}
     for dp, (rank, entry) in enumerate(zip(ranks, metadata, strict=True)):
-        team = _team(index, dp, rank, entry, len(ranks))
-        ep = _ep_rank(models[dp]) if len(team) < len(ranks) else None
+        team, place = list(entry["partition_ranks"]), entry["partition_rank"]
+        counted = entry["partition_count"] == len(team) > place and max(team) < len(ranks)
+        if not counted or team[place] != dp:
+            raise FormatError(
+                f"{rank.file.path}: sub-group {index} says it is part {place} of the"
+                f" ranks {team}, but the file is that of rank {dp}: it was renamed, or belongs to"
+                " another run"
+            )
+        ep = None
+        if len(team) < len(ranks):
+            numbers = {int(layer["ep_rank"]) for layer in autoep_layers(models[dp])}
+            if len(numbers) != 1:
+                raise FormatError(
+                    f"{models[dp].file.path}: ds_autoep_layers should give one ep_rank, but gives"
+                    f" {sorted(numbers)}"
+                )
+            (ep,) = numbers
         first = first_model.setdefault(ep, models[dp].name)
         if teams_by_ep.setdefault(ep, team) != team:
             raise FormatError(
@@ -105,56 +107,29 @@ def _zero3_teams(
     return [(ep, [ranks[dp] for dp in team]) for ep, team in by_ep]
 
 
-def _team(index: int, dp: int, rank: Rank, entry: Mapping[str, Any], world: int) -> list[int]:
-    """The ranks that share a sub-group. Raises FormatError if the file is not that of `dp`."""
-    team, place = list(entry["partition_ranks"]), entry["partition_rank"]
-    counted = entry["partition_count"] == len(team) > place and max(team) < world
-    if not counted or team[place] != dp:
-        raise FormatError(
-            f"{rank.file.path}: sub-group {index} says it is part {place} of the"
-            f" ranks {team}, but the file is that of rank {dp}: it was renamed, or belongs to"
-            " another run"
-        )
-    return team
-
-
-def _ep_rank(model: Stored) -> int:
-    ranks = {int(layer["ep_rank"]) for layer in autoep_layers(model)}
-    if len(ranks) != 1:
-        raise FormatError(
-            f"{model.file.path}: ds_autoep_layers should give one ep_rank, but gives"
-            f" {sorted(ranks)}"
-        )
-    return ranks.pop()
-
-
-def check_expert_ranks(files: Files) -> None:
+def check_expert_ranks(files: TagFiles) -> None:
     """Raise FormatError where a rank's model states are, by their AutoEP layers, another rank's.
 
     Only under ZeRO-3 has each data-parallel rank a file of its own.
     """
-    for models in files.models if files.zero3 else ():
-        for dp, model in enumerate(models):
-            for layer in autoep_layers(model):
-                _check_expert_rank(dp, model, as_dict(layer))
+    every = [(dp, model) for models in files.models for dp, model in enumerate(models)]
+    layers = [(dp, model, as_dict(layer)) for dp, model in every for layer in autoep_layers(model)]
+    for dp, model, layer in layers if files.zero3 else ():
+        ep, team = layer.get("ep_rank"), layer.get("expert_data_parallel_rank")
+        ep_size, teams = layer.get("ep_size"), layer.get("expert_data_parallel_world_size")
+        if type(ep_size) is not int or type(teams) is not int or min(ep_size, teams) < 1:
+            continue  # another version of AutoEP does not say
+        mine = divmod(dp, teams)[::-1] if _data_before_experts(model) else divmod(dp, ep_size)
+        if None not in (team, ep) and (team, ep) != mine:
+            raise FormatError(
+                f"{model.file.path}: ds_autoep_layers says that it is of expert-parallel rank {ep}"
+                f" and expert-data-parallel rank {team}, but the file is that of data-parallel rank"
+                f" {dp}, which has {mine[1]} and {mine[0]}: it was renamed, or copied from another"
+                " rank's. Put that rank's own file in its place"
+            )
 
 
-def _check_expert_rank(dp: int, model: Stored, layer: Mapping[str, Any]) -> None:
-    ep, team = layer.get("ep_rank"), layer.get("expert_data_parallel_rank")
-    ep_size, teams = layer.get("ep_size"), layer.get("expert_data_parallel_world_size")
-    if type(ep_size) is not int or type(teams) is not int or min(ep_size, teams) < 1:
-        return  # another version of AutoEP does not say
-    mine = divmod(dp, teams)[::-1] if _data_before_experts(model) else divmod(dp, ep_size)
-    if None not in (team, ep) and (team, ep) != mine:
-        raise FormatError(
-            f"{model.file.path}: ds_autoep_layers says that it is of expert-parallel rank {ep} and"
-            f" expert-data-parallel rank {team}, but the file is that of data-parallel rank {dp},"
-            f" which has {mine[1]} and {mine[0]}: it was renamed, or copied from another rank's."
-            " Put that rank's own file in its place"
-        )
-
-
-def autoep_layers(model: Stored) -> list[Mapping[str, Any]]:
+def autoep_layers(model: StateFile) -> list[Mapping[str, Any]]:
     return list(model.state.get("ds_autoep_layers") or model.state.get("autoep_layers") or ())
 
 
@@ -163,7 +138,7 @@ def is_native(name: str) -> bool:
 
 
 def expert_number(name: str) -> str | None:
-    """The number of a native expert in the name of its tensor; None for what is no expert."""
+    """The number of a native expert in the name of its tensor; None for all others."""
     match = _NATIVE.fullmatch(name)
     return match[2] if match else None
 
@@ -183,11 +158,13 @@ def without_number(name: str) -> str:
     return fused if number.isdigit() else name
 
 
-def is_fused(name: str, model: Stored) -> bool:
+def is_fused(name: str, model: StateFile) -> bool:
     return _find_layer(name, model) is not None
 
 
-def router_aliases(names: Collection[str], owned: Collection[str], model: Stored) -> dict[str, str]:
+def router_aliases(
+    names: Collection[str], owned: Collection[str], model: StateFile
+) -> dict[str, str]:
     """AutoEP's second names of routers, those before it replaced the layer, and their owners."""
     owner_of: dict[str, str] = {}
     for layer in autoep_layers(model):
@@ -222,7 +199,15 @@ def _count_experts(prefix: str, names: Iterable[str]) -> int:
     return len({int(match[2]) for match in matches if match[1] == prefix})
 
 
-def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> ParamLayout:
+def cut_twice(files: TagFiles, name: str) -> FormatError:
+    """The error for fused experts under tensor parallelism."""
+    return FormatError(
+        f"{files.folder}: {name} is cut over both expert- and tensor-parallel ranks, which is not"
+        " read"
+    )
+
+
+def expert_layout(name: str, slices: Mapping[int, Shape], model: StateFile) -> ParamLayout:
     """The parameter that slices of fused experts form, by `ds_autoep_layers`.
 
     Without a placement (older versions) each rank has the experts after those of the rank before
@@ -253,7 +238,7 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
     return ParamLayout((int(layer["num_experts"]), *shapes[0][1:]), tuple(shapes), tuple(fragments))
 
 
-def placement(name: str, model: Stored) -> dict[int, list[int]]:
+def placement(name: str, model: StateFile) -> dict[int, list[int]]:
     """By expert-parallel rank, the global numbers of the experts along the first axis."""
     layer = _layer_of(name, model)
     ranks = _entry(layer, "expert_placement", "ranks")
@@ -267,7 +252,7 @@ def placement(name: str, model: Stored) -> dict[int, list[int]]:
     return {ep: list(range(ep * local, (ep + 1) * local)) for ep in range(ep_size)}
 
 
-def _layer_of(name: str, model: Stored) -> Mapping[str, Any]:
+def _layer_of(name: str, model: StateFile) -> Mapping[str, Any]:
     layer = _find_layer(name, model)
     if layer is None:
         raise FormatError(
@@ -277,7 +262,7 @@ def _layer_of(name: str, model: Stored) -> Mapping[str, Any]:
     return layer
 
 
-def _find_layer(name: str, model: Stored) -> Mapping[str, Any] | None:
+def _find_layer(name: str, model: StateFile) -> Mapping[str, Any] | None:
     prefix = name.rpartition(".")[0]
     return next(
         (layer for layer in autoep_layers(model) if layer.get("expert_key_prefix") == prefix), None
@@ -297,6 +282,6 @@ def _row(row: int, shape: Shape) -> Box:
 
 
 def expert_rank(name: str, shapes: Mapping[str, Shape], ep: int) -> int | None:
-    """Which of `ep` ranks has a native expert, by its global name; None for other names."""
+    """The one of `ep` ranks that has a native expert, by its global name; None for other names."""
     match = _NATIVE.fullmatch(name)
     return int(match[2]) // (_count_experts(match[1], shapes) // ep) if match else None

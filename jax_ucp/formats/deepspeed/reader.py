@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.extras import add_extras, skip_other_files
 from jax_ucp.formats.deepspeed.facts import check_facts
 from jax_ucp.formats.deepspeed.files import (
-    Files,
+    TagFiles,
     is_checkpoint,
     open_files,
     tag_folder,
     zero_config,
 )
-from jax_ucp.formats.deepspeed.modules import ModuleReader, names_in
+from jax_ucp.formats.deepspeed.modules import add_module, names_in
 from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
 from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
 from jax_ucp.formats.deepspeed.swapped import Swapped, with_swapped
-from jax_ucp.formats.options import Options
-from jax_ucp.sources.contents import About, Contents
+from jax_ucp.options import Options
 
 _SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
 
@@ -60,51 +60,45 @@ def open_deepspeed(path: FilePath, options: Options) -> Contents:
     moe.check_expert_ranks(files)
     swapped = with_swapped(files, options.weights_only)
     files = swapped.files
-    if options.weights_only:
-        files = _with_usable_masters(files)
+    if options.weights_only and any(files.ranks):
+        try:
+            for _ in teams(files, weights_only=True):
+                pass  # each is checked as it is made
+            check_facts(files, weights_only=True)
+        except FormatError as error:
+            if files.zero3:  # the weights are in no other file
+                raise
+            files = replace(files, ranks=[[] for _ in files.ranks], unusable=str(error))
     check_facts(files, options.weights_only)
     return _read(files, swapped, options)
 
 
-def _with_usable_masters(files: Files) -> Files:
-    """The files, without those of the optimizer where their masters do not fit the model.
-
-    Raises FormatError under ZeRO-3, which keeps the weights nowhere else.
-    """
-    try:
-        for _ in teams(files, weights_only=True):
-            pass  # each is checked as it is made
-        check_facts(files, weights_only=True)
-    except FormatError as error:
-        if files.zero3:
-            raise
-        return replace(files, ranks=[[] for _ in files.ranks], unusable=str(error))
-    return files
-
-
-def _read(files: Files, swapped: Swapped, options: Options) -> Contents:
+def _read(files: TagFiles, swapped: Swapped, options: Options) -> Contents:
     """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
     slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
-    slices.importer.about = _about(files)
+    builder, has_optimizer = slices.builder, any(files.ranks)
+    builder.about = _about(files)
     slices.skip(swapped.emptied, "placeholder", _SWAPPED)
-    if "zenflow" in zero_config(files.models[0][0]) and any(files.ranks):
-        slices.importer.cause = _ZENFLOW
-        slices.importer.notes.append(_ZENFLOW)
-    if not any(files.ranks):
+    if has_optimizer and "zenflow" in zero_config(files.models[0][0]):
+        builder.cause = _ZENFLOW
+        builder.notes.append(_ZENFLOW)
+    if not has_optimizer:
         _check_without_partitions(slices)
     add_partitions(slices)
-    ModuleReader(slices).read()
-    if not any(files.ranks) and not options.weights_only:
+    add_module(slices)
+    if not has_optimizer and not options.weights_only:
         add_numbered_states(slices)
-    joins.bind(slices.states)
-    _check_patterns(slices, joins)
+    joins.bind(slices)
+    names = {name for _, name in slices.states} | names_in(files, "module")
+    for patterns in joins.stages:
+        patterns.check_used(names)
     make_parameters(slices, joins)
     add_extras(slices)
     skip_other_files(slices, swapped.sources)
-    return slices.importer.contents()
+    return builder.contents()
 
 
-def _about(files: Files) -> About:
+def _about(files: TagFiles) -> About:
     """Version, stage, step and degrees, where the files name them."""
     first = files.models[0][0]
     version, step = first.state.get("ds_version"), first.state.get("global_steps")
@@ -115,12 +109,6 @@ def _about(files: Files) -> About:
         step if isinstance(step, int) else None,
         {axis: n for axis, n in ranks.items() if n},
     )
-
-
-def _check_patterns(slices: Slices, joins: Joins) -> None:
-    names = {name for _, name in slices.states} | names_in(slices.files, "module")
-    for patterns in joins.stages:
-        patterns.check_used(names)
 
 
 def _check_without_partitions(slices: Slices) -> None:
@@ -138,21 +126,15 @@ def _check_without_partitions(slices: Slices) -> None:
         )
     why = files.unusable or (missing if stage else "")
     if files.layers:
-        raise _unnamed_layers(files, why)
+        first_layer = min(layer.name for layer in files.layers.values())
+        instead = f"without optimizer files ({why})" if why else "of ZeRO-0"
+        remedy = "" if why else ". Save with ZeRO-1"
+        raise FormatError(
+            f"{files.folder} has pipeline layers, as in {first_layer}, {instead}: nothing else says"
+            f" which parameters a pipeline stage has, nor the names of tied ones{remedy}"
+        )
     if why:
-        slices.importer.notes.append(
+        slices.builder.notes.append(
             "the weights are the module's own, as the model computes with them, and no second"
             f" copy proves them: their masters were left aside, because {why}"
         )
-
-
-def _unnamed_layers(files: Files, why: str) -> FormatError:
-    """The error for pipeline layers without optimizer files; `why` is empty under ZeRO-0."""
-    first_layer = min(layer.name for layer in files.layers.values())
-    instead, remedy = "of ZeRO-0", ". Save with ZeRO-1"
-    if why:
-        instead, remedy = f"without optimizer files ({why})", ""
-    return FormatError(
-        f"{files.folder} has pipeline layers, as in {first_layer}, {instead}: nothing else says"
-        f" which parameters a pipeline stage has, nor the names of tied ones{remedy}"
-    )

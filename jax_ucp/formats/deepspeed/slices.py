@@ -1,4 +1,4 @@
-"""Slices: what each model-parallel rank of a DeepSpeed run had in memory.
+"""Slices: the tensors that each model-parallel rank of a DeepSpeed run had in memory.
 
 Flat partitions of data-parallel ranks form slices (`partitions`), slices form parameters
 (`parameters`).
@@ -7,93 +7,101 @@ Flat partitions of data-parallel ranks form slices (`partitions`), slices form p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.protocol import ArraySource
+from jax_ucp.arrays.value import Array, items_of, joined
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.files import Files, Stored
-from jax_ucp.formats.options import Options
-from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.protocol import ArraySource
+from jax_ucp.formats.deepspeed.files import StateFile, TagFiles
+from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.options import Options
 
 ASIDE = "left aside, as weights_only asks"
 FROZEN = "a parameter that the optimizer does not own (frozen)"
 
-# Where a slice was: pipeline stage, expert-parallel rank (None for what is no fused expert),
+# Where a slice was: pipeline stage, expert-parallel rank (None of all but fused experts),
 # tensor-parallel rank.
 Place = tuple[int, int | None, int]
+
+# A value that every rank has, with the file that has it.
+FileValue = tuple[StateFile, Any]
 
 
 @dataclass
 class StateSlices:
-    """One state of a parameter: slices, by place, or values of whole groups, by pipeline stage."""
+    """A state of a parameter: slices, by place, or values of whole groups, by pipeline stage.
 
-    keys: dict[Place, str] = field(default_factory=dict)
-    shapes: dict[Place, Shape] = field(default_factory=dict)
-    values: dict[int, list[tuple[Stored, Any]]] = field(default_factory=lambda: defaultdict(list))
+    Slices at the places `stored` are stored tensors, which the inventory has not counted yet.
+    """
+
+    arrays: dict[Place, Array] = field(default_factory=dict)
+    stored: set[Place] = field(default_factory=set)
+    values: dict[int, list[FileValue]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def stages(self) -> list[int]:
-        return sorted({*self.values, *(stage for stage, _, _ in self.keys)})
-
-    def add(self, place: Place, key: str, shape: Shape) -> None:
-        self.keys[place] = key
-        self.shapes[place] = shape
-
-    def on(self, stage: int) -> list[Place]:
-        return [place for place in self.keys if place[0] == stage]
+        return sorted({*self.values, *(stage for stage, _, _ in self.arrays)})
 
 
 class Slices:
-    """The slices of one checkpoint, by state and name.
-
-    `importer` is told what each stored tensor is; `more` are files beside those of the engine.
+    """The slices of one checkpoint, by state and name; `builder` has the status of each stored
+    tensor, `more` are files beside those of the engine.
     """
 
     def __init__(
-        self, files: Files, options: Options, more: Mapping[str, ArraySource] | None = None
+        self, files: TagFiles, options: Options, more: Mapping[str, ArraySource] | None = None
     ):
         self.files, self.options = files, options
         own_files = {file.name: file.file for file in files.all()}
         stored = Combined.of_files({**own_files, **(more or {})})
-        self.importer = Import("deepspeed", files.folder, stored, options.on_conflict)
+        self.builder = ContentsBuilder("deepspeed", files.folder, stored, options.on_conflict)
         for file in own_files.values():
-            self.importer.unknown.update(file.unknown)
+            self.builder.unknown.update(file.unknown)
         self.states: dict[tuple[str, str], StateSlices] = defaultdict(StateSlices)
-
-    # Slices are added.
 
     def place(self, mp: int, ep: int | None = None) -> Place:
         stage, tp = divmod(mp, self.files.tp)
         return stage, ep, tp
 
     def add(
-        self, mp: int, ep: int | None, state: str, name: str, tensor: Consolidated, reason: str
+        self,
+        place: Place,
+        state: str,
+        name: str,
+        layout: ParamLayout | None,
+        inputs: Sequence[Array],
     ) -> None:
-        """Add a slice made of stored tensors. Raises FormatError where its place has one."""
-        place = self.place(mp, None if moe.is_native(name) else ep)
-        rank = "" if place[1] is None else f", expert-parallel rank {ep}"
-        key = f"{state} of {name} on mp_rank_{mp:02d}{rank}"
-        slices = self.states[state, name]
-        if place in slices.keys:
-            raise FormatError(f"{self.files.folder}: {key} is in two groups of parameters")
-        self.importer.slice(key, tensor, reason)
-        slices.add(place, key, tensor.layout.shape)
+        """Add a slice: the inputs by a layout, or the one input itself. Raises FormatError where
+        its place has one.
+        """
+        stage, ep, tp = place
+        if ep is not None and moe.is_native(name):
+            place = stage, None, tp
+        slices, label = self.states[state, name], self._label(state, name, place)
+        if place in slices.arrays:
+            raise FormatError(f"{self.files.folder}: {label} is in two groups of parameters")
+        slices.arrays[place] = inputs[0] if layout is None else joined(label, layout, inputs)
 
-    def add_whole(self, mp: int, state: str, name: str, key: str, shape: Shape) -> None:
+    def add_whole(self, mp: int, state: str, name: str, key: str) -> None:
         """Add a slice that is a stored tensor."""
-        self.states[state, name].add(self.place(mp), key, shape)
+        slices, place = self.states[state, name], self.place(mp)
+        slices.arrays[place] = self.builder.array(key)
+        slices.stored.add(place)
+
+    def take(self, place: Place, state: str, name: str) -> Array:
+        """Remove a slice, in whose place another one comes."""
+        slices = self.states[state, name]
+        slices.stored.discard(place)
+        return slices.arrays.pop(place)
 
     def skip(self, keys: Iterable[str], what: str, reason: str) -> None:
         for key in keys:
-            self.importer.skip(key, what, reason)
-
-    # What was added.
+            self.builder.skip(key, what, reason)
 
     def params(self) -> dict[str, StateSlices]:
         return {name: slices for (state, name), slices in self.states.items() if state == "param"}
@@ -101,9 +109,40 @@ class Slices:
     def shapes_on(self, mp: int) -> dict[str, Shape]:
         """The parameters that have a slice on a model-parallel rank, each with its shape."""
         place, params = self.place(mp), self.params()
-        return {name: own.shapes[place] for name, own in params.items() if place in own.shapes}
+        return {
+            name: own.arrays[place].info.shape
+            for name, own in params.items()
+            if place in own.arrays
+        }
 
-    def key_on(self, mp: int, name: str) -> str | None:
-        """The key of a parameter's slice on a model-parallel rank."""
-        slices = self.states.get(("param", name))
-        return slices.keys.get(self.place(mp)) if slices else None
+    def array_on(self, place: Place, state: str, name: str) -> Array | None:
+        """The slice of a parameter's state at a place, if there is one."""
+        slices = self.states.get((state, name))
+        return slices.arrays.get(place) if slices else None
+
+    def compare(
+        self,
+        place: Place,
+        state: str,
+        name: str,
+        copy: Array,
+        reason: str = "",
+        at: Sequence[int] = (),
+        cause: str = "",
+    ) -> None:
+        """Say that an array is a copy of a slice; `verify` compares them."""
+        whole = self.states[state, name].arrays[place]
+        label = self.label(place, state, name)
+        self.builder.slice_duplicate(whole, label, copy, reason, at, cause)
+
+    def label(self, place: Place, state: str, name: str) -> str:
+        """A slice's name, for people: a stored tensor has its own."""
+        slices = self.states[state, name]
+        if place in slices.stored:
+            return next(items_of(slices.arrays[place]))
+        return self._label(state, name, place)
+
+    def _label(self, state: str, name: str, place: Place) -> str:
+        stage, ep, tp = place
+        expert = "" if ep is None else f", expert-parallel rank {ep}"
+        return f"{state} of {name} on mp_rank_{stage * self.files.tp + tp:02d}{expert}"

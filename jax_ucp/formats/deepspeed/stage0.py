@@ -7,13 +7,14 @@ of the module are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from jax_ucp.arrays.decoded import decoded
+from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.deepspeed.codes import (
     PARTS,
-    Codes,
+    keep_apart,
     meaning_of,
     note_codes,
     numbers_of_codes,
@@ -28,20 +29,17 @@ from jax_ucp.formats.deepspeed.stage0_optimizers import (
 )
 from jax_ucp.formats.deepspeed.stage0_pairing import Places, places_of
 from jax_ucp.formats.nested import group_with
-from jax_ucp.formats.options import (
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.options import (
     DECODED,
     MODULE_ORDER,
-    SaidGroups,
     remedy,
     said_of,
     word_note,
 )
-from jax_ucp.formats.pairing import Contradicted, Undecided
-from jax_ucp.formats.torch_save.file import StoredTensor
-from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.states.assign import deciding
+from jax_ucp.states.pairing import Contradicted, Undecided
 
 _BY_SHAPE = (
     "ZeRO-0 stores optimizer states without names; their shapes fit the parameters in one way only"
@@ -55,121 +53,107 @@ _BY_BITS = (
 
 
 def add_numbered_states(slices: Slices) -> None:
-    """Add states by number: dense ones are equal on all expert-parallel ranks."""
+    """Add states by number: dense ones are equal on all expert-parallel ranks.
+
+    Raises FormatError where the user's groups do not fit, CorruptData where masters contradict.
+    """
+    builder, options = slices.builder, slices.options
     ranks = range(len(slices.files.models))
     optimizers = [one for mp in ranks for one in optimizers_of(slices, mp)]
     names = [*optimizers[0].shapes] if optimizers else []
-    groups = said_of(slices.options.optimizer_groups, names)
+    said = said_of(options.optimizer_groups, names)
+    if not optimizers:
+        return
+    first, is_named = optimizers[0], [one.named for one in optimizers]
     try:
-        places = [places_of(slices, one, groups) for one in optimizers]
+        places = [places_of(slices, one, said) for one in optimizers]
     except Undecided as error:
-        _keep_undecided(slices, optimizers, error)
+        path = first.stored.file.path
+        if options.optimizer_groups is not None:
+            raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
+        if isinstance(error, Contradicted):
+            files = ", ".join(one.stored.name for one in optimizers)
+            raise CorruptData(
+                f"{path}: the masters in {files}, rounded, are not the weights of the module: by"
+                f" their bits {error}. One of them is damaged or of another step, or the optimizer"
+                " has parameters that the module does not have; weights_only opens the module's"
+                " weights"
+            ) from None
+        for one in optimizers:
+            _keep_apart(slices, one, str(error))
+        what = "masters and optimizer states" if first.masters else "optimizer states"
+        weights = "; the parameters are the module's 16-bit weights" if first.masters else ""
+        words = [] if any(is_named) else [MODULE_ORDER]
+        words = deciding(words, lambda word: [places_of(slices, one, word) for one in optimizers])
+        builder.notes.append(
+            f"ZeRO-0 stores {what} without names, and they are kept under `other`: {error}{weights}"
+            f"; {remedy(words, sizes_of(first), next(iter(first.shapes), ''))}"
+        )
         return
     for one, its_places in zip(optimizers, places, strict=True):
         add = _add_masters if one.masters else _add_states
         add(slices, one, its_places)
-    if not all(one.named for one in optimizers):
-        _note_pairing(slices, groups, bool(optimizers[0].masters))
-
-
-def _note_pairing(slices: Slices, groups: SaidGroups | None, masters: bool) -> None:
-    """Say by what parameters without names were told apart."""
-    if groups is not None:
-        slices.importer.said["optimizer_groups"] = groups
-        slices.importer.notes.append(word_note(groups))
+    if all(is_named):
+        return
+    if said is not None:
+        builder.said["optimizer_groups"] = said
+        builder.notes.append(word_note(said))
     else:
-        slices.importer.notes.append(_BY_BITS if masters else _BY_SHAPE)
-
-
-def _keep_undecided(slices: Slices, optimizers: Sequence[StageZero], error: Undecided) -> None:
-    """Keep all apart. Raises where the user's groups do not fit, or masters contradict."""
-    if slices.options.optimizer_groups is not None:
-        path = optimizers[0].stored.file.path
-        raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
-    if isinstance(error, Contradicted):
-        _refuse_masters(optimizers, error)
-    for one in optimizers:
-        _keep_apart(slices, one, str(error))
-    slices.importer.notes.append(_apart_note(slices, optimizers, str(error)))
-
-
-def _refuse_masters(optimizers: Sequence[StageZero], error: Contradicted) -> NoReturn:
-    names = ", ".join(one.stored.name for one in optimizers)
-    raise CorruptData(
-        f"{optimizers[0].stored.file.path}: the masters in {names}, rounded, are not the weights of"
-        f" the module: by their bits {error}. One of them is damaged or of another step, or the"
-        " optimizer has parameters that the module does not have; weights_only opens the module's"
-        " weights"
-    ) from None
+        builder.notes.append(_BY_BITS if first.masters else _BY_SHAPE)
 
 
 def _add_states(slices: Slices, one: StageZero, places: Places) -> None:
+    """The states of torch's own optimizer; of 8-bit ones decoded, if that was asked for."""
+    builder, place = slices.builder, slices.place(one.mp)
     names = {number: name for name, (number, _) in places.items()}
-    for group in one.groups:
-        for number in group["params"]:
-            if number in names:
-                slices.importer.hyperparameters(names[number], group)
-                _add_states_of(slices, one, names[number], number, group)
-
-
-def _add_states_of(
-    slices: Slices, one: StageZero, name: str, number: int, group: Mapping[str, Any]
-) -> None:
-    states = dict(one.states.get(number, {}))
     decode = slices.options.dequantize == DECODED
-    for digit in numbers_of_codes(states):
-        codes = meaning_of(*(states.get(f"{part}{digit}") for part in PARTS))
-        note_codes(slices.importer, decode and codes is not None)
-        if decode and codes is not None:
-            tensor, _, _ = [states.pop(f"{part}{digit}") for part in PARTS]
-            _add_decoded(slices, one, name, plain_name(f"state{digit}", group), tensor, codes)
-    for state, value in states.items():
-        _add_state(slices, one, name, plain_name(state, group) if decode else state, value)
-
-
-def _add_decoded(
-    slices: Slices, one: StageZero, name: str, state: str, tensor: Any, codes: Codes
-) -> None:
-    key, file = one.stored.key(tensor), one.stored
-    parts = key, file.key(codes.table), file.key(codes.scales)
-    reason = f"what the codes of {state} mean"
-    slices.importer.decoded(f"{key} decoded", *parts, codes.block, reason)
-    whole = Consolidated(Unique().join([tensor.shape]), [f"{key} decoded"])
-    slices.add(one.mp, None, state, name, whole, f"{state} of {name}")
-
-
-def _add_state(slices: Slices, one: StageZero, name: str, state: str, value: Any) -> None:
-    place = slices.place(one.mp)
-    own = slices.states[state, name]
-    if not _is_tensor(value, one.shapes[name]):
-        own.values[place[0]].append((one.stored, value))
-    elif place in own.keys:
-        reason = "the same state on another expert-parallel rank, compared by verify"
-        slices.importer.slice_duplicate(own.keys[place], one.stored.key(value), reason)
-    else:
-        own.add(place, one.stored.key(value), value.shape)
-
-
-def _is_tensor(value: Any, shape: Shape) -> bool:
-    return isinstance(value, StoredTensor) and value.shape == shape
+    numbered = [(number, group) for group in one.groups for number in group["params"]]
+    for number, group in numbered:
+        if number not in names:
+            continue
+        name, states = names[number], dict(one.states.get(number, {}))
+        builder.hyperparameters(name, group)
+        for digit in numbers_of_codes(states):
+            codes = meaning_of(*(states.get(f"{part}{digit}") for part in PARTS))
+            note_codes(builder, decode and codes is not None)
+            if not decode or codes is None:
+                continue
+            state = plain_name(f"state{digit}", group)
+            parts = [builder.array(one.stored.key(states.pop(f"{part}{digit}"))) for part in PARTS]
+            array, table, scales = parts
+            numbers = decoded(array, table, scales, codes.block)
+            slices.add(place, state, name, None, [numbers])
+            builder.mapped([array], f"{state} of {name}")
+            builder.mapped([table, scales], f"what the codes of {state} mean")
+        for stored_name, value in states.items():
+            state = plain_name(stored_name, group) if decode else stored_name
+            if not (isinstance(value, StoredTensor) and value.shape == one.shapes[name]):
+                slices.states[state, name].values[place[0]].append((one.stored, value))
+            elif slices.array_on(place, state, name):
+                reason = "the same state on another expert-parallel rank, compared by verify"
+                copy = builder.array(one.stored.key(value))
+                slices.compare(place, state, name, copy, reason)
+            else:
+                slices.add_whole(one.mp, state, name, one.stored.key(value))
 
 
 def _add_masters(slices: Slices, one: StageZero, places: Places) -> None:
     """Masters and states of the optimizers that DeepSpeed wraps for half precision."""
-    place = slices.place(one.mp)
+    place, builder = slices.place(one.mp), slices.builder
     for name, (number, part) in places.items():
         master, shape = one.masters[number], one.shapes[name]
-        copy = slices.states["param", name].keys.pop(place)
+        copy = slices.take(place, "param", name)
         for state, value in {**one.states.get(number, {}), "param": master}.items():
-            if not _is_tensor(value, master.shape):
+            if not (isinstance(value, StoredTensor) and value.shape == master.shape):
                 slices.states[state, name].values[place[0]].append((one.stored, value))
                 continue
             layout = ParamLayout(shape, (value.shape,), (Fragment(0, part, Box.whole(shape)),))
-            tensor = Consolidated(layout, [one.stored.key(value)])
-            slices.add(one.mp, None, state, name, tensor, f"{state} of {len(places)} parameters")
+            array = builder.array(one.stored.key(value))
+            slices.add(place, state, name, layout, [array])
+            builder.mapped([array], f"{state} of {len(places)} parameters")
         reason = f"a copy of {name}'s master, compared with it by verify"
-        slices.importer.slice_duplicate(slices.states["param", name].keys[place], copy, reason)
-        slices.importer.hyperparameters(name, group_with(one.groups, number))
+        slices.compare(place, "param", name, copy, reason)
+        builder.hyperparameters(name, group_with(one.groups, number))
 
 
 def _keep_apart(slices: Slices, one: StageZero, reason: str) -> None:
@@ -178,45 +162,14 @@ def _keep_apart(slices: Slices, one: StageZero, reason: str) -> None:
     states = "optimizer/optimizer_state_dict/state" if masters else "optimizer/state"
     items = (f"{states}/", f"optimizer/{masters}/") if masters else (f"{states}/",)
     begins = tuple(f"{one.stored.name}:{item}" for item in items)
-    for key, info in slices.importer.stored.items():
+    why = f"kept apart, because nothing says which parameter it is of: {reason}"
+    for key in slices.builder.stored:
         if key.startswith(begins):
-            file, _, item = key.partition(":")
-            label = f"{file.removesuffix('.pt')}.{item.replace('/', '.')}"
-            why = f"kept apart, because nothing says which parameter it is of: {reason}"
-            slices.importer.parameter(
-                "other", label, Consolidated(Unique().join([info.shape]), [key]), why
-            )
-    values = {number: _values(state) for number, state in inner["state"].items()}
-    if any(values.values()):
-        kept = {number: state for number, state in values.items() if state}
-        slices.importer.extra(one.stored.name, states, kept)
-
-
-def _values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state has beside tensors."""
-    return {name: value for name, value in state.items() if not isinstance(value, StoredTensor)}
-
-
-def _apart_note(slices: Slices, optimizers: Sequence[StageZero], reason: str) -> str:
-    masters = bool(optimizers[0].masters)
-    what = "masters and optimizer states" if masters else "optimizer states"
-    weights = "; the parameters are the module's 16-bit weights" if masters else ""
-    say = remedy(
-        sizes_of(optimizers[0]), next(iter(optimizers[0].shapes), ""), _ordered(slices, optimizers)
-    )
-    return (
-        f"ZeRO-0 stores {what} without names, and they are kept under `other`: {reason}{weights};"
-        f" {say}"
-    )
-
-
-def _ordered(slices: Slices, optimizers: Sequence[StageZero]) -> list[str]:
-    """The words that would decide."""
-    if any(one.named for one in optimizers):
-        return []
-    try:
-        for one in optimizers:
-            places_of(slices, one, MODULE_ORDER)
-    except Undecided:
-        return []
-    return [MODULE_ORDER]
+            keep_apart(slices.builder, key, why)
+    values: dict[Any, dict[str, Any]] = {}
+    for number, state in inner["state"].items():
+        others = {n: value for n, value in state.items() if not isinstance(value, StoredTensor)}
+        if others:
+            values[number] = others
+    if values:
+        slices.builder.extra(one.stored.name, states, values)

@@ -17,17 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile
+from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.formats.deepspeed.files import Files, Rank, SwappedTensor
+from jax_ucp.formats.deepspeed.files import Rank, SwappedTensor, TagFiles
 from jax_ucp.formats.deepspeed.zero import param_shapes
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.torch_save.file import StoredTensor
-from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 _FOLDER = "offloaded_tensors"
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
@@ -35,97 +33,56 @@ _ELEMENTS = "elements"
 _ALIGNED = 1024  # AIO_ALIGNED_BYTES, `runtime/swap_tensor/utils.py`
 
 
-class SwapFile(ArraySource):
-    """The elements in a swap file, as its one array."""
-
-    def __init__(self, path: FilePath, info: ArrayInfo):
-        size = path.size()
-        if size < info.nbytes or size % _ALIGNED not in (0, info.nbytes % _ALIGNED):
-            raise FormatError(
-                f"{path} has {size} bytes, where the partition that was swapped out to it has"
-                f" {info.nbytes}, or up to a multiple of {_ALIGNED}: it was cut or changed, or is"
-                " of another run"
-            )
-        self._bytes, self._info = FileRange(path), info
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {_ELEMENTS: self._info}
-
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        itemsize = self._info.dtype.itemsize
-        starts = [box.start[0] * itemsize for box in boxes]
-        self._bytes.read_into(list(zip(starts, outs, strict=True)))
-
-
 @dataclass(frozen=True)
 class Swapped:
     """The files with swapped tensors in the place of empty ones, and what these are."""
 
-    files: Files
-    sources: Mapping[str, SwapFile]
+    files: TagFiles
+    sources: Mapping[str, ExtentTable]
     emptied: Sequence[str]
 
 
-def with_swapped(files: Files, weights_only: bool) -> Swapped:
+def with_swapped(files: TagFiles, weights_only: bool) -> Swapped:
     """Raises FormatError, naming the file, where one that an empty tensor needs is missing."""
-    if not files.zero3 or not any(map(_has_empty, files.all_ranks)):
+    masters = itertools.chain.from_iterable(rank.masters for rank in files.all_ranks)
+    if not files.zero3 or not any(map(_is_empty, masters)):
         return Swapped(files, {}, [])
     if files.tp > 1 or any(rank.state.get("ds_zero_partition_groups") for rank in files.all_ranks):
         raise FormatError(
             f"{files.folder} has tensors that were swapped out to NVMe by a run of several tensor-"
             " or expert-parallel ranks, of which nothing says whose folder is whose: not read"
         )
-    lengths = _partition_lengths(files)
-    filled = [_Filling(files.folder, rank, lengths) for rank in files.ranks[0]]
-    ranks = [filling.rank_filled(weights_only) for filling in filled]
-    sources = dict(itertools.chain.from_iterable(filling.sources.items() for filling in filled))
-    emptied = itertools.chain.from_iterable(filling.emptied for filling in filled)
-    return Swapped(replace(files, ranks=[ranks]), sources, list(emptied))
-
-
-def _partition_lengths(files: Files) -> list[int]:
-    """How many elements a rank has of each sub-group."""
+    # how many elements a rank has of each sub-group
     count = len(files.ranks[0])
     groups = param_shapes(files.models[0][0], ())
-    return [sum(-(-math.prod(n) // count) for n in shapes.values()) for shapes in groups]
+    lengths = [sum(-(-math.prod(n) // count) for n in shapes.values()) for shapes in groups]
+    sources: dict[str, ExtentTable] = {}
+    emptied: list[str] = []
 
-
-class _Filling:
-    """Fills the empty tensors of one rank; `lengths` are those of its sub-groups' partitions."""
-
-    def __init__(self, folder: FilePath, rank: Rank, lengths: Sequence[int]):
-        self._folder, self._rank, self._lengths = folder, rank, lengths
-        self.sources: dict[str, SwapFile] = {}
-        self.emptied: list[str] = []
-
-    def rank_filled(self, weights_only: bool) -> Rank:
-        state = self._rank.state
-        masters = [self._filled(index, value) for index, value in enumerate(self._rank.masters)]
-        if weights_only:
-            return replace(self._rank, state={**state, "fp32_flat_groups": masters})
-        optimizer = as_dict(state["optimizer_state_dict"])
-        states = {
-            index: {name: self._filled(index, value) for name, value in as_dict(group).items()}
-            for index, group in as_dict(optimizer.get("state")).items()
-        }
-        optimizer = {**optimizer, "state": states}
-        state = {**state, "fp32_flat_groups": masters, "optimizer_state_dict": optimizer}
-        return replace(self._rank, state=state)
-
-    def _filled(self, index: int, tensor: Any) -> Any:
-        if not _is_empty(tensor) or not self._lengths[index]:
+    def filled(rank: Rank, index: int, tensor: Any) -> Any:
+        if not _is_empty(tensor) or not lengths[index]:
             return tensor
-        name = f"{_FOLDER}/rank{self._rank.dp:02d}/{tensor.attributes['ds_id']}.tensor.swp"
-        info = ArrayInfo((self._lengths[index],), tensor.dtype)
-        self.sources[name] = SwapFile(_existing(self._folder, name, self._rank), info)
-        self.emptied.append(self._rank.key(tensor))
+        name = f"{_FOLDER}/rank{rank.dp:02d}/{tensor.attributes['ds_id']}.tensor.swp"
+        info = ArrayInfo((lengths[index],), tensor.dtype)
+        sources[name] = _swap_file(files.folder / name, rank, info)
+        emptied.append(rank.key(tensor))
         return SwappedTensor(
             _ELEMENTS, info.shape, info.dtype, tensor.storage, 0, (1,), tensor.attributes, name
         )
 
-
-def _has_empty(rank: Rank) -> bool:
-    return any(map(_is_empty, rank.masters))
+    ranks: list[Rank] = []
+    for rank in files.ranks[0]:
+        masters = [filled(rank, index, value) for index, value in enumerate(rank.masters)]
+        state = {**rank.state, "fp32_flat_groups": masters}
+        if not weights_only:
+            optimizer = as_dict(rank.state["optimizer_state_dict"])
+            states = {
+                index: {name: filled(rank, index, value) for name, value in as_dict(group).items()}
+                for index, group in as_dict(optimizer.get("state")).items()
+            }
+            state["optimizer_state_dict"] = {**optimizer, "state": states}
+        ranks.append(replace(rank, state=state))
+    return Swapped(replace(files, ranks=[ranks]), sources, emptied)
 
 
 def _is_empty(tensor: Any) -> bool:
@@ -135,13 +92,19 @@ def _is_empty(tensor: Any) -> bool:
     return isinstance(name, str) and _PLAIN.fullmatch(name) is not None
 
 
-def _existing(folder: FilePath, name: str, rank: Rank) -> FilePath:
-    path = folder
-    for part in name.split("/"):
-        path = path / part
+def _swap_file(path: FilePath, rank: Rank, info: ArrayInfo) -> ExtentTable:
+    """The elements in a swap file, as its one array."""
     if not path.is_file():
         raise FormatError(
             f"{path} is missing: {rank.name} has an empty tensor where it was swapped out to NVMe."
             f" DeepSpeed copies these files to {_FOLDER} when it saves"
         )
-    return path
+    size = path.size()
+    if size < info.nbytes or size % _ALIGNED not in (0, info.nbytes % _ALIGNED):
+        raise FormatError(
+            f"{path} has {size} bytes, where the partition that was swapped out to it has"
+            f" {info.nbytes}, or up to a multiple of {_ALIGNED}: it was cut or changed, or is"
+            " of another run"
+        )
+    elements = StoredArray(StoredFile(path, FileRange(path)), 0)
+    return ExtentTable({_ELEMENTS: info}, {_ELEMENTS: elements})

@@ -21,15 +21,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jax_ucp.codecs.unpickle import Record, known
 from jax_ucp.errors import FormatError, LayoutError
-from jax_ucp.formats.options import Sizes
-from jax_ucp.formats.torch_save.unpickle import Record, known
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.name_patterns import NamePatterns, pattern_list
+from jax_ucp.options import Sizes
 from jax_ucp.shard_spec.notation import load
-from jax_ucp.shard_spec.rules import Shard, Spec, layouts, regex_of
+from jax_ucp.shard_spec.rules import Spec, SpecShard, layouts, regex_of
 
 _REPLICATED = "tp_replicated_parameter_patterns"
 _AVERAGED = "parameter_to_average_patterns"
@@ -56,21 +56,29 @@ class _SubParams:
     shape: tuple[Any, ...]
     axis: int
 
-    def check_shape(self, slice_shape: Shape, what: str) -> None:
-        """Raise FormatError, which begins with `what`, unless slices can have that shape."""
-        rank = len(slice_shape)
+    @classmethod
+    def of(cls, entry: Any) -> _SubParams:
+        """By a `SubparamShape`, which is a dict, or an instance in a pickle."""
+        fields: Any = entry.fields if isinstance(entry, Record) else entry
+        shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
+        named = {"patterns": fields["patterns"]}
+        patterns = pattern_list(named, "patterns", "parameter_with_sub_params")
+        return cls(patterns, shape, int(fields["partition_dim"]))
+
+    def lengths(self, slices: Sequence[Shape], what: str) -> Sequence[int]:
+        """The lengths of the arrays. Raises FormatError, which begins with `what`, unless slices
+        can have those shapes.
+        """
+        shape, rank = slices[0], len(slices[0])
         past_the_end = [length for length in self.shape[rank:] if length not in (-1, 1)]
         if not 0 <= self.axis < rank or past_the_end:
-            raise FormatError(f"{what} do not fit its slices, which have shape {slice_shape}")
-        for axis, (want, length) in enumerate(zip(self.shape, slice_shape, strict=False)):
+            raise FormatError(f"{what} do not fit its slices, which have shape {shape}")
+        for axis, (want, length) in enumerate(zip(self.shape, shape, strict=False)):
             if axis != self.axis and want not in (-1, length):
                 raise FormatError(
-                    f"{what} have {want} on axis {axis}, but its slices have shape {slice_shape}"
+                    f"{what} have {want} on axis {axis}, but its slices have shape {shape}"
                 )
-
-    def lengths(self, total: int, what: str) -> Sequence[int]:
-        """The lengths of the arrays. Raises FormatError if `total` is not in equal parts."""
-        lengths = self.shape[self.axis]
+        lengths, total = self.shape[self.axis], sum(shape[self.axis] for shape in slices)
         if not isinstance(lengths, int):
             return lengths
         if lengths < 1 or total % lengths:
@@ -91,7 +99,7 @@ class TensorParallel:
         affine_map = self.info.get("affine_map") or {}
         self.maps: Mapping[str, Any] = affine_map.get("params") or {}
         self.sub_params: dict[str, tuple[int, _SubParams]] = {}  # the first come first
-        for sub in map(_sub_params, self.info.get("parameter_with_sub_params") or ()):
+        for sub in map(_SubParams.of, self.info.get("parameter_with_sub_params") or ()):
             for pattern in sub.patterns:
                 self.sub_params.setdefault(pattern, (len(self.sub_params), sub))
         self._lists = {
@@ -201,8 +209,7 @@ class TensorParallel:
     def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
         """Several arrays, each cut by itself: their widths on each rank; before 0.4 even ones."""
         what = f"{self.path}: the sub-parameters {sub.shape} of {name}"
-        sub.check_shape(slices[0], what)
-        lengths = sub.lengths(sum(shape[sub.axis] for shape in slices), what)
+        lengths = sub.lengths(slices, what)
         if not self.widths_recorded:
             return Fused(sub.axis, {str(number): length for number, length in enumerate(lengths)})
         widths = (self.info.get("sub_param_shard_widths") or {}).get(pattern)
@@ -235,7 +242,7 @@ class BySpec:
         """Whether a rule of the spec itself claims the parameter."""
         return any(re.fullmatch(regex_of(sentence.param), name) for sentence in self.spec.own)
 
-    def bind(self, params: Mapping[str, Sequence[Shard]]) -> None:
+    def bind(self, params: Mapping[str, Sequence[SpecShard]]) -> None:
         """Apply the rules. Raises LayoutError with everything that does not fit."""
         self.layouts = layouts(self.spec, params, self.sizes)
 
@@ -277,24 +284,18 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
                 f"{what} has a slice {ranks[rank]['shard_shape']} on rank {rank}, in {len(pieces)}"
                 f" pieces that should make it up, but the file has {slice_shape}"
             )
-        fragments += [_fragment(piece, rank, slice_shape, shape, what) for piece in pieces]
+        for piece in pieces:
+            target = _box(piece["shape"], piece["source"], shape)
+            source = _box(piece["shape"], piece["dest"], slice_shape)
+            if target is None or source is None or piece.get("scale", 1.0) != 1.0:
+                raise FormatError(
+                    f"{what} has a piece on rank {rank} that is not a box, or is scaled:"
+                    f" {dict(piece)}. {_SPEC}"
+                )
+            fragments.append(Fragment(rank, source, target))
     return ParamLayout(
         shape, tuple(slices), tuple(fragment for fragment in fragments if fragment.target.size)
     )
-
-
-def _fragment(
-    piece: Mapping[str, Any], rank: int, slice_shape: Shape, shape: Shape, what: str
-) -> Fragment:
-    """A piece of an affine map. Raises FormatError unless it is a block on both sides."""
-    target = _box(piece["shape"], piece["source"], shape)
-    source = _box(piece["shape"], piece["dest"], slice_shape)
-    if target is None or source is None or piece.get("scale", 1.0) != 1.0:
-        raise FormatError(
-            f"{what} has a piece on rank {rank} that is not a box, or is scaled: {dict(piece)}."
-            f" {_SPEC}"
-        )
-    return Fragment(rank, source, target)
 
 
 def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
@@ -312,13 +313,3 @@ def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
     start = tuple(offset // step % n for step, n in zip(steps, whole, strict=True))
     box = Box(start, tuple(map(operator.add, start, map(int, shape))))
     return box if box.within(Box.whole(whole)) else None
-
-
-def _sub_params(entry: Any) -> _SubParams:
-    """A `SubparamShape`, which is a dict, or an instance in a pickle."""
-    fields: Any = entry.fields if isinstance(entry, Record) else entry
-    shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
-    patterns = pattern_list(
-        {"patterns": fields["patterns"]}, "patterns", "parameter_with_sub_params"
-    )
-    return _SubParams(patterns, shape, int(fields["partition_dim"]))

@@ -9,21 +9,20 @@ Facts: `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import each_file
-from jax_ucp.files.looked import walk
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.facts import check_facts
-from jax_ucp.formats.deepspeed.files import Files, Stored, mics_ranks, open_files, open_stored
+from jax_ucp.formats.deepspeed.files import StateFile, TagFiles, mics_ranks, open_files, open_stored
 from jax_ucp.formats.deepspeed.zero import param_shapes
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list, group_with
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.layout.fragments import Shape
 
 OPTIMIZER = "zero/optimizer_state.pt"
@@ -46,16 +45,16 @@ class UniversalFiles:
     optimizer has beside them, or None with weights_only; `left` then are the files not read.
     """
 
-    files: Files
+    files: TagFiles
     atoms: Mapping[str, Mapping[str, TorchFile]]
-    optimizer: Stored | None
+    optimizer: StateFile | None
     left: Sequence[FilePath]
 
     def states(self, name: str) -> Mapping[str, TorchFile]:
         return self.atoms.get(name, {})
 
-    def atom(self, name: str, state: str) -> Stored:
-        return Stored(self.atoms[name][state], {}, subfolder=f"zero/{name}/")
+    def atom(self, name: str, state: str) -> StateFile:
+        return StateFile(self.atoms[name][state], {}, subfolder=f"zero/{name}/")
 
     def groups(self) -> Iterator[tuple[int, int, Mapping[str, Shape]]]:
         """Groups of parameters, as (pipeline stage, index, shapes), of each model-parallel rank."""
@@ -97,23 +96,29 @@ def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
         )
     moe.check_expert_ranks(files)
     check_facts(files, weights_only)
-    paths = _atom_paths(folder / "zero")
+    zero = folder / "zero"
+    zero.folder().walk()  # one list for the folders of all parameters
+    every = itertools.chain.from_iterable(named.matching(".pt") for named in zero.children())
+    paths = [path for path in every if not path.name.startswith(".")]
     if weights_only:
         parameters = [path for path in paths if path.stem == "fp32"]
         states = [path for path in paths if path.stem != "fp32"]
         left = list(filter(FilePath.is_file, [*states, folder / OPTIMIZER]))
         return UniversalFiles(files, _open_atoms(parameters), None, left)
-    universal = UniversalFiles(files, _open_atoms(paths), _open_optimizer(folder / OPTIMIZER), [])
-    _check_optimizer(universal)
+    path = folder / OPTIMIZER
+    if not path.is_file():
+        raise FormatError(
+            f"{path} is missing: it holds what the optimizer has beside the atoms."
+            " weights_only opens the parameters without it"
+        )
+    stored = open_stored(path)
+    optimizer = StateFile(stored.file, stored.state, subfolder="zero/")
+    universal = UniversalFiles(files, _open_atoms(paths), optimizer, [])
+    if fault := next(_optimizer_faults(universal), None):
+        raise FormatError(f"{path} {fault}: {_NOT_OF_ONE_RUN}")
     _check_states(universal)
     _check_steps(universal)
     return universal
-
-
-def _atom_paths(zero: FilePath) -> list[FilePath]:
-    walk(zero.folder())  # one list for the folders of all parameters
-    paths = itertools.chain.from_iterable(named.matching(".pt") for named in zero.children())
-    return [path for path in paths if not path.name.startswith(".")]
 
 
 def _open_atoms(paths: Sequence[FilePath]) -> dict[str, dict[str, TorchFile]]:
@@ -121,100 +126,76 @@ def _open_atoms(paths: Sequence[FilePath]) -> dict[str, dict[str, TorchFile]]:
     opened = each_file(paths[0].files, TorchFile, paths) if paths else []
     for path, file in zip(paths, opened, strict=True):
         atoms.setdefault(path.parent.name, {})[path.stem] = file
-    for states in atoms.values():
-        _check_saved_as(states)
-    return atoms
-
-
-def _check_saved_as(states: Mapping[str, TorchFile]) -> None:
-    """Raise FormatError where torch.save wrote a parameter's state under the name of another."""
-    for state, file in states.items():
-        if file.saved_as != state and file.saved_as in states:
+    for state, file in itertools.chain.from_iterable(states.items() for states in atoms.values()):
+        if file.saved_as != state and file.saved_as in atoms[file.path.parent.name]:
             raise FormatError(
                 f"{file.path} was written as {file.saved_as}.pt, by the name inside it: it was"
                 " renamed, or exchanged for another state's. Give each file the name that it was"
                 " written under"
             )
-
-
-def _open_optimizer(path: FilePath) -> Stored:
-    if not path.is_file():
-        raise FormatError(
-            f"{path} is missing: it holds what the optimizer has beside the atoms."
-            " weights_only opens the parameters without it"
-        )
-    stored = open_stored(path)
-    return Stored(stored.file, stored.state, subfolder="zero/")
-
-
-def _check_optimizer(universal: UniversalFiles) -> None:
-    """Raise FormatError where the optimizer's file is not of the run that the model states are of.
-
-    It is rank 0's of the first pipeline stage: its stage of ZeRO, groups, and ranks are theirs.
-    """
-    if fault := next(_optimizer_faults(universal), None):
-        file = universal.files.folder / OPTIMIZER
-        raise FormatError(f"{file} {fault}: {_NOT_OF_ONE_RUN}")
+    return atoms
 
 
 def _optimizer_faults(universal: UniversalFiles) -> Iterator[str]:
-    """What the optimizer's file says of the run otherwise than the model states."""
+    """The entries of the optimizer's file that are not those of the model states' run.
+
+    It is rank 0's of the first pipeline stage: its stage of ZeRO, groups, and ranks are theirs.
+    """
     model = universal.files.models[0][0]
     counts = [len(shapes) for shapes in param_shapes(model, ())]
     zero3 = bool(universal.rank_0())
     if zero3 != universal.files.zero3:
-        yield f"is of {_stage(zero3)}, but {model.name} of {_stage(universal.files.zero3)}"
-    for what, groups in _groups_told(universal):
-        if len(groups) != len(counts) or not {*range(len(counts))} <= {*groups}:
+        one, other = ("ZeRO-3" if it else "ZeRO-1 or 2" for it in (zero3, universal.files.zero3))
+        yield f"is of {one}, but {model.name} of {other}"
+    # The groups that its settings, states and partitions are of.
+    groups: dict[str, list[Any]] = {}
+    partitions = universal.optimizer_entry("partition_count")
+    if settings := as_list(universal.optimizer_entry("param_groups")):
+        numbers = [as_list(as_dict(group).get("params")) for group in settings]
+        groups["settings"] = list(itertools.chain.from_iterable(numbers))
+    if states := as_dict(universal.rank_0().get("state")):  # without momentum there are none
+        groups["states"] = list(states)
+    if isinstance(partitions, list):
+        groups["partition_count"] = list(range(len(partitions)))
+    for what, of in groups.items():
+        if len(of) != len(counts) or not {*range(len(counts))} <= {*of}:
             described = f"{model.name} describes {len(counts)} groups"
-            yield f"has {what} of the groups {groups!s:.80}, but {described}"
-    for what, told, wanted in _counts_told(universal, model, counts):
-        if told and wanted and told != wanted:
-            yield f"is of {told} {what}, but {model.name} of {wanted}"
-
-
-def _counts_told(
-    universal: UniversalFiles, model: Stored, counts: list[int]
-) -> Iterator[tuple[str, Any, Any]]:
-    """What the optimizer's file counts, and as how many the model states count them."""
+            yield f"has {what} of the groups {of!s:.80}, but {described}"
+    # What it counts, and the model states too.
     paddings = as_list(universal.optimizer_entry("param_alignment_paddings"))
     padded = [len(as_list(group)) for group in paddings]
-    yield "parameters in its groups, by its param_alignment_paddings", padded, counts
+    if padded and counts and padded != counts:
+        what = "parameters in its groups, by its param_alignment_paddings"
+        yield f"is of {padded} {what}, but {model.name} of {counts}"
+    every = partitions if isinstance(partitions, list) else [partitions]
+    ranks = max((count for count in every if isinstance(count, int)), default=None)
     world = mics_ranks(model) or model.state.get("dp_world_size")
-    yield "data-parallel ranks, by its partition_count", _ranks_told(universal), world
-
-
-def _stage(zero3: bool) -> str:
-    return "ZeRO-3" if zero3 else "ZeRO-1 or 2"
-
-
-def _groups_told(universal: UniversalFiles) -> Iterator[tuple[str, list[Any]]]:
-    """What the optimizer's file has for each group: its settings, states and partitions."""
-    settings = as_list(universal.optimizer_entry("param_groups"))
-    numbers = [as_list(as_dict(group).get("params")) for group in settings]
-    if settings:
-        yield "settings", list(itertools.chain.from_iterable(numbers))
-    # an optimizer without momentum has none
-    if states := as_dict(universal.rank_0().get("state")):
-        yield "states", list(states)
-    counts = universal.optimizer_entry("partition_count")
-    if isinstance(counts, list):
-        yield "partition_count", list(range(len(counts)))
-
-
-def _ranks_told(universal: UniversalFiles) -> int | None:
-    """Over how many ranks the optimizer's file says that a group is shared, at the most."""
-    counts = universal.optimizer_entry("partition_count")
-    every = counts if isinstance(counts, list) else [counts]
-    return max((count for count in every if isinstance(count, int)), default=None)
+    if ranks and world and ranks != world:
+        what = "data-parallel ranks, by its partition_count"
+        yield f"is of {ranks} {what}, but {model.name} of {world}"
 
 
 def _check_states(universal: UniversalFiles) -> None:
     """Raise FormatError where a parameter lacks a state that its group has, or that Adam has."""
     zero = universal.files.folder / "zero"
+    stepped = universal.files.models[0][0].state.get("global_steps")
+    settings = universal.optimizer_entry("param_groups") or ()
     for _, index, shapes in universal.groups():
         states = {state for name in shapes for state in universal.states(name)}
-        _check_moments(universal, index, states)
+        # the moments that the settings of the whole group are about
+        hyper = group_with(settings, index)
+        moments = (
+            [{"exp_avg"}] if stepped and "betas" in hyper and not hyper.get("use_muon") else []
+        )
+        if moments and "eps" in hyper:
+            moments.append({"exp_avg_sq", "exp_inf"})
+        for names in moments:
+            if names.isdisjoint(states):
+                raise FormatError(
+                    f"{zero}: {' or '.join(sorted(names))}.pt is missing of all parameters of group"
+                    f" {index}, of which {OPTIMIZER} has the betas. weights_only opens the"
+                    " parameters without it"
+                )
         for name in shapes:
             missing = states - universal.states(name).keys() - {"fp32"}
             if missing and "fp32" in universal.states(name):
@@ -225,25 +206,6 @@ def _check_states(universal: UniversalFiles) -> None:
                     f" state, as {other}/{state}.pt, which may be too much if it is the only one."
                     " weights_only opens the parameters without it"
                 )
-
-
-def _check_moments(universal: UniversalFiles, index: int, states: Collection[str]) -> None:
-    """Raise FormatError where a whole group lacks a moment that its settings are about."""
-    steps = universal.files.models[0][0].state.get("global_steps")
-    settings = universal.optimizer_entry("param_groups") or ()
-    hyper = group_with(settings, index)
-    if not steps or "betas" not in hyper or hyper.get("use_muon"):
-        return
-    moments = [{"exp_avg"}]
-    if "eps" in hyper:
-        moments.append({"exp_avg_sq", "exp_inf"})
-    for names in moments:
-        if names.isdisjoint(states):
-            raise FormatError(
-                f"{universal.files.folder / 'zero'}: {' or '.join(sorted(names))}.pt is missing of"
-                f" all parameters of group {index}, of which {OPTIMIZER} has the betas."
-                " weights_only opens the parameters without it"
-            )
 
 
 def _check_steps(universal: UniversalFiles) -> None:

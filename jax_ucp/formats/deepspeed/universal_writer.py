@@ -1,7 +1,7 @@
-"""DeepSpeed's universal folder, for a run with `load_universal` to resume from.
+"""DeepSpeed's universal folder, from which a run with `load_universal` resumes.
 
-The folder is that of one process: whoever loads it cuts parameters for its own ranks. What a run
-with tensor parallelism must know for that is in each atom, and comes from the
+The folder is that of one process: each rank that loads it cuts the parameters for itself. The
+information that a run with tensor parallelism needs for that is in each atom, and comes from the
 `universal_checkpoint_info` of the source.
 
 Facts: `ds_to_universal.py` (`merge_tp_slices`, `_save_optimizer_state`) and
@@ -20,35 +20,35 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.optimizer_groups import plain_settings
+from jax_ucp.codecs.pickle_writer import Call, Global, Instance, has_dtype
+from jax_ucp.codecs.zip_writer import torch_file
 from jax_ucp.errors import FormatError, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
-from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
+from jax_ucp.export.parameters import Parameters, is_floating, torch_groups, untold
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, has_dtype
-from jax_ucp.formats.torch_save.zip_writer import torch_file
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.name_patterns import NamePatterns, pattern_list
-from jax_ucp.sources.optimizer_groups import plain_settings
 
 # The version whose format this is; the loader refuses folders that name none.
 DS_VERSION = "0.19.8"
 
-# The loader walks the groups of the run and those of the folder side by side and stops, without a
-# word, at the end of the shorter list. We write more groups than any run has, so that all
-# parameters are loaded; those that are not known have no settings, and the run's own stay.
+# The loader walks the groups of the run and those of the folder side by side and stops silently at
+# the end of the shorter list. We write more groups than any run has, so that all parameters are
+# loaded. A group that is not known has no settings, and the run keeps its own.
 GROUPS = 256
 
 _MODEL = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _OPTIMIZER = re.compile(
     r"zero/optimizer_state\.pt|(bf16_)?zero_pp_rank_0_mp_rank_00_optim_states\.pt"
 )
-# What one process, which cuts nothing, says otherwise than the ranks that wrote the source; and the
-# converter's own.
+# Keys whose values differ between a folder of one process, which cuts nothing, and the ranks that
+# wrote the source; and the converter's own.
 _OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "optimizer")
 _OPTIMIZER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
 _MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
 
-# The lists of patterns in `universal_checkpoint_info` that say how a parameter is cut.
+# The lists of patterns in `universal_checkpoint_info` that define how a parameter is cut.
 _LISTS = (
     "tp_replicated_parameter_patterns",
     "parameter_to_average_patterns",
@@ -70,9 +70,8 @@ def deepspeed_files(
     parameter that has one. `zero_stage` is that of the run to be resumed; None is that of the
     source, or 1.
 
-    Raises UnsupportedLeaf, naming every parameter, for dtypes torch lacks and for names that are no
-    folder's, and where parameters that the loader takes for one group, or in ZeRO-3 any, differ in
-    their step.
+    Raises UnsupportedLeaf, naming every parameter, for dtypes that torch lacks and for names that a
+    folder cannot have; and if the steps differ in a group of the loader, or in ZeRO-3 at all.
     """
     _check(params)
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
@@ -100,7 +99,9 @@ def deepspeed_files(
 def _check_steps(
     groups: Sequence[Mapping[str, Any]], steps: Mapping[str, np.ndarray], stage: int
 ) -> Any:
-    """The one step of ZeRO-3. Raises UnsupportedLeaf where parameters of a group differ."""
+    """The one step of all parameters in ZeRO-3; None in other stages. Raises UnsupportedLeaf if the
+    steps differ in a group, or in ZeRO-3 at all.
+    """
     for group in groups:
         own = {name: steps[name] for name in group["params"] if name in steps}
         _one_step(
@@ -122,9 +123,9 @@ def _atoms(
 ) -> Iterable[File]:
     """A file for each state of each parameter; the step of ZeRO-3 is in zero/optimizer_state.pt."""
     lists = {key: frozenset(_list(info, key)) for key in _LISTS}
-    parts: dict[str, tuple[int, Any]] = {}  # the first come first
+    parts: dict[str, tuple[int, Any]] = {}  # numbered: the first has precedence
     for sub in info.get("parameter_with_sub_params") or ():
-        for pattern in _sub_patterns(sub):
+        for pattern in _list({"patterns": _attributes(sub)["patterns"]}, "patterns"):
             parts.setdefault(pattern, (len(parts), sub))
     patterns = NamePatterns(chain(*lists.values(), parts), "universal_checkpoint_info")
     for name, states in owned.items():
@@ -148,15 +149,17 @@ def _owned(params: Parameters) -> dict[str, Mapping[str, Tensor]]:
 def _groups(
     params: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The groups in the order in which the loader reads them: that of a DeepSpeed source."""
+    """The optimizer groups in the order in which the loader reads them, which is that of a
+    DeepSpeed source.
+    """
     groups = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
     while groups and not groups[-1].keys() - {"params"}:
-        groups.pop()  # what an export wrote of groups that are not known
+        groups.pop()  # an export wrote these for groups that are not known
     return torch_groups(params.groups, _owned(params), groups)
 
 
 def notes(params: Parameters, extras: Extras) -> Iterable[str]:
-    """What whoever resumes from the folder should know."""
+    """Notes for the user who resumes from the folder."""
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
     if not params.moments:
         yield "there are no optimizer states: the run starts with those that its optimizer makes"
@@ -191,7 +194,7 @@ def notes(params: Parameters, extras: Extras) -> Iterable[str]:
 
 
 def carries(file: str, name: str) -> bool:
-    """Whether an extra is written, or made anew."""
+    """Whether the folder has an extra of the source, as it was or as a new value."""
     if _MODEL.fullmatch(file):
         return not name.startswith("optimizer/") or name == "optimizer/param_groups"
     return bool(_OPTIMIZER.fullmatch(file)) and name in (
@@ -202,7 +205,9 @@ def carries(file: str, name: str) -> bool:
 
 
 def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
-    """The step of all these parameters. Raises UnsupportedLeaf, with `why`, if they differ."""
+    """The step of all these parameters, None if there are none. Raises UnsupportedLeaf, with `why`,
+    if they differ.
+    """
     different = {step.item(): name for name, step in steps.items()}
     if len(different) > 1:
         raise UnsupportedLeaf(
@@ -233,20 +238,21 @@ def _check(params: Parameters) -> None:
         problems += _faults(name, {"buffer": tensor})
     if problems:
         raise UnsupportedLeaf(
-            named(
-                problems,
-                "DeepSpeed's universal folder cannot hold",
-                "Export with another dtype, or rename them.",
-            )
+            "DeepSpeed's universal folder cannot hold:",
+            problems,
+            remedy="Export with another dtype, or rename them.",
         )
 
 
 def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
-    """What of a parameter the folder cannot hold."""
+    """Reasons why the folder cannot hold a parameter: a dtype, a name, or a step that is not a
+    number.
+    """
     for state, tensor in states.items():
         if not has_dtype(tensor.dtype):
             yield f"{state} of {name} has dtype {tensor.dtype}"
-    if not _names_a_folder(name):
+    reserved = name in ("", ".", "..", "optimizer_state.pt")
+    if reserved or "/" in name or "\0" in name or len(name.encode()) > 255:
         yield f"{name!r} is not a name of a folder"
     for state in states:
         if state == "fp32" or not re.fullmatch(r"\w+", state):
@@ -255,17 +261,8 @@ def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
         yield f"step of {name} has shape {list(states['step'].shape)}, and is not a number"
 
 
-def _names_a_folder(name: str) -> bool:
-    reserved = name in ("", ".", "..", "optimizer_state.pt")
-    return not reserved and "/" not in name and "\0" not in name and len(name.encode()) <= 255
-
-
 def _list(info: Mapping[str, Any], key: str) -> Sequence[str]:
     return pattern_list(info, key, "universal_checkpoint_info")
-
-
-def _sub_patterns(sub: Any) -> Sequence[str]:
-    return _list({"patterns": _attributes(sub)["patterns"]}, "patterns")
 
 
 def _how_to_cut(
@@ -274,9 +271,11 @@ def _how_to_cut(
     parts: Mapping[str, tuple[int, Any]],
     matching: frozenset[str],
 ) -> dict[str, Any]:
-    """What an atom has for ranks with slices of it, in the converter's order of precedence.
+    """The fields of an atom from which ranks cut their slices, in the converter's order of
+    precedence.
 
-    `matching` are the patterns of the lists, and of `parts` by number, that match its name.
+    `matching` are the patterns that match the parameter's name, of the lists and of `parts`; of
+    several in `parts`, the one with the lowest number counts.
     """
 
     def matches(key: str) -> bool:
@@ -293,8 +292,8 @@ def _how_to_cut(
 
 
 def _cut(tensor: Tensor, sub: Any, matches: Callable[[str], bool]) -> dict[str, Any]:
-    """The axis or the parts `sub` it is cut along; nothing for a replica. `matches` looks in a
-    list.
+    """The axis, or the parts `sub`, along which a parameter is cut; empty for a replica. `matches`
+    looks up a list.
     """
     if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
         return {}
@@ -306,7 +305,9 @@ def _cut(tensor: Tensor, sub: Any, matches: Callable[[str], bool]) -> dict[str, 
 
 
 def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`universal_checkpoint_info` without what is only about the ranks that wrote the source."""
+    """`universal_checkpoint_info` without the fields that concern only the ranks that wrote the
+    source.
+    """
     info = model.get("universal_checkpoint_info") or {}
     return {
         key: value
@@ -316,7 +317,9 @@ def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
-    """The widths of the parts; versions before 0.4 have a number of equal ones."""
+    """The `SubparamShape` of an atom, with the widths of its parts; versions before 0.4 store a
+    number of equal parts. Raises FormatError if that number does not divide the axis.
+    """
     fields = _attributes(sub)
     shape, axis = list(fields["shape"]), fields["partition_dim"]
     if isinstance(shape[axis], int):
@@ -344,26 +347,19 @@ def _optimizer_state(
     state["param_groups"] += [{"params": []} for _ in range(GROUPS - len(groups))]
     if stage == 3:
         counted = {} if step is None else {"step": step}
-        # The loader of ZeRO-3 gives all groups of the run the settings of the first one here.
-        alike = {**_common(groups), "params": []}
+        # The loader of ZeRO-3 gives all groups of the run the settings of the first one here: those
+        # in which all agree.
+        plain = list(map(plain_settings, groups))
+        common = dict(groups[0]) if groups else {}
+        for other in plain[1:]:
+            common = {k: v for k, v in common.items() if k in other and other[k] == plain[0].get(k)}
+        alike = {**common, "params": []}
         numbers = range(max(1, len(groups)))
         state["optimizer_state_dict"] = {
             "state": dict.fromkeys(numbers, counted),
             "param_groups": [alike],
         }
     return state
-
-
-def _common(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings in which all groups agree."""
-    if len(groups) < 2:
-        return dict(*groups)
-    first, *others = map(plain_settings, groups)
-    return {
-        k: groups[0][k]
-        for k in first
-        if all(k in other and other[k] == first[k] for other in others)
-    }
 
 
 def _model_states(

@@ -15,15 +15,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jax_ucp.codecs.torch_file import StoredTensor
+from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.deepspeed.codes import Codes, flattened, split_codes
-from jax_ucp.formats.deepspeed.files import Rank, Stored, expect_dict
+from jax_ucp.formats.deepspeed.codes import RankCodes, flattened, split_codes
+from jax_ucp.formats.deepspeed.files import Rank, StateFile, expect_dict
 from jax_ucp.formats.nested import as_dict, group_with
-from jax_ucp.formats.torch_save.file import StoredTensor
-from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
 
@@ -38,14 +38,14 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Group:
+class PartitionGroup:
     """Parameters that lie in one set of partitions, held by `ranks`, in that order.
 
-    What the ranks hold for the group, by name: flat tensors of the partition's length in `flat`,
-    those of whole parameters in `whole`, values for the whole group in `scalars`, and in `aside`
-    what belongs to no element of a parameter, with the reason. `codes` say what flat codes mean,
-    `parts` are tensors of an optimizer's codes that are not of elements. `layouts` say where each
-    parameter lies in a flat tensor of the partition's length.
+    The states by name: `flat` are tensors of the partition's length, `whole` those of whole
+    parameters, `scalars` values for the whole group, and `aside` are not of elements of parameters,
+    with the reason. `codes` say what flat codes mean, `parts` are tensors of an optimizer's codes
+    that are not of elements. `layouts` say where each parameter lies in a flat tensor of the
+    partition's length.
     """
 
     ranks: Sequence[Rank]
@@ -55,7 +55,7 @@ class Group:
     whole: Mapping[str, Sequence[Whole]]
     scalars: Mapping[str, Sequence[Any]]
     aside: Mapping[str, tuple[Sequence[Any], str]]
-    codes: Mapping[str, Sequence[Codes]]
+    codes: Mapping[str, Sequence[RankCodes]]
     parts: Mapping[str, Sequence[StoredTensor]]
 
 
@@ -67,13 +67,8 @@ _ELEMENTWISE = (
 )
 _MOMENTUM = "momentum_buffer"
 
-# Why a state is left aside.
-_WRONG_LENGTH = "its length is not that of the partition"
-_IN_PLACE = _FLAT, _NUMBERS = "flat", "numbers"
-_NEITHER = "it is neither a flat tensor of the partition nor a number"
 
-
-def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
+def param_shapes(model: StateFile, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
     """The parameters of each group, in the order of its buffer, by the model states."""
     shapes = known(model.state.get("param_shapes"))
     if not isinstance(shapes, list):
@@ -101,83 +96,51 @@ def group(
     zero3: bool,
     model: str,
     weights_only: bool = False,
-) -> Group:
+) -> PartitionGroup:
     """A group of parameters, and its states on `ranks`; with `weights_only` its masters.
 
     Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of
     ranks give.
     """
     masters = [rank.masters[index] for rank in ranks]
-    codes, parts, states = split_codes({} if weights_only else _states_by_name(index, ranks))
-    momentum = {} if zero3 else _momentum(index, ranks, states)
-    if zero3:
-        layouts, lengths = _zero3(index, shapes, ranks, masters)
+    is_muon = any(param_group(rank, index).get("use_muon") for rank in ranks)
+    by_name = {} if weights_only else _states_by_name(index, ranks, is_muon)
+    codes, parts, states = split_codes(by_name)
+    # Muon's momentum may be of whole parameters below ZeRO-3: it does not say how long a partition
+    # is.
+    momentum = states.get(_MOMENTUM) if is_muon and not zero3 else None
+    if zero3:  # every rank has a part of the same length of each parameter
+        length = sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
+        layouts, lengths = partitioned_layouts(shapes, len(ranks)), [{length}] * len(ranks)
+        if not _fit(masters, lengths):
+            raise _misfit(index, ranks, "param", masters, lengths)
     else:
-        flat_states = _of_partitions(states, momentum)
-        layouts, lengths = _zero12(index, shapes, ranks, [masters, *flat_states], model)
+        others = [values for values in states.values() if values is not momentum]
+        of_partitions = [masters, *filter(_are_flat, others)]
+        layouts, lengths = _zero12(index, shapes, ranks, of_partitions, model)
     whole: dict[str, Sequence[Whole]] = {}
-    for name in _not_of_partitions(momentum, lengths):
-        whole[name] = _momentum_of_wholes(index, shapes, ranks, layouts, states.pop(name))
-    kinds = {name: _kind(index, ranks, name, values, lengths) for name, values in states.items()}
-    flat = {"param": masters, **_of_kind(_FLAT, states, kinds)}
-    numbers = _of_kind(_NUMBERS, states, kinds)
-    aside = {name: (states[name], why) for name, why in kinds.items() if why not in _IN_PLACE}
-    return Group(ranks, shapes, layouts, flat, whole, numbers, aside, codes, parts)
-
-
-def _of_partitions(
-    states: Mapping[str, list[Any]], momentum: Mapping[str, Any]
-) -> list[list[StoredTensor]]:
-    """The flat states that tell how long a partition is."""
-    others = [values for name, values in states.items() if name not in momentum]
-    return list(filter(_are_flat, others))
-
-
-def _not_of_partitions(momentum: Mapping[str, list[Any]], lengths: Sequence[set[int]]) -> list[str]:
-    return [
-        n for n, values in momentum.items() if not _are_flat(values) or not _fit(values, lengths)
-    ]
-
-
-def _of_kind(
-    kind: str, states: Mapping[str, list[Any]], kinds: Mapping[str, str]
-) -> dict[str, list[Any]]:
-    return {name: values for name, values in states.items() if kinds[name] == kind}
-
-
-def _kind(
-    index: int,
-    ranks: Sequence[Rank],
-    name: str,
-    values: Sequence[Any],
-    lengths: Sequence[set[int]],
-) -> str:
-    """Whether a state is flat tensors of the partition, or numbers; else why it is neither.
-
-    Raises FormatError for a state that has an element for each of the parameter, but not so many.
-    """
-    if _are_numbers(values):
-        return _NUMBERS
-    if not _are_flat(values):
-        return _NEITHER
-    if _fit(values, lengths):
-        return _FLAT
-    if name in _ELEMENTWISE:
-        raise _misfit(index, ranks, name, values, lengths)
-    return _WRONG_LENGTH
-
-
-def _momentum(
-    index: int, ranks: Sequence[Rank], states: Mapping[str, list[Any]]
-) -> dict[str, list[Any]]:
-    """Muon's momentum, which below ZeRO-3 may be of whole parameters."""
-    if _MOMENTUM not in states or not _is_muon(index, ranks):
-        return {}
-    return {_MOMENTUM: states[_MOMENTUM]}
-
-
-def _is_muon(index: int, ranks: Sequence[Rank]) -> bool:
-    return any(param_group(rank, index).get("use_muon") for rank in ranks)
+    if momentum is not None and not (_are_flat(momentum) and _fit(momentum, lengths)):
+        del states[_MOMENTUM]
+        whole[_MOMENTUM] = _momentum_of_wholes(index, shapes, ranks, layouts, momentum)
+    # The rest are flat tensors of the partition, or numbers of the whole group, or left aside.
+    flat: dict[str, Sequence[StoredTensor]] = {"param": masters}
+    numbers: dict[str, Sequence[Any]] = {}
+    aside: dict[str, tuple[Sequence[Any], str]] = {}
+    for name, values in states.items():
+        shapes_of = [v.shape if isinstance(v, StoredTensor) else () for v in values]
+        if not any(shapes_of) and all(
+            isinstance(v, StoredTensor | bool | int | float) for v in values
+        ):
+            numbers[name] = values
+        elif not _are_flat(values):
+            aside[name] = values, "it is neither a flat tensor of the partition nor a number"
+        elif _fit(values, lengths):
+            flat[name] = values
+        elif name in _ELEMENTWISE:
+            raise _misfit(index, ranks, name, values, lengths)
+        else:
+            aside[name] = values, "its length is not that of the partition"
+    return PartitionGroup(ranks, shapes, layouts, flat, whole, numbers, aside, codes, parts)
 
 
 def _momentum_of_wholes(
@@ -219,11 +182,18 @@ def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
     return all(tensor.shape[0] in fit for tensor, fit in zip(tensors, lengths, strict=True))
 
 
-def _states_by_name(index: int, ranks: Sequence[Rank]) -> dict[str, list[Any]]:
-    states = [_group_state(rank, index) for rank in ranks]
+def _states_by_name(index: int, ranks: Sequence[Rank], is_muon: bool) -> dict[str, list[Any]]:
+    states: list[dict[str, Any]] = []
+    for rank in ranks:
+        base = base_optimizer(rank)
+        if isinstance(base, list):  # an elastic checkpoint, which has a list of groups
+            states.append(dict(base[index]))
+            continue
+        base = expect_dict(base, rank.file.path, "the base optimizer's state")
+        states.append(flattened((base.get("state") or {}).get(index) or {}))
     names = list(dict.fromkeys(itertools.chain.from_iterable(states)))
     # A rank whose partition has none of Muon's parameters has no momentum of them.
-    optional = {_MOMENTUM} if _is_muon(index, ranks) else set[str]()
+    optional = {_MOMENTUM} if is_muon else set[str]()
     for rank, state in zip(ranks, states, strict=True):
         if (state.keys() ^ states[0].keys()) - optional:
             raise FormatError(
@@ -237,13 +207,6 @@ def _states_by_name(index: int, ranks: Sequence[Rank]) -> dict[str, list[Any]]:
 
 def _are_flat(values: Sequence[Any]) -> bool:
     return all(isinstance(value, StoredTensor) and len(value.shape) == 1 for value in values)
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return all(
-        v.shape == () if isinstance(v, StoredTensor) else isinstance(v, bool | int | float)
-        for v in values
-    )
 
 
 def _zero12(
@@ -284,17 +247,6 @@ def _zero12(
         f" masters in the partitions of {count} ranks have {sizes}. A file of another rank, run,"
         " stage or world size is among them, or one was cut"
     )
-
-
-def _zero3(
-    index: int, shapes: Mapping[str, Shape], ranks: Sequence[Rank], masters: Sequence[StoredTensor]
-) -> tuple[dict[str, ParamLayout], list[set[int]]]:
-    """As `_zero12`; every rank has a part of the same length of each parameter."""
-    length = sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
-    lengths = [{length}] * len(ranks)
-    if any(master.shape[0] != length for master in masters):
-        raise _misfit(index, ranks, "param", masters, lengths)
-    return partitioned_layouts(shapes, len(ranks)), lengths
 
 
 def _misfit(
@@ -340,10 +292,12 @@ def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
     return group_with(as_dict(base_optimizer(rank)).get("param_groups") or (), index)
 
 
-def _group_state(rank: Rank, index: int) -> dict[str, Any]:
-    """The state of one group, by name; elastic checkpoints have a list of groups."""
-    base = base_optimizer(rank)
-    if isinstance(base, list):
-        return dict(base[index])
-    states = expect_dict(base, rank.file.path, "the base optimizer's state").get("state") or {}
-    return flattened(states.get(index) or {})
+def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
+    """The layout with only those shards that hold a part of the parameter, and their numbers."""
+    used = sorted({fragment.shard for fragment in layout.fragments}) or [0]
+    if len(used) == len(layout.shards):
+        return layout, used
+    place = {shard: i for i, shard in enumerate(used)}
+    fragments = tuple([replace(f, shard=place[f.shard]) for f in layout.fragments])
+    shards = tuple([layout.shards[i] for i in used])
+    return replace(layout, shards=shards, fragments=fragments), used

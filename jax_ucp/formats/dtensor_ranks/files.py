@@ -1,4 +1,4 @@
-"""Which files of ranks lie in a folder: `{model,optim,extra_state}_world_size_N_rank_R.pt`.
+"""The files of ranks in a folder: `{model,optim,extra_state}_world_size_N_rank_R.pt`.
 
 Facts: `verl/utils/checkpoint/fsdp_checkpoint_manager.py` of verl 0.2 to 0.7, and
 `skyrl/backends/skyrl_train/distributed/fsdp_strategy.py` of SkyRL.
@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.huggingface.weight_files import read_json
+from jax_ucp.formats.weight_files import read_json
 
 FSDP_CONFIG = "fsdp_config.json"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_([1-9]\d{0,6})_rank_(0|[1-9]\d{0,6})\.pt")
@@ -76,7 +76,16 @@ def rank_files(folder: FilePath) -> RankFiles:
             f"{folder} has no model_world_size_{world_size}_rank_0.pt: the weights of the model"
             " were not saved, or not copied"
         )
-    return RankFiles(folder, world_size, names, _fsdp_config(folder, world_size))
+    path = folder / FSDP_CONFIG
+    config = read_json(path) if path.is_file() else {}
+    if not isinstance(config, dict):
+        raise FormatError(f"{path} should be a JSON object")
+    if config.get("world_size", world_size) != world_size:
+        raise FormatError(
+            f"{path} says that {config['world_size']!r:.20} ranks saved, but the files are of"
+            f" {world_size}: they are of two saves"
+        )
+    return RankFiles(folder, world_size, names, config)
 
 
 def _in_order(
@@ -96,16 +105,3 @@ def _in_order(
             f" {world_size - 1}"
         )
     return [found[rank] for rank in range(world_size)]
-
-
-def _fsdp_config(folder: FilePath, world_size: int) -> Mapping[str, Any]:
-    path = folder / FSDP_CONFIG
-    config = read_json(path) if path.is_file() else {}
-    if not isinstance(config, dict):
-        raise FormatError(f"{path} should be a JSON object")
-    if config.get("world_size", world_size) != world_size:
-        raise FormatError(
-            f"{path} says that {config['world_size']!r:.20} ranks saved, but the files are of"
-            f" {world_size}: they are of two saves"
-        )
-    return config

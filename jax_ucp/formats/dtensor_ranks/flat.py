@@ -20,9 +20,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax_ucp.formats.pairing import Undecided, only_division
-from jax_ucp.layout.box import Box, range_boxes
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape, range_fragments
+from jax_ucp.states.pairing import Undecided
 
 MAX_WAYS = 1 << 16
 _NUMBER = re.compile(r"\d+")
@@ -30,31 +29,17 @@ Units = list[list[str]]  # the names of the parameters in each flat one, in orde
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """What a stored array has of a flat parameter: its elements from `start`, all of them."""
+class ElementRange:
+    """The elements of a flat parameter that a stored array has: `length` from `start` on."""
 
     start: int
     length: int
 
 
-def concatenated(lengths: Sequence[Sequence[int]]) -> list[Range]:
-    """The ranges of parts that lie one behind the other; for each part, replicas of one length.
-
-    >>> concatenated([[2, 2], [1, 1]])
-    [Range(start=0, length=2), Range(start=0, length=2), Range(start=2, length=1), ...
-    """
-    ranges: list[Range] = []
-    start = 0
-    for replicas in lengths:
-        ranges += [Range(start, length) for length in replicas]
-        start += replicas[0]
-    return ranges
-
-
-def flat_layout(shape: Shape, start: int, parts: Sequence[Range]) -> ParamLayout:
+def flat_layout(shape: Shape, start: int, parts: Sequence[ElementRange]) -> ParamLayout:
     """Where the elements of a parameter are that begins at `start` of a flat one.
 
-    >>> layout = flat_layout((2, 2), 3, [Range(0, 4), Range(4, 4)])
+    >>> layout = flat_layout((2, 2), 3, [ElementRange(0, 4), ElementRange(4, 4)])
     >>> [(f.shard, str(f.source), str(f.target)) for f in layout.fragments]
     [(0, '[3:4]', '[0:1, 0:1]'), (1, '[0:1]', '[0:1, 1:2]'), (1, '[1:3]', '[1:2, 0:2]')]
     """
@@ -62,33 +47,9 @@ def flat_layout(shape: Shape, start: int, parts: Sequence[Range]) -> ParamLayout
     stop = start + math.prod(shape)
     for i, part in enumerate(parts):
         first, last = max(start, part.start), min(stop, part.start + part.length)
-        if first >= last:
-            continue
-        at = first - part.start
-        for target in range_boxes(shape, first - start, last - start):
-            fragments.append(Fragment(i, Box((at,), (at + target.size,)), target))
-            at += target.size
+        if first < last:
+            fragments += range_fragments(i, first - part.start, shape, first - start, last - start)
     return ParamLayout(shape, tuple((part.length,) for part in parts), tuple(fragments))
-
-
-def original_parameters(
-    shapes: Mapping[str, Shape], groups: Sequence[Sequence[int | None]]
-) -> list[list[str]]:
-    """The parameter of each place in an optimizer's groups, of which the number of elements is
-    known or not; parameters are in the order of the model. Raises Undecided.
-
-    >>> original_parameters({"w": (2, 3), "b": (2,)}, [[6, None]])
-    [['w', 'b']]
-    """
-
-    def fits(name: str, group: int, place: int) -> bool:
-        return groups[group][place] in (None, math.prod(shapes[name]))
-
-    division = only_division(dict.fromkeys(shapes, 1), [*map(len, groups)], fits)
-    names = [[""] * len(group) for group in groups]
-    for name, (group, place) in division.items():
-        names[group][place] = name
-    return names
 
 
 def flat_parameters(
@@ -105,10 +66,12 @@ def flat_parameters(
     [['e.w'], ['l.0.w'], ['l.1.w']]
     """
     ways = _ways(shapes, parts, lengths)
-    if not ways:
-        for name in _maybe_tied(shapes):
+    seen: set[Shape] = set()
+    for name, shape in shapes.items() if not ways else ():
+        if shape in seen:
             rest = {other: shape for other, shape in shapes.items() if other != name}
             ways += [way for way in _ways(rest, parts, lengths) if way not in ways]
+        seen.add(shape)
     if len(ways) != 1:
         how = "several ways" if ways else "no way"
         raise Undecided(
@@ -130,17 +93,8 @@ def _ways(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
     return ways
 
 
-def _maybe_tied(shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Parameters that have the shape of an earlier one."""
-    seen: set[Shape] = set()
-    for name, shape in shapes.items():
-        if shape in seen:
-            yield name
-        seen.add(shape)
-
-
 def _wrappings(names: Sequence[str], count: int) -> Iterator[set[str]]:
-    """Which modules may be wrapped besides the outermost, so that there are `count` in all, or so
+    """Sets of modules that may be wrapped besides the outermost, with `count` in all, or so
     many and one that has no parameters of its own.
     """
     kinds: dict[str, set[str]] = defaultdict(set)

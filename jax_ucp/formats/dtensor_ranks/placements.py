@@ -1,4 +1,4 @@
-"""Which block of a distributed tensor each rank of a mesh has. Integers only.
+"""The block of a distributed tensor that each rank of a mesh has. Integers only.
 
 A placement for each axis of the mesh says what its ranks have: all of them the same, or each its
 part of an axis of the tensor. They apply from the left to the right, each to what those before have
@@ -37,9 +37,9 @@ Placement = Split | None  # None: each has the same
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """What the rank at a coordinate of a mesh has: its shape, and its blocks: where each lies in
-    the shard, and where in the tensor.
+class PlacedShard:
+    """The part of a tensor on the rank at a coordinate of a mesh: its shape, and its blocks: where
+    each lies in the shard, and where in the tensor.
     """
 
     shape: Shape
@@ -48,7 +48,7 @@ class Shard:
 
 def shard_at(
     shape: Shape, mesh: Shape, coordinate: Sequence[int], placements: Sequence[Placement]
-) -> tuple[Shard, Shard]:
+) -> tuple[PlacedShard, PlacedShard]:
     """The shard of a rank: cut from the left to the right, and in the order of split factors.
 
     >>> shard, _ = shard_at((5, 3), (2, 2), (1, 1), (None, Split(0)))
@@ -62,32 +62,32 @@ def shard_at(
     ]
     runs: list[Runs] = [[(0, n)] for n in shape]
     for split, ranks, rank in splits:
-        runs[split.axis] = _strided_part(runs[split.axis], ranks, rank, split.split_factor)
+        # of each of `split_factor` parts, its part
+        factor, whole = split.split_factor, runs[split.axis]
+        parts = [_part(_part(whole, factor, i), ranks, rank) for i in range(factor)]
+        runs[split.axis] = _joined(itertools.chain.from_iterable(parts))
     ordered: list[Runs] = [[(0, n)] for n in shape]
     for split, ranks, rank in sorted(splits, key=lambda item: item[0].split_factor):
         ordered[split.axis] = _part(ordered[split.axis], ranks, rank)
     return _shard(runs), _shard(ordered)
 
 
-def _shard(runs: Sequence[Runs]) -> Shard:
+def _shard(runs: Sequence[Runs]) -> PlacedShard:
     shape = tuple(_length(of_axis) for of_axis in runs)
     blocks: list[tuple[Box, Box]] = []
     if math.prod(shape):
-        for ranges in itertools.product(*map(_ranges, runs)):
-            starts, targets = zip(*ranges, strict=True) if ranges else ((), ())
-            target = Box(tuple(a for a, _ in targets), tuple(b for _, b in targets))
-            blocks.append((Box.whole(target.shape).shift(starts), target))
-    return Shard(shape, tuple(blocks))
-
-
-def _strided_part(runs: Runs, parts: int, part: int, split_factor: int) -> Runs:
-    """Of each of `split_factor` parts, its part."""
-    pieces = [_part(runs, split_factor, i) for i in range(split_factor)]
-    return _joined(itertools.chain.from_iterable(_part(piece, parts, part) for piece in pieces))
+        # of each axis the runs, with where each starts in the shard
+        lengths = [[stop - start for start, stop in of_axis] for of_axis in runs]
+        starts = [itertools.accumulate([0, *own]) for own in lengths]
+        ranges = [list(zip(*pair, strict=False)) for pair in zip(starts, runs, strict=True)]
+        for place in itertools.product(*ranges):
+            target = Box(tuple(a for _, (a, _) in place), tuple(b for _, (_, b) in place))
+            blocks.append((Box.whole(target.shape).shift([at for at, _ in place]), target))
+    return PlacedShard(shape, tuple(blocks))
 
 
 def _part(runs: Runs, parts: int, part: int) -> Runs:
-    """One of `parts` parts, as `torch.chunk` cuts.
+    """The part of a number, of `parts`, as `torch.chunk` cuts.
 
     >>> [_part([(0, 5)], 4, part) for part in range(4)]
     [[(0, 2)], [(2, 4)], [(4, 5)], []]
@@ -118,11 +118,3 @@ def _joined(runs: Iterator[tuple[int, int]]) -> Runs:
 
 def _length(runs: Runs) -> int:
     return sum(stop - start for start, stop in runs)
-
-
-def _ranges(runs: Runs) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Each run, with where it starts in the shard."""
-    at = 0
-    for start, stop in runs:
-        yield at, (start, stop)
-        at += stop - start

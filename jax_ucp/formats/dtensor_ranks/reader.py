@@ -9,6 +9,7 @@ files' names, and counters and learning rates with one another.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError, LayoutError
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import About, Contents
+from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
+from jax_ucp.codecs.torch_file import TorchFile
+from jax_ucp.codecs.unpickle import walk
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.assemble import Import
-from jax_ucp.formats.dtensor_ranks import flat_states
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.dtensor_ranks.files import (
     FSDP_CONFIG,
     RankFiles,
@@ -29,24 +34,18 @@ from jax_ucp.formats.dtensor_ranks.files import (
     is_rank_file,
     rank_files,
 )
-from jax_ucp.formats.dtensor_ranks.flat_states import FlatStates, place_flat
-from jax_ucp.formats.dtensor_ranks.placements import Shard, shard_at
-from jax_ucp.formats.dtensor_ranks.specs import Mesh, Spec, spec_of
+from jax_ucp.formats.dtensor_ranks.flat_states import FlatShard, FlatStates, place_flat
+from jax_ucp.formats.dtensor_ranks.placements import shard_at
+from jax_ucp.formats.dtensor_ranks.specs import Mesh, TensorSpec, spec_of
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
-from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.file import TorchFile
-from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
-from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
-from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor, unreadable
-from jax_ucp.formats.torch_save.tree import GONE, nested_leaves, without_tensors
-from jax_ucp.formats.torch_save.unpickle import walk
+from jax_ucp.formats.state_dicts import GONE, nested_leaves, without_tensors
+from jax_ucp.formats.weight_files import CONFIG, read_json
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import About, Contents
+from jax_ucp.options import Options
+from jax_ucp.states.optimizer_dicts import Steps, joined
+from jax_ucp.states.state_pairing import StateTensor, is_trainable
 
 HUGGINGFACE = "huggingface"
 
@@ -63,25 +62,42 @@ def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
     """
     ranks = rank_files(path)
     files = _opened(ranks, options)
-    imported = Import("dtensors", path, Combined.of_files(files), options.on_conflict)
+    imported = ContentsBuilder("dtensors", path, Combined.of_files(files), options.on_conflict)
     saved = _Saved(ranks, files)
     _check_facts(saved)
     model = _wholes(saved, _parts(saved, "model"))
-    _require_sharded(saved, model)
+    if ranks.world_size > 1 and not any(whole.specs for whole in model.values()):
+        raise FormatError(
+            f"{path} has the files of {ranks.world_size} ranks, in which no tensor of the model is"
+            " a DTensor: nothing says whether they are copies of the whole or parts of it"
+        )
     of_optimizer = _parts(saved, "optim")
     if _is_flat(saved, of_optimizer):
         _place(imported, model, {}, replace(options, optimizer_groups=None))
         _place_flat(imported, saved, model, of_optimizer, options)
     else:
         optimizer = _wholes(saved, of_optimizer)
-        _place(imported, {**model, **optimizer}, _objects(saved), options)
+        # objects beside the tensors: the first rank's, as all others say the same
+        trees = [file.tree for _, _, file in itertools.islice(saved.of("optim"), 1)]
+        leaves = [leaf for tree in trees for leaf in nested_leaves(tree, ("optim",))]
+        objects = {
+            path: node for path, node in leaves if not isinstance(node, StoredTensor | DTensor)
+        }
+        _place(imported, {**model, **optimizer}, objects, options)
     _keep_rest(imported, saved, options)
-    imported.notes.insert(0, _written_by(ranks, model))
+    meshes: dict[str, None] = {}
+    for mesh in (whole.specs[0].mesh for whole in model.values() if whole.specs):
+        axes = list(map(str, mesh.shape))
+        if len(mesh.axes) == len(mesh.shape):
+            axes = [f"{name}={n}" for name, n in zip(mesh.axes, mesh.shape, strict=True)]
+        meshes[" x ".join(axes)] = None
+    imported.notes.insert(
+        0,
+        f"written by {ranks.writer}: torch.save of the DTensors of {ranks.world_size} ranks"
+        f"{', mesh ' * bool(meshes)}{', '.join(meshes)}",
+    )
     imported.about = About(f"{ranks.writer}, DTensors of {ranks.world_size} ranks")
-    try:
-        return imported.contents()
-    except LayoutError as error:
-        raise LayoutError(f"{path}: {error}") from None
+    return imported.contents()
 
 
 def _opened(ranks: RankFiles, options: Options) -> dict[str, TorchFile]:
@@ -91,8 +107,8 @@ def _opened(ranks: RankFiles, options: Options) -> dict[str, TorchFile]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What the file of one rank has of a tensor: `node` is a DTensor, or all of it."""
+class RankPart:
+    """A tensor in the file of one rank; a DTensor as `node` says of which whole it is a part."""
 
     rank: int
     file: str
@@ -106,6 +122,12 @@ class Part:
     def key(self) -> str:
         return f"{self.file}:{self.local.key}"
 
+    @property
+    def words(self) -> str:
+        """A description for messages."""
+        kind = "a part of" if isinstance(self.node, DTensor) else "all of"
+        return f"{kind} {self.node.dtype} {list(self.node.shape)}"
+
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
@@ -113,18 +135,14 @@ class _Whole:
 
     path: Steps
     shape: Shape
-    param: Consolidated
-    parts: Sequence[Part]
-    specs: Sequence[Spec] = ()
+    layout: ParamLayout
+    parts: Sequence[RankPart]
+    specs: Sequence[TensorSpec] = ()
 
-    @property
-    def with_specs(self) -> list[tuple[Part, Spec]]:
-        return list(zip(self.parts, self.specs, strict=True))
-
-    def described(self) -> Stored:
+    def described(self) -> StateTensor:
         local = self.parts[0].local
         tie = self.parts[0].file, local.storage, local.offset, local.shape, local.strides
-        return Stored(self.path, self.shape, is_trainable(local.dtype), tie)
+        return StateTensor(self.path, self.shape, is_trainable(local.dtype), tie)
 
 
 class _Saved:
@@ -142,100 +160,82 @@ class _Saved:
         return self.files[name].read(tensor.key, Box.whole(tensor.shape))
 
 
-Parts = Mapping[Steps, Sequence[Part]]
+_Parts = Mapping[Steps, Sequence[RankPart]]
 
 
-def _parts(saved: _Saved, kind: str) -> Parts:
-    """What the files of a kind have of each tensor, by path. Raises FormatError for one that cannot
-    be read.
+def _parts(saved: _Saved, kind: str) -> _Parts:
+    """The tensors in the files of a kind, by path, each as the parts that ranks have. Raises
+    FormatError for one that cannot be read.
     """
-    parts: dict[Steps, list[Part]] = defaultdict(list)
+    parts: dict[Steps, list[RankPart]] = defaultdict(list)
     for rank, name, file in saved.of(kind):
         for path, node in nested_leaves(file.tree, (kind,)):
+            reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
             if isinstance(node, StoredTensor | DTensor):
-                parts[path].append(Part(rank, name, node))
-            elif reason := _unreadable(node):
+                parts[path].append(RankPart(rank, name, node))
+            elif reason:
                 raise FormatError(f"{file.path}: {joined(path)}: {reason}")
     return parts
 
 
-def _wholes(saved: _Saved, parts: Parts) -> dict[str, _Whole]:
+def _wholes(saved: _Saved, parts: _Parts) -> dict[str, _Whole]:
     """The tensors by label. Raises FormatError where a rank lacks one, or has another."""
     return {joined(path): _whole(saved, path, of_path) for path, of_path in parts.items()}
 
 
-def _unreadable(node: object) -> str:
-    return next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
-
-
-def _spec(saved: _Saved, part: Part, label: str) -> Spec:
-    assert isinstance(part.node, DTensor), "that has one"
-    try:
-        return spec_of(part.node, part.rank, lambda tensor: saved.read(part.file, tensor))
-    except FormatError as error:
-        folder = saved.ranks.folder
-        raise type(error)(f"{folder / part.file}: {label}: {error}") from error
-
-
-def _whole(saved: _Saved, path: Steps, parts: Sequence[Part]) -> _Whole:
+def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:
     """A tensor of the parts that the ranks have. Raises FormatError where they do not fit."""
-    label, folder = joined(path), saved.ranks.folder
-    _check_alike(folder, label, parts)
-    first = parts[0]
-    found = {part.rank for part in parts}
-    if isinstance(first.node, StoredTensor):
-        _require_ranks(saved, label, range(saved.ranks.world_size), found, first)
-        layout = Replicated().join([part.node.shape for part in parts])
-        return _Whole(path, first.node.shape, Consolidated(layout, [p.key for p in parts]), parts)
-    of_parts = [_spec(saved, part, label) for part in parts]
-    for spec in of_parts:
-        _require_ranks(saved, label, spec.mesh.ranks, found, first)
-    layout = _layout(folder, label, parts, of_parts)
-    param = Consolidated(layout, [part.key for part in parts])
-    return _Whole(path, first.node.shape, param, parts, of_parts)
-
-
-def _check_alike(folder: FilePath, label: str, parts: Sequence[Part]) -> None:
-    """Raise FormatError where two ranks have parts of tensors of another kind, shape or dtype."""
-    first = parts[0]
+    label, folder, first = joined(path), saved.ranks.folder, parts[0]
     for part in parts:
-        if _kind(part) != _kind(first):
+        if type(part.node) is not type(first.node) or part.words != first.words:
             raise FormatError(
-                f"{folder / part.file}: {label} is {_what(part)}, but {_what(first)} in"
+                f"{folder / part.file}: {label} is {part.words}, but {first.words} in"
                 f" {first.file}; the files are not of one save"
             )
 
-
-def _kind(part: Part) -> tuple[type, Shape, object]:
-    return type(part.node), part.node.shape, part.node.dtype
-
-
-def _what(part: Part) -> str:
-    kind = "a part of" if isinstance(part.node, DTensor) else "all of"
-    return f"{kind} {part.node.dtype} {list(part.node.shape)}"
-
-
-def _require_ranks(
-    saved: _Saved, label: str, wanted: Sequence[int], found: set[int], first: Part
-) -> None:
-    if missing := sorted(set(wanted) - found):
-        file = first.file.replace(f"_rank_{first.rank}.pt", f"_rank_{missing[0]}.pt")
-        raise FormatError(
-            f"{saved.ranks.folder / file} has no part of {label}, which is in {first.file}; the"
-            " files are not of one save"
-        )
+    # A plain tensor is in the files of all ranks, a DTensor in those of its mesh.
+    specs: list[TensorSpec] = []
+    for part in parts:
+        if isinstance(part.node, DTensor):
+            read = partial(saved.read, part.file)
+            try:
+                specs.append(spec_of(part.node, part.rank, read))
+            except FormatError as error:
+                error.at(folder / part.file, label)
+                raise
+    found = {part.rank for part in parts}
+    for wanted in [spec.mesh.ranks for spec in specs] or [range(saved.ranks.world_size)]:
+        if missing := sorted(set(wanted) - found):
+            file = first.file.replace(f"_rank_{first.rank}.pt", f"_rank_{missing[0]}.pt")
+            raise FormatError(
+                f"{folder / file} has no part of {label}, which is in {first.file}; the"
+                " files are not of one save"
+            )
+    if specs:
+        layout = _layout(folder, label, parts, specs)
+    else:
+        layout = Replicated().join([part.node.shape for part in parts])
+    return _Whole(path, first.node.shape, layout, parts, specs)
 
 
 def _layout(
-    folder: FilePath, label: str, parts: Sequence[Part], specs: Sequence[Spec]
+    folder: FilePath, label: str, parts: Sequence[RankPart], specs: Sequence[TensorSpec]
 ) -> ParamLayout:
     """Where the parts lie, by their specs. Raises FormatError where a part has another shape."""
     shape = parts[0].node.shape
-    ways = list(zip(*(_shards(shape, spec) for spec in specs), strict=True))
+    both = (
+        shard_at(shape, spec.mesh.shape, spec.mesh.coordinate, spec.placements) for spec in specs
+    )
+    ways = list(zip(*both, strict=True))
     stored = tuple(part.local.shape for part in parts)
     fitting = {way for way in ways if tuple(shard.shape for shard in way) == stored}
     if not fitting:
-        raise _misfit(folder, label, parts, ways[0])
+        pairs = zip(parts, ways[0], strict=True)
+        part, shard = next((p, s) for p, s in pairs if p.local.shape != s.shape)
+        raise FormatError(
+            f"{folder / part.file}: {label} of shape {list(part.node.shape)} has a part of"
+            f" {list(part.local.shape)}, but by its placements it should be {list(shard.shape)}"
+        )
     if len(fitting) > 1:
         raise FormatError(f"{folder}: {label} can be put together in two ways, by its placements")
     (way,) = fitting
@@ -245,32 +245,6 @@ def _layout(
         for source, target in shard.blocks
     ]
     return ParamLayout(shape, stored, tuple(fragments))
-
-
-def _misfit(
-    folder: FilePath, label: str, parts: Sequence[Part], shards: Sequence[Shard]
-) -> FormatError:
-    """The error for the first part that has another shape than the shard that it should be."""
-    pairs = zip(parts, shards, strict=True)
-    part, shard = next((p, s) for p, s in pairs if p.local.shape != s.shape)
-    return FormatError(
-        f"{folder / part.file}: {label} of shape {list(part.node.shape)} has a part of"
-        f" {list(part.local.shape)}, but by its placements it should be {list(shard.shape)}"
-    )
-
-
-def _shards(shape: Shape, spec: Spec) -> tuple[Shard, Shard]:
-    return shard_at(shape, spec.mesh.shape, spec.mesh.coordinate, spec.placements)
-
-
-def _require_sharded(saved: _Saved, model: Mapping[str, _Whole]) -> None:
-    """Raise FormatError where files of several ranks have plain tensors alone: copies or parts."""
-    if saved.ranks.world_size > 1 and not any(whole.specs for whole in model.values()):
-        raise FormatError(
-            f"{saved.ranks.folder} has the files of {saved.ranks.world_size} ranks, in which no"
-            " tensor of the model is a DTensor: nothing says whether they are copies of the whole"
-            " or parts of it"
-        )
 
 
 def _check_facts(saved: _Saved) -> None:
@@ -290,7 +264,7 @@ def _check_facts(saved: _Saved) -> None:
 
 
 def _place(
-    imported: Import,
+    imported: ContentsBuilder,
     wholes: Mapping[str, _Whole],
     objects: Mapping[Steps, Any],
     options: Options,
@@ -300,9 +274,11 @@ def _place(
     for label, whole in wholes.items():
         state, name = places.at[label]
         what = f"{state} of {name}" if state != "other" else "a tensor beside the model"
-        if len(whole.param.layout.replicas) > 1:
+        if len(whole.layout.replicas) > 1:
             what += ", a shard"
-        imported.parameter(state, name, whole.param, what)
+        keys = [part.key for part in whole.parts]
+        array = imported.joined(f"{state}.{name}", whole.layout, keys)
+        imported.parameter(state, name, array, what)
     imported.notes += places.notes
     for key in imported.stored:
         if "/_spec/" in key:
@@ -312,51 +288,42 @@ def _place(
 # FSDP1's optimizer.
 
 
-def _is_flat(saved: _Saved, parts: Parts) -> bool:
+def _is_flat(saved: _Saved, parts: _Parts) -> bool:
     """Whether the optimizer is FSDP1's: it knows no DTensor, and its states have one axis."""
-    ndims = {len(part.node.shape) for of_path in parts.values() for part in of_path}
-    are_plain = not any(isinstance(p.node, DTensor) for of_path in parts.values() for p in of_path)
+    nodes = [part.node for of_path in parts.values() for part in of_path]
+    ndims = {len(node.shape) for node in nodes}
+    are_plain = not any(isinstance(node, DTensor) for node in nodes)
     return are_plain and 1 in ndims and ndims <= {0, 1} and saved.ranks.fsdp_version != 2
 
 
 def _place_flat(
-    imported: Import,
+    imported: ContentsBuilder,
     saved: _Saved,
     model: Mapping[str, _Whole],
-    parts: Parts,
+    parts: _Parts,
     options: Options,
 ) -> None:
+    """Place the states of FSDP1's optimizer: the last axis of the mesh of each rank says which
+    shard of the flat parameters it has.
+    """
     sharded = [whole for whole in model.values() if whole.specs]
-    meshes = {part.rank: spec.mesh for whole in sharded for part, spec in whole.with_specs}
     params = sharded or [whole for whole in model.values() if whole.described().trainable]
     shapes = {joined(whole.path[1:]): whole.shape for whole in params}
-    place_flat(imported, _flat_states(saved, parts, meshes), shapes, options)
-
-
-def _flat_states(saved: _Saved, parts: Parts, meshes: Mapping[int, Mesh]) -> FlatStates:
-    """The states by number; the last axis of the mesh of each rank says which shard it has."""
+    meshes: dict[int, Mesh] = {}
+    for whole in sharded:
+        of_parts = zip(whole.parts, whole.specs, strict=True)
+        meshes |= {part.rank: spec.mesh for part, spec in of_parts}
     shards = {rank: mesh.coordinate[-1] for rank, mesh in meshes.items()}
     shard_count = next(iter(meshes.values())).shape[-1] if meshes else 1
-    states: dict[Steps, list[flat_states.Stored]] = defaultdict(list)
-    for path, of_path in parts.items():
-        for part in of_path:
-            shard = shards.get(part.rank, 0)
-            states[path].append(flat_states.Stored(shard, part.node.shape, part.key))
+    states = {
+        path: [FlatShard(shards.get(part.rank, 0), part.node.shape, part.key) for part in of_path]
+        for path, of_path in parts.items()
+    }
     _, _, first = next(saved.of("optim"))
-    return FlatStates.of(states, first.tree, shard_count)
+    place_flat(imported, FlatStates.of(states, first.tree, shard_count), shapes, options)
 
 
-def _objects(saved: _Saved) -> dict[Steps, Any]:
-    """What is no tensor in the optimizer's file of the first rank; all others say the same."""
-    objects: dict[Steps, Any] = {}
-    for _, _, file in list(saved.of("optim"))[:1]:
-        for path, node in nested_leaves(file.tree, ("optim",)):
-            if not isinstance(node, StoredTensor | DTensor):
-                objects[path] = node
-    return objects
-
-
-def _keep_rest(imported: Import, saved: _Saved, options: Options) -> None:
+def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> None:
     """Extras: what is no tensor in the files of weights and optimizers, and all of the extra state
     of each rank.
     """
@@ -368,7 +335,7 @@ def _keep_rest(imported: Import, saved: _Saved, options: Options) -> None:
                     imported.extra(name, str(key), value)
     for _, name, file in saved.of("extra_state"):
         for fault in filter(None, (check.run() for check in file.checks("full"))):
-            raise CorruptData(f"{fault}; weights_only leaves the trainer's state aside")
+            raise CorruptData(fault, way_out="weights_only")
         tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
         for key, value in tree.items():
             imported.extra(name, str(key), value)
@@ -376,47 +343,25 @@ def _keep_rest(imported: Import, saved: _Saved, options: Options) -> None:
     _account_for_files(imported, saved, options)
 
 
-def _account_for_files(imported: Import, saved: _Saved, options: Options) -> None:
+def _account_for_files(imported: ContentsBuilder, saved: _Saved, options: Options) -> None:
     for child in sorted(imported.path.children()):
         if child.name == FSDP_CONFIG:
             imported.extra(child.name, "config", dict(saved.ranks.fsdp_config))
         elif child.name == HUGGINGFACE and child.is_dir():
-            _keep_huggingface(imported, child)
+            # the config makes the folder beside the shards complete for transformers
+            if (child / CONFIG).is_file():
+                imported.extra(CONFIG, "config", read_json(child / CONFIG))
+            beside = sorted(child.children())
+            for name in (file.name for file in beside if file.name != CONFIG):
+                imported.skip(f"{HUGGINGFACE}/{name}", "file", "not read; it opens by itself")
+            if any(file.suffix == ".safetensors" for file in beside):
+                imported.notes.append(
+                    f"not read: {HUGGINGFACE}/ has the weights too, as the writer exports them;"
+                    " open it by its path"
+                )
         elif child.name in saved.files:
             continue
         elif is_rank_file(child.name) and options.weights_only:
             imported.skip(child.name, f"{child.size()} bytes", "only weights were asked for")
         else:
             imported.skip(child.name, "file", "lies beside the ranks' files; not read")
-
-
-def _keep_huggingface(imported: Import, folder: FilePath) -> None:
-    """The model's config, which makes the folder beside the shards complete for transformers."""
-    if (folder / CONFIG).is_file():
-        imported.extra(CONFIG, "config", read_json(folder / CONFIG))
-    weights = [child.name for child in folder.children() if child.suffix == ".safetensors"]
-    for child in sorted(folder.children()):
-        if child.name != CONFIG:
-            imported.skip(f"{HUGGINGFACE}/{child.name}", "file", "not read; it opens by itself")
-    if weights:
-        imported.notes.append(
-            f"not read: {HUGGINGFACE}/ has the weights too, as the writer exports them; open it by"
-            " its path"
-        )
-
-
-def _written_by(ranks: RankFiles, model: Mapping[str, _Whole]) -> str:
-    """What the folder is, for whoever looks at it."""
-    meshes: dict[str, None] = {}
-    for whole in model.values():
-        meshes |= dict.fromkeys(_mesh_text(spec.mesh) for spec in whole.specs[:1])
-    return (
-        f"written by {ranks.writer}: torch.save of the DTensors of {ranks.world_size} ranks"
-        f"{', mesh ' * bool(meshes)}{', '.join(meshes)}"
-    )
-
-
-def _mesh_text(mesh: Mesh) -> str:
-    if len(mesh.axes) != len(mesh.shape):
-        return " x ".join(map(str, mesh.shape))
-    return " x ".join(f"{name}={n}" for name, n in zip(mesh.axes, mesh.shape, strict=True))

@@ -1,4 +1,4 @@
-"""What a pickled DTensor says of itself, as typed values: its mesh, and a placement for each axis.
+"""The mesh of a pickled DTensor, and a placement for each axis of it, as typed values.
 
 `DeviceMesh` of torch 2.4 to 2.8 has the ranks as a tensor, later ones a layout of them over a list
 of ranks; each process has its own coordinate beside.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
+from jax_ucp.codecs.unpickle import Record, what_is
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.dtensor_ranks.placements import Placement, Split
-from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor
-from jax_ucp.formats.torch_save.unpickle import Record, what_is
 from jax_ucp.layout.fragments import Shape
 
 _MAX_SPLIT_FACTOR = 1 << 20
@@ -35,14 +35,14 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """How a tensor lies on a mesh."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
 
-def spec_of(tensor: DTensor, rank: int, read: Read) -> Spec:
+def spec_of(tensor: DTensor, rank: int, read: Read) -> TensorSpec:
     """The spec of a DTensor in the file of `rank`.
 
     Raises FormatError where it contradicts itself or the file, or cannot be put together.
@@ -52,7 +52,7 @@ def spec_of(tensor: DTensor, rank: int, read: Read) -> Spec:
     placements = fields.get("placements")
     if not isinstance(placements, tuple) or len(placements) != len(mesh.shape):
         raise FormatError(f"a mesh of {len(mesh.shape)} axes needs as many placements")
-    spec = Spec(mesh, tuple(_placement(entry, len(tensor.shape)) for entry in placements))
+    spec = TensorSpec(mesh, tuple(_placement(entry, len(tensor.shape)) for entry in placements))
     meta = fields.get("tensor_meta")
     if not isinstance(meta, Record) or not meta.args or meta.args[0] != tensor.shape:
         raise FormatError(f"its spec is not of a tensor of shape {list(tensor.shape)}")
@@ -127,7 +127,18 @@ def _grid(fields: Mapping[str, Any], rank: int, read: Read) -> tuple[Shape, tupl
     ranks = _ranks(read(rank_map))
     if math.prod(shape) > len(ranks) or rank not in ranks:
         raise FormatError(f"rank {rank} is not in its mesh of shape {list(shape)}")
-    return shape, _laid_out(axes, ranks, rank, _coordinate(fields, shape))
+    # the part of the list of ranks that the layout picks around the rank
+    offsets: list[list[int]] = []
+    for axis in axes:
+        steps = [[i * stride for i in range(size)] for size, stride in axis]
+        offsets.append([sum(step) for step in itertools.product(*steps)])
+    coordinate = _coordinate(fields, shape)
+    here = sum(of_axis[i] for of_axis, i in zip(offsets, coordinate, strict=True))
+    base = ranks.index(rank) - here
+    places = [base + sum(place) for place in itertools.product(*offsets)]
+    if min(places) < 0 or max(places) >= len(ranks):
+        raise _misplaced(rank, f"another rank of {len(ranks)}")
+    return shape, tuple(ranks[place] for place in places)
 
 
 def _ranks(array: np.ndarray) -> tuple[int, ...]:
@@ -162,24 +173,3 @@ def _flat(value: Any) -> list[int]:
     if type(value) is not int or value < 0:
         raise FormatError(f"the layout of its mesh has {value!r:.40}, which is not a whole number")
     return [value]
-
-
-def _laid_out(
-    axes: Sequence[Sequence[tuple[int, int]]],
-    ranks: Sequence[int],
-    rank: int,
-    coordinate: Sequence[int],
-) -> tuple[int, ...]:
-    """The part of a list of ranks that a layout picks around `rank`, which is at `coordinate`."""
-    offsets = [_offsets(axis) for axis in axes]
-    here = sum(of_axis[i] for of_axis, i in zip(offsets, coordinate, strict=True))
-    base = ranks.index(rank) - here
-    places = [base + sum(place) for place in itertools.product(*offsets)]
-    if min(places) < 0 or max(places) >= len(ranks):
-        raise _misplaced(rank, f"another rank of {len(ranks)}")
-    return tuple(ranks[place] for place in places)
-
-
-def _offsets(axis: Sequence[tuple[int, int]]) -> list[int]:
-    steps = [[i * stride for i in range(size)] for size, stride in axis]
-    return [sum(step) for step in itertools.product(*steps)]

@@ -20,19 +20,27 @@ from typing import Any
 
 import msgspec
 
+from jax_ucp.arrays.beside import MARKERS, items_beside
+from jax_ucp.arrays.contents import Contents, Item
+from jax_ucp.arrays.extents import ExtentTable
+from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.codecs.json_values import as_json
+from jax_ucp.codecs.msgpack import decode, is_map_of_names
+from jax_ucp.codecs.msgpack_tree import (
+    is_packed,
+    leaf_values,
+    packed_leaf,
+    packed_table,
+    plain_leaf,
+)
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import read_bytes
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.formats.flax_msgpack.decode import decode, is_map_of_names
-from jax_ucp.formats.flax_msgpack.source import PackedSource
-from jax_ucp.formats.flax_msgpack.tree import is_packed, leaf_values, packed_leaf, plain_leaf
-from jax_ucp.formats.json_values import as_json
-from jax_ucp.formats.options import Options
 from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE, placeholder
 from jax_ucp.formats.orbax.arrays import (
-    Storage,
     ZarrArrays,
+    ZarrFolder,
     check_size,
     databases,
     joined,
@@ -40,13 +48,11 @@ from jax_ucp.formats.orbax.arrays import (
 )
 from jax_ucp.formats.orbax.reader import NO_CHECKSUMS, UNMERGED, note_files
 from jax_ucp.formats.orbax.tree import shardings
-from jax_ucp.sources.beside import MARKERS, items_beside
-from jax_ucp.sources.contents import Contents, Item
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.options import Options
 from jax_ucp.tree import Leaf, SavedSharding, leaf_names, tree_fault
 from jax_ucp.tree import Path as TreePath
-from jax_ucp.universal.checked import leaf_fault
 from jax_ucp.universal.orbax_tree import SHARDING_FILE, TREE_FILE
+from jax_ucp.universal.validation import leaf_fault
 
 _HEAD_BYTES = 256
 _GDA_SUFFIX = "_gda"
@@ -108,13 +114,17 @@ def open_flax(path: FilePath, options: Options) -> Contents:
     save = _read(path)
     values = _values(save)
     names = dict(zip(values, leaf_names(list(values)), strict=True))
-    pointers = _pointers(save, values)
+    found = {at: save.dialect.pointer(value) for at, value in values.items()}
+    pointers = {at: pointer for at, pointer in found.items() if pointer is not None}
     stored = {names[at]: pointer.name for at, pointer in pointers.items()}
     packed = {names[at]: value for at, value in values.items() if is_packed(value)}
-    source = PackedSource(FileRange(save.file), save.file.name, packed)
+    source = packed_table(save.file, packed)
     arrays, storage = _with_folders(save, source, stored) if stored else (source, None)
     leaves = _leaves(save, values, names, pointers, arrays.arrays())
-    extras = {**save.extras, **_kept_bytes(values)}
+    extras = dict(save.extras)
+    for at, value in values.items():
+        if isinstance(value, bytes):
+            extras["/".join(map(str, at))] = as_json(value, "", _no_tensors)
     name = save.file.name
     inventory = [Item(leaf.label, leaf.kind, "mapped", leaf.label) for leaf in leaves]
     inventory += [Item(at, "value", "extra", "kept as JSON") for at in extras]
@@ -127,7 +137,7 @@ def open_flax(path: FilePath, options: Options) -> Contents:
 
 
 def _values(save: _Save) -> dict[TreePath, Any]:
-    """What the tree has at each path."""
+    """The values of the tree by path."""
     try:
         values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
     except _NotOfT5X as error:
@@ -135,12 +145,6 @@ def _values(save: _Save) -> dict[TreePath, Any]:
     if fault := tree_fault(values):
         raise FormatError(f"{save.file} is not a tree: {fault}")
     return values
-
-
-def _pointers(save: _Save, values: Mapping[TreePath, Any]) -> dict[TreePath, _Pointer]:
-    """The arrays that lie elsewhere."""
-    found = {at: save.dialect.pointer(value) for at, value in values.items()}
-    return {at: pointer for at, pointer in found.items() if pointer is not None}
 
 
 def _leaves(
@@ -167,7 +171,7 @@ def _read(path: FilePath) -> _Save:
     tree = decode(FileRange(file), str(file))
     if isinstance(tree, dict) and {"version", "optimizer"} == tree.keys():
         return _of_t5x(file, tree)
-    if any(placeholder(value) for _, value in leaf_values(tree, _never)):
+    if any(placeholder(value) for _, value in leaf_values(tree, lambda value: False)):
         own = frozenset({file.name, SHARDING_FILE, *MARKERS})
         return _Save(file, tree, _ORBAX, file.parent, own, {})
     folder = file.with_name(file.name + _GDA_SUFFIX)
@@ -187,15 +191,15 @@ def _of_t5x(file: FilePath, content: Mapping[str, Any]) -> _Save:
 
 
 def _with_folders(
-    save: _Save, source: PackedSource, stored: Mapping[str, str]
-) -> tuple[Any, Storage]:
+    save: _Save, source: ExtentTable, stored: Mapping[str, str]
+) -> tuple[Any, ZarrFolder]:
     """The arrays of the file together with those in folders, or in a database."""
     if not save.folder.is_dir():
         raise FormatError(f"{save.file} has arrays in the folder {save.folder}, which is missing")
     directory = save.folder.folder()
     note_files(directory)
     there = databases(directory, None) if save.dialect is _ORBAX else ()
-    storage = Storage(directory, save.file.name, there)
+    storage = ZarrFolder(directory, save.file.name, there)
     zarr = ZarrArrays(storage, stored)
     check_size(storage, zarr.arrays())
     return joined(source, zarr), storage
@@ -233,20 +237,14 @@ def _plain(save: _Save, at: TreePath, name: str, value: Any) -> Leaf:
     return leaf
 
 
-def _kept_bytes(values: Mapping[TreePath, Any]) -> dict[str, Any]:
-    """Values that are bytes, as JSON by their labels."""
-    found = {at: value for at, value in values.items() if isinstance(value, bytes)}
-    return {"/".join(map(str, at)): as_json(data, "", _no_tensors) for at, data in found.items()}
-
-
 def _no_tensors(key: str, box: Any) -> Any:
     raise AssertionError("bytes have no tensors in them")
 
 
 def _beside(
-    path: FilePath, save: _Save, storage: Storage | None, stored: Mapping[str, str]
+    path: FilePath, save: _Save, storage: ZarrFolder | None, stored: Mapping[str, str]
 ) -> list[Item]:
-    """What lies in the folders and is no part of the tree."""
+    """Inventory of the folders beside the tree."""
     arrays = names_beside(storage, stored) if storage else set[str]()
     if save.dialect is _FLAX:
         items = items_beside(save.folder, arrays, f"{save.folder.name}/") if storage else []
@@ -254,7 +252,7 @@ def _beside(
     return items_beside(save.folder, arrays | save.own)
 
 
-def _notes(save: _Save, storage: Storage | None) -> list[str]:
+def _notes(save: _Save, storage: ZarrFolder | None) -> list[str]:
     notes = [NO_CHECKSUMS if save.dialect is _ORBAX else _NO_CHECKSUMS]
     if storage and storage.is_unmerged:
         notes.append(UNMERGED)
@@ -266,18 +264,14 @@ def _notes(save: _Save, storage: Storage | None) -> list[str]:
     return notes
 
 
-def _never(value: Any) -> bool:
-    return False
-
-
 # How the three say that an array lies elsewhere
 
 
 class _NotOfT5X(Exception):
-    """What a TensorStore spec is that T5X does not write."""
+    """A TensorStore spec is not as T5X writes it."""
 
 
-class _Place(msgspec.Struct):
+class _SpecPlace(msgspec.Struct):
     driver: str
     path: str | None = None
 
@@ -290,7 +284,7 @@ class _Spec(msgspec.Struct):
     """A TensorStore spec of T5X; up to tensorstore 0.1.13 the path is beside `kvstore`."""
 
     driver: str
-    kvstore: _Place
+    kvstore: _SpecPlace
     metadata: _SpecMetadata
     dtype: str | None = None
     path: str | None = None

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.protocol import ArraySource
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArraySource
 
 # Of each architecture what its name says. Experts of `llama` are Mixtral's.
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -150,34 +150,28 @@ def _unknown(architecture: str, said: Mapping[str, Any]) -> str:
     others = sorted(said.keys() - known - {_SCALING_TYPE, _LAYOUT[0]})
     if others:
         return f"{', '.join(others[:4])!r:.200} is not known here"
-    odd = [key for key, value in said.items() if not _is_one_value(value)]
-    if odd:
-        return f"{odd[0]} is not a number that holds for all layers"
+    for key, value in said.items():
+        is_finite = isinstance(value, float) and math.isfinite(value)
+        if not is_finite and not isinstance(value, int | str):
+            return f"{key} is not a number that holds for all layers"
     return _unlike(architecture, said)
 
 
 def _unlike(architecture: str, said: Mapping[str, Any]) -> str:
-    """Which key is missing, or has a value that a config has no place for."""
+    """A missing key, or one with a value that a config has no place for; empty if there is none."""
     if missing := [key for key in _NEEDED.get(architecture, ()) if key not in said]:
         return f"{missing[0]} is missing"
     if _LOCAL_THETA in said and architecture != "gemma3":
         return f"{_LOCAL_THETA} is not known here"
     for key in _LENGTHS:
-        if not _is_length(said.get(key)):
+        length = said.get(key)
+        if type(length) is not int or length < 1:
             return f"{key} is not a length"
     if said.get(_LAYOUT[0], _LAYOUT[1]) != _LAYOUT[1]:
         return f"{_LAYOUT[0]} is {said[_LAYOUT[0]]!r:.80}, and not {_LAYOUT[1]!r}"
     if said.get("attention.value_length") != said.get("attention.key_length"):
         return "heads of keys and of values differ in length"
     return ""
-
-
-def _is_length(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_one_value(value: object) -> bool:
-    return isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _plain(value: float | int | str) -> float | int | str:

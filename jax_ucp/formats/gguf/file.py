@@ -1,20 +1,19 @@
-"""One file of GGUF, as an array source of its tensors."""
+"""A file of GGUF, as an array source of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile, naming
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.files.strided import read_strided, row_major_strides
-from jax_ucp.formats.gguf.header import Head, TensorEntry, read_head
+from jax_ucp.formats.gguf.header import GGUFTensor, Head, read_head
 from jax_ucp.formats.gguf.types import IN_BLOCKS, PLAIN
-from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ class _Tensor:
     begin: int
 
 
-class GGUFFile(ArraySource):
-    """The tensors of a file, in row-major order: the axes are those of GGUF the other way round.
+class GGUFFile(ExtentTable):
+    """The table of a file's tensors, in row-major order: the axes are those of GGUF, turned round.
 
     Tensors in blocks are arrays of bytes; `in_blocks` has their types by name. Opening reads the
     head. Raises FormatError, naming the file, where it is not as the format has it, and CorruptData
@@ -36,30 +35,21 @@ class GGUFFile(ArraySource):
 
     def __init__(self, path: FilePath):
         self.path = path
-        self._bytes = FileRange(path, file=path.file())
-        try:
-            self.head = read_head(self._bytes)
+        data = FileRange(path, file=path.file())
+        with naming(path):
+            self.head = read_head(data)
             tensors = [_tensor(entry) for entry in self.head.tensors]
-            _require_tiled(self.head, tensors, self._bytes.size)
-        except (FormatError, CorruptData) as error:
-            raise type(error)(f"{path}: {error}") from None
-        self._arrays = {tensor.name: tensor.info for tensor in tensors}
-        self._offsets = {tensor.name: self.head.data + tensor.begin for tensor in tensors}
+            _require_tiled(self.head, tensors, data.size)
+        file = StoredFile(path, data)
+        super().__init__(
+            {tensor.name: tensor.info for tensor in tensors},
+            {tensor.name: StoredArray(file, self.head.data + tensor.begin) for tensor in tensors},
+        )
         types = {entry.name: entry.type for entry in self.head.tensors}
         self.in_blocks = {n: IN_BLOCKS[type][0] for n, type in types.items() if type in IN_BLOCKS}
 
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return self._arrays
 
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        strides = row_major_strides(self._arrays[key].shape)
-        try:
-            read_strided(self._bytes, self._offsets[key], strides, boxes, outs)
-        except CorruptData as error:
-            raise CorruptData(f"{self.path}: {error}") from error
-
-
-def _tensor(entry: TensorEntry) -> _Tensor:
+def _tensor(entry: GGUFTensor) -> _Tensor:
     """A tensor of the header, checked by itself."""
     shape = tuple(reversed(entry.lengths))
     label = f"{entry.name!r:.80}"

@@ -41,7 +41,7 @@ _LEAST_KEY, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class GGUFTensor:
     """A tensor by the header. `lengths` begin with the axis on which elements lie side by side;
     `offset` counts from where the tensors begin.
     """
@@ -54,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a file says before its tensors, which begin at byte `data`.
+    """The header of a file, whose tensors begin at byte `data`.
 
     Values are numbers, booleans, strings, lists of strings or booleans, and arrays of numbers; a
     string that is no UTF-8 is bytes.
@@ -62,14 +62,14 @@ class Head:
 
     version: int
     values: Mapping[str, Any]
-    tensors: Sequence[TensorEntry]
+    tensors: Sequence[GGUFTensor]
     alignment: int
     data: int
 
 
 def read_head(file: ByteRange) -> Head:
     """The head of a file. Raises FormatError where it breaks a rule of the format."""
-    reader = _Reader(file)
+    reader = _HeaderReader(file)
     version = _version(reader)
     tensors, keys = reader.number("<q"), reader.number("<q")
     reader.require_room(tensors, _LEAST_TENSOR, "tensors")
@@ -81,7 +81,7 @@ def read_head(file: ByteRange) -> Head:
     return Head(version, values, list(entries.values()), alignment, data)
 
 
-class _Reader:
+class _HeaderReader:
     """Values one after the other. What of the file has been read is kept, and doubled when more is
     wanted.
     """
@@ -176,7 +176,7 @@ class _Reader:
         return values.astype(bool).tolist()
 
 
-def _version(reader: _Reader) -> int:
+def _version(reader: _HeaderReader) -> int:
     """The version of the format. Raises FormatError where it is not read here."""
     magic, version = reader.number("4s"), reader.number("<I")
     if magic != MAGIC:
@@ -194,18 +194,18 @@ def _version(reader: _Reader) -> int:
     return version
 
 
-def _key_and_value(reader: _Reader) -> tuple[str, Any]:
+def _key_and_value(reader: _HeaderReader) -> tuple[str, Any]:
     key = reader.name("key")
     return key, reader.value(reader.number("<I"), f"{key!r:.80}")
 
 
-def _tensor(reader: _Reader) -> tuple[str, TensorEntry]:
+def _tensor(reader: _HeaderReader) -> tuple[str, GGUFTensor]:
     name = reader.name("tensor")
     axes = reader.number("<I")
     if axes > _MAX_AXES:
         raise FormatError(f"{name!r:.80} has {axes} axes, and GGUF has at most {_MAX_AXES}")
     lengths = tuple(reader.number("<q") for _ in range(axes))
-    return name, TensorEntry(name, lengths, reader.number("<I"), reader.number("<Q"))
+    return name, GGUFTensor(name, lengths, reader.number("<I"), reader.number("<Q"))
 
 
 def _unique(pairs: Iterable[tuple[str, Any]], what: str) -> dict[str, Any]:

@@ -9,24 +9,22 @@ gguf-py 0.19 and `tools/gguf-split` of llama.cpp for split files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import About, Contents, QuantizedWeight
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import read_bytes
-from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.gguf.config import model_config
 from jax_ucp.formats.gguf.file import GGUFFile
 from jax_ucp.formats.gguf.header import MAGIC
 from jax_ucp.formats.gguf.types import FILE_TYPES
-from jax_ucp.formats.huggingface.weight_files import CONFIG, refuse_stand_in, require_files
-from jax_ucp.formats.options import Options
 from jax_ucp.formats.quantized.ggml import SCHEME, TYPES
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import About, Contents, QuantizedWeight
+from jax_ucp.formats.weight_files import CONFIG, refuse_stand_in, require_files
+from jax_ucp.options import Options
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
@@ -51,7 +49,7 @@ def open_gguf(path: FilePath, options: Options) -> Contents:
     first = GGUFFile(path)
     files = {path.name: first, **_other_parts(path, first)}
     _require_tensors(path, files)
-    imported = Import("gguf", path, Combined.of_files(files))
+    imported = ContentsBuilder("gguf", path, Combined.of_files(files))
     for name, file in files.items():
         _keep(imported, name, file)
     values = first.head.values
@@ -63,11 +61,10 @@ def open_gguf(path: FilePath, options: Options) -> Contents:
     return imported.contents()
 
 
-def _keep(imported: Import, name: str, file: GGUFFile) -> None:
+def _keep(imported: ContentsBuilder, name: str, file: GGUFFile) -> None:
     """Account for all that a file has."""
-    for tensor, info in file.arrays().items():
-        layout = Unique().join([info.shape])
-        whole = Consolidated(layout, [f"{name}:{tensor}"])
+    for tensor in file.arrays():
+        whole = imported.array(f"{name}:{tensor}")
         imported.parameter("param", tensor, whole, f"the parameter {tensor}")
     for tensor, type in file.in_blocks.items():
         label = f"param/{tensor}"
@@ -106,15 +103,12 @@ def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:
     names = [f"{name['model']}-{part:05}-of-{parts:05}{SUFFIX}" for part in range(2, parts + 1)]
     missing = [other for other in names if not (path.parent / other).is_file()]
     require_files(path, path.parent, missing, parts)
-    return dict(_parts_called(path.parent, names, parts))
-
-
-def _parts_called(folder: FilePath, names: list[str], parts: int) -> Iterator[tuple[str, GGUFFile]]:
+    files: dict[str, GGUFFile] = {}
     for number, other in enumerate(names, 1):
-        refuse_stand_in(folder / other)
-        file = GGUFFile(folder / other)
-        _require_part(folder / other, file, number, parts)
-        yield other, file
+        refuse_stand_in(path.parent / other)
+        files[other] = GGUFFile(path.parent / other)
+        _require_part(path.parent / other, files[other], number, parts)
+    return files
 
 
 def _require_part(path: FilePath, file: GGUFFile, number: int, parts: int) -> None:

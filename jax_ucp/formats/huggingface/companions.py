@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.source_files import note
-from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.assemble import ContentsBuilder
 
 # What is kept of one file, and of all together. The largest tokenizers have 40 MB.
 MAX_FILE_BYTES = 64 << 20
@@ -39,7 +39,7 @@ _KINDS: Mapping[str, str] = {
 
 
 def kind_of(name: str) -> str:
-    """What a file that goes with a model is, by its name; empty for any other.
+    """The kind of a file that goes with a model, by its name; empty for any other.
 
     >>> kind_of("tokenizer.json"), kind_of("../tokenizer.json"), kind_of("model.safetensors")
     ('the tokenizer', '', '')
@@ -48,7 +48,7 @@ def kind_of(name: str) -> str:
     return next(fitting, "") if name.isascii() and len(name) < 200 else ""
 
 
-def keep_companions(imported: Import, folder: FilePath) -> set[str]:
+def keep_companions(imported: ContentsBuilder, folder: FilePath) -> set[str]:
     """Account for the files in a folder that go with the model; those that are too large are left
     out with a note. Returns the names in the folder that are accounted for.
     """

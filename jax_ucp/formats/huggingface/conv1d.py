@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.sources.contents import Contents
 
 MARK = "outputs_first"  # in the source of a checkpoint: the first of such weights
 

@@ -13,26 +13,33 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.checks import Check, Extent
+from jax_ucp.arrays.contents import Contents, Item
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.evaluate import Evaluated, expressions, split
+from jax_ucp.arrays.proof import Proof
+from jax_ucp.arrays.value import Array
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.assemble import Import
+from jax_ucp.files.placeholders import finished_name, why_missing
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.huggingface.companions import keep_companions
-from jax_ucp.formats.huggingface.stand_ins import finished_name, why_missing
 from jax_ucp.formats.huggingface.training_folder import (
     MODEL,
-    TrainingFolder,
     add_training,
     parse,
     weights_of,
 )
-from jax_ucp.formats.huggingface.weight_files import (
+from jax_ucp.formats.peft.config import LORA, method_of
+from jax_ucp.formats.safetensors import reader as safetensors
+from jax_ucp.formats.safetensors.rank_files import ranks_of
+from jax_ucp.formats.torch_save import reader as torch_state
+from jax_ucp.formats.weight_files import (
     CONFIG,
     CONFIGS,
-    finish,
     keep_configs,
     keep_index,
     read_index,
@@ -41,10 +48,9 @@ from jax_ucp.formats.huggingface.weight_files import (
     require_all,
     tensors_of,
 )
-from jax_ucp.formats.huggingface.weight_names import (
+from jax_ucp.formats.weight_names import (
     Choice,
-    Model,
-    Save,
+    WeightSave,
     choose,
     holds_weights,
     model_of_index,
@@ -52,19 +58,10 @@ from jax_ucp.formats.huggingface.weight_names import (
     saves_of,
     which,
 )
-from jax_ucp.formats.listing import listed
-from jax_ucp.formats.options import Options, Sizes
-from jax_ucp.formats.peft.config import LORA, method_of
-from jax_ucp.formats.safetensors import reader as safetensors
-from jax_ucp.formats.safetensors.rank_files import ranks_of
-from jax_ucp.formats.torch_save import reader as torch_state
-from jax_ucp.formats.torch_save.state_pairing import Stored
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import Check, Extent
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.contents import Contents, Item
-from jax_ucp.sources.watched import Proof, split
+from jax_ucp.options import Options, Sizes
+from jax_ucp.states.state_pairing import StateTensor
+from jax_ucp.text import listed
 from jax_ucp.tree import Leaf
 
 # Where torch DCP leaves the ranks' parts of what it consolidated
@@ -72,7 +69,6 @@ from jax_ucp.tree import Leaf
 SHARDED = "sharded"
 
 SAMPLE_BYTES = 4096
-_NAMES_SHOWN = 6
 
 # What trainers of transformers, accelerate and peft save beside weights (`trainer.py`,
 # `checkpointing.py`, `utils/fsdp_utils.py`), by name: what it is called in a note.
@@ -105,14 +101,27 @@ def recognise(path: FilePath) -> bool:
 def open_weight_folder(path: FilePath, options: Options) -> Contents:
     """The weights in a folder, by the index or the names of its files.
 
-    Raises FormatError, naming files, where some are missing, where several models or saves could be
-    meant, and where two saves of one model differ; and as `open_safetensors` and `open_torch`.
+    Raises FormatError, naming files, where some are missing or are not files, where several models
+    or saves could be meant, and where two saves of one model differ; and as `open_safetensors` and
+    `open_torch`.
     """
-    _refuse_no_files(path)
+    for entry in sorted(path.children()):
+        called_so = entry.name in CONFIGS or holds_weights([entry.name])
+        if called_so and not entry.is_file():
+            why = why_missing(path, entry.name) or "it is a folder, where a file should be"
+            raise FormatError(f"{entry}: {why}")
     choice, models = _chosen(path, options)
     require_all(path, choice.save)
-    training = _training(path, models, options)
-    imported = _read(path, choice.save, _of_weights(options, training, models))
+    training = parse(path, [entry.name for entry in path.children()])
+    if options.weights_only or not (training.optimizers or training.of_trainer):
+        training = None
+    elif len(models) > 1:
+        training = replace(training, model=options.model or MODEL)
+    # without the options that decide of other files than those of the weights
+    model = None if len(models) > 1 else options.model
+    groups = None if training and training.optimizers else options.optimizer_groups
+    of_weights = replace(options, model=model, optimizer_groups=groups)
+    imported = _read(path, choice.save, of_weights)
     keep_configs(imported, path)
     read = keep_companions(imported, path)
     if training is not None:
@@ -122,82 +131,50 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
     _inventory(imported, choice, read, options)
     if options.model is not None and len(models) > 1:
         imported.said["model"] = options.model
-    contents = finish(imported)
+    contents = imported.contents()
     if choice.same is not None:
         contents = _compared(path, contents, choice.save, choice.same, options)
     return _with_parts(path, contents, choice.save, options)
 
 
-def _chosen(path: FilePath, options: Options) -> tuple[Choice, Mapping[str, Save]]:
+def _chosen(path: FilePath, options: Options) -> tuple[Choice, Mapping[str, WeightSave]]:
     """The save that is read, and the models of which the user may choose one, by name."""
     names = _files(path)
-    indexes = {name: read_index(path / name)[1] for name in names if _is_index(path / name)}
+    called = [name for name in names if model_of_index(name) is not None]
+    indexes = {name: read_index(path / name)[1] for name in called if (path / name).is_file()}
     saves = saves_of({name for name in names if (path / name).is_file()}, indexes)
     if not saves:
         raise FormatError(f"{path / names[0]}: {why_missing(path, names[0])}")
-    choice = choose(str(path), saves, _named_by_config(path))
+    # the file or the index that a config names for transformers to load
+    config = read_json(path / CONFIG) if (path / CONFIG).is_file() else None
+    named = config.get("transformers_weights") if isinstance(config, dict) else None
+    choice = choose(str(path), saves, named if isinstance(named, str) else "")
     models = numbered_models(saves, choice.save)
     if options.model is None or len(models) == 1:
         return choice, models
-    return _choice_of(path, saves, models, options.model), models
-
-
-def _choice_of(
-    path: FilePath, saves: Mapping[Model, Sequence[Save]], models: Mapping[str, Save], name: str
-) -> Choice:
-    if name not in models:
-        known = ", ".join(models)
+    if options.model not in models:
         raise FormatError(
-            f"{path}: model={name!r}: there is no such model; the models are: {known}"
+            f"{path}: model={options.model!r}: there is no such model; the models are:"
+            f" {', '.join(models)}"
         )
-    return choose(str(path), saves, models[name].name)
-
-
-def _training(
-    path: FilePath, models: Mapping[str, Save], options: Options
-) -> TrainingFolder | None:
-    """What a trainer saved beside the weights, if it did and that is asked for."""
-    folder = parse(path, [entry.name for entry in path.children()])
-    if options.weights_only or not (folder.optimizers or folder.of_trainer):
-        return None
-    return replace(folder, model=options.model or MODEL) if len(models) > 1 else folder
-
-
-def _of_weights(
-    options: Options, training: TrainingFolder | None, models: Mapping[str, Save]
-) -> Options:
-    """The options without those that decide of other files than those of the weights."""
-    model = None if len(models) > 1 else options.model
-    groups = None if training and training.optimizers else options.optimizer_groups
-    return replace(options, model=model, optimizer_groups=groups)
+    return choose(str(path), saves, models[options.model].name), models
 
 
 def _others(
-    path: FilePath, models: Mapping[str, Save], model: str, options: Options
-) -> dict[str, Stored]:
+    path: FilePath, models: Mapping[str, WeightSave], model: str, options: Options
+) -> dict[str, StateTensor]:
     """The weights of the models that are not read: an optimizer may be theirs."""
     plain = replace(options, model=None, optimizer_groups=None)
-    others: dict[str, Stored] = {}
+    others: dict[str, StateTensor] = {}
     for name, save in models.items():
         if name != model and save.whole:
             others |= weights_of(_read(path, save, plain), name)
     return others
 
 
-def _refuse_no_files(path: FilePath) -> None:
-    """Raises FormatError where something is called as weights, an index or a config, and is no
-    file.
-    """
-    for entry in sorted(path.children()):
-        called_so = entry.name in CONFIGS or holds_weights([entry.name])
-        if called_so and not entry.is_file():
-            why = why_missing(path, entry.name) or "it is a folder, where a file should be"
-            raise FormatError(f"{entry}: {why}")
-
-
 def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> Iterator[str]:
-    """What a checkpoint of another format has beside it: weights, and a trainer's state, but for
-    files that are `kept`. Lists the folder once.
+    """Notes on weights and a trainer's state beside a checkpoint of another format, but for files
+    that are `kept`. Lists the folder once.
 
     Beside those that are not `of_torch`, and have no files that are called so, also what else
     torch's users save.
@@ -217,9 +194,9 @@ def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> 
 
 
 def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
-    """One note on what was not read for a reason."""
+    """A note on files that were not read, with the reason."""
     if names:
-        yield f"not read: {listed(names, _NAMES_SHOWN)}: {reason}"
+        yield f"not read: {listed(names)}: {reason}"
 
 
 def _files(path: FilePath) -> list[str]:
@@ -230,20 +207,7 @@ def _files(path: FilePath) -> list[str]:
     return sorted(names, key=lambda name: not holds_weights([name]))
 
 
-def _is_index(path: FilePath) -> bool:
-    return model_of_index(path.name) is not None and path.is_file()
-
-
-def _named_by_config(path: FilePath) -> str:
-    """The file or the index that a config names for transformers to load; empty if it names
-    none.
-    """
-    config = read_json(path / CONFIG) if (path / CONFIG).is_file() else None
-    named = config.get("transformers_weights") if isinstance(config, dict) else None
-    return named if isinstance(named, str) else ""
-
-
-def _read(path: FilePath, save: Save, options: Options) -> Import:
+def _read(path: FilePath, save: WeightSave, options: Options) -> ContentsBuilder:
     index = read_index(path / save.index)[0] if save.index else None
     if save.model.kind == "safetensors":
         imported = safetensors.read_weights(path, path, save.files, options.sizes, index)
@@ -259,7 +223,9 @@ def _read(path: FilePath, save: Save, options: Options) -> Import:
 # What lies beside.
 
 
-def _inventory(imported: Import, choice: Choice, read: Collection[str], options: Options) -> None:
+def _inventory(
+    imported: ContentsBuilder, choice: Choice, read: Collection[str], options: Options
+) -> None:
     """Account for everything in the folder that is not `read`; what belongs to the same run or may
     be meant is noted.
     """
@@ -278,7 +244,16 @@ def _inventory(imported: Import, choice: Choice, read: Collection[str], options:
     for reason, names in noted.items():
         imported.notes += _notes(reason, names)
     if is_adapter:
-        imported.notes.append(_about_adapter(imported.extras))
+        config = imported.extras.get("adapter_config.json", {}).get("config")
+        base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+        method = method_of(config)
+        applied = f"only {LORA} is merged, not {method or 'what its config does not name'}"
+        if method == LORA:
+            applied = "base.merge(adapter) (--merge) applies it"
+        imported.notes.append(
+            "these are the weights of an adapter, which mean something only with the model that it"
+            f" changes, {base or 'which its config does not name'}; {applied}"
+        )
 
 
 def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, bool]:
@@ -303,34 +278,20 @@ def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, boo
 
 
 def _what_is(name: str) -> str:
-    """What a trainer saves under a name; empty where that is nothing known."""
+    """The kind of file that trainers save under a name; empty where none is known."""
     return next((what for pattern, what in _BESIDE if pattern.fullmatch(name)), "")
-
-
-def _about_adapter(extras: Mapping[str, Any]) -> str:
-    config = extras.get("adapter_config.json", {}).get("config")
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    model = str(base) if base else "which its config does not name"
-    method = method_of(config)
-    applied = f"only {LORA} is merged, not {method or 'what its config does not name'}"
-    if method == LORA:
-        applied = "base.merge(adapter) (--merge) applies it"
-    return (
-        "these are the weights of an adapter, which mean something only with the model that it"
-        f" changes, {model}; {applied}"
-    )
 
 
 # What is stored twice.
 
 
 def _compared(
-    path: FilePath, contents: Contents, save: Save, same: Save, options: Options
+    path: FilePath, contents: Contents, save: WeightSave, same: WeightSave, options: Options
 ) -> Contents:
     """The checkpoint, whose weights are those of another save too. Raises FormatError where they
     differ.
     """
-    other = finish(_read(path, same, options))
+    other = _read(path, same, options).contents()
     if difference := _other_structure(contents, other) or _other_values(contents, other):
         raise FormatError(
             f"{path} holds two saves of one model, {save.name} and {same.name}, and they differ:"
@@ -350,7 +311,7 @@ def _compared(
     )
 
 
-def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options) -> Contents:
+def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: Options) -> Contents:
     """The checkpoint that torch DCP consolidated, compared with the ranks' parts of it, where they
     were kept.
 
@@ -389,25 +350,27 @@ def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options
 def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
     """The checkpoint, whose `verify` compares all of a copy of it."""
 
-    watched = Combined.named(contents.arrays, {key: key for key in contents.arrays.arrays()})
+    arrays = expressions(contents.arrays)
 
     def checks(extent: Extent) -> Iterator[Check]:
         yield from contents.checks(extent)
         yield from copy.checks(extent)
         for leaf, other in _pairs(contents, copy):
-            proof = _Copy(leaf.label, watched, leaf.name, contents, leaf, copy, other, name)
+            proof = _Copy(
+                leaf.label, leaf.name, arrays[leaf.name], contents, leaf, copy, other, name
+            )
             yield proof.check([leaf.name], extent)
 
-    return replace(contents, arrays=watched, checks=checks)
+    return replace(contents, arrays=Evaluated(arrays), checks=checks)
 
 
 @dataclass(frozen=True)
-class _Copy(Proof[Combined]):
+class _Copy(Proof):
     """A leaf of a checkpoint of which another, in `folder`, has a copy."""
 
     label: str
-    source: Combined
     key: str
+    array: Array
     contents: Contents
     leaf: Leaf
     copy: Contents
@@ -415,7 +378,7 @@ class _Copy(Proof[Combined]):
     folder: str
 
     def nbytes(self, extent: Extent) -> int:
-        nbytes = self.source.arrays()[self.key].nbytes
+        nbytes = self.array.info.nbytes
         return 2 * (min(nbytes, 2 * SAMPLE_BYTES) if extent == "sample" else nbytes)
 
     def sample(self) -> Sequence[Box]:
@@ -431,7 +394,7 @@ class _Copy(Proof[Combined]):
 
 
 def _other_structure(contents: Contents, copy: Contents) -> str | None:
-    """What differs between two checkpoints in names, shapes or dtypes."""
+    """The first difference between checkpoints in names, shapes or dtypes; None if they agree."""
     first, second = _kinds(contents), _kinds(copy)
     for label in sorted(first.keys() ^ second.keys()):
         return f"{label} is in only one of them"
@@ -446,8 +409,8 @@ def _kinds(contents: Contents) -> dict[str, str]:
 
 
 def _other_values(contents: Contents, copy: Contents) -> str | None:
-    """What differs between two checkpoints in a sample of the elements of each array that both
-    have.
+    """The first difference between two checkpoints in a sample of the elements of each array that
+    both have; None if they agree.
     """
     for leaf, other in _pairs(contents, copy):
         for box in _corners(leaf.shape, np.dtype(leaf.dtype).itemsize):
@@ -466,13 +429,9 @@ def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
 
 
 def _difference(contents: Contents, leaf: Leaf, box: Box) -> str:
-    return f"{leaf.label} has other values in {box}, in {_stored_in(contents, leaf, box)}"
-
-
-def _stored_in(contents: Contents, leaf: Leaf, box: Box) -> str:
-    """The files that hold a box of a leaf."""
     pieces = [piece for piece in contents.locate(leaf) if piece.target.intersect(box)]
-    return ", ".join(sorted({piece.file for piece in pieces}))
+    files = ", ".join(sorted({piece.file for piece in pieces}))
+    return f"{leaf.label} has other values in {box}, in {files}"
 
 
 def _corners(shape: tuple[int, ...], itemsize: int) -> list[Box]:

@@ -8,17 +8,17 @@ lacks, each time with no more than a warning. Fact: `from_pretrained` of transfo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.checks import CHECK_BYTES
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.blocks import row_boxes
-from jax_ucp.sources.checks import CHECK_BYTES
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Leaf
 
 # How the names of a decoder's layers begin, and what a config calls their number.
@@ -37,7 +37,17 @@ def described(contents: Contents, config: Mapping[str, Any]) -> Contents:
     """
     params = _parameters(contents)
     for key, pattern in _LAYERS.items():
-        _require_layers(contents.path, key, config, filter(None, map(pattern.match, params)))
+        said, more = config.get(key), config.get(_MORE_LAYERS)
+        names = filter(None, map(pattern.match, params))
+        count = max((int(name[1]) + 1 for name in names), default=0)
+        if not count or type(said) is not int:
+            continue
+        most = said + more if type(more) is int else said
+        if not said <= count <= most:
+            raise LayoutError(
+                f"the given config has {key} = {said}, and {contents.path} has weights of {count}"
+                " layers: it is of another model"
+            )
     return replace(contents, extras={**contents.extras, "config.json": {"config": config}})
 
 
@@ -67,19 +77,3 @@ def _parameters(contents: Contents) -> dict[str, Leaf]:
     """The parameters of an import by name."""
     leaves = [leaf for leaf in contents.leaves if len(leaf.path) == 2 and leaf.has_array]
     return {str(leaf.path[1].name): leaf for leaf in leaves if leaf.path[0].name == "param"}
-
-
-def _require_layers(
-    path: str, key: str, config: Mapping[str, Any], names: Iterator[re.Match[str]]
-) -> None:
-    """Raise LayoutError where weights are of more or fewer layers than the config has."""
-    said, more = config.get(key), config.get(_MORE_LAYERS)
-    count = max((int(name[1]) + 1 for name in names), default=0)
-    if not count or type(said) is not int:
-        return
-    most = said + more if type(more) is int else said
-    if not said <= count <= most:
-        raise LayoutError(
-            f"the given config has {key} = {said}, and {path} has weights of {count} layers: it is"
-            " of another model"
-        )

@@ -1,5 +1,5 @@
-"""What an export writes beside weights, so that the folder loads as a model: its config, and the
-files that go with it.
+"""Files that an export writes beside weights, so that the folder loads as a model: its config, and
+the files that go with it.
 """
 
 from __future__ import annotations
@@ -30,42 +30,26 @@ def model_configs(
     would round them to it.
     """
     is_adapter = all(name.startswith(PREFIX) for name in params.model)
-    kept = _configs(extras)
+    kept: dict[str, Config] = {}
+    for name in CONFIGS:
+        config = extras.get(name, {}).get("config")
+        if isinstance(config, dict):
+            kept[name] = config
     if not is_adapter:
         kept.pop(ADAPTER, None)
     elif ADAPTER not in kept:
         return kept, [f"peft loads it with an {ADAPTER}: give it (adapter_config=)"]
-    config, dtype = kept.get(CONFIG, {}), _dtype_of(params)
-    changed = _with_dtype(config, dtype)
-    if not dtype or changed == config:
+    floating = list(filter(is_floating, {tensor.dtype for tensor in params.model.values()}))
+    if len(floating) != 1:
+        return kept, []
+    (dtype,) = floating
+    config = kept.get(CONFIG, {})
+    named = [key for key in _DTYPES if config.get(key) is not None]
+    changed = {**config, **dict.fromkeys(named, dtype.name)}
+    if changed == config:
         return kept, []
     kept[CONFIG] = changed
-    return kept, [f"{CONFIG} says {dtype}, the dtype of the weights, in place of another"]
-
-
-def _configs(extras: Mapping[str, Mapping[str, Any]]) -> dict[str, Config]:
-    configs: dict[str, Config] = {}
-    for name in CONFIGS:
-        config = extras.get(name, {}).get("config")
-        if isinstance(config, dict):
-            configs[name] = config
-    return configs
-
-
-def _with_dtype(config: Config, dtype: str) -> Config:
-    """The config with this dtype under each key by which it names one."""
-    changed = dict(config)
-    for key in _DTYPES:
-        if changed.get(key) is not None:
-            changed[key] = dtype
-    return changed
-
-
-def _dtype_of(params: Parameters) -> str:
-    """The dtype of all floating weights; empty where they have several."""
-    dtypes = {tensor.dtype for tensor in params.model.values()}
-    floating = list(filter(is_floating, dtypes))
-    return floating[0].name if len(floating) == 1 else ""
+    return kept, [f"{CONFIG} says {dtype.name}, the dtype of the weights, in place of another"]
 
 
 def companion_files(companions: Mapping[str, FilePath]) -> Iterator[File]:

@@ -8,15 +8,14 @@ parameters so.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from jax_ucp.formats.pairing import Undecided
+from jax_ucp.states.pairing import Undecided
 
 # What peft puts into a module in place of its weight (`LoraLayer`, `tuners/lora/layer.py`).
 _OF_ADAPTERS = (
@@ -40,11 +39,6 @@ class _Type:
 
     orders: Mapping[str, Sequence[_Order]]
     buffers: frozenset[str]
-
-    def of_release(self, major: str) -> Sequence[_Order]:
-        """The orders of a major release; of all of them, where it is not known."""
-        known = [major] if major in self.orders else [key for key in self.orders if key != "all"]
-        return list(itertools.chain(*(self.orders.get(key, ()) for key in ("all", *known))))
 
 
 @cache
@@ -77,7 +71,11 @@ def in_order_of(model_type: str, names: Iterable[str], release: str = "") -> lis
     if model_type not in _table():
         raise Undecided(f"the order of the modules of {model_type!r} is not known here")
     known = _table()[model_type]
-    orders = [*known.of_release(release.partition(".")[0]), *_OF_ADAPTERS]
+    # of a major release, or of all of them, where it is not known
+    major = release.partition(".")[0]
+    releases = [major] if major in known.orders else [key for key in known.orders if key != "all"]
+    orders = [order for key in ("all", *releases) for order in known.orders.get(key, ())]
+    orders += _OF_ADAPTERS
     params = [name.split(".") for name in names if name.rpartition(".")[2] not in known.buffers]
     return [".".join(parts) for parts in _sorted(params, orders)]
 
@@ -95,30 +93,24 @@ def _sorted(names: Sequence[Sequence[str]], orders: Sequence[_Order]) -> list[Se
 
 
 def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
-    """What lies side by side in its order; numbers are of a list, in which they count."""
+    """Neighbouring modules in their order; numbers are of a list, in which they count."""
     numbers = sorted(filter(str.isdigit, parts), key=int)
     words = {"*" if part.isdigit() else part for part in parts}
     if len(words) == 1:
         return numbers or list(parts)
-    order = _only_order(words, orders)
+    # these words, as all orders that have them put them
+    having = [order for order in orders if words <= {*order}]
+    ways = {tuple(word for word in order if word in words) for order in having}
+    listed = ", ".join(sorted(words))
+    if not ways:
+        raise Undecided(f"the order of {listed} in a module is not known")
+    if len(ways) > 1:
+        raise Undecided(f"the order of {listed} in a module differs between classes or releases")
+    (order,) = ways
     if not numbers:
         return list(order)
     at = order.index("*")
     return [*order[:at], *numbers, *order[at + 1 :]]
-
-
-def _only_order(words: Collection[str], orders: Sequence[_Order]) -> _Order:
-    """These words, as all orders that have them put them; raises Undecided where they differ."""
-    having = [order for order in orders if set(words) <= {*order}]
-    ways = {tuple(word for word in order if word in words) for order in having}
-    if not ways:
-        raise Undecided(f"the order of {', '.join(sorted(words))} in a module is not known")
-    if len(ways) > 1:
-        raise Undecided(
-            f"the order of {', '.join(sorted(words))} in a module differs between classes or"
-            " releases"
-        )
-    return ways.pop()
 
 
 def orders_of(

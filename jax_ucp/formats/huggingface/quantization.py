@@ -19,23 +19,22 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
+from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.formats.huggingface import conv1d
-from jax_ucp.formats.options import Dequantize
 from jax_ucp.formats.quantized.schemes import why_unread
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
 from jax_ucp.json_text import decode_json
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
+from jax_ucp.options import Dequantize
 from jax_ucp.tree import Key, Leaf, leaf_names
-from jax_ucp.tree import Path as TreePath
 
 # Dtypes, by how their names begin: codes of a few bits, codes packed into wider integers, numbers.
 _FEW_BITS = ("float8_", "float6_", "float4_", "int8", "uint8", "int4", "uint4", "int2", "uint2")
@@ -80,10 +79,6 @@ def _a_scale_for_each_row(codes: tuple[int, ...], scales: tuple[int, ...]) -> bo
     return codes[:-1] == scales
 
 
-def _scales_for_each_row(codes: tuple[int, ...], scales: tuple[int, ...]) -> bool:
-    return len(codes) > 1 and codes[:-1] == scales[:-1]
-
-
 _NF4 = (
     ".nested_absmax",
     ".nested_quant_map",
@@ -120,7 +115,7 @@ SCHEMES = (
         ((".scales",),),
         (".biases",),
         ("uint32",),
-        fits=_scales_for_each_row,
+        fits=lambda codes, scales: len(codes) > 1 and codes[:-1] == scales[:-1],
     ),
     Scheme("quanto", "._data", "", (("._scale",),), ("._shift",), _ANY),
     Scheme("HQQ", ".W_q", ".weight", ((".scale", ".meta.scale"),), (".zero", ".meta.zero"), _ANY),
@@ -158,9 +153,24 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     if not weights:
         return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
     if dequantize:
-        said = Declared(method, settings, _said_of_weights(contents.extras))
-        made = _undeclared(dequantized(contents, weights, said, dequantize), settings)
-        return _with_layout(made, method, weights)
+        # the settings of single weights in the headers of safetensors, by name (torchao)
+        every = [own for own in contents.extras.values() if isinstance(own, Mapping)]
+        headers = [own for own in every if "tensor_names" in own]
+        of_weights: dict[str, Mapping[str, Any]] = {}
+        for name, text in itertools.chain.from_iterable(own.items() for own in headers):
+            with suppress(ValueError, TypeError):
+                value = decode_json(text)
+                if isinstance(value, dict) and "_type" in value:
+                    of_weights[name] = value
+        said = Declared(method, settings, of_weights)
+        made = dequantized(contents, weights, said, dequantize)
+        # The config declares no quantisation any more; what it declared is in `source`.
+        source, notes = {**made.source, "quantization": settings}, [*made.notes]
+        extras = undeclared(made.extras)
+        if turned := conv1d.turned(method, extras, [weight.name for weight in weights]):
+            source[conv1d.MARK] = turned
+            notes.append(conv1d.note(turned, method))
+        return replace(made, extras=extras, source=source, notes=notes)
     weights = [replace(weight, unread=why_unread(method, weight)) for weight in weights]
     marked = replace(contents, inventory=_inventory(contents, weights), quantized=weights)
     if dequantize is False:
@@ -179,7 +189,11 @@ def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeig
     `method` is what a config declares. `contents.quantized` are those that an importer knows of
     already, by a dtype that has no whole bytes.
     """
-    leaves = _leaves_by_name(contents)
+    # the leaves with an array, but for parts that are kept as such, by their labels with dots
+    arrays = [leaf for leaf in contents.leaves if leaf.has_array]
+    if _imported(contents):
+        arrays = [leaf for leaf in arrays if leaf.path[0].name != STORED]
+    leaves = {leaf.label.replace("/", "."): leaf for leaf in arrays}
     claimed: set[str] = set()
     for weight in _by_names(leaves):
         claimed |= set(weight.parts.values())
@@ -192,16 +206,6 @@ def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeig
     if method:
         for weight in _unexplained(leaves, claimed, method):
             yield _labelled(weight, leaves)
-
-
-def _leaves_by_name(contents: Contents) -> dict[str, Leaf]:
-    """The leaves with an array, without the parts that are kept as such, by their labels with
-    dots.
-    """
-    leaves = [leaf for leaf in contents.leaves if leaf.has_array]
-    if _imported(contents):
-        leaves = [leaf for leaf in leaves if leaf.path[0].name != STORED]
-    return {leaf.label.replace("/", "."): leaf for leaf in leaves}
 
 
 # Where a quantisation is declared: the file, and the key in it.
@@ -232,57 +236,13 @@ def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The method that a config among the extras declares, and all that it says of it; empty if
     none does.
     """
-    found = itertools.starmap(partial(_declared_in, extras), _DECLARED)
-    return next((said for said in found if said[0]), ("", {}))
-
-
-def _declared_in(extras: Mapping[str, Any], file: str, key: str) -> tuple[str, Mapping[str, Any]]:
-    config = extras.get(file, {}).get("config")
-    for inner in (config, _item(config, "text_config")):
-        settings = _item(inner, key) if key else inner
-        method = _method(settings, key or file)
-        if method:
-            return method, settings
+    for file, key in _DECLARED:
+        config = extras.get(file, {}).get("config")
+        for inner in (config, _item(config, "text_config")):
+            settings = _item(inner, key) if key else inner
+            if method := _method(settings, key or file):
+                return method, settings
     return "", {}
-
-
-def _said_of_weights(extras: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What the headers of safetensors say of single weights, by name (torchao)."""
-    said: dict[str, Mapping[str, Any]] = {}
-    for metadata in extras.values():
-        if not isinstance(metadata, Mapping) or "tensor_names" not in metadata:
-            continue
-        for name, text in metadata.items():
-            value = _json(text)
-            if isinstance(value, dict) and "_type" in value:
-                said[name] = value
-    return said
-
-
-def _json(text: Any) -> Any:
-    if not isinstance(text, str):
-        return None
-    try:
-        return decode_json(text)
-    except ValueError:
-        return None
-
-
-def _with_layout(contents: Contents, method: str, weights: Sequence[QuantizedWeight]) -> Contents:
-    """The checkpoint, which says where its weights are turned."""
-    first = conv1d.turned(method, contents.extras, [weight.name for weight in weights])
-    if not first:
-        return contents
-    notes = [*contents.notes, conv1d.note(first, method)]
-    return replace(contents, notes=notes, source={**contents.source, conv1d.MARK: first})
-
-
-def _undeclared(contents: Contents, settings: Mapping[str, Any]) -> Contents:
-    """The checkpoint, whose config declares no quantisation any more; what it declared is in
-    `source`.
-    """
-    source = {**contents.source, "quantization": settings}
-    return replace(contents, extras=undeclared(contents.extras), source=source)
 
 
 def undeclared(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,21 +251,17 @@ def undeclared(extras: Mapping[str, Any]) -> dict[str, Any]:
     for file, key in _DECLARED:
         config = left.get(file, {}).get("config")
         if isinstance(config, Mapping) and key:
-            left[file]["config"] = _without(config, key)
+            own = {name: value for name, value in config.items() if name != key}
+            if isinstance(own.get("text_config"), Mapping):
+                own["text_config"] = {n: v for n, v in own["text_config"].items() if n != key}
+            left[file]["config"] = own
         elif not key:
             left.pop(file, None)
     return left
 
 
-def _without(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    left = {name: value for name, value in config.items() if name != key}
-    if isinstance(left.get("text_config"), Mapping):
-        left["text_config"] = {n: v for n, v in left["text_config"].items() if n != key}
-    return left
-
-
 def _method(settings: Any, otherwise: str) -> str:
-    """What the settings of a quantisation call it; empty if they are not settings."""
+    """The name of a quantisation in its settings; empty if they are not settings."""
     if not isinstance(settings, Mapping):
         return ""
     for key in _METHODS:
@@ -328,29 +284,32 @@ def _by_names(leaves: Mapping[str, Leaf]) -> Iterator[QuantizedWeight]:
         return
     claimed: set[str] = set()
     for scheme in SCHEMES:
-        for name in _candidates(scheme, leaves, marked):
-            if name in claimed:
+        bases = {
+            name.removesuffix(suffix)
+            for suffix in scheme.needs[0]
+            for name in marked
+            if name.endswith(suffix)
+        }
+        codes = {base + scheme.codes for base in bases}
+        for name in leaves:
+            if name not in codes or name in claimed:
                 continue
             base = name.removesuffix(scheme.codes)
             parts = _parts(scheme, name, base, leaves)
             if parts is not None:
                 claimed |= set(parts.values())
-                yield QuantizedWeight(scheme.name, _weight_name(scheme, base), parts)
-
-
-def _candidates(scheme: Scheme, names: Iterable[str], marked: Iterable[str]) -> list[str]:
-    """The names of what may be codes by a scheme: its first part is among `marked`."""
-    wanted: set[str] = set()
-    for suffix in scheme.needs[0]:
-        bases = [name.removesuffix(suffix) for name in marked if name.endswith(suffix)]
-        wanted |= {base + scheme.codes for base in bases}
-    return [name for name in names if name in wanted]
+                weight = base + scheme.weight
+                if scheme.name == "torchao":
+                    # `layer._weight_qdata` has the codes of `layer.weight`
+                    module, _, last = base.rpartition(".")
+                    weight = f"{module}.{last.removeprefix('_')}"
+                yield QuantizedWeight(scheme.name, weight, parts)
 
 
 def _parts(
     scheme: Scheme, name: str, base: str, leaves: Mapping[str, Leaf]
 ) -> dict[str, str] | None:
-    """What is stored of the weight whose codes may be called `name`, if all it needs is there
+    """The stored parts of the weight whose codes may be called `name`, if all it needs is there
     and fits.
     """
     codes = leaves[name]
@@ -365,26 +324,15 @@ def _parts(
     scales = leaves[next(iter(needed.values()))]
     if not scales.dtype.startswith(scheme.scales) or not scheme.fits(codes.shape, scales.shape):
         return None
-    return {"codes": name} | _optional_parts(scheme, base, leaves) | needed
-
-
-def _optional_parts(scheme: Scheme, base: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """What is stored of a weight beside its codes and what it needs, by role."""
     module = base if scheme.weight else base.rpartition(".")[0]
-    names = {_role(suffix): base + suffix for suffix in scheme.may}
-    names |= {role: f"{module}.{role}" for role in _OF_THE_MODULE}
-    return {role: name for role, name in names.items() if name in leaves}
+    may = {_role(suffix): base + suffix for suffix in scheme.may}
+    may |= {role: f"{module}.{role}" for role in _OF_THE_MODULE}
+    optional = {role: other for role, other in may.items() if other in leaves}
+    return {"codes": name} | optional | needed
 
 
 def _role(suffix: str) -> str:
     return suffix.lstrip("._")
-
-
-def _weight_name(scheme: Scheme, base: str) -> str:
-    if scheme.name != "torchao":
-        return base + scheme.weight
-    module, _, name = base.rpartition(".")  # `layer._weight_qdata` has the codes of `layer.weight`
-    return f"{module}.{name.removeprefix('_')}"
 
 
 def _unexplained(
@@ -402,13 +350,21 @@ def _unexplained(
             continue
         module = name.rpartition(".")[0]
         of_module = codes[module]
-        if _may_be_codes(name, leaf):
+        is_whole = leaf.dtype.startswith((*_FEW_BITS, *_PACKED))
+        is_code = is_whole and leaf.shape and np.dtype(leaf.dtype).itemsize < 8
+        if is_code and not name.endswith(_NO_CODES):
             of_module.append(name)
         elif not name.endswith("bias"):
             others[module][name.removeprefix(f"{module}.")] = name
     for module, names in codes.items():
         for name in names:
-            fault = _UNCOMPRESSED if _is_uncompressed(name, leaves) else unknown
+            # the zero point of a weight that is stored as numbers
+            base = name.removesuffix("_zero_point")
+            weight = leaves.get(base) if base != name and f"{base}_scale" in leaves else None
+            is_number = weight and not weight.dtype.startswith(_FEW_BITS)
+            fault = unknown
+            if weight and is_number and weight.dtype.startswith(_FLOATING):
+                fault = _UNCOMPRESSED
             yield QuantizedWeight(method, name, {"codes": name} | others[module], fault)
 
 
@@ -418,25 +374,6 @@ _UNCOMPRESSED = (
     "it is a zero point beside its scale and a weight that is no codes, as save_compressed=False"
     " stores it: such a weight is not rounded to what it is computed with. Save it compressed"
 )
-
-
-def _is_uncompressed(name: str, leaves: Mapping[str, Leaf]) -> bool:
-    """Whether an array is the zero point of a weight that is stored as numbers."""
-    base = name.removesuffix("_zero_point")
-    weight = leaves.get(base)
-    return bool(
-        base != name
-        and weight
-        and f"{base}_scale" in leaves
-        and weight.dtype.startswith(_FLOATING)
-        and not weight.dtype.startswith(_FEW_BITS)
-    )
-
-
-def _may_be_codes(name: str, leaf: Leaf) -> bool:
-    if not leaf.shape or name.endswith(_NO_CODES):
-        return False
-    return leaf.dtype.startswith((*_FEW_BITS, *_PACKED)) and np.dtype(leaf.dtype).itemsize < 8
 
 
 def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedWeight:
@@ -459,24 +396,24 @@ def _imported(contents: Contents) -> bool:
 
 
 def _notes_without(contents: Contents, method: str) -> Iterator[str]:
-    """What else is said of quantisation where no weight is quantised."""
+    """Notes on what is declared of quantisation where no weight is quantised."""
     if method and contents.source.get("dequantize") is None:
         yield (
             f"the config declares weights quantised with {method}, but none is stored so: they are"
             " taken as they are"
         )
-    scales = [leaf.label for leaf in contents.leaves if _is_cache_scale(leaf.path)]
+    scales = [
+        leaf.label
+        for leaf in contents.leaves
+        if leaf.path
+        # of a path of one key the name has the module's in front of it
+        and f"{'.' * (len(leaf.path) > 1)}{leaf.path[-1].name}".endswith(_CACHE_SCALES)
+    ]
     if scales:
         yield (
             f"{len(scales)} tensors, the first {scales[0]}, are named as scales of a quantised"
             " cache of keys and values: they say nothing of weights"
         )
-
-
-def _is_cache_scale(path: TreePath) -> bool:
-    if len(path) < 2:
-        return bool(path) and str(path[0].name).endswith(_CACHE_SCALES)
-    return f".{path[-1].name}".endswith(_CACHE_SCALES)
 
 
 def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequence[Item]:
@@ -505,22 +442,24 @@ def _kept(contents: Contents) -> Contents:
     if not _imported(contents):
         return kept
     parts = {label for weight in contents.quantized for label in weight.parts.values()}
-    paths = [_stored_path(leaf) if leaf.label in parts else leaf.path for leaf in contents.leaves]
+    paths = [
+        (Key("dict", STORED), *leaf.path[1:])
+        if leaf.label in parts and leaf.path[0].name == "param"
+        else leaf.path
+        for leaf in contents.leaves
+    ]
     before = dict(zip(leaf_names(paths), contents.leaves, strict=True))
     leaves = [
         replace(leaf, path=path, name=name)
         for path, (name, leaf) in zip(paths, before.items(), strict=True)
     ]
-    arrays = {name: leaf.name for name, leaf in before.items() if leaf.has_array}
+    stored = expressions(contents.arrays)
+    arrays = {name: stored[leaf.name] for name, leaf in before.items() if leaf.has_array}
     name = contents.path.rpartition("/")[2]
     source = dict(contents.source) or {"format": contents.format, "name": name}
     return replace(
         kept,
         leaves=leaves,
-        arrays=Combined.named(contents.arrays, arrays),
+        arrays=Evaluated(arrays),
         source={**source, "dequantize": False},
     )
-
-
-def _stored_path(leaf: Leaf) -> tuple[Key, ...]:
-    return (Key("dict", STORED), *leaf.path[1:]) if leaf.path[0].name == "param" else leaf.path

@@ -15,33 +15,28 @@ weights in the order of the model: a file of torch.save has them so, for safeten
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import About, Contents
+from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.assemble import Import
+from jax_ucp.files.placeholders import stand_in, why_missing
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
-from jax_ucp.formats.huggingface.stand_ins import stand_in, why_missing
-from jax_ucp.formats.huggingface.weight_files import CONFIG, keep_configs, read_json
-from jax_ucp.formats.huggingface.weight_names import Save
-from jax_ucp.formats.options import HF_DECAY, MODULE_ORDER, Options, model_type_of, rule_of
-from jax_ucp.formats.pairing import Undecided
-from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
-from jax_ucp.formats.torch_save.opaque import WeightsPlace
-from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
-from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
-from jax_ucp.formats.torch_save.state_paths import Places, UnknownModel, places
-from jax_ucp.formats.torch_save.tree import Tree, keep_extras
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import About, Contents
+from jax_ucp.formats.state_dicts import Tree, keep_extras
+from jax_ucp.formats.weight_files import CONFIG, keep_configs, read_json
+from jax_ucp.formats.weight_names import WeightSave
+from jax_ucp.options import HF_DECAY, MODULE_ORDER, Options, model_type_of, rule_of
+from jax_ucp.states.opaque import WeightsPlace
+from jax_ucp.states.optimizer_dicts import joined
+from jax_ucp.states.pairing import Undecided
+from jax_ucp.states.state_pairing import ModelOrders, Places, StateTensor, is_trainable
 
 MODEL = "model"  # what the model is called where there are no others
 TRAINER_STATE = "trainer_state.json"
@@ -53,8 +48,6 @@ _KEPT = re.compile(
 _ARGUMENTS = "training_args.bin"
 _MODULE = re.compile(r"transformers\.models\.(\w+)\.")
 _MAX_KEPT_BYTES = 1 << 26
-_SHOWN_TYPES = 4
-_ASIDE = "; weights_only leaves the optimizer and the trainer's state aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,7 @@ class TrainingFolder:
     optimizers: Mapping[str, str]
     kept: Sequence[str]
     model: str = MODEL
-    others: Mapping[str, Save] | None = None
+    others: Mapping[str, WeightSave] | None = None
 
     @property
     def files(self) -> set[str]:
@@ -91,14 +84,18 @@ def parse(path: FilePath, names: Collection[str]) -> TrainingFolder:
         if first != match[0]:
             raise FormatError(
                 f"{path} has {first}, as accelerate calls an optimizer's states, and {match[0]}, as"
-                f" transformers' Trainer does: nothing says which belongs to the weights{_ASIDE}"
+                " transformers' Trainer does: nothing says which belongs to the weights",
+                way_out="weights_only",
             )
     kept = [name for name in sorted(names) if _KEPT.fullmatch(name) or name == TRAINER_STATE]
     return TrainingFolder(path, optimizers, kept)
 
 
 def add_training(
-    imported: Import, folder: TrainingFolder, others: Mapping[str, Stored], options: Options
+    imported: ContentsBuilder,
+    folder: TrainingFolder,
+    others: Mapping[str, StateTensor],
+    options: Options,
 ) -> None:
     """Give the optimizer's states to the parameters of an import, and keep the rest of the
     trainer's state as extras. `others` are the weights of other models.
@@ -122,38 +119,31 @@ def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
     folder = parse(path, names)
     if not folder.kept:
         return contents
-    beside = Import(contents.format, path, Combined.of_files({}))
+    beside = ContentsBuilder(contents.format, path, Combined.of_files({}))
     for name in folder.kept:
         _keep(beside, path / name)
     keep_configs(beside, path)
     kept = beside.contents()
-    notes = [note for note in contents.notes if not _is_about(note, kept.extras)]
+    about, trainer = contents.about, _about(beside, folder)
+    writer = ", by ".join(filter(None, [about.writer, trainer.writer]))
+    step = trainer.step if about.step is None else about.step
     return replace(
         contents,
         extras={**contents.extras, **kept.extras},
         inventory=[*contents.inventory, *kept.inventory],
-        notes=[_writer(beside, folder), *notes, *kept.notes],
-        about=_with_writer(contents.about, _about(beside, folder)),
+        notes=[_writer(beside, folder), *contents.notes, *kept.notes],
+        about=About(writer, step, about.parallelism),
     )
-
-
-def _with_writer(about: About, trainer: About) -> About:
-    """What is known of a checkpoint that a trainer had another library write."""
-    writer = ", by ".join(filter(None, [about.writer, trainer.writer]))
-    step = trainer.step if about.step is None else about.step
-    return About(writer, step, about.parallelism)
-
-
-def _is_about(note: str, files: Collection[str]) -> bool:
-    """Whether a note says of some of these files that they are not read."""
-    return note.startswith("not read: ") and any(name in note for name in files)
 
 
 # The optimizer.
 
 
 def _add_optimizers(
-    imported: Import, folder: TrainingFolder, others: Mapping[str, Stored], options: Options
+    imported: ContentsBuilder,
+    folder: TrainingFolder,
+    others: Mapping[str, StateTensor],
+    options: Options,
 ) -> None:
     files = {name: _opened(folder.path / name) for name in folder.optimizers.values()}
     imported.add_files(files)
@@ -163,17 +153,23 @@ def _add_optimizers(
         tree.add(name, files[name], (stem,))
         imported.unknown |= files[name].unknown
     states = {label: tensor.described() for label, tensor in tree.tensors.items()}
-    states |= {label: Stored(path) for label, (path, _, _) in tree.numbers().items()}
+    states |= {label: StateTensor(path) for label, (path, _, _) in tree.numbers().items()}
     objects = {path: node for path, (_, node) in tree.objects.items()}
     weights = weights_of(imported, folder.model)
-    pairing = _Settling(weights, others, states, objects, _ModelOf(imported, folder), options)
-    if pairing.is_fused and options.optimizer_groups and not options.weights_only:
+    names = {str(w.path[-1]): label for label, w in weights.items() if w.trainable}
+    # states of parameters with all experts of a layer, of which the weights are stored one by one
+    experts = {int(match[1]) for match in filter(None, map(_EXPERT.fullmatch, names))}
+    shapes = {own.shape for own in states.values()} - {own.shape for own in weights.values()}
+    is_fused = any(len(shape) == 3 and {*range(shape[0])} == experts for shape in shapes)
+    if is_fused and options.optimizer_groups and not options.weights_only:
         raise FormatError(f"{folder.path}: optimizer_groups does not fit: {_FUSED}")
-    placed = imported.placed(
-        pairing.tensors(pairing.order()), objects, pairing.options, pairing.words
-    )
-    imported.notes += [*placed.notes, *pairing.notes]
-    if pairing.is_fused:
+    orders = _model_orders(_ModelOf(imported, folder), names)
+    if is_fused:
+        orders = replace(orders, words=lambda: None)
+    options = options if others else replace(options, model=None)
+    placed = imported.placed({**weights, **others, **states}, objects, options, orders)
+    imported.notes += placed.notes
+    if is_fused:
         imported.notes.append(_FUSED)
     _place(imported, tree, placed)
     tree.check(
@@ -181,13 +177,12 @@ def _add_optimizers(
     )
 
 
-def _place(imported: Import, tree: Tree, placed: Places) -> None:
+def _place(imported: ContentsBuilder, tree: Tree, placed: Places) -> None:
     """Give every state its place; plain numbers of no parameter are in the extras."""
     for label, tensor in tree.tensors.items():
         state, name = placed.at[label]
-        whole = Consolidated(Unique().join([tensor.node.shape]), [tensor.key])
         reason = f"{state} of {name}" if state != "other" else "a state of no parameter"
-        imported.parameter(state, name, whole, reason)
+        imported.parameter(state, name, imported.array(tensor.key), reason)
     for label, (_, file, value) in tree.numbers().items():
         state, name = placed.at[label]
         if state != "other":
@@ -206,29 +201,30 @@ def _opened(path: FilePath) -> TorchFile:
             )
         return TorchFile(path, lenient=True)
     except FormatError as error:
-        raise type(error)(f"{error}{_ASIDE}") from error
+        error.at(path, way_out="weights_only")
+        raise
 
 
-def weights_of(imported: Import, model: str) -> dict[str, Stored]:
+def weights_of(imported: ContentsBuilder, model: str) -> dict[str, StateTensor]:
     """The weights of an import, as a state dict called `model` would have them, in their order."""
-    weights: dict[str, Stored] = {}
+    weights: dict[str, StateTensor] = {}
     for (state, key), param in imported.params.items():
         if str(state) != "param":
             continue
-        name, dtype = str(key), imported.stored[param.keys[0]].dtype
+        name, info = str(key), param.info
         path = (model, name)
         tie = imported.ties.get(name)
-        weights[joined(path)] = Stored(path, param.layout.shape, is_trainable(dtype), tie)
+        weights[joined(path)] = StateTensor(path, info.shape, is_trainable(info.dtype), tie)
     return weights
 
 
 @dataclass(frozen=True)
 class _ModelOf:
-    """What a folder says of the class of its model, and whether its files have the model's
-    order.
+    """The class of a folder's model, as its configs name it, and whether its files have the weights
+    in the model's order.
     """
 
-    imported: Import
+    imported: ContentsBuilder
     folder: TrainingFolder
 
     @property
@@ -261,126 +257,34 @@ class _ModelOf:
         return config if isinstance(config, dict) else {}
 
 
-class _Settling:
-    """The one order of the model in which the user's word decides, of those that are known."""
+def _model_orders(model: _ModelOf, labels: Mapping[str, str]) -> ModelOrders:
+    """The orders that the model may have its weights in; `labels` are the weights by name."""
+    names = list(labels)
 
-    def __init__(
-        self,
-        weights: Mapping[str, Stored],
-        others: Mapping[str, Stored],
-        states: Mapping[str, Stored],
-        objects: Mapping[Steps, Any],
-        model: _ModelOf,
-        options: Options,
-    ):
-        self.weights, self.others, self.states, self.objects = weights, others, states, objects
-        self.model = model
-        self.options = options if others else replace(options, model=None)
-        self.label_of = {
-            str(stored.path[-1]): label for label, stored in weights.items() if stored.trainable
-        }
-        self.notes: list[str] = []
-
-    def tensors(self, names: Sequence[str]) -> dict[str, Stored]:
-        """The weights in the order of these names, all that an optimizer can have; the rest."""
-        ordered = {self.label_of[name]: self.weights[self.label_of[name]] for name in names}
-        buffers = {
-            label: replace(stored, trainable=False)
-            for label, stored in self.weights.items()
-            if label not in ordered
-        }
-        return {**ordered, **buffers, **self.others, **self.states}
-
-    def order(self) -> Sequence[str]:
-        """The weights in the order that is right for the user's word, with a note on whence it
-        is; as they are stored, where no word was said.
-        """
-        word = self.options.optimizer_groups
-        if not rule_of(word) or self.options.weights_only:
-            return list(self.label_of)
-        try:
-            order, types = self._settled(str(word))
-        except (Undecided, UnknownModel) as error:
-            path = self.model.folder.path
-            raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
-        if types:
-            self.notes.append(_order_note(types))
-        return order
-
-    @cached_property
-    def is_fused(self) -> bool:
-        """Whether states are of parameters that have all experts of a layer, which are stored one
-        by one.
-        """
-        numbered = filter(None, map(_EXPERT.fullmatch, self.label_of))
-        experts = {int(match[1]) for match in numbered}
-        stored = {weight.shape for weight in self.weights.values()}
-        shapes = {state.shape for state in self.states.values()} - stored
-        return any(len(shape) == 3 and {*range(shape[0])} == experts for shape in shapes)
-
-    def words(self) -> list[str] | None:
-        """The words that would decide; None if neither words nor lists would."""
-        if self.is_fused:
-            return None
-        rules = (HF_DECAY, MODULE_ORDER)
-        if not self.model.folder.of_trainer:
-            rules = (MODULE_ORDER, HF_DECAY)
-        return [word for rule in rules for word in self._deciding(rule)]
-
-    def _deciding(self, rule: str) -> Iterator[str]:
-        words = [rule]
-        if not self.model.is_ordered and not self.model.types():
-            known = orders_of(list(self.label_of)).values()
-            words += [f"{rule}:{types[0]}" for types in known]
-        for word in words:
-            with suppress(Undecided):
-                self._settled(word)
-                yield word
-                return
-
-    def _settled(self, word: str) -> tuple[Sequence[str], list[str]]:
-        """The order in which a word decides, and the model types that have it; none where the
-        file has it. Raises Undecided.
-        """
-        orders, decided = self._orders(word), dict[tuple[str, ...], object]()
-        why = Undecided("")
-        for order in orders:
-            try:
-                decided[order] = self._tried(order, word)
-            except Undecided as error:
-                why = error
-        if not decided:
-            raise why
-        first = next(iter(decided))
-        if any(at != decided[first] for at in decided.values()):
-            types = [orders[order][0] for order in decided]
-            raise Undecided(
-                f"the classes of transformers with these names ({', '.join(types)}) have them in"
-                f" several orders; say which is meant: '{rule_of(word)}:{types[0]}'"
-            )
-        return first, [name for order in decided for name in orders[order]]
-
-    def _tried(self, order: Sequence[str], word: str) -> object:
-        """Where the word puts states, of weights in an order. Raises Undecided."""
-        options = replace(self.options, optimizer_groups=word)
-        return places(self.tensors(order), self.objects, options).at
-
-    def _orders(self, word: str) -> dict[tuple[str, ...], list[str]]:
-        """The orders in which the model may have its weights, each with the model types that have
-        it. Raises Undecided where there is none.
-        """
-        names, release = list(self.label_of), self.model.release()
-        said = model_type_of(word)
-        if self.model.is_ordered and not said:
-            return {tuple(names): []}
-        types = [said] if said else self.model.types()
+    def of(word: str) -> dict[tuple[str, ...], list[str]]:
+        said, release = model_type_of(word), model.release()
+        if model.is_ordered and not said:
+            return {}
+        types = [said] if said else model.types()
         if len(types) == 1:
-            return {tuple(in_order_of(types[0], names, release)): types}
-        is_open = not types and rule_of(word) == HF_DECAY
-        known = orders_of(names, None if is_open else types, release)
-        if not known:
+            orders = {tuple(in_order_of(types[0], names, release)): types}
+        else:
+            is_open = not types and rule_of(word) == HF_DECAY
+            orders = orders_of(names, None if is_open else types, release)
+        if not orders:
             raise Undecided(_NO_ORDER)
-        return known
+        return {tuple(labels[name] for name in order): types for order, types in orders.items()}
+
+    def words() -> list[list[str]]:
+        known: list[str] = []
+        if not model.is_ordered and not model.types():
+            known = [types[0] for types in orders_of(names).values()]
+        rules = [HF_DECAY, MODULE_ORDER]
+        if not model.folder.of_trainer:
+            rules.reverse()
+        return [[rule, *(f"{rule}:{model_type}" for model_type in known)] for rule in rules]
+
+    return ModelOrders(of, words)
 
 
 _EXPERT = re.compile(r".*\.experts\.(\d{1,5})\..*")
@@ -396,16 +300,10 @@ _NO_ORDER = (
 )
 
 
-def _order_note(types: Sequence[str]) -> str:
-    shown = ", ".join(types[:_SHOWN_TYPES])
-    more = f" and {len(types) - _SHOWN_TYPES} more" if len(types) > _SHOWN_TYPES else ""
-    return f"the order of the model is that of transformers' class for {shown}{more}"
-
-
 # The rest of the trainer's state.
 
 
-def _keep(imported: Import, path: FilePath) -> None:
+def _keep(imported: ContentsBuilder, path: FilePath) -> None:
     """A file of the trainer's state as extras. It is read now, so that its checksums are compared
     now.
 
@@ -428,25 +326,28 @@ def _keep(imported: Import, path: FilePath) -> None:
     if name != _ARGUMENTS:  # which is an object of a class, always
         imported.unknown |= file.unknown
     for fault in filter(None, (check.run() for check in file.checks("full"))):
-        raise CorruptData(fault + _ASIDE)
+        raise CorruptData(fault, way_out="weights_only")
 
 
-def _about(imported: Import, folder: TrainingFolder) -> About:
-    """The writer and the step, for people."""
+def _global_step(imported: ContentsBuilder) -> Any:
+    """The step that the Trainer's state has, if it has one."""
+    state = imported.extras.get(TRAINER_STATE, {}).get("state")
+    return state.get("global_step") if isinstance(state, dict) else None
+
+
+def _about(imported: ContentsBuilder, folder: TrainingFolder) -> About:
+    """The writer and the step."""
     if not folder.of_trainer:
         return About("accelerate" if folder.kept else "")
-    state = imported.extras.get(TRAINER_STATE, {}).get("state")
-    step = state.get("global_step") if isinstance(state, dict) else None
+    step = _global_step(imported)
     return About("transformers' Trainer", step if isinstance(step, int) else None)
 
 
-def _writer(imported: Import, folder: TrainingFolder) -> str:
-    """Who wrote the folder, and at which step."""
+def _writer(imported: ContentsBuilder, folder: TrainingFolder) -> str:
+    """A note on the writer of the folder, and the step."""
     writer = "accelerate"
     if folder.of_trainer:
-        state = imported.extras.get(TRAINER_STATE, {}).get("state")
-        step = state.get("global_step") if isinstance(state, dict) else None
-        writer = f"transformers' Trainer at step {step} ({TRAINER_STATE})"
+        writer = f"transformers' Trainer at step {_global_step(imported)} ({TRAINER_STATE})"
     elif any(name.endswith(".pt") for name in folder.optimizers.values()):
         writer = "a trainer"
     adapter = ", of an adapter of peft" if "adapter_config.json" in imported.extras else ""

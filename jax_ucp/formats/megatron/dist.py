@@ -17,51 +17,56 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.codecs.tensor_names import StoredTensor
+from jax_ucp.codecs.unpickle import walk
+from jax_ucp.errors import FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.dcp.metadata import METADATA_FILE
-from jax_ucp.formats.listing import listed
-from jax_ucp.formats.megatron import notes
-from jax_ucp.formats.megatron.dist_args import check_args
+from jax_ucp.formats.megatron.dist_common import (
+    SHARDING_TYPE,
+    check_args,
+    optimizers,
+    step_of,
+    steps_of,
+)
 from jax_ucp.formats.megatron.dist_files import (
     CONFIG_FILE,
     DistFiles,
-    StoredObject,
     checkpoint_folder,
     is_checkpoint,
     open_files,
 )
 from jax_ucp.formats.megatron.dist_flat import (
-    group_object,
-    param_state_sources,
+    BufferStates,
+    buffer_states,
+    has_flat_buffers,
+    param_states,
 )
-from jax_ucp.formats.megatron.dist_proof import (
-    are_remainders,
+from jax_ucp.formats.megatron.dist_names import group_key
+from jax_ucp.formats.megatron.dist_run import RUN_CONFIG
+from jax_ucp.formats.megatron.dist_tensors import tensor_states
+from jax_ucp.formats.megatron.model import EMBEDDING, is_expert
+from jax_ucp.formats.megatron.numbered import beside_tensors
+from jax_ucp.formats.megatron.parameters import (
+    LAYOUT,
+    LEFT,
+    TRANSFORMER_ENGINE,
+    States,
+    add_notes,
+    add_parameter,
     are_rounded,
+    has_remainders,
+    unpadded,
 )
-from jax_ucp.formats.megatron.dist_slices import BufferStates, buffer_states, has_flat_buffers
-from jax_ucp.formats.megatron.dist_steps import (
-    Step,
-    one_step,
-    optimizers,
-    steps_of,
-)
-from jax_ucp.formats.megatron.dist_tensors import TensorStates, tensor_states
-from jax_ucp.formats.megatron.files import about, require_folder
-from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, beside_tensors
-from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert
+from jax_ucp.formats.megatron.run import about, naming, require_folder
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.tensor_names import StoredTensor
-from jax_ucp.formats.torch_save.unpickle import walk
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import Contents
+from jax_ucp.options import Options
+from jax_ucp.text import listed
 
 
 def recognise(path: FilePath) -> bool:
@@ -83,280 +88,188 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
 
 def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -> Contents:
     """The checkpoint that the files form; `beside` are files of the save directory."""
-    try:
-        assembly = _Assembly(files, options)
+    with naming(files.folder):
+        # dp_zero_gather_scatter has its tensors in objects.
+        inside = {} if options.weights_only else param_states(files)
+        sources = {"": files.source, f"{files.common_name}:": files.common}
+        sources |= {f"{files.objects[key].file}:{key}:": file for key, file in inside.items()}
+        importer = ContentsBuilder(
+            "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
+        )
+        kind = as_dict(files.tree.get("content_metadata")).get(SHARDING_TYPE)
+        layout = f"torch_dist, {kind:.40}" if isinstance(kind, str) else "torch_dist"
+        importer.about = about(layout, files.args, files.tree.get("iteration"))
+        importer.unknown |= files.common.unknown
+        tensors = tensor_states(importer, files, options.weights_only)
+        check_args(files, tensors.shapes, tensors.dtypes)
+        buffers = BufferStates()
+        if not options.weights_only:
+            buffers = buffer_states(importer, files, tensors, inside)
+
+        states = {
+            name: {**tensors.states.get(name, {}), **buffers.states.get(name, {})}
+            for name in (*tensors.states, *buffers.states)
+        }
+        stepless = _add_parameters(importer, files, options, states, buffers)
+        _add_objects(importer, files)
+        _add_common(importer, files, options.weights_only)
+        for key in buffers.gaps:
+            gap = "a gap between tensors in a flat buffer, which holds what was in memory"
+            importer.skip(key, "", gap)
+        for key in tensors.left:
+            importer.leave(key, "", LEFT)
         for name in beside:
-            assembly.importer.skip(name, "file", "beside the folder of the iteration, of all saves")
-        contents = assembly.contents()
-    except (FormatError, LayoutError) as error:
-        if str(files.folder) in str(error):
-            raise
-        raise type(error)(f"{files.folder}: {error}") from error
+            importer.skip(name, "file", "beside the folder of the iteration, of all saves")
+        _account_for_files(importer, files)
+
+        notes: list[str] = []
+        if stepless:
+            notes.append(
+                f"nothing says how often the optimizer of {listed(stepless, 1)} stepped;"
+                " plan_optimizer needs step= where it counts"
+            )
+        weight = states.get(EMBEDDING, {}).get("weight")
+        rows = weight.info.shape[0] if weight else None
+        saved = any(own.keys() != {"weight"} for own in states.values())
+        without_args = ""
+        if "args" not in files.tree:
+            without_args = (
+                "there are no args (trainers other than Megatron-LM's write none): what the run was"
+                " is seen from what is stored, and nothing else was compared with that"
+            )
+            if (files.folder / RUN_CONFIG).is_file():
+                without_args = f"Megatron-Bridge wrote it: {RUN_CONFIG} says what the run was"
+        add_notes(importer, files.args, options, rows, saved, notes, without_args)
+        contents = importer.contents()
     return replace(
         contents,
         checks=lambda extent: itertools.chain(
-            contents.checks(extent), files.object_checks(extent, assembly.inside)
+            contents.checks(extent), files.object_checks(extent, inside)
         ),
     )
 
 
-def _layout(files: DistFiles) -> str:
-    """The layout of the optimizer, where the files name one."""
-    said = as_dict(files.tree.get("content_metadata")).get("distrib_optim_sharding_type")
-    return f"torch_dist, {said:.40}" if isinstance(said, str) else "torch_dist"
+def _add_parameters(
+    importer: ContentsBuilder,
+    files: DistFiles,
+    options: Options,
+    states: Mapping[str, States],
+    buffers: BufferStates,
+) -> list[str]:
+    """Add all parameters; returns those with states of which nothing says how often they stepped.
 
-
-class _Assembly:
-    """Puts one checkpoint together; each method settles one kind of stored thing."""
-
-    def __init__(self, files: DistFiles, options: Options):
-        self.files, self.args, self.options = files, files.args, options
-        # dp_zero_gather_scatter has its tensors in objects.
-        self.inside = {} if options.weights_only else param_state_sources(files)
-        tensors = tensor_states(files, options.weights_only)
-        check_args(files, tensors.shapes, tensors.dtypes)
-        if options.weights_only:
-            buffers, self.steps = BufferStates(), {}
-        else:
-            buffers, self.steps = buffer_states(files, tensors, self.inside), steps_of(files)
-        names = dict.fromkeys((*tensors.states, *buffers.states))
-        nothing: Mapping[str, Consolidated] = {}
-        self.states = {
-            name: {**tensors.states.get(name, nothing), **buffers.states.get(name, nothing)}
-            for name in names
-        }
-        self.copies, self.causes = buffers.copies, buffers.causes
-        self.stepless: list[str] = []
-        self.importer = self._importer(tensors, buffers)
-
-    def _importer(self, tensors: TensorStates, buffers: BufferStates) -> Import:
-        files = self.files
-        sources = {"": files.source, f"{files.common_name}:": files.common, **self.inside}
-        importer = Import(
-            "megatron", files.folder, Combined.prefixed(sources), self.options.on_conflict
-        )
-        importer.about = about(_layout(files), self.args, files.tree.get("iteration"))
-        importer.unknown |= files.common.unknown
-        for key, run in tensors.cuts.items():
-            importer.cut(key, run.key, run.start, run.target.shape)
-        for part in buffers.slices:
-            reason = f"{part.state} of {part.name}, a part of a flat buffer"
-            importer.slice(part.key, part.tensor, reason)
-        for key in buffers.gaps:
-            importer.skip(key, "", notes.GAP)
-        for key in tensors.left:
-            importer.leave(key, "", notes.LEFT)
-        return importer
-
-    def contents(self) -> Contents:
-        self._parameters()
-        self._objects()
-        self._common()
-        self._other_files()
-        self._notes()
-        return self.importer.contents()
-
-    def _parameters(self) -> None:
-        for expert in (False, True):
-            mine = {
-                name: states for name, states in self.states.items() if is_expert(name) == expert
-            }
-            kept = {name: frozenset(states) - {"weight", "param"} for name, states in mine.items()}
-            counts = Counter(kept.values())
-            mixed = len(counts.keys() - {frozenset[str]()}) > 1
-            for name, states in mine.items():
-                self._check_states(name, kept[name], counts)
-                if "weight" in states:
-                    self._parameter(name, states, mixed, self.causes.get(name))
+    Raises FormatError where a parameter has not the states of most that share one with it: those of
+    one optimizer have the same states, those of another, such as Muon beside Adam, share none with
+    them. What has no state was frozen, or is of plain SGD. Also raises it for low bits of masters
+    that may have been moved, because nothing would show it.
+    """
+    args, stepless = files.args, list[str]()
+    steps = {} if options.weights_only else steps_of(files)
+    for expert in (False, True):
+        mine = {name: own for name, own in states.items() if is_expert(name) == expert}
+        kinds = Counter(frozenset(own) - {"weight", "param"} for own in mine.values())
+        mixed = len(kinds.keys() - {frozenset[str]()}) > 1
+        for name, own in mine.items():
+            _check_alike(files, name, own, kinds)
+            if "weight" not in own:
+                first = buffers.copies[name]
+                reason = f"a later pipeline stage's copy of {first}, compared with it by verify"
+                for state, param in unpadded(first, own, options.sizes).items():
+                    importer.duplicate(state, first, param, reason)
+                continue
+            cause = buffers.causes.get(name)
+            if cause is not None and "param" in own:
+                joined = has_remainders(args, own)
+                if joined and not has_flat_buffers(files):
+                    raise FormatError(f"{files.folder}: {name}: {cause}")
+                if not joined and options.on_conflict:
+                    rounded = are_rounded(args)
+                    importer.prove_place(name, own["param"], own["weight"], cause, rounded)
+            whole = unpadded(name, own, options.sizes)
+            if own.keys() != {"weight"}:
+                step = step_of(importer, files, steps, name, own, mixed)
+                if step is None:
+                    stepless.append(name)
                 else:
-                    self._copy_of_embedding(self.copies[name], states)
+                    whole["step"] = step
+            add_parameter(importer, args, name, whole, cause=cause or "")
+    return stepless
 
-    def _check_states(
-        self, name: str, kept: frozenset[str], counts: Mapping[frozenset[str], int]
-    ) -> None:
-        """Raise FormatError where a parameter has not the states of most that share one with it.
 
-        `kept` are its states, and `counts` how many parameters have which. Those of one optimizer
-        have the same states; those of another, such as Muon beside Adam, share none with them.
-        What has no state was frozen, or is of plain SGD.
-        """
-        alike = [states for states in counts if states & kept]
-        usual = max(alike, key=counts.__getitem__, default=frozenset[str]())
-        if lost := usual - kept:
-            raise FormatError(
-                f"{self.files.folder}: {min(lost)} of {name} is in no file, though {counts[usual]}"
-                " parameters that share states with it have it: a part of the optimizer is"
-                " missing. weights_only opens the weights alone"
-            )
-        if more := kept - usual:
-            raise FormatError(
-                f"{self.files.folder}: {min(more)} is there of {name}, but not of {counts[usual]}"
-                " parameters that share states with it: a part of the optimizer is missing."
-                " weights_only opens the weights alone"
-            )
+def _check_alike(
+    files: DistFiles, name: str, states: Mapping[str, Any], kinds: Mapping[frozenset[str], int]
+) -> None:
+    """`kinds` count the parameters with each set of states."""
+    kept = frozenset(states) - {"weight", "param"}
+    alike = [states for states in kinds if states & kept]
+    usual = max(alike, key=kinds.__getitem__, default=frozenset[str]())
+    if lost := usual - kept:
+        raise FormatError(
+            f"{files.folder}: {min(lost)} of {name} is in no file, though {kinds[usual]} parameters"
+            " that share states with it have it: a part of the optimizer is missing. weights_only"
+            " opens the weights alone"
+        )
+    if more := kept - usual:
+        raise FormatError(
+            f"{files.folder}: {min(more)} is there of {name}, but not of {kinds[usual]} parameters"
+            " that share states with it: a part of the optimizer is missing. weights_only opens the"
+            " weights alone"
+        )
 
-    def _parameter(
-        self, name: str, states: Mapping[str, Consolidated], mixed: bool, cause: str | None
-    ) -> None:
-        """Add a parameter; `mixed` is whether several kinds of optimizers have parameters.
 
-        `cause` is why its master may be another's, if its place in the files is an assumption.
-        """
-        unpadded = {state: self._unpadded(name, param) for state, param in states.items()}
-        weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
-        if name.endswith(BUFFERS):
-            self.importer.parameter("buffer", name, weight, notes.BUFFER)
-        elif master is None:
-            self.importer.parameter("param", name, weight, f"the parameter {name}")
-        elif self._are_remainders(states):
-            self._joined(name, master, weight, cause)
-        else:
-            reason, likely = notes.copy_of_master(name), cause or ""
-            near = are_rounded(self.args)
-            self.importer.parameter("param", name, master, f"the master of {name}")
-            self.importer.duplicate("param", name, weight, reason, likely, near)
-            if cause is not None and self.options.on_conflict:
-                self.importer.prove_place(name, states["param"], states["weight"], likely, near)
-        for state, param in unpadded.items():
-            self.importer.parameter(state, name, param, f"{state} of {name}")
-        if states.keys() != {"weight"}:
-            self._step(name, mixed)
-
-    def _are_remainders(self, states: Mapping[str, Consolidated]) -> bool:
-        if not {"param", "weight"} <= states.keys():
-            return False
-        stored, weight = (self.importer.dtype(states[state]) for state in ("param", "weight"))
-        return are_remainders(self.args, stored, weight)
-
-    def _joined(
-        self, name: str, low: Consolidated, weight: Consolidated, cause: str | None
-    ) -> None:
-        """Add a parameter of which the low 16 bits are stored beside the weight.
-
-        Raises FormatError where they may have been moved, because nothing would show it.
-        """
-        if cause is not None and not has_flat_buffers(self.files):
-            raise FormatError(f"{self.files.folder}: {name}: {cause}")
-        if self.options.on_conflict == "copy":
-            self.importer.parameter("param", name, weight, f"the weight {name}, as asked")
-            for key in low.keys:
-                self.importer.skip(key, "", notes.REST_OF_MASTER)
-        else:
-            self.importer.remainders(name, low, weight, notes.half_of_master(name))
-
-    def _unpadded(self, name: str, param: Consolidated) -> Consolidated:
-        vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
-        if vocab is None:
-            return param
+def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:
+    for item in files.left:
+        importer.skip(item, "object", LEFT)
+    for key, stored in files.objects.items():
+        item, group = f"{stored.file}:{key}", group_key(key)
+        if "._extra_state/" in key:
+            importer.skip(item, "object", TRANSFORMER_ENGINE)
+            continue
+        if group is not None and group.what != "optimizer":
+            importer.skip(item, "object", LAYOUT)
+            continue
         try:
-            return replace(param, layout=param.layout.clip((vocab, *param.layout.shape[1:])))
-        except LayoutError as error:
-            raise LayoutError(f"{name}, with vocab={vocab!s:.40} in sizes: {error}") from None
-
-    def _copy_of_embedding(self, name: str, states: Mapping[str, Consolidated]) -> None:
-        for state, param in states.items():
-            self.importer.duplicate(
-                state, name, self._unpadded(name, param), notes.copy_of_embedding(name)
-            )
-
-    def _step(self, name: str, mixed: bool) -> None:
-        step = one_step(self.files, name, self._steps_of(name, mixed))
-        if step is None:
-            self.stepless.append(name)
-        elif step.tensor is not None:
-            one = Consolidated(Unique().join([()]), [f"{self.files.common_name}:{step.tensor.key}"])
-            self.importer.parameter("step", name, one, notes.STEP)
-        else:
-            array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
-            self.importer.constant("step", name, array, step.at)
-
-    def _steps_of(self, name: str, mixed: bool) -> list[Step]:
-        """The steps of the parameter groups that the parameter can be in."""
-        steps = self.steps.get(is_expert(name) and True in self.steps, [])
-        if mixed:  # Adam beside another optimizer: the step of one is not that of the other
-            adam = "exp_avg" in self.states[name]
-            steps = [step for step in steps if step.adam in (None, adam)]
-        decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
-        # Where there is one group alone, it has what does not decay too.
-        return [step for step in steps if step.decays in (None, decays)] or steps
-
-    def _objects(self) -> None:
-        for item in self.files.left:
-            self.importer.skip(item, "object", notes.LEFT)
-        for key, stored in self.files.objects.items():
-            item, group = f"{stored.file}:{key}", group_object(key)
-            if "._extra_state/" in key:
-                self.importer.skip(item, "object", notes.TRANSFORMER_ENGINE)
-            elif group is not None and group.what != "optimizer":
-                self.importer.skip(item, "object", notes.LAYOUT)
-            else:
-                self._extra(key, stored, item)
-
-    def _extra(self, key: str, stored: StoredObject, item: str) -> None:
-        try:
-            opened = stored.open()
+            opened = stored.load()
         except UnsafePickle as error:
             reason = f"not read, because it asks for more than data: {error}"
-            self.importer.skip(item, "object", reason)
-            self.importer.notes.append(f"the object {key} was left out: {error}")
-            return
-        self.importer.unknown |= opened.unknown
+            importer.skip(item, "object", reason)
+            importer.notes.append(f"the object {key} was left out: {error}")
+            continue
+        importer.unknown |= opened.unknown
         tree = opened.tree
         if isinstance(tree, list) and len(tree) == 1:
             [tree] = tree
-        self.importer.extra(stored.file, key, tree, opened)
+        importer.extra(stored.file, key, tree, opened)
 
-    def _common(self) -> None:
-        common = self.files.common_name
-        for name, value in self.files.tree.items():
-            if name != "optimizer":
-                self.importer.extra(common, name, value)
-            elif self.options.weights_only:
-                self._leave_common_optimizer()
-            else:
-                several = isinstance(value, list) or 0 in as_dict(value)
-                for label, part in beside_tensors(optimizers(value) if several else value).items():
-                    self.importer.extra(common, label, part)
 
-    def _leave_common_optimizer(self) -> None:
-        common = self.files.common_name
-        self.importer.skip(f"{common}:optimizer", "param_groups", notes.LEFT)
-        for _, node in walk(self.files.tree["optimizer"]):
-            if isinstance(node, StoredTensor):
-                self.importer.skip(f"{common}:{node.key}", "", notes.LEFT)
+def _add_common(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
+    """Keep what ranks have in common as extras, but for tensors of the optimizer."""
+    common = files.common_name
+    for name, value in files.tree.items():
+        if name != "optimizer":
+            importer.extra(common, name, value)
+        elif weights_only:
+            importer.skip(f"{common}:optimizer", "param_groups", LEFT)
+            for _, node in walk(value):
+                if isinstance(node, StoredTensor):
+                    importer.skip(f"{common}:{node.key}", "", LEFT)
+        else:
+            several = isinstance(value, list) or 0 in as_dict(value)
+            for label, part in beside_tensors(optimizers(value) if several else value).items():
+                importer.extra(common, label, part)
 
-    def _other_files(self) -> None:
-        for name in self.files.beside:
-            self.importer.skip(name, "file", "nothing of the checkpoint lies in it")
-        about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
-        accounted = {*self.files.files, *self.files.left, self.files.common_name}
-        others = [path for path in self.files.folder.children() if path.name not in accounted]
-        for path in sorted(others):
-            if path.name in about:
-                reason = f"{about[path.name]}; the tree's names and shapes come from it"
-                self.importer.skip(path.name, "metadata", reason)
-                continue
-            size = f"{path.size()} bytes"
-            self.importer.skip(path.name, size, "nothing of the checkpoint lies in it")
-            if path.suffix == ".distcp":
-                self.importer.notes.append(
-                    f"{path.name} belongs to no tensor: it is left from another save"
-                )
 
-    def _notes(self) -> None:
-        if EMBEDDING in self.states and "vocab" not in self.options.sizes:
-            rows = self.states[EMBEDDING]["weight"].layout.shape[0]
-            self.importer.notes.append(notes.padded_vocabulary(rows))
-        if self.options.weights_only:
-            self.importer.notes.append(notes.WEIGHTS_ALONE)
-        elif all(states.keys() == {"weight"} for states in self.states.values()):
-            self.importer.notes.append(notes.WITHOUT_OPTIMIZER)
-        if self.stepless:
-            self.importer.notes.append(
-                f"nothing says how often the optimizer of {listed(self.stepless, 1)} stepped;"
-                " plan_optimizer needs step= where it counts"
-            )
-        if "args" not in self.files.tree:
-            self.importer.notes.append(notes.without_args(self.files.folder))
-        elif self.args.absent:
-            self.importer.notes.append(notes.defaults_taken(self.args.absent))
+def _account_for_files(importer: ContentsBuilder, files: DistFiles) -> None:
+    nothing = "nothing of the checkpoint lies in it"
+    for name in files.beside:
+        importer.skip(name, "file", nothing)
+    tables = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
+    accounted = {*files.files, *files.left, files.common_name}
+    for path in sorted(path for path in files.folder.children() if path.name not in accounted):
+        if path.name in tables:
+            reason = f"{tables[path.name]}; the tree's names and shapes come from it"
+            importer.skip(path.name, "metadata", reason)
+            continue
+        importer.skip(path.name, f"{path.size()} bytes", nothing)
+        if path.suffix == ".distcp":
+            importer.notes.append(f"{path.name} belongs to no tensor: it is left from another save")

@@ -17,22 +17,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jax_ucp.arrays.checks import Check, Extent, verdicts
+from jax_ucp.arrays.protocol import ArraySource
+from jax_ucp.codecs.tensor_names import StoredTensor
+from jax_ucp.codecs.torch_file import TorchFile
+from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
+from jax_ucp.formats.dcp.metadata import METADATA_FILE, read_metadata
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
-from jax_ucp.formats.megatron.dist_names import Run, Tensor, is_optimizers
+from jax_ucp.formats.megatron.dist_names import DistTensor, is_optimizers
 from jax_ucp.formats.megatron.dist_run import run_fields
-from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
-from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
+from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrArray, ZarrChunks, zarr_array
+from jax_ucp.formats.megatron.model import StoredRun
+from jax_ucp.formats.megatron.run import Args, args_of, check_iteration, iteration_folder
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.torch_save.file import TorchFile
-from jax_ucp.formats.torch_save.tensor_names import StoredTensor
-from jax_ucp.formats.torch_save.unpickle import what_is
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import Check, Extent, verdicts
-from jax_ucp.sources.protocol import ArraySource
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 TRAIN_STATE = "train_state.pt"  # of Megatron-Bridge
@@ -49,57 +50,53 @@ class StoredObject:
     """An object that is not a tensor, in `file`; from torch_dist a list of one item."""
 
     file: str
-    open: Callable[[], TorchFile]
+    load: Callable[[], TorchFile]
 
 
 @dataclass(frozen=True)
-class DistFiles:
-    """Everything that is stored. `source` has the chunks of the tensors.
+class StoredItems:
+    """Tensors and objects as a backend stores them; `source` has the chunks of the tensors, and
+    `files` are the names of what they lie in.
 
-    `common_name` is where `common` lies, and `tree` what is in it. `left` names what is the
-    optimizer's, where only weights were asked for: objects, and folders of zarr. `beside` names
-    what lies in folders of zarr and is no part of it.
+    `left` names what is the optimizer's, where only weights were asked for: objects, and folders of
+    zarr. `beside` names what lies in folders of zarr and is no part of it.
     """
 
-    folder: FilePath
-    args: Args
-    common: TorchFile
-    tree: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, DistTensor]
     objects: Mapping[str, StoredObject]
     source: ArraySource
     files: Sequence[str]
     left: Sequence[str] = ()
     beside: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistFiles(StoredItems):
+    """Everything that is stored: `common_name` is where `common` lies, and `tree` what is in it."""
+
+    folder: FilePath
+    args: Args
+    common: TorchFile
+    tree: Mapping[str, Any]
     common_name: str = COMMON_FILE
 
     def object_checks(self, extent: Extent, arrays: Collection[str]) -> Iterator[Check]:
         """For each object, whether its bytes have the CRC recorded, where one is. No leaf rests
-        on them; `arrays` are the prefixes of those whose tensors have checks of their own.
+        on them; `arrays` are the objects whose tensors have checks of their own.
         """
+
+        def fault(stored: StoredObject) -> str | None:
+            try:
+                found = verdicts(stored.load().checks("full"))
+                return next((fault for _, fault in found if fault), None)
+            except UnsafePickle:
+                return None  # which is skipped, and says so
+            except FormatError as error:
+                return str(error)
+
         for key, stored in self.objects.items() if extent == "full" else ():
-            if f"{stored.file}:{key}:" not in arrays:
-                yield Check(key, frozenset(), 0, partial(_fault, stored))
-
-
-# What a backend stores: the last six fields of `DistFiles`.
-_Stored = tuple[
-    Mapping[str, Tensor],
-    Mapping[str, StoredObject],
-    ArraySource,
-    Sequence[str],
-    Sequence[str],
-    Sequence[str],
-]
-
-
-def _fault(stored: StoredObject) -> str | None:
-    try:
-        return next((fault for _, fault in verdicts(stored.open().checks("full")) if fault), None)
-    except UnsafePickle:
-        return None  # which is skipped, and says so
-    except FormatError as error:
-        return str(error)
+            if key not in arrays:
+                yield Check(key, frozenset(), 0, partial(fault, stored))
 
 
 def is_checkpoint(path: FilePath) -> bool:
@@ -126,23 +123,19 @@ def checkpoint_folder(path: FilePath) -> FilePath:
 
 
 def _is_iteration(folder: FilePath) -> bool:
-    """Whether `metadata.json` says so, or what lies there if that file is lost or damaged.
+    """Whether `metadata.json` says so, or what lies there if that file is lost or damaged: shards
+    of an object, as the backend `zarr` has them, or `.metadata` and `common.pt`.
 
     What only the keys in `.metadata` say, `fsdp` asks, which reads that file.
     """
     if _backend(folder) is not None:
         return True
-    has_table = (folder / METADATA_FILE).is_file()
-    return _has_zarr_objects(folder) or (has_table and (folder / COMMON_FILE).is_file())
-
-
-def _has_zarr_objects(folder: FilePath) -> bool:
-    """Whether there is a folder with shards of an object, as the backend `zarr` has them."""
-    names = ("rng_state", "._extra_state")
-    objects = [child for child in folder.children() if child.name.endswith(names)]
-    return any(
-        path.name.startswith("shard_") for child in objects for path in child.matching(".pt")
-    )
+    for child in folder.children():
+        if child.name.endswith(("rng_state", "._extra_state")) and any(
+            path.name.startswith("shard_") for path in child.matching(".pt")
+        ):
+            return True
+    return (folder / METADATA_FILE).is_file() and (folder / COMMON_FILE).is_file()
 
 
 def without_backend(folder: FilePath) -> FormatError:
@@ -161,6 +154,18 @@ def without_backend(folder: FilePath) -> FormatError:
     )
 
 
+def _backend(folder: FilePath) -> str | None:
+    path = folder / CONFIG_FILE
+    if not path.is_file() or path.size() > MAX_CONFIG_BYTES:
+        return None
+    try:
+        config = decode_json(path.read_text())
+    except ValueError:
+        return None
+    backend = as_dict(config).get("sharded_backend")
+    return backend if isinstance(backend, str) else None
+
+
 def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
     """The checkpoint of one iteration; with `weights_only` nothing of the optimizer is opened.
 
@@ -175,19 +180,36 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
             f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr"
             " are read"
         )
-    tensors, objects, source, names, left, beside = read(
-        folder, is_optimizers if weights_only else _nothing
-    )
-    common_name, common, tree = _common(folder, objects)
+    items = read(folder, is_optimizers if weights_only else lambda key: False)
+
+    # what all ranks have in common: a `common.pt` beside an object of it is of another save
+    objects = dict(items.objects)
+    if stored := objects.pop(COMMON_OBJECT, None):
+        name, common = f"{stored.file}:{COMMON_OBJECT}", stored.load()
+        tree = common.tree[0] if isinstance(common.tree, list) and common.tree else common.tree
+    elif (folder / COMMON_FILE).is_file():
+        name, common = COMMON_FILE, TorchFile(folder / COMMON_FILE)
+        tree = common.tree
+    else:
+        raise FormatError(
+            f"{folder / COMMON_FILE} is missing, and there is no object common_state, which"
+            " megatron-core has in its place from 0.19 on: it holds args, steps and param groups of"
+            " all ranks"
+        )
+    if not isinstance(tree, dict):
+        raise FormatError(f"{folder / name} should hold a dict, but holds {what_is(tree)}")
     # Other trainers on Megatron-Core save no args.
-    args = args_of(tree, common.path) if "args" in tree else run_fields(folder, tensors, objects)
-    check_iteration(common.path, folder, tree.get("iteration"))
-    _check_train_state(folder, tree.get("iteration"))
-    own = {key: stored for key, stored in objects.items() if key != COMMON_OBJECT}
-    _check_objects(folder, own)
+    if "args" in tree:
+        args = args_of(tree, common.path)
+    else:
+        args = run_fields(folder, items.tensors, objects)
+    iteration = tree.get("iteration")
+    check_iteration(common.path, folder, iteration)
+    _check_train_state(folder, iteration)
+    _check_objects(folder, objects)
+    own: dict[str, Any] = {**vars(items), "objects": objects}
     return DistFiles(
-        *(folder, Args(args), common, tree, tensors, own),
-        *(source, names, left, beside, common_name),
+        **own, folder=folder, args=Args(args), common=common, tree=tree, common_name=name
     )
 
 
@@ -208,44 +230,6 @@ def _check_train_state(folder: FilePath, iteration: Any) -> None:
             )
 
 
-def _common(
-    folder: FilePath, objects: Mapping[str, StoredObject]
-) -> tuple[str, TorchFile, dict[str, Any]]:
-    """What all ranks have in common: where it lies, its file, and the dict in it."""
-    if COMMON_OBJECT in objects:  # a `common.pt` beside it is of another save
-        stored = objects[COMMON_OBJECT]
-        name, common = f"{stored.file}:{COMMON_OBJECT}", stored.open()
-        tree = common.tree[0] if isinstance(common.tree, list) and common.tree else common.tree
-    elif (folder / COMMON_FILE).is_file():
-        name, common = COMMON_FILE, TorchFile(folder / COMMON_FILE)
-        tree = common.tree
-    else:
-        raise FormatError(
-            f"{folder / COMMON_FILE} is missing, and there is no object common_state, which"
-            " megatron-core has in its place from 0.19 on: it holds args, steps and param groups of"
-            " all ranks"
-        )
-    if not isinstance(tree, dict):
-        raise FormatError(f"{folder / name} should hold a dict, but holds {what_is(tree)}")
-    return name, common, tree
-
-
-def _nothing(key: str) -> bool:
-    return False
-
-
-def _backend(folder: FilePath) -> str | None:
-    path = folder / CONFIG_FILE
-    if not path.is_file() or path.size() > MAX_CONFIG_BYTES:
-        return None
-    try:
-        config = decode_json(path.read_text())
-    except ValueError:
-        return None
-    backend = as_dict(config).get("sharded_backend")
-    return backend if isinstance(backend, str) else None
-
-
 def _check_objects(folder: FilePath, objects: Iterable[str]) -> None:
     """Raise FormatError where `<name>/shard_<place>_<grid>` is not there for each place."""
     grids: dict[tuple[str, str], set[str]] = {}
@@ -263,23 +247,25 @@ def _check_objects(folder: FilePath, objects: Iterable[str]) -> None:
         )
 
 
-def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
+def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> StoredItems:
     metadata = read_metadata(
         folder, lambda every: set(filter(leave, (fqn for fqn, _ in every.spans())))
     )
     source = DcpSource(metadata)
-    # a weight and its states lie in equal chunks, of which one proof will do
-    alike: dict[object, str] = {}
-    for fqn in itertools.filterfalse(leave, metadata.tensors):
-        entry = metadata.tensors[fqn]
-        boxes = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
-        alike.setdefault((entry.shape, boxes), fqn)
-    for fqn in alike.values():
-        _check_chunks(metadata, fqn)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, DistTensor] = {}
+    proved: set[object] = set()
     for fqn, entry in metadata.tensors.items():
-        runs = tuple(Run(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
-        tensors[fqn] = Tensor(entry.shape, entry.dtype, runs)
+        # a weight and its states lie in equal chunks, of which one proof will do
+        boxes = entry.shape, tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+        if boxes not in proved and not leave(fqn):
+            proved.add(boxes)
+            try:
+                entry.layout().check()
+            except LayoutError as error:
+                error.at(folder / METADATA_FILE, fqn)
+                raise
+        runs = tuple(StoredRun(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
+        tensors[fqn] = DistTensor(entry.shape, entry.dtype, runs)
     left: list[str] = []
     objects: dict[str, StoredObject] = {}
     for fqn, spans in metadata.objects.items():
@@ -293,77 +279,53 @@ def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
             )
         objects[fqn] = StoredObject(span.file, partial(source.object, fqn, span))
     files = sorted({span.file for _, span in metadata.spans()})
-    return tensors, objects, source, files, left, []
+    return StoredItems(tensors, objects, source, files, left)
 
 
-def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
-    try:
-        metadata.tensors[fqn].layout().check()
-    except LayoutError as error:
-        raise LayoutError(f"{metadata.folder / METADATA_FILE}: {fqn}: {error}") from None
-
-
-def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
-    folders = sorted(path.name for path in folder.children() if path.is_dir())
-    _check_case(folder, folders)
-    names = list(itertools.filterfalse(leave, folders))
-    for name in names:
-        _check_described(folder / name)
-    described = [name for name in names if (folder / name / ARRAY_FILE).exists()]
-    arrays = {name: zarr_array(folder, name) for name in described}
-    tensors = {
-        name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()
-    }
-    chunks = ZarrChunks(folder, arrays)
-    objects: dict[str, StoredObject] = {}
-    beside = list(chunks.clutter)
-    for name in itertools.filterfalse(arrays.__contains__, names):
-        stored = dict(_zarr_objects(folder / name))
-        objects |= stored
-        beside += _files_beside(folder / name, stored)
-    files = [*arrays, *{key.partition("/")[0] for key in objects}]
-    return tensors, objects, chunks, files, list(filter(leave, folders)), beside
-
-
-def _check_case(folder: FilePath, names: Sequence[str]) -> None:
-    """Raise FormatError for a folder in capitals: its name is that of a tensor, and none of
-    Megatron's is.
+def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> StoredItems:
+    """Raises FormatError for names that Megatron never gives: a folder in capitals, as file systems
+    write names that keep no case, or the second copy of an object that a browser numbers.
     """
-    if changed := [name for name in names if name.isupper()]:
+    folders = sorted(path.name for path in folder.children() if path.is_dir())
+    if changed := [name for name in folders if name.isupper()]:
         raise FormatError(
             f"{folder / changed[0]} is in capitals, as a file system writes names that keeps no"
             " case: the name of its tensor is lost. Give it back its name"
         )
-
-
-def _files_beside(folder: FilePath, stored: Mapping[str, StoredObject]) -> list[str]:
-    """The files in a folder of objects that are none."""
-    if not stored:
-        return []
-    read = {one.file for one in stored.values()}
-    files = [f"{folder.name}/{path.name}" for path in folder.children()]
-    return [file for file in files if file not in read]
-
-
-def _zarr_objects(folder: FilePath) -> Iterator[tuple[str, StoredObject]]:
-    """The objects in a folder, by their keys. Raises FormatError for one that Megatron never
-    calls so, such as the second copy that a browser numbers.
-    """
-    for path in folder.matching(".pt"):
-        if not path.name.startswith("shard_"):
+    arrays: dict[str, ZarrArray] = {}
+    objects: dict[str, StoredObject] = {}
+    files: list[str] = []
+    beside: list[str] = []
+    for own in [folder / name for name in folders if not leave(name)]:
+        if (own / ARRAY_FILE).exists():
+            arrays[own.name] = zarr_array(folder, own.name)
             continue
-        if not _SHARD.fullmatch(path.stem):
-            raise FormatError(
-                f"{path} is not a shard of {folder.name} by its name, which should be"
-                " shard_<place>_<grid>.pt: it is a second copy, or was renamed. Move it away, or"
-                " give it its name back"
-            )
-        file = f"{folder.name}/{path.name}"
-        yield f"{folder.name}/{path.stem}", StoredObject(file, partial(TorchFile, path))
-
-
-def _check_described(folder: FilePath) -> None:
-    """Raise FormatError where a folder has chunks of a tensor that nothing describes."""
-    path = folder / ARRAY_FILE
-    if not path.exists() and any(_CHUNK.fullmatch(p.name) for p in folder.children()):
-        raise FormatError(f"{path} is missing, but there are chunks of the tensor")
+        stored: dict[str, StoredObject] = {}
+        others: list[str] = []
+        for path in own.children():
+            if _CHUNK.fullmatch(path.name):
+                raise FormatError(
+                    f"{own / ARRAY_FILE} is missing, but there are chunks of the tensor"
+                )
+            file = f"{own.name}/{path.name}"
+            if not (path.name.startswith("shard_") and path.name.endswith(".pt")):
+                others.append(file)
+                continue
+            if not _SHARD.fullmatch(path.stem):
+                raise FormatError(
+                    f"{path} is not a shard of {own.name} by its name, which should be"
+                    " shard_<place>_<grid>.pt: it is a second copy, or was renamed. Move it away,"
+                    " or give it its name back"
+                )
+            stored[f"{own.name}/{path.stem}"] = StoredObject(file, partial(TorchFile, path))
+        if stored:
+            objects |= stored
+            files.append(own.name)
+            beside += others
+    tensors = {
+        name: DistTensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()
+    }
+    chunks = ZarrChunks(folder, arrays)
+    left = list(filter(leave, folders))
+    beside = [*chunks.clutter, *beside]
+    return StoredItems(tensors, objects, chunks, [*arrays, *files], left, beside)

@@ -1,7 +1,17 @@
-"""The flat buffers of dp_reshardable and dp_zero_gather_scatter as states of parameters.
+"""The flat buffers of dp_reshardable and dp_zero_gather_scatter as states of parameters, and why
+masters of a torch_dist checkpoint may not be those of its weights.
 
-Megatron reads them only with the tensor and pipeline parallelism that wrote them. Here sizes are
-compared with those recorded; `dist_proof` compares masters with weights.
+Megatron reads flat buffers only with the tensor and pipeline parallelism that wrote them. Here
+sizes are compared with those recorded, and masters with weights.
+
+Two kinds of state lie in their places by assumption. Flat buffers name no parameters, so a wrong
+order of modules would give each parameter another's elements. And releases of megatron-core up to
+0.19 that write `fully_reshardable` from several buckets take padded offsets for those of a vector
+without padding: what lies behind a bucket's padding is moved by it, and its end is lost
+(`megatron/core/optimizer/distrib_optimizer.py` of core_v0.16.1; corrected by Megatron-LM pull
+request 5077). In both cases every element of a parameter is in another place, so that the sample
+that a restore compares of each stored chunk shows it, at its end at the latest: there a moved
+parameter has elements of the next one, or zeros.
 
 Facts: `megatron/core/optimizer/distrib_optimizer.py` of Megatron-LM core_v0.16.1.
 """
@@ -10,21 +20,41 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_ucp.errors import FormatError
-from jax_ucp.formats.megatron.dist_buffers import Buffer, Place, Plan, slice_of
-from jax_ucp.formats.megatron.dist_files import DistFiles, Tensor
-from jax_ucp.formats.megatron.legacy_optimizer import stored_tensors
-from jax_ucp.formats.nested import as_dict
-from jax_ucp.formats.torch_save.file import TorchFile
-from jax_ucp.formats.torch_save.unpickle import what_is
-from jax_ucp.sources.consolidated import Consolidated
+import numpy as np
 
-_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
+from jax_ucp.arrays.value import Array, Cut, joined
+from jax_ucp.codecs.torch_file import TorchFile
+from jax_ucp.codecs.unpickle import what_is
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.megatron.buffers import (
+    FlatBuffer,
+    ModelRank,
+    ModuleOrder,
+    Plan,
+    copies_of_embedding,
+    cut_of,
+    module_orders,
+    plan_buffers,
+    shared_embeddings,
+)
+from jax_ucp.formats.megatron.checks import uses_gtp
+from jax_ucp.formats.megatron.dist_files import DistFiles
+from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable
+from jax_ucp.formats.megatron.dist_tensors import TensorStates
+from jax_ucp.formats.megatron.model import BUFFERS, ParamPart, is_expert
+from jax_ucp.formats.megatron.numbered import stored_tensors
+from jax_ucp.formats.megatron.parameters import BF16, are_remainders
+from jax_ucp.formats.nested import as_dict
+from jax_ucp.layout.fragments import Fragment, ParamLayout, range_fragments
+
 _BUCKET = re.compile(
     r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.([^.]+)"
 )
@@ -32,183 +62,374 @@ _OTHER = (
     "some parameters were frozen, buckets had another size than args say, the buffers belong to"
     " another run, or the modules lie in another order than the one known here"
 )
+_REMEDY = "weights_only opens the weights alone"
+_NOT_OF_WEIGHTS = (
+    "the flat buffers belong to another run or step, hold something else than masters under"
+    " that name, or have the modules in another order than the one known here."
+    f" {_REMEDY}"
+)
 
 
 # Of a buffer: optimizer, group, model chunk, dtype.
 Address = tuple[int, int, int, str]
 
 
-@dataclass
-class Flat:
-    """A rank's coalesced buffer: the sizes of its buckets, and by state stored pieces."""
+@dataclass(frozen=True)
+class StoredBuffer:
+    """A rank's coalesced buffer: the sizes of its buckets, and by state the stored pieces, each as
+    (start, stop, key) in the order of elements.
+    """
 
     name: str
     coalesced: bool
-    buckets: dict[int, int] = field(default_factory=dict)
-    pieces: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
-
-    @property
-    def bucket_sizes(self) -> list[int]:
-        return [self.buckets[k] for k in sorted(self.buckets)]
+    buckets: Sequence[int]
+    pieces: Mapping[str, Sequence[tuple[int, int, str]]]
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A state of a parameter as one tensor-parallel rank had it, to be called `key`."""
+class BufferStates:
+    """The states in flat buffers, by parameter, then state.
 
-    state: str
-    name: str
-    rank: int
-    key: str
-    tensor: Consolidated
+    `gaps` are the stored pieces between tensors. `copies` are embeddings that further stages had,
+    with the parameter that each is a copy of. `causes` say of parameters why their masters may be
+    those of others.
+    """
 
-
-@dataclass(frozen=True)
-class GroupObject:
-    """A rank's object: `optimizer` has param groups, `per_bucket_numel` sizes."""
-
-    chain: int
-    group: int
-    what: str
+    states: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    gaps: Sequence[str] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    causes: Mapping[str, str] = field(default_factory=dict)
 
 
-def group_object(key: str) -> GroupObject | None:
-    match = _KEY.fullmatch(key)
-    if match is None:
-        return None
-    return GroupObject(int(match[1] or 0), int(match[2]), match[3].partition("/")[0])
+def has_flat_buffers(files: DistFiles) -> bool:
+    return any(map(is_flat, (*files.tensors, *files.objects)))
 
 
-def param_state_sources(files: DistFiles) -> dict[str, TorchFile]:
-    """The files of `param_state` objects (dp_zero_gather_scatter), by prefix of their keys."""
-    sources: dict[str, TorchFile] = {}
-    for key, stored in files.objects.items():
-        group = group_object(key)
-        if group is not None and group.what == "param_state":
-            sources[f"{stored.file}:{key}:"] = stored.open()
-    return sources
+def buffer_states(
+    importer: ContentsBuilder,
+    files: DistFiles,
+    tensors: TensorStates,
+    inside: Mapping[str, TorchFile],
+) -> BufferStates:
+    """The states in flat buffers; `inside` are the objects that have buffers.
+
+    Raises FormatError or LayoutError where the buffers are not those of the model; both name the
+    remedy, because the weights are not in the buffers.
+    """
+    try:
+        if has_flat_buffers(files):
+            return _states(importer, files, tensors, inside)
+        is_joined = any(map(is_fully_reshardable, files.tensors))
+        return BufferStates(causes=_moved(files, tensors) if is_joined else {})
+    except (FormatError, LayoutError) as error:
+        error.at(way_out="weights_only")
+        raise
 
 
-def flats(files: DistFiles, sources: Mapping[str, TorchFile]) -> dict[Address, Flat]:
-    """Every buffer that is stored, by its address."""
-    by_address: dict[Address, Flat] = {}
-    for prefix, file in sources.items():
-        key = prefix.partition(":")[2].removesuffix(":")
-        by_address |= _coalesced(key, prefix, _only(file.tree, key))
-    buckets: dict[Address, dict[str, dict[int, str]]] = {}
-    for match in filter(None, map(_KEY.fullmatch, files.tensors)):
-        bucket = _BUCKET.fullmatch(match[3])
+def _states(
+    importer: ContentsBuilder,
+    files: DistFiles,
+    tensors: TensorStates,
+    inside: Mapping[str, TorchFile],
+) -> BufferStates:
+    if uses_gtp(files.args):
+        raise FormatError(
+            f"{files.folder}: flat buffers of ranks that each have a shard of a weight"
+            " (generalized tensor parallelism) are not read"
+        )
+    stored = _stored_buffers(files, inside)
+    ranks = _rank_tensors(files, tensors)
+    buffers = _in_proved_order(files, ranks, stored)
+    shards: dict[str, dict[str, dict[int, Array]]] = {}  # by parameter, state and rank
+    for placed in buffers:
+        for state, pieces in placed.stored.pieces.items():
+            arrays = [(start, importer.array(key)) for start, _, key in pieces]
+            for start, part in placed.buffer.parts:
+                label = f"{state} of {part.name} in {placed.stored.name}"
+                by_rank = shards.setdefault(part.name, {}).setdefault(state, {})
+                by_rank[placed.rank.rank] = part_of(label, part, start, arrays)
+    states: dict[str, dict[str, Array]] = {}
+    for name, by_state in shards.items():
+        states[name] = {
+            state: joined(f"{state}.{name}", ranks.cuts[name], [own[i] for i in range(len(own))])
+            for state, own in by_state.items()
+        }
+    gaps = [gap for placed in buffers for gap in placed.gaps]
+    return BufferStates(states, gaps, ranks.copies, dict.fromkeys(states, _NOT_OF_WEIGHTS))
+
+
+def part_of(label: str, part: ParamPart, start: int, pieces: Sequence[tuple[int, Array]]) -> Array:
+    """The array `label`: a part, which begins at `start` + `part.start` of a buffer.
+
+    `pieces` are the flat arrays that the buffer is stored as, each with its start, ascending and
+    without holes.
+    """
+    first, numel = start + part.start, math.prod(part.shape)
+    at = max(0, bisect.bisect_right(pieces, first, key=lambda piece: piece[0]) - 1)
+    used: list[Array] = []
+    fragments: list[Fragment] = []
+    while at < len(pieces) and pieces[at][0] < first + numel:
+        piece_start, array = pieces[at]
+        begin = max(piece_start, first)
+        end = min(piece_start + array.info.shape[0], first + numel)
+        if begin > end:
+            break  # the buffer ends before the part
+        offset = begin - piece_start
+        fragments += range_fragments(len(used), offset, part.shape, begin - first, end - first)
+        used.append(array)
+        at += 1
+    shards = tuple(array.info.shape for array in used)
+    whole = joined(label, ParamLayout(part.shape, shards, tuple(fragments)), used)
+    return Cut(whole, 0, part.shape, transposed=True) if part.transposed else whole
+
+
+# -- the buffers that are stored
+
+
+def param_states(files: DistFiles) -> dict[str, TorchFile]:
+    """The files of `param_state` objects (dp_zero_gather_scatter), by key."""
+    groups = {key: group_key(key) for key in files.objects}
+    keys = [key for key, group in groups.items() if group and group.what == "param_state"]
+    return {key: files.objects[key].load() for key in keys}
+
+
+def _stored_buffers(
+    files: DistFiles, inside: Mapping[str, TorchFile]
+) -> dict[Address, StoredBuffer]:
+    buffers: dict[Address, StoredBuffer] = {}
+    for key, file in inside.items():
+        buffers |= _coalesced(key, f"{files.objects[key].file}:{key}:", _only(file.tree, key))
+    # keys of tensors by address, then state, then number of the bucket
+    keys: dict[Address, dict[str, dict[int, str]]] = {}
+    for key in files.tensors:
+        if (group := group_key(key)) is None:
+            continue
+        bucket = _BUCKET.fullmatch(group.inner)
         if bucket is None:
-            raise FormatError(f"{files.folder}: the buffer {match[0]} is of a kind not known here")
-        address = int(match[1] or 0), int(match[2]), int(bucket[1]), bucket[2]
-        by_state = buckets.setdefault(address, {})
-        by_state.setdefault(bucket[4], {})[int(bucket[3])] = match[0]
-    return by_address | {address: _joined(files, keys) for address, keys in buckets.items()}
+            raise FormatError(f"{files.folder}: the buffer {key} is of a kind not known here")
+        address = group.chain, group.group, int(bucket[1]), bucket[2]
+        by_state = keys.setdefault(address, {})
+        by_state.setdefault(bucket[4], {})[int(bucket[3])] = key
+    buffers |= {address: _joined(files, by_state) for address, by_state in keys.items()}
+
+    # `per_bucket_numel_unpadded` of each model-parallel rank
+    for key, stored in files.objects.items():
+        group = group_key(key)
+        if group is None or group.what != "per_bucket_numel_unpadded":
+            continue
+        recorded = _only(stored.load().tree, key)
+        if not isinstance(recorded, list):
+            raise FormatError(f"{files.folder}: {key} should be a list, but is {what_is(recorded)}")
+        for c, by_dtype in enumerate(recorded):
+            for dtypes, sizes in by_dtype.items():
+                buffer = buffers.get((group.chain, group.group, c, dtypes[0].name))
+                buckets = list(buffer.buckets) if buffer else []
+                if buckets != sizes:
+                    raise FormatError(
+                        f"{files.folder}: {key} says {sizes} elements, but the buckets have"
+                        f" {buckets}"
+                    )
+    return buffers
 
 
-def _joined(files: DistFiles, keys: Mapping[str, Mapping[int, str]]) -> Flat:
+def _joined(files: DistFiles, keys: Mapping[str, Mapping[int, str]]) -> StoredBuffer:
     """Buckets, each a tensor, as one buffer; `keys` by state, then number of the bucket."""
     every = itertools.chain(*(by_bucket.values() for by_bucket in keys.values()))
-    flat = Flat(min(every).rpartition(".bucket_idx_")[0], coalesced=False)
+    name, buckets = min(every).rpartition(".bucket_idx_")[0], dict[int, int]()
     for by_bucket in keys.values():
         for k, key in by_bucket.items():
             shape = files.tensors[key].shape
-            if len(shape) != 1 or flat.buckets.setdefault(k, shape[0]) != shape[0]:
+            if len(shape) != 1 or buckets.setdefault(k, shape[0]) != shape[0]:
                 raise FormatError(
                     f"{files.folder}: {key} has shape {list(shape)}, another state"
-                    f" {flat.buckets[k]} elements"
+                    f" {buckets[k]} elements"
                 )
-    if sorted(flat.buckets) != list(range(len(flat.buckets))):
-        raise FormatError(
-            f"{files.folder}: of {flat.name} there are only the buckets {sorted(flat.buckets)}"
-        )
+    if sorted(buckets) != list(range(len(buckets))):
+        raise FormatError(f"{files.folder}: of {name} there are only the buckets {sorted(buckets)}")
+    sizes = [buckets[k] for k in range(len(buckets))]
+    starts = list(itertools.accumulate(sizes, initial=0))
+    pieces: dict[str, list[tuple[int, int, str]]] = {}
     for state, by_bucket in keys.items():
-        if lost := sorted(flat.buckets.keys() - by_bucket.keys()):
-            raise FormatError(
-                f"{files.folder}: {flat.name}.bucket_idx_{lost[0]}.{state} is in no file"
-            )
-        flat.pieces[state] = _pieces([files.tensors[by_bucket[k]] for k in sorted(by_bucket)])
-    return flat
+        if lost := sorted(buckets.keys() - by_bucket.keys()):
+            raise FormatError(f"{files.folder}: {name}.bucket_idx_{lost[0]}.{state} is in no file")
+        pieces[state] = sorted(
+            (starts[k] + run.target.start[0], starts[k] + run.target.stop[0], run.key)
+            for k, key in by_bucket.items()
+            for run in files.tensors[key].runs
+            if run.target.size
+        )
+    return StoredBuffer(name, False, sizes, pieces)
 
 
-def _pieces(buckets: Sequence[Tensor]) -> list[tuple[int, int, str]]:
-    """The stored pieces of a buffer's buckets, by their first and last elements in the buffer."""
-    pieces: list[tuple[int, int, str]] = []
-    first = 0
-    for bucket in buckets:
-        for run in bucket.runs:
-            if run.target.size:
-                pieces.append((first + run.target.start[0], first + run.target.stop[0], run.key))
-        first += bucket.shape[0]
-    return sorted(pieces)
-
-
-def _coalesced(key: str, prefix: str, state: Any) -> dict[Address, Flat]:
+def _coalesced(key: str, prefix: str, state: Any) -> dict[Address, StoredBuffer]:
     """The buffers in one `param_state` object, which is like a legacy `distrib_optim.pt`."""
-    group = group_object(key)
+    group = group_key(key)
     if group is None or not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
         raise FormatError(
             f"{key} has no coalesced buffers; those of before February 2024 are not read"
         )
-    by_address: dict[Address, Flat] = {}
-    for c, buffers in state.items():
-        for dtypes, buffer in as_dict(buffers).items():
-            address = group.chain, group.group, c, dtypes[0].name
-            by_address[address] = _coalesced_buffer(key, c, prefix, buffer)
+    by_address: dict[Address, StoredBuffer] = {}
+    for c, by_dtypes in state.items():
+        for dtypes, buffer in as_dict(by_dtypes).items():
+            tensors = stored_tensors(buffer)
+            lengths = {(buffer.get("numel_unpadded"),), *(t.shape for t in tensors.values())}
+            length, *others = lengths
+            if others or len(length) != 1:
+                raise FormatError(
+                    f"{key}: the states and numel_unpadded of chunk {c} differ in size:"
+                    f" {sorted(lengths, key=str)}"
+                )
+            pieces = {name: [(0, *length, prefix + t.key)] for name, t in tensors.items()}
+            by_address[group.chain, group.group, c, dtypes[0].name] = StoredBuffer(
+                f"{key}, chunk {c}", True, length if tensors else (), pieces
+            )
     return by_address
 
 
-def _coalesced_buffer(key: str, c: int, prefix: str, buffer: Mapping[str, Any]) -> Flat:
-    tensors = stored_tensors(buffer)
-    lengths = {(buffer.get("numel_unpadded"),), *(tensor.shape for tensor in tensors.values())}
-    length, *others = lengths
-    if others or len(length) != 1:
-        raise FormatError(
-            f"{key}: the states and numel_unpadded of chunk {c} differ in size:"
-            f" {sorted(lengths, key=str)}"
-        )
-    pieces = {name: [(0, length[0], prefix + tensor.key)] for name, tensor in tensors.items()}
-    return Flat(f"{key}, chunk {c}", True, {0: length[0]} if tensors else {}, pieces)
+def _only(tree: Any, key: str) -> Any:
+    if not isinstance(tree, list) or len(tree) != 1:
+        raise FormatError(f"{key} should be a list of one item, but is {what_is(tree)}")
+    return tree[0]
+
+
+# -- the parameters in them
 
 
 @dataclass(frozen=True)
-class Filled:
-    """A buffer of the plan and what is stored of it; `gaps` are the pieces that hold nothing.
+class _RankTensors:
+    """How tensor-parallel ranks held each parameter, and the copies of an embedding.
+
+    `dtypes` are those of parameters that can be in flat buffers: not of those with states by name.
+    """
+
+    cuts: Mapping[str, ParamLayout]
+    dtypes: Mapping[str, str]
+    copies: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PlacedBuffer:
+    """A buffer of the plan, its rank, and the stored one; `gaps` are the pieces between tensors.
 
     Tensors begin at multiples of 64 elements, and what was in memory between them is stored too.
     """
 
-    place: Place
-    buffer: Buffer
-    flat: Flat
+    rank: ModelRank
+    buffer: FlatBuffer
+    stored: StoredBuffer
     gaps: Sequence[str]
 
-    def slices(self) -> Iterator[Slice]:
-        """Every state of every parameter in the buffer."""
-        return _slices_of(self.place, self.buffer, self.flat)
+
+def _rank_tensors(files: DistFiles, tensors: TensorStates) -> _RankTensors:
+    cuts: dict[str, ParamLayout] = {}
+    for name, states in tensors.states.items():
+        if name.endswith(BUFFERS):
+            continue
+        ranks = files.args.degree("tensor_model_parallel_size")
+        if is_expert(name):
+            ranks = files.args.expert_ranks
+        try:
+            cuts[name] = cut_of(states["weight"].info.shape, tensors.boxes[name], ranks)
+        except LayoutError as error:
+            error.at(item=name)
+            raise
+    copies = copies_of_embedding(files.args, cuts)
+    dtypes = dict(tensors.dtypes)
+    if files.args.is_layer_wise:
+        dtypes = {name: dtypes[name] for name in cuts if tensors.states[name].keys() == {"weight"}}
+    return _RankTensors(
+        cuts | {copy: cuts[name] for copy, name in copies.items()},
+        dtypes | {copy: dtypes[name] for copy, name in copies.items() if name in dtypes},
+        copies,
+    )
 
 
-def filled(
-    files: DistFiles, plans: Mapping[int, Plan], stored: Mapping[Address, Flat]
-) -> list[Filled]:
+def _in_proved_order(
+    files: DistFiles, ranks: _RankTensors, stored: Mapping[Address, StoredBuffer]
+) -> list[PlacedBuffer]:
+    """The buffers, by the first order of modules that has their sizes.
+
+    Whether it is theirs shows when weights are compared with masters. Of which only the low 16 bits
+    are stored, masters prove no order: then all that fit must be one.
+    """
+    dtypes = {tensor.dtype for key, tensor in files.tensors.items() if is_flat(key)}
+    every = any(are_remainders(files.args, dtype, BF16) for dtype in (*dtypes, np.dtype("f4")))
+    several = any(chain for chain, *_ in stored)
+    fits: list[list[PlacedBuffer]] = []
+    errors: list[FormatError] = []
+    for order in module_orders(files.args):
+        if fits and not every:
+            break
+        try:
+            plans = _plans(files, ranks, order, several, stored)
+            fits.append(placed_buffers(files, plans, stored))
+        except FormatError as error:
+            errors.append(error)
+    if not fits:
+        raise errors[0]
+    first, *others = [[placed.buffer for placed in fit] for fit in fits]
+    if any(order != first for order in others):
+        raise FormatError(
+            f"{files.folder}: the modules may lie in several orders in its flat buffers, which all"
+            " fit the sizes that are stored, and of the low 16 bits of masters, which the"
+            " precision-aware optimizer keeps, none can be proved"
+        )
+    return fits[0]
+
+
+def _plans(
+    files: DistFiles,
+    ranks: _RankTensors,
+    order: ModuleOrder,
+    several: bool,
+    stored: Mapping[Address, StoredBuffer],
+) -> dict[int, Plan]:
+    """The buffers of the optimizer, or of `several`, by the numbers of these: that of experts is
+    the second, and so is the one behind a layer-wise optimizer, which has no buffers.
+    """
+    shapes = {name: layout.shards[0] for name, layout in ranks.cuts.items()}
+    experts: dict[int, bool | None] = {0: False, 1: True} if several else {0: None}
+    if files.args.is_layer_wise:
+        experts = {1: None}
+    recorded: dict[int, dict[tuple[int, int, str], Sequence[int]]] = defaultdict(dict)
+    if "data_parallel_size" not in files.args.fields:
+        for (chain, group, c, dtype), buffer in stored.items():
+            if not buffer.coalesced:
+                recorded[chain][group, c, dtype] = buffer.buckets
+    return {
+        chain: plan_buffers(files.args, expert, shapes, ranks.dtypes, order, recorded[chain])
+        for chain, expert in experts.items()
+    }
+
+
+def placed_buffers(
+    files: DistFiles, plans: Mapping[int, Plan], stored: Mapping[Address, StoredBuffer]
+) -> list[PlacedBuffer]:
     """The buffers of all optimizers as they are stored; `plans` by the numbers of these.
 
     Raises FormatError where one is missing, or more are there, or sizes are not those of the plans.
     """
-    buffers = {
-        (chain, place.group, c, dtype): (place, buffer)
-        for chain, plan in plans.items()
-        for place in plan.places
-        for (pp, ep, c, dtype), buffer in plan.buffers.items()
-        if (pp, ep) == (place.pp, place.ep)
-    }
-    for _, group, c, dtype in buffers.keys() - stored.keys():
+    planned = {(chain, *place): own for chain, plan in plans.items() for place, own in plan.items()}
+    for _, group, c, dtype in planned.keys() - stored.keys():
         raise FormatError(
             f"{files.folder}: by the args there is a model-parallel rank {group}, but no"
             f" buffer of its {dtype} parameters in model chunk {c}"
         )
-    result = [_filled(files, *buffers[address], stored[address]) for address in buffers]
-    for chain, group, c, dtype in stored.keys() - buffers.keys():
+    result: list[PlacedBuffer] = []
+    for address, (rank, buffer) in planned.items():
+        own = stored[address]
+        want = [sum(buffer.buckets)] if own.coalesced else list(buffer.buckets)
+        if list(own.buckets) != want:
+            raise FormatError(
+                f"{files.folder}: {own.name} has buckets of {list(own.buckets)} elements, but"
+                f" {len(buffer.tensors)} tensors of the model take {want}; {_OTHER}"
+            )
+        if "param" not in own.pieces:
+            raise FormatError(
+                f"{files.folder}: {own.name} has no masters, only {sorted(own.pieces)}"
+            )
+        result.append(PlacedBuffer(rank, buffer, own, _gaps(files, own, buffer)))
+    for chain, group, c, dtype in stored.keys() - planned.keys():
         raise FormatError(
             f"{files.folder}: {stored[chain, group, c, dtype].name} (optimizer {chain}, group"
             f" {group}, chunk {c}, {dtype}) belongs to no rank that the args know"
@@ -216,71 +437,50 @@ def filled(
     return result
 
 
-def _filled(files: DistFiles, place: Place, buffer: Buffer, flat: Flat) -> Filled:
-    _check_sizes(files, flat, buffer)
-    return Filled(place, buffer, flat, list(_gaps(files, flat, buffer)))
-
-
-def _slices_of(place: Place, buffer: Buffer, flat: Flat) -> Iterator[Slice]:
-    parts = [(unit.start, part) for unit in buffer.units for part in unit.parts]
-    for state, pieces in flat.pieces.items():
-        ranges = [(start, stop) for start, stop, _ in pieces]
-        for start, part in parts:
-            layout, used = slice_of(part, start, ranges)
-            key = f"{state} of {part.name} in {flat.name}"
-            tensor = Consolidated(layout, [pieces[i][2] for i in used])
-            yield Slice(state, part.name, place.rank, key, tensor)
-
-
-def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
+def _gaps(files: DistFiles, stored: StoredBuffer, buffer: FlatBuffer) -> list[str]:
     """The pieces between tensors. Ranks wrote each tensor's by itself: none is in two."""
-    if flat.coalesced:
-        return
-    units = sorted(
-        (unit.start, unit.start + unit.numel, unit.parts[0].name) for unit in buffer.units
-    )
-    for start, stop, key in itertools.chain(*flat.pieces.values()):
-        at = bisect.bisect_right(units, stop - 1, key=lambda unit: unit[0]) - 1
-        first, end, name = units[at] if at >= 0 else (0, 0, "")
+    if stored.coalesced:
+        return []
+    gaps: list[str] = []
+    ends = sorted((t.start, t.start + t.numel, t.parts[0].name) for t in buffer.tensors)
+    for start, stop, key in itertools.chain(*stored.pieces.values()):
+        at = bisect.bisect_right(ends, stop - 1, key=lambda tensor: tensor[0]) - 1
+        first, end, name = ends[at] if at >= 0 else (0, 0, "")
         if end <= start:
-            yield key
+            gaps.append(key)
         elif not first <= start < stop <= end:
             raise FormatError(
-                f"{files.folder}: {key} is the elements {start} to {stop} of {flat.name}, where"
+                f"{files.folder}: {key} is the elements {start} to {stop} of {stored.name}, where"
                 f" {name} should be {first} to {end}; {_OTHER}"
             )
+    return gaps
 
 
-def _check_sizes(files: DistFiles, flat: Flat, buffer: Buffer) -> None:
-    want = [sum(buffer.buckets)] if flat.coalesced else list(buffer.buckets)
-    if flat.bucket_sizes != want:
-        raise FormatError(
-            f"{files.folder}: {flat.name} has buckets of {flat.bucket_sizes} elements, but"
-            f" {len(buffer.units)} tensors of the model take {want}; {_OTHER}"
-        )
-    if "param" not in flat.pieces:
-        raise FormatError(f"{files.folder}: {flat.name} has no masters, only {sorted(flat.pieces)}")
+# -- what a writer of fully_reshardable moved
 
 
-def check_numels(
-    files: DistFiles, key: str, stored: TorchFile, flats: Mapping[Address, Flat]
-) -> None:
-    """Compare `per_bucket_numel_unpadded` of a model-parallel rank with its buckets."""
-    group = group_object(key)
-    recorded = _only(stored.tree, key)
-    if group is None or not isinstance(recorded, list):
-        raise FormatError(f"{files.folder}: {key} should be a list, but is {what_is(recorded)}")
-    for c, by_dtype in enumerate(recorded):
-        for dtypes, sizes in by_dtype.items():
-            flat = flats.get((group.chain, group.group, c, dtypes[0].name))
-            buckets = flat.bucket_sizes if flat else []
-            if buckets != sizes:
-                raise FormatError(
-                    f"{files.folder}: {key} says {sizes} elements, but the buckets have {buckets}"
-                )
+def _moved(files: DistFiles, tensors: TensorStates) -> dict[str, str]:
+    """The causes for parameters that `fully_reshardable` may have moved."""
+    args = files.args
+    try:
+        if args.is_layer_wise:
+            raise FormatError("the parameters of both optimizers have states by their names")
+        ranks = _rank_tensors(files, tensors)
+        several = args.degree("expert_model_parallel_size") > 1
+        plans = _plans(files, ranks, module_orders(args)[0], several, {})
+        buffers = [buffer for plan in plans.values() for _, buffer in plan.values()]
+        return {name: _moved_by(n) for buffer in buffers for name, n in buffer.moved}
+    # modules of an order not known here: any of them may have been moved, if there is padding
+    except (FormatError, LayoutError):
+        if args.fields and not (args.get("overlap_grad_reduce") or shared_embeddings(args)):
+            return {}
+        return dict.fromkeys(tensors.states, _moved_by("some"))
 
 
-def _only(tree: Any, key: str) -> Any:
-    if not isinstance(tree, list) or len(tree) != 1:
-        raise FormatError(f"{key} should be a list of one item, but is {what_is(tree)}")
-    return tree[0]
+def _moved_by(elements: int | str) -> str:
+    return (
+        f"its optimizer state lies behind {elements} elements of padding between gradient"
+        " buckets, by which megatron-core up to 0.19 moves what it saves as fully_reshardable"
+        " (Megatron-LM pull request 5077); its master and moments were lost when the checkpoint"
+        f" was written. {_REMEDY}"
+    )

@@ -13,43 +13,34 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.megatron.walk import local_norm
+from jax_ucp.formats.megatron.model import Blocks, StoredRun, local_norm
 from jax_ucp.layout.box import Box, range_boxes
 
 _STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d+\.)(.+)")
-_EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(?!\d+\.)(.+)")
-_ONE_EXPERT = re.compile(r"(.*mlp\.experts\.)experts\.(\d+\..+)")
-_GATED = re.compile(r"(.*\.(?:weight|bias)\d*)_([wv])")
+EXPERT_KEY = re.compile(r"(.*mlp\.experts\.)experts\.(\d+\.)?(.+)")  # stacked, or one by number
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 # Float16OptimizerWithFloat16Params has its masters as fp32_param, the distributed optimizer as
 # param.
 _MASTERS = ("param", "fp32_param")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Block `target` of a tensor: elements of the array `key` from `start` on, row-major."""
-
-    key: str
-    start: int
-    target: Box
-
-
 @dataclass(frozen=True)
-class Tensor:
+class DistTensor:
     """A tensor that all ranks wrote together, and the runs that it is made of."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    runs: tuple[Run, ...]
+    runs: tuple[StoredRun, ...]
 
 
 def state_of(key: str) -> tuple[str, str]:
@@ -64,6 +55,26 @@ def state_of(key: str) -> tuple[str, str]:
     if match is None:
         return "weight", key
     return "param" if match[1] in _MASTERS else match[1], match[2]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """The key of a flat buffer of a model-parallel rank, or of an object of it: `what` is
+    `optimizer` for its param groups, and `per_bucket_numel` for sizes.
+    """
+
+    chain: int
+    group: int
+    inner: str
+
+    @property
+    def what(self) -> str:
+        return self.inner.partition("/")[0]
+
+
+def group_key(key: str) -> GroupKey | None:
+    match = _GROUP.fullmatch(key)
+    return GroupKey(int(match[1] or 0), int(match[2]), match[3]) if match else None
 
 
 def is_flat(key: str) -> bool:
@@ -96,12 +107,14 @@ def bare_name(key: str) -> str:
 
 
 def stacks_of(key: str) -> list[str]:
-    """What the leading axes of a tensor count: `layers`, `experts`, both in this order, or nothing.
+    """The counts on the leading axes of a tensor: `layers`, `experts`, both in this order, or none.
 
     >>> stacks_of("decoder.layers.mlp.experts.experts.linear_fc1.weight")
     ['layers', 'experts']
     """
-    return ["layers"] * bool(_STACKED.fullmatch(key)) + ["experts"] * bool(_EXPERTS.fullmatch(key))
+    experts = EXPERT_KEY.fullmatch(key)
+    is_stacked = bool(experts and not experts[2])
+    return ["layers"] * bool(_STACKED.fullmatch(key)) + ["experts"] * is_stacked
 
 
 def name_of(key: str, place: Sequence[int]) -> str:
@@ -112,29 +125,30 @@ def name_of(key: str, place: Sequence[int]) -> str:
     >>> name_of("decoder.layers.self_attention.linear_qkv.layer_norm_weight", (0,))
     'decoder.layers.0.input_layernorm.weight'
     """
-    numbers = iter(place)
-    key = bare_name(key)
+    return _template(key).format(*place)
+
+
+@lru_cache(maxsize=64)
+def _template(key: str) -> str:
+    """The name of a parameter in the tensor `key`, with `{}` for each leading index."""
+    key = bare_name(key).replace("{", "{{").replace("}", "}}")
     if match := _STACKED.fullmatch(key):
-        key = f"{match[1]}.{next(numbers)}.{match[2]}"
-    if match := _EXPERTS.fullmatch(key):
-        key = f"{match[1]}{next(numbers)}.{match[2]}"
-    elif match := _ONE_EXPERT.fullmatch(key):
-        key = match[1] + match[2]
+        key = f"{match[1]}.{{}}.{match[2]}"
+    if match := EXPERT_KEY.fullmatch(key):
+        key = match[1] + (match[2] or "{}.") + match[3]
     prefix, layers, inner = key.rpartition("layers.")
     number, _, module = inner.partition(".")
     return f"{prefix}{layers}{number}.{local_norm(module)}" if layers else key
 
 
-def unstacked(
-    key: str, shape: Sequence[int], runs: Iterable[Run]
-) -> dict[str, tuple[tuple[int, ...], list[Run]]]:
+def unstacked(key: str, shape: Sequence[int], runs: Iterable[StoredRun]) -> Blocks:
     """The parameters in a tensor, each with its shape and the runs that it is made of.
 
     A run that covers several layers or experts is cut: the block of one is a range of its elements.
     """
     depth = len(stacks_of(key))
-    params: dict[str, tuple[tuple[int, ...], list[Run]]] = {}
-    by_place: dict[tuple[int, ...], list[Run]] = {}
+    params: Blocks = {}
+    by_place: dict[tuple[int, ...], list[StoredRun]] = {}
     for place in itertools.product(*map(range, shape[:depth])):
         by_place[place] = []
         params[name_of(key, place)] = tuple(shape[depth:]), by_place[place]
@@ -143,70 +157,23 @@ def unstacked(
         leading = Box(run.target.start[:depth], run.target.stop[:depth])
         for i, place in enumerate(itertools.product(*map(range, leading.start, leading.stop))):
             if inner.size:
-                by_place[place].append(Run(run.key, run.start + i * inner.size, inner))
+                by_place[place].append(StoredRun(run.key, run.start + i * inner.size, inner))
     return params
 
 
-def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Parameters stored as two halves (singleton_local_shards): keys of gate and up.
-
-    >>> gate_and_up(["decoder.layers.0.mlp.linear_fc1.weight_w",
-    ...     "decoder.layers.0.mlp.linear_fc1.weight_v"])
-    {'decoder.layers.0.mlp.linear_fc1.weight': ('decoder.layers.0.mlp.linear_fc1.weight_w', \
-'decoder.layers.0.mlp.linear_fc1.weight_v')}
-    """
-    halves: dict[str, dict[str, str]] = {}
-    for key in keys:
-        if match := _GATED.fullmatch(key):
-            halves.setdefault(match[1], {})[match[2]] = key
-    for name, keys_by_half in halves.items():
-        if len(keys_by_half) != 2:
-            raise FormatError(
-                f"{', '.join(keys_by_half.values())} is half of {name}, of which the other half is"
-                " missing"
-            )
-    return {name: (half["w"], half["v"]) for name, half in halves.items()}
-
-
-def stacked_halves(
-    gate: tuple[Sequence[int], Sequence[Run]], up: tuple[Sequence[int], Sequence[Run]]
-) -> tuple[tuple[int, ...], list[Run]]:
-    """Gate and up as one parameter: the rows of the gate, then those of up."""
-    (shape, runs), (other, more) = gate, up
-    if tuple(shape) != tuple(other):
-        raise FormatError(f"gate has shape {list(shape)}, but up {list(other)}")
-    by = (shape[0], *(0,) * (len(shape) - 1))
-    return (2 * shape[0], *shape[1:]), [
-        *runs,
-        *(Run(r.key, r.start, r.target.shift(by)) for r in more),
-    ]
-
-
 def flattened_runs(
-    shape: Sequence[int], stored: Sequence[int], runs: Iterable[Run]
-) -> Iterator[Run]:
+    shape: Sequence[int], stored: Sequence[int], runs: Iterable[StoredRun]
+) -> Iterator[StoredRun]:
     """The runs of a state stored as [grid of fragments, elements of one], flattened.
 
     That is how `fully_sharded_model_space` keeps what a data-parallel boundary cuts anywhere: the
     tensor of `shape` is a grid of fragments, each of which is stored as its elements in row-major
     order.
 
-    >>> [run] = flattened_runs((4, 6), (2, 1, 12), [Run("k", 0, Box((1, 0, 6), (2, 1, 12)))])
+    >>> [run] = flattened_runs((4, 6), (2, 1, 12), [StoredRun("k", 0, Box((1, 0, 6), (2, 1, 12)))])
     >>> run.start, str(run.target)
     (0, '[3:4, 0:6]')
     """
-    local = _fragment_shape(shape, stored)
-    for run in runs:
-        first, last = run.target.start[-1], run.target.stop[-1]
-        start = run.start
-        for place in itertools.product(*map(range, run.target.start[:-1], run.target.stop[:-1])):
-            offset = [at * n for at, n in zip(place, local, strict=True)]
-            for box in range_boxes(local, first, last):
-                yield Run(run.key, start, box.shift(offset))
-                start += box.size
-
-
-def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
     grid = tuple(stored[:-1])
     if len(grid) != len(shape) or any(g < 1 or n % g for n, g in zip(shape, grid, strict=True)):
         raise FormatError(
@@ -218,15 +185,11 @@ def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
             f"fragments of {stored[-1]} elements do not form {list(shape)} on a grid of"
             f" {list(grid)}"
         )
-    return local
-
-
-def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None]) -> None:
-    """Raise FormatError where leading axes do not count what `counts` has; None is any."""
-    for axis, what in enumerate(stacks_of(key)):
-        if counts.get(what) not in (None, shape[axis] if axis < len(shape) else 0):
-            raise FormatError(
-                f"{key} has shape {list(shape)}, but axis {axis} should count the {counts[what]}"
-                f" {what} that args in common.pt tell of: that file or the others are of another"
-                " run, or the metadata is damaged"
-            )
+    for run in runs:
+        first, last = run.target.start[-1], run.target.stop[-1]
+        start = run.start
+        for place in itertools.product(*map(range, run.target.start[:-1], run.target.stop[:-1])):
+            offset = [at * n for at, n in zip(place, local, strict=True)]
+            for box in range_boxes(local, first, last):
+                yield StoredRun(run.key, start, box.shift(offset))
+                start += box.size

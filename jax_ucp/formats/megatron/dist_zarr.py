@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jax_ucp.arrays.beside import is_clutter
+from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile
+from jax_ucp.arrays.protocol import ArrayInfo, Piece
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.files.strided import read_strided, row_major_strides
-from jax_ucp.formats.megatron.dist_names import Run
+from jax_ucp.formats.megatron.model import StoredRun
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.beside import is_clutter
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 ARRAY_FILE = ".zarray"
 MAX_ARRAY_BYTES = 1 << 20
@@ -50,60 +50,54 @@ class ZarrArray:
     def grid(self) -> tuple[int, ...]:
         return tuple(n // c for n, c in zip(self.shape, self.chunk, strict=True))
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[StoredRun, ...]:
         """Every chunk, under the name of its file."""
-        runs: list[Run] = []
+        runs: list[StoredRun] = []
         for place in itertools.product(*map(range, self.grid)):
             start = tuple(i * n for i, n in zip(place, self.chunk, strict=True))
             stop = tuple(a + n for a, n in zip(start, self.chunk, strict=True))
-            runs.append(Run(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop)))
+            runs.append(
+                StoredRun(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop))
+            )
         return tuple(runs)
 
 
-class ZarrChunks(ArraySource):
-    """An ArraySource of chunk files. `clutter` names what file managers left beside them."""
+class ZarrChunks(ExtentTable):
+    """The table of chunk files. `clutter` names what file managers left beside them."""
 
     def __init__(self, folder: FilePath, arrays: Mapping[str, ZarrArray]):
         """Raises FormatError, naming the file, where a chunk is missing or has another size."""
-        self._arrays: dict[str, ArrayInfo] = {}
-        for array in arrays.values():
-            info = ArrayInfo(array.chunk, array.dtype)
-            self._arrays |= dict.fromkeys([run.key for run in array.runs()], info)
+        infos: dict[str, ArrayInfo] = {}
+        stored: dict[str, StoredArray] = {}
         self.clutter: list[str] = []
-        for name in arrays:
-            self._check_files(folder / name)
-        self._chunks = {key: _chunk_file(folder / key, info) for key, info in self._arrays.items()}
+        for name, array in arrays.items():
+            info = ArrayInfo(array.chunk, array.dtype)
+            chunks = {run.key: folder / run.key for run in array.runs()}
+            infos |= dict.fromkeys(chunks, info)
+            for path in sorted((folder / name).children()):
+                key = f"{name}/{path.name}"
+                if path.name == ARRAY_FILE or key in chunks:
+                    continue
+                if not is_clutter(path.name):
+                    raise FormatError(
+                        f"{path} is not a chunk of {name} by its {ARRAY_FILE}, which is damaged, or"
+                        " belongs to another checkpoint"
+                    )
+                self.clutter.append(key)
+            for key, path in chunks.items():
+                if not path.is_file():
+                    raise FormatError(f"{path} is missing: it is a chunk of {name}")
+                file = path.file()
+                if file.size != info.nbytes:
+                    raise CorruptData(
+                        f"{path} has {file.size} bytes, but a chunk of {info.dtype}"
+                        f" {list(info.shape)} {info.nbytes}"
+                    )
+                stored[key] = StoredArray(StoredFile(path, FileRange(path, file=file)), 0)
+        super().__init__(infos, stored)
 
-    def _check_files(self, folder: FilePath) -> None:
-        for path in sorted(folder.children()):
-            name = f"{folder.name}/{path.name}"
-            if path.name == ARRAY_FILE or name in self._arrays:
-                continue
-            if not is_clutter(path.name):
-                raise FormatError(
-                    f"{path} is not a chunk of {folder.name} by its {ARRAY_FILE}, which is"
-                    " damaged, or belongs to another checkpoint"
-                )
-            self.clutter.append(name)
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return self._arrays
-
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        strides = row_major_strides(self._arrays[key].shape)
-        read_strided(self._chunks[key], 0, strides, boxes, outs)
-
-
-def _chunk_file(path: FilePath, info: ArrayInfo) -> FileRange:
-    if not path.is_file():
-        raise FormatError(f"{path} is missing: it is a chunk of {path.parent.name}")
-    file = path.file()
-    if file.size != info.nbytes:
-        raise CorruptData(
-            f"{path} has {file.size} bytes, but a chunk of {info.dtype} {list(info.shape)}"
-            f" {info.nbytes}"
-        )
-    return FileRange(path, file=file)
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        yield Piece(key, "", box, box)
 
 
 def zarr_array(folder: FilePath, name: str) -> ZarrArray:
@@ -111,41 +105,28 @@ def zarr_array(folder: FilePath, name: str) -> ZarrArray:
     path = folder / name / ARRAY_FILE
     text = path.read_text(MAX_ARRAY_BYTES)
     try:
-        metadata: Any = decode_json(text)
-        array = _parse(name, _DEFAULTS | metadata)
+        metadata: Any = _DEFAULTS | decode_json(text)
+        shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
+        is_bfloat16 = metadata["dtype"] == "bfloat16"
+        dtype = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else metadata["dtype"])
+        settings = {key: metadata[key] for key in _SETTINGS}
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
             f"{path} does not describe an array of zarr v2 ({type(error).__name__}: {error})"
         ) from error
-    if array is None:
+    if settings != _SETTINGS or dtype.byteorder == ">" or dtype.hasobject:
         raise FormatError(
             f"{path} describes an array that is compressed, or not as Megatron writes them"
         )
-    chunk, shape = array.chunk, array.shape
-    if not _tiles(chunk, shape):
+    are_lengths = len(shape) == len(chunk) <= 32 and all(
+        type(n) is int and n > 0 for n in (*shape, *chunk)
+    )
+    if not are_lengths or any(n % c for n, c in zip(shape, chunk, strict=True)):
         raise FormatError(f"{path}: chunks of shape {list(chunk)} do not tile {list(shape)}")
+    array = ZarrArray(name, shape, chunk, dtype)
     chunks, files = math.prod(array.grid), len(path.parent.children())
     if chunks > files + MAX_MISSING:
         raise FormatError(
             f"{path} describes {chunks} chunks, but there are {files} files beside it"
         )
     return array
-
-
-def _parse(name: str, metadata: Mapping[str, Any]) -> ZarrArray | None:
-    """The array of a `.zarray`; None where its settings are not those that Megatron writes."""
-    shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
-    bfloat16 = metadata["dtype"] == "bfloat16"
-    dtype = np.dtype(ml_dtypes.bfloat16 if bfloat16 else metadata["dtype"])
-    settings = {key: metadata[key] for key in _SETTINGS}
-    if settings != _SETTINGS or dtype.byteorder == ">" or dtype.hasobject:
-        return None
-    return ZarrArray(name, shape, chunk, dtype)
-
-
-def _tiles(chunk: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
-    if len(shape) != len(chunk) or len(shape) > 32:
-        return False
-    if not all(type(n) is int and n > 0 for n in (*shape, *chunk)):
-        return False
-    return not any(n % c for n, c in zip(shape, chunk, strict=True))

@@ -13,48 +13,64 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.value import Array, Constant
+from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.assemble import Import
-from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, TensorEntry, read_metadata
+from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
 from jax_ucp.formats.dcp.reader import (
-    Save,
+    DcpSave,
     account_for_files,
     check_facts,
     read_object,
 )
-from jax_ucp.formats.dcp.source import DcpSource, chunk_key, consolidated
+from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.megatron import notes
-from jax_ucp.formats.megatron.dist_args import of_model, refuse_difference
+from jax_ucp.formats.megatron.checks import check_whole, of_model, refuse_difference
 from jax_ucp.formats.megatron.dist_files import checkpoint_folder, without_backend
-from jax_ucp.formats.megatron.dist_names import gate_and_up
-from jax_ucp.formats.megatron.files import (
+from jax_ucp.formats.megatron.dist_tensors import run_layout
+from jax_ucp.formats.megatron.model import (
+    BUFFERS,
+    EMBEDDING,
+    StoredRun,
+    expert_of,
+    gate_and_up,
+    is_expert,
+    join_gated,
+    parts_of,
+)
+from jax_ucp.formats.megatron.numbered import Module, numbered_alone, numbered_states
+from jax_ucp.formats.megatron.parameters import (
+    LEFT,
+    NUMBERED_ALONE,
+    TRANSFORMER_ENGINE,
+    add_notes,
+    add_parameter,
+    keep_apart,
+    number,
+    unpadded,
+)
+from jax_ucp.formats.megatron.run import (
     Args,
     about,
     args_of,
     check_iteration,
+    naming,
     require_folder,
 )
-from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, numbered_alone
-from jax_ucp.formats.megatron.numbered import Module, numbered_states
-from jax_ucp.formats.megatron.sizes import check_whole
-from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert, parts_of
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.pairing import Undecided
-from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import Contents
+from jax_ucp.options import Options
+from jax_ucp.states.pairing import Undecided
 
 _PICKLE = b"\x80"
 # Every checkpoint of these has the object, and nobody else's has.
@@ -62,11 +78,9 @@ _MARK = "num_floating_point_operations_so_far"
 # Keys of torch_dist, which opens by its `metadata.json`: shards of objects, stacked layers.
 _TORCH_DIST = re.compile(rb"/shard_\d+(?:\.\d+)*_\d|decoder\.layers\.(?:self_attention|mlp)\.")
 _WRAPPER = "module."
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _GATED_LAYER = re.compile(r"\.linear_fc1\.(weight|bias)\d*$")
 # Groups that differ in one of these may have rates of their own.
 _KINDS = ("lr_mult", "wd_mult", "is_decoupled_lr", "is_expert_parallel", "max_lr", "min_lr")
-_EXTRA_STATE = "._extra_state"
 _Path = tuple[str | int, ...]
 
 
@@ -96,12 +110,8 @@ def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
     metadata = read_metadata(folder, _of_optimizer if options.weights_only else None)
     if _MARK not in metadata.objects:
         raise without_backend(folder)
-    try:
-        return Reader(metadata, options).contents()
-    except (FormatError, LayoutError) as error:
-        if str(folder) in str(error):
-            raise
-        raise type(error)(f"{folder}: {error}") from error
+    with naming(folder):
+        return _contents(metadata, options)
 
 
 def _of_optimizer(metadata: DcpMetadata) -> frozenset[str]:
@@ -111,7 +121,7 @@ def _of_optimizer(metadata: DcpMetadata) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the state dict had: tensors of the model by their names in it, and of the optimizer.
+    """The state dict: tensors of the model by their names in it, and those of the optimizer.
 
     Tensors are named in DCP's flattened way. `named` has states by parameter, `numbered` the dicts
     of optimizers that number their parameters.
@@ -125,7 +135,9 @@ class Saved:
 
 
 def saved(paths: Mapping[str, _Path], leaves: Mapping[str, Any]) -> Saved:
-    """What each path of the state dict means. `leaves` has tensors and objects by flat name."""
+    """The leaves by the meaning of their paths; `leaves` has tensors and objects by flat name.
+    Raises FormatError if one path leads through the value of another.
+    """
     weights: dict[str, str] = {}
     named: dict[tuple[str, str], Any] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -139,8 +151,15 @@ def saved(paths: Mapping[str, _Path], leaves: Mapping[str, Any]) -> Saved:
                 named[_bare(name), state] = leaf
             case ("optimizer", "param_to_group_meta", str(name), str(setting)):
                 settings.setdefault(_bare(name), {})[setting] = leaf
-            case ("optimizer", *steps):
-                _put(tree, steps, leaf)
+            case ("optimizer", *above, last):
+                node = tree
+                for step in above:
+                    node = node.setdefault(step, {})
+                    if not isinstance(node, dict):
+                        break
+                if not isinstance(node, dict) or last in node:
+                    raise FormatError(f"{fqn}: another value is stored at or above this path")
+                node[last] = leaf
             case _:
                 beside.append(fqn)
     optimizers = _listed(tree)
@@ -157,12 +176,6 @@ def _bare(name: str) -> str:
     while name.startswith(_WRAPPER):
         name = name.removeprefix(_WRAPPER)
     return name
-
-
-def _put(tree: dict[Any, Any], steps: Iterable[str | int], leaf: Any) -> None:
-    *above, last = steps
-    inside = reduce(lambda node, step: node.setdefault(step, {}), above, tree)
-    inside[last] = leaf
 
 
 def _listed(tree: Any) -> Any:
@@ -182,303 +195,220 @@ def _is_number(step: str | int) -> bool:
     return isinstance(step, str) and step.isdecimal() and len(step) < 10
 
 
-class Reader:
-    """Puts one checkpoint together; each method settles one kind of stored thing."""
+def _contents(metadata: DcpMetadata, options: Options) -> Contents:
+    folder, table = metadata.folder, metadata.folder / metadata.files[0]
+    source = DcpSource(metadata)
+    importer = ContentsBuilder("megatron", folder, source, options.on_conflict)
+    left = _of_optimizer(metadata) if options.weights_only else frozenset[str]()
+    save = DcpSave("", metadata, source, left)
+    save.open_ahead()
+    objects = {
+        fqn: read_object(importer, fqn, span, save)
+        for fqn, spans in metadata.objects.items()
+        for span in spans
+    }
+    args, iteration = Args(args_of(objects, table)), objects.get("iteration")
+    importer.about = about("torch_dcp or fsdp_dtensor", args, iteration)
+    spans = metadata.objects.get("iteration")
+    check_iteration(folder / spans[0].file if spans else table, folder, iteration)
+    check_facts(save)
+    if lost := [fqn for fqn in (*metadata.tensors, *objects) if fqn not in metadata.paths]:
+        raise FormatError(f"{table}: {lost[0]!r} is not in planner_data")
+    check_settings(metadata, objects)
 
-    def __init__(self, metadata: DcpMetadata, options: Options):
-        self.metadata, self.options = metadata, options
-        self.folder = metadata.folder
-        self.table = self.folder / metadata.files[0]
-        self.source = DcpSource(metadata)
-        self.importer = Import("megatron", self.folder, self.source, options.on_conflict)
-        self.left = _of_optimizer(metadata) if options.weights_only else frozenset[str]()
-        self.save = Save("", metadata, self.source, self.left)
-        self.objects = self._objects()
-        self.args = Args(args_of(self.objects, self.table))
-        self.importer.about = about(
-            "torch_dcp or fsdp_dtensor", self.args, self.objects.get("iteration")
-        )
-
-    def contents(self) -> Contents:
-        check_iteration(self._file("iteration"), self.folder, self.objects.get("iteration"))
-        check_facts(self.save)
-        stored = saved(self._paths(), self._leaves())
-        self.check_settings()
-        model = self._model(stored)
-        check_degrees(self.args, model)
-        refuse_difference(self.table, of_model(self.args, _shapes(model)))
-        self._check_shapes(model)
-        states = self._states(stored, model)
-        for name, weight in model.items():
-            self._parameter(name, weight, states[name])
-        self._settings(stored)
-        self._beside(stored)
-        self._notes(stored, model)
-        account_for_files(self.importer, self.save)
-        return self.importer.contents()
-
-    def _objects(self) -> dict[str, Any]:
-        """Every object, kept as an extra."""
-        self.save.open_ahead()
-        return {
-            fqn: read_object(self.importer, fqn, span, self.save)
-            for fqn, spans in self.metadata.objects.items()
-            for span in spans
-        }
-
-    def _check_shapes(self, model: Mapping[str, Consolidated]) -> None:
-        """Raise LayoutError where a parameter is not whole: its writer took the part that a
-        tensor-parallel rank has for all of it, so that ranks overwrote one another.
-        """
-        degrees = self.args.expert_ranks, self.args.degree("tensor_model_parallel_size")
-        if max(degrees) == 1:
-            return
+    # tensors and objects, in the order of the state dict
+    leaves = objects | {fqn: _tensor(metadata, fqn) for fqn in metadata.tensors}
+    stored = saved(metadata.paths, {fqn: leaves[fqn] for fqn in metadata.paths if fqn in leaves})
+    weights = dict(stored.weights)
+    for local in [local for local in weights if local.endswith("._extra_state")]:
+        fqn = weights.pop(local)
+        for chunk in metadata.tensors[fqn].chunks if fqn in metadata.tensors else ():
+            importer.skip(chunk_key(fqn, chunk), "", TRANSFORMER_ENGINE)
+    model = _whole(importer, metadata, args, weights)
+    check_degrees(args, model)
+    shapes = {name: array.info.shape for name, array in model.items()}
+    refuse_difference(table, of_model(args, shapes))
+    # a writer that takes a tensor-parallel rank's part for all of a parameter lets ranks overwrite
+    # one another
+    if max(args.expert_ranks, args.degree("tensor_model_parallel_size")) > 1:
         try:
-            check_whole(self.args, _shapes(model))
+            check_whole(args, shapes)
         except LayoutError as error:
             raise LayoutError(
-                f"{self.table}: with tensor parallelism some parameters are not stored whole, or in"
+                f"{table}: with tensor parallelism some parameters are not stored whole, or in"
                 f" another way than is known here; save with --ckpt-format torch_dist. {error}"
             ) from None
 
-    def _file(self, fqn: str) -> FilePath:
-        """The file that an object lies in."""
-        spans = self.metadata.objects.get(fqn)
-        return self.folder / spans[0].file if spans else self.table
-
-    def check_settings(self) -> None:
-        """Raise FormatError where files have settings of several steps: the first of groups that
-        are alike, such as those without weight decay, says how often it stepped, and its rate.
-        """
-        facts, kinds = Facts(self.folder), dict[str, dict[str, Any]]()
-        said: list[tuple[str, str, str, Any]] = []
-        for fqn, spans in self.metadata.objects.items():
-            match self._paths().get(fqn):
-                case ("optimizer", "param_to_group_meta", str(name), str(setting)):
-                    kinds.setdefault(name, {})[setting] = self.objects[fqn]
-                    said.append((spans[0].file, name, setting, self.objects[fqn]))
-        for file, name, setting, value in said:
-            if setting in ("step", "lr"):
-                of = [kinds[name].get(kind) for kind in _KINDS] if setting == "lr" else []
-                facts.state(file, f"{setting} of parameter groups", value, str(of))
-
-    def _paths(self) -> Mapping[str, _Path]:
-        every = (*self.metadata.tensors, *self.metadata.objects)
-        if lost := [fqn for fqn in every if fqn not in self.metadata.paths]:
-            raise FormatError(f"{self.table}: {lost[0]!r} is not in planner_data")
-        return self.metadata.paths
-
-    def _leaves(self) -> dict[str, Any]:
-        """Tensors and objects in the order of the state dict."""
-        tensors = {fqn: _tensor(fqn, entry) for fqn, entry in self.metadata.tensors.items()}
-        every = {**self.objects, **tensors}
-        return {fqn: every[fqn] for fqn in self.metadata.paths if fqn in every}
-
-    def _model(self, stored: Saved) -> dict[str, Consolidated]:
-        """The parameters of the model, by their global names."""
-        fqns = _without_extra_states(stored.weights)
-        for fqn in set(stored.weights.values()) - set(fqns.values()):
-            self._skip(fqn, notes.TRANSFORMER_ENGINE)
-        return self._whole(fqns)
-
-    def _whole(self, fqns: Mapping[str, str]) -> dict[str, Consolidated]:
-        """Tensors of the model, or one state of each, by parameter; gate and up are one."""
-        params = {local: self._consolidated(fqn) for local, fqn in fqns.items()}
-        halves = gate_and_up(params)
-        for local, (gate, up) in halves.items():
-            params[local] = stacked(params.pop(gate), params.pop(up))
-        return {
-            self._name(local): param
-            if local in halves
-            else regrouped(param, _gated_ranks(self.args, local))
-            for local, param in params.items()
-        }
-
-    def _scalars(self, fqns: Mapping[str, str]) -> dict[str, Consolidated]:
-        """One number of each parameter, of which halves have one each: replicas."""
-        keys: dict[str, list[str]] = {}
-        for local, fqn in fqns.items():
-            keys.setdefault(self._name(local), []).extend(self._consolidated(fqn).keys)
-        return {
-            name: Consolidated(Replicated().join([()] * len(own)), own)
-            for name, own in keys.items()
-        }
-
-    def _consolidated(self, fqn: str) -> Consolidated:
-        entry = self.metadata.tensors.get(fqn)
-        if entry is None:
-            raise FormatError(f"{self.table}: {fqn} should be a tensor, but is an object")
-        try:
-            entry.layout().check()
-        except LayoutError as error:
-            raise LayoutError(f"{self.table}: {fqn}: {error}") from None
-        return consolidated(fqn, entry)
-
-    def _name(self, local: str) -> str:
-        """The global name of a parameter, of which `local` may be a half."""
-        experts, hidden = range(self.args.get("num_experts") or 0), self.args.get("hidden_size", 0)
-        whole = next(iter(gate_and_up([f"{local[:-1]}w", f"{local[:-1]}v"])), local)
-        (part, *others) = parts_of(whole, (), 0, experts, hidden)
-        if others or part.transposed:
-            raise FormatError(
-                f"{local}: experts that are grouped in one tensor are not read in this format; save"
-                " with --ckpt-format torch_dist"
-            )
-        return part.name
-
-    def _skip(self, fqn: str, reason: str) -> None:
-        for chunk in self.metadata.tensors[fqn].chunks if fqn in self.metadata.tensors else ():
-            self.importer.skip(chunk_key(fqn, chunk), "", reason)
-
-    def _states(
-        self, stored: Saved, model: Mapping[str, Consolidated]
-    ) -> dict[str, dict[str, Consolidated | np.ndarray]]:
-        """The optimizer's states by parameter: tensors, or numbers."""
-        states: dict[str, dict[str, Consolidated | np.ndarray]] = {name: {} for name in model}
-        if self.options.weights_only:
-            self._leave_optimizer()
-            return states
-        by_state: dict[str, dict[str, str]] = {}
-        for local, state, leaf in self._leaves_of_states(stored):
-            if isinstance(leaf, StoredTensor):
-                by_state.setdefault(state, {})[local] = leaf.key
-            elif isinstance(leaf, int | float):
-                _add(states, self._name(local), state, _number(leaf))
-        for state, fqns in by_state.items():
-            scalar = all(self.metadata.tensors[fqn].shape == () for fqn in fqns.values())
-            whole = self._scalars(fqns) if scalar else self._whole(fqns)
-            for name, param in whole.items():
-                _add(states, name, state, param)
-        check_alike(states)
-        return states
-
-    def _leave_optimizer(self) -> None:
-        for fqn in self.left & self.metadata.tensors.keys():
-            for chunk in self.metadata.tensors[fqn].chunks:
-                self.importer.leave(chunk_key(fqn, chunk), "", notes.LEFT)
-
-    def _leaves_of_states(self, stored: Saved) -> Iterator[tuple[str, str, Any]]:
-        """(parameter, state, tensor or number) of everything that optimizers have."""
-        for (local, state), leaf in stored.named.items():
-            yield local, state, leaf
-        for local, settings in stored.settings.items():
-            if "step" in settings:
-                yield local, "step", settings["step"]
-        if not stored.numbered:
-            return
-        try:
-            found = list(numbered_states(self.table, stored.numbered, self._modules(stored), False))
-        except Undecided as error:
-            self._keep_apart(stored, str(error))
-            return
-        for module, state in found:
-            key = state.key
-            value = _tensor(key, self.metadata.tensors[key]) if key else state.value
-            yield module.local, state.state, value
-
-    def _modules(self, stored: Saved) -> list[Module]:
-        """The model's parameters in the order of its state dict."""
-        tensors = self.metadata.tensors
-        return [
-            Module(
-                local, 0, StoredTensor(fqn, tensors[fqn].shape, tensors[fqn].dtype, "", 0, ()), []
-            )
-            for local, fqn in _without_extra_states(stored.weights).items()
-            if not local.endswith(BUFFERS)
-        ]
-
-    def _keep_apart(self, stored: Saved, reason: str) -> None:
-        """Keep the optimizer's tensors under `other`, by their places in the state dict."""
-        for path, fqn in ((self.metadata.paths[fqn], fqn) for fqn in self.metadata.tensors):
-            if path[0] == "optimizer":
-                self.importer.parameter(
-                    "other", fqn, self._consolidated(fqn), notes.kept_apart(reason)
-                )
-        self.importer.notes.append(notes.states_apart(reason))
-
-    def _parameter(
-        self, name: str, weight: Consolidated, states: Mapping[str, Consolidated | np.ndarray]
-    ) -> None:
-        weight = self._unpadded(name, weight)
-        if name.endswith(BUFFERS):
-            self.importer.parameter("buffer", name, weight, notes.BUFFER)
-            return
-        if "param" in states:
-            self.importer.duplicate("param", name, weight, notes.copy_of_master(name))
-        else:
-            self.importer.parameter("param", name, weight, f"the parameter {name}")
-        for state, value in sorted(states.items(), key=lambda own: own[0] != "param"):
-            if isinstance(value, Consolidated):
-                own = self._unpadded(name, value)
-                self.importer.parameter(state, name, own, f"{state} of {name}")
-            else:
-                where = f"{self.metadata.files[0]}:optimizer ({state})"
-                self.importer.constant(state, name, value, where)
-
-    def _unpadded(self, name: str, param: Consolidated) -> Consolidated:
-        vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
-        if vocab is None or param.layout.shape == ():
-            return param
-        try:
-            return replace(param, layout=param.layout.clip((vocab, *param.layout.shape[1:])))
-        except LayoutError as error:
-            raise LayoutError(f"{name}, with vocab={vocab!s:.40} in sizes: {error}") from None
-
-    def _settings(self, stored: Saved) -> None:
-        for local, settings in stored.settings.items():
-            self.importer.hyperparameters(self._name(local), settings)
-
-    def _beside(self, stored: Saved) -> None:
-        """Tensors beside model and optimizer, such as states of random generators, are extras."""
-        for fqn in stored.beside:
-            for chunk in self.metadata.tensors[fqn].chunks if fqn in self.metadata.tensors else ():
-                entry, key = self.metadata.tensors[fqn], chunk_key(fqn, chunk)
-                file, _, item = key.partition(":")
+    states: dict[str, dict[str, Array]] = {name: {} for name in model}
+    if options.weights_only:
+        for fqn in left & metadata.tensors.keys():
+            for chunk in metadata.tensors[fqn].chunks:
+                importer.leave(chunk_key(fqn, chunk), "", LEFT)
+    else:
+        _fill_states(importer, metadata, args, stored, weights, states)
+    for name, weight in model.items():
+        own = {"weight": weight, **states[name]}
+        whole = unpadded(name, own, options.sizes)
+        add_parameter(importer, args, name, whole, remainders=False)
+    for local, settings in stored.settings.items():
+        importer.hyperparameters(_name(args, local), settings)
+    # tensors beside model and optimizer, such as states of random generators, are extras
+    for fqn in stored.beside:
+        if entry := metadata.tensors.get(fqn):
+            for chunk in entry.chunks:
+                file, _, item = chunk_key(fqn, chunk).partition(":")
                 tensor = StoredTensor(item, chunk.sizes, entry.dtype, "", 0, ())
-                self.importer.extra(file, fqn, tensor)
+                importer.extra(file, fqn, tensor)
 
-    def _notes(self, stored: Saved, model: Mapping[str, Consolidated]) -> None:
-        said = self.importer.notes
-        kind = "Megatron-FSDP (fsdp_dtensor)" if stored.named else "torch's FSDP2 (torch_dcp)"
-        said.append(f"saved by Megatron with {kind}")
-        if "vocab" not in self.options.sizes and EMBEDDING in model:
-            said.append(notes.padded_vocabulary(self.args.get("padded_vocab_size")))
-        if self.options.weights_only:
-            said.append(notes.WEIGHTS_ALONE)
-        elif not (stored.named or stored.numbered):
-            said.append(notes.WITHOUT_OPTIMIZER)
-        elif numbered_alone(stored.numbered):
-            said.append(notes.NUMBERED_ALONE)
-        if self.args.absent:
-            said.append(notes.defaults_taken(self.args.absent))
+    kind = "Megatron-FSDP (fsdp_dtensor)" if stored.named else "torch's FSDP2 (torch_dcp)"
+    importer.notes.append(f"saved by Megatron with {kind}")
+    rows = shapes[EMBEDDING][0] if EMBEDDING in shapes else None
+    alone = not (options.weights_only or stored.named) and numbered_alone(stored.numbered)
+    optimizer = bool(stored.named or stored.numbered)
+    add_notes(importer, args, options, rows, optimizer, [NUMBERED_ALONE] * alone)
+    account_for_files(importer, save)
+    return importer.contents()
 
 
-def _tensor(fqn: str, entry: TensorEntry) -> StoredTensor:
+def check_settings(metadata: DcpMetadata, objects: Mapping[str, Any]) -> None:
+    """Raise FormatError where files have settings of several steps: the first of groups that are
+    alike, such as those without weight decay, says how often it stepped, and its rate.
+    """
+    facts, settings = Facts(metadata.folder), dict[str, dict[str, tuple[str, Any]]]()
+    for fqn, spans in metadata.objects.items():
+        match metadata.paths[fqn]:
+            case ("optimizer", "param_to_group_meta", str(name), str(setting)):
+                settings.setdefault(name, {})[setting] = spans[0].file, objects[fqn]
+    nothing = ("", None)
+    for own in settings.values():
+        for setting in [setting for setting in ("step", "lr") if setting in own]:
+            of = [own.get(kind, nothing)[1] for kind in _KINDS] if setting == "lr" else []
+            file, value = own[setting]
+            facts.state(file, f"{setting} of parameter groups", value, str(of))
+
+
+def _tensor(metadata: DcpMetadata, fqn: str) -> StoredTensor:
+    entry = metadata.tensors[fqn]
     return StoredTensor(fqn, entry.shape, entry.dtype, "", 0, ())
 
 
-def _without_extra_states(weights: Mapping[str, str]) -> dict[str, str]:
-    return {local: fqn for local, fqn in weights.items() if not local.endswith(_EXTRA_STATE)}
+def _block(metadata: DcpMetadata, fqn: str) -> tuple[Shape, list[StoredRun]]:
+    table, entry = metadata.folder / metadata.files[0], metadata.tensors.get(fqn)
+    if entry is None:
+        raise FormatError(f"{table}: {fqn} should be a tensor, but is an object")
+    try:
+        entry.layout().check()
+    except LayoutError as error:
+        error.at(table, fqn)
+        raise
+    return entry.shape, [StoredRun(chunk_key(fqn, c), 0, c.box) for c in entry.chunks]
 
 
-def _shapes(model: Mapping[str, Consolidated]) -> dict[str, Shape]:
-    return {name: param.layout.shape for name, param in model.items()}
+def _whole(
+    importer: ContentsBuilder, metadata: DcpMetadata, args: Args, fqns: Mapping[str, str]
+) -> dict[str, Array]:
+    """Tensors of the model, or one state of each, by the global name of the parameter; gate and up
+    are one.
+    """
+    params = {local: _block(metadata, fqn) for local, fqn in fqns.items()}
+    whole: dict[str, Array] = {}
+    for local, (shape, runs) in join_gated(params).items():
+        # ranks that have gate and up of their own one after the other in a tensor
+        ranks = 1
+        if local in params and args.get("swiglu", False) and _GATED_LAYER.search(local):
+            expert = is_expert(local)
+            ranks = args.expert_ranks if expert else args.degree("tensor_model_parallel_size")
+        whole[_name(args, local)] = _joined(importer, local, shape, runs, ranks)
+    return whole
 
 
-def _number(value: int | float) -> np.ndarray:
-    return np.asarray(value, np.int32 if isinstance(value, int) else None)
+def _joined(
+    importer: ContentsBuilder, name: str, shape: Shape, runs: Sequence[StoredRun], ranks: int = 1
+) -> Array:
+    layout = regrouped(run_layout(shape, [run.target for run in runs]), ranks)
+    return importer.joined(name, layout, [run.key for run in runs])
 
 
-def _add(states: Mapping[str, dict[str, Any]], name: str, state: str, value: Any) -> None:
-    """Add a state of a parameter. Raises FormatError for one of no parameter, and for two."""
-    if name not in states:
+def _name(args: Args, local: str) -> str:
+    """The global name of a parameter, of which `local` may be a half."""
+    experts, hidden = range(args.get("num_experts") or 0), args.get("hidden_size", 0)
+    whole = next(iter(gate_and_up([f"{local[:-1]}w", f"{local[:-1]}v"])), local)
+    (part, *others) = parts_of(whole, (), 0, experts, hidden)
+    if others or part.transposed:
         raise FormatError(
-            f"{state} is there of {name}, but the model has no such parameter: a part of the"
-            " checkpoint is missing, or is of another run"
+            f"{local}: experts that are grouped in one tensor are not read in this format; save"
+            " with --ckpt-format torch_dist"
         )
-    own = states[name].setdefault(state, value)
-    if own is not value and not (isinstance(own, np.ndarray) and np.array_equal(own, value)):
+    return part.name
+
+
+def _fill_states(
+    importer: ContentsBuilder,
+    metadata: DcpMetadata,
+    args: Args,
+    stored: Saved,
+    weights: Mapping[str, str],
+    states: Mapping[str, dict[str, Array]],
+) -> None:
+    """Add the optimizer's states to those of the parameters: tensors, or numbers. `weights` are the
+    tensors of the model.
+
+    Raises FormatError for a state of no parameter, and for two of one.
+    """
+    # (parameter, state, tensor or number) of everything that optimizers have
+    found = [(local, state, leaf) for (local, state), leaf in stored.named.items()]
+    for local, settings in stored.settings.items():
+        if "step" in settings:
+            found.append((local, "step", settings["step"]))
+    trained = {local: fqn for local, fqn in weights.items() if not local.endswith(BUFFERS)}
+    modules = [Module(local, _tensor(metadata, fqn), []) for local, fqn in trained.items()]
+    table = metadata.folder / metadata.files[0]
+    try:
+        numbered = stored.numbered and list(numbered_states(table, stored.numbered, modules, False))
+    except Undecided as error:
+        numbered, fqns = [], metadata.tensors.keys()
+        apart = [fqn for fqn in fqns if metadata.paths[fqn][0] == "optimizer"]
+        tensors = {fqn: _joined(importer, fqn, *_block(metadata, fqn)) for fqn in apart}
+        keep_apart(importer, tensors, str(error))
+    for module, state in numbered:
+        leaf = _tensor(metadata, state.key) if state.key else state.value
+        found.append((module.local, state.state, leaf))
+
+    def add(name: str, state: str, value: Array) -> None:
+        if name not in states:
+            raise FormatError(
+                f"{state} is there of {name}, but the model has no such parameter: a part of the"
+                " checkpoint is missing, or is of another run"
+            )
+        own = states[name].setdefault(state, value)
+        if own is value:
+            return
+        match own, value:
+            case Constant(first), Constant(second) if np.array_equal(first, second):
+                return
         raise FormatError(f"{state} of {name} is stored twice")
+
+    by_state: dict[str, dict[str, str]] = {}
+    for local, state, leaf in found:
+        if isinstance(leaf, StoredTensor):
+            by_state.setdefault(state, {})[local] = leaf.key
+        elif isinstance(leaf, int | float):
+            where = f"{metadata.files[0]}:optimizer ({state})"
+            add(_name(args, local), state, number(leaf, where))
+    for state, fqns in by_state.items():
+        if any(metadata.tensors[fqn].shape != () for fqn in fqns.values()):
+            for name, param in _whole(importer, metadata, args, fqns).items():
+                add(name, state, param)
+            continue
+        # one number of each parameter, of which halves have one each: replicas
+        keys: dict[str, list[str]] = {}
+        for local, fqn in fqns.items():
+            _, runs = _block(metadata, fqn)
+            keys.setdefault(_name(args, local), []).extend(run.key for run in runs)
+        for name, own in keys.items():
+            layout = Replicated().join([()] * len(own))
+            add(name, state, importer.joined(f"{state}.{name}", layout, own))
+    check_alike(states)
 
 
 def check_alike(states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -512,7 +442,10 @@ def check_degrees(args: Args, model: Mapping[str, Any]) -> None:
                 " tensors alike: those of all but one are lost. Save with --ckpt-format torch_dist"
             )
     count = args.get("num_experts") or 0
-    kept = Counter(_EXPERT.sub("*", name) for name in model if is_expert(name))
+    kept: Counter[str] = Counter()
+    for name in filter(is_expert, model):
+        expert = expert_of(name)
+        kept[f"{expert.experts}.*.{expert.inner}" if expert else name] += 1
     for name, experts in kept.items():
         if experts != count:
             raise FormatError(
@@ -521,38 +454,11 @@ def check_degrees(args: Args, model: Mapping[str, Any]) -> None:
             )
 
 
-def _gated_ranks(args: Args, local: str) -> int:
-    """The ranks that have gate and up of their own one after the other in a tensor."""
-    if not args.get("swiglu", False) or not _GATED_LAYER.search(local):
-        return 1
-    if is_expert(local):
-        return args.expert_ranks
-    return args.degree("tensor_model_parallel_size")
-
-
-def stacked(gate: Consolidated, up: Consolidated) -> Consolidated:
-    """Gate and up as one parameter: the rows of the gate, then those of up."""
-    rows, *rest = gate.layout.shape
-    if gate.layout.shape != up.layout.shape:
-        raise FormatError(f"gate has shape {gate.layout.shape}, but up {up.layout.shape}")
-    by = (rows, *(0 for _ in rest))
-    below = [
-        Fragment(f.shard + len(gate.keys), f.source, f.target.shift(by))
-        for f in up.layout.fragments
-    ]
-    layout = ParamLayout(
-        (2 * rows, *rest),
-        (*gate.layout.shards, *up.layout.shards),
-        (*gate.layout.fragments, *below),
-    )
-    return Consolidated(layout, [*gate.keys, *up.keys])
-
-
-def regrouped(param: Consolidated, ranks: int) -> Consolidated:
+def regrouped(layout: ParamLayout, ranks: int) -> ParamLayout:
     """The gates of all ranks, then all ups, of a tensor that has gate and up of each in turn."""
     if ranks == 1:
-        return param
-    rows, *rest = param.layout.shape
+        return layout
+    rows, *rest = layout.shape
     each, odd = divmod(rows, 2 * ranks)
     if odd:
         raise FormatError(f"{rows} rows are not gate and up of {ranks} ranks")
@@ -562,7 +468,7 @@ def regrouped(param: Consolidated, ranks: int) -> Consolidated:
             start, target = (2 * rank + half) * each, (half * ranks + rank) * each
             block = Box((start, *(0 for _ in rest)), (start + each, *rest))
             by = (target - start, *(0 for _ in rest))
-            for fragment in param.layout.fragments:
+            for fragment in layout.fragments:
                 if part := fragment.narrow(block):
                     fragments.append(replace(part, target=part.target.shift(by)))
-    return replace(param, layout=replace(param.layout, fragments=tuple(fragments)))
+    return replace(layout, fragments=tuple(fragments))

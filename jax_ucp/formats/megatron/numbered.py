@@ -1,4 +1,4 @@
-"""Which tensors of a model the states of Megatron's numbered optimizers belong to.
+"""The tensors of a model to which the states of Megatron's numbered optimizers belong.
 
 Ids name no parameters. Which is which is Megatron's own doing, not a training script's: it walks
 the model's parameters, which are in the order of the model's keys in the file, and puts each into a
@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, is_expert
-from jax_ucp.formats.pairing import Undecided, contradiction, only_division, tells_shape
-from jax_ucp.formats.torch_save.file import StoredTensor
+from jax_ucp.formats.megatron.model import EMBEDDING, TIED, ParamPart, is_expert
 from jax_ucp.layout.fragments import Shape
+from jax_ucp.options import MODULE_ORDER
+from jax_ucp.states.assign import Slot, SlotGroup, assign
+from jax_ucp.states.pairing import Undecided, tells_shape
 
 _OTHER_FILE = (
     "model and optimizer of the file are not of one run. weights_only leaves the optimizer aside"
@@ -38,9 +39,8 @@ class Module:
     """A tensor of a rank's model, and the parameters that are in it."""
 
     local: str
-    chunk: int
     tensor: StoredTensor
-    parts: Sequence[Part]
+    parts: Sequence[ParamPart]
 
     @property
     def numel(self) -> int:
@@ -60,31 +60,13 @@ class ModuleState:
 
 
 @dataclass(frozen=True)
-class Group:
+class _NumberedGroup:
     """A parameter group: its settings, and of each number the states and the master, if any."""
 
     settings: Mapping[str, Any]
     states: Mapping[int, Mapping[str, Any]]
     masters: Sequence[StoredTensor] | None
     experts: bool | None
-
-    @cached_property
-    def numbers(self) -> list[int]:
-        return list(self.states)
-
-    @cached_property
-    def shapes(self) -> list[Mapping[str, Shape]]:
-        return [shapes_of(states) for states in self.states.values()]
-
-    @property
-    def orthogonalised(self) -> bool | None:
-        """Whether its states are Muon's, and not Adam's; None where there are none."""
-        names = {name for states in self.states.values() for name in states} - {"step"}
-        return "momentum_buffer" in names if names else None
-
-    @property
-    def has_tensors(self) -> bool:
-        return self.masters is not None or any(self.shapes)
 
 
 def numbered_states(
@@ -102,128 +84,34 @@ def numbered_states(
     defaults = [False, True] if len(optimizers) == 2 and not muon else [None] * len(optimizers)
     of_each = zip(optimizers, defaults, strict=True)
     groups = list(itertools.chain(*(_groups(where, *each) for each in of_each)))
-    if not any(group.has_tensors for group in groups):
+    if not any(g.masters is not None or any(map(shapes_of, g.states.values())) for g in groups):
         return  # never stepped
     for group, own in zip(groups, _members(groups, modules, muon), strict=True):
-        yield from _group_states(where, group, own)
+        step = group.settings.get("step")
+        if isinstance(step, int):
+            yield from itertools.product(own, [ModuleState("step", value=step)])
+        for (number, states), module in zip(group.states.items(), own, strict=True):
+            for name, value in states.items():
+                if isinstance(value, StoredTensor):
+                    yield module, _state(where, module, number, name, value)
+                elif value is not None:
+                    yield module, ModuleState(name, value=value)
+        if group.masters is not None:
+            yield from _masters(where, group.masters, own)
 
 
-def param_groups(where: FilePath, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
-    groups = inner.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise FormatError(f"{where}: the optimizer has no param_groups")
-    return groups
-
-
-def _groups(where: FilePath, optimizer: Mapping[str, Any], default: bool | None) -> list[Group]:
-    """The groups of one optimizer. Raises FormatError for states that no group holds."""
-    inner = optimizer.get("optimizer", optimizer)
-    settings = param_groups(where, inner)
-    state = inner.get("state") or {}
-    masters = _masters_by_group(where, optimizer, len(settings))
-    groups: list[Group] = []
-    for own, own_masters in zip(settings, masters, strict=True):
-        states = {number: state.get(number) or {} for number in own.get("params") or ()}
-        experts = own.get("is_expert_parallel", default)
-        groups.append(Group(own, states, own_masters, experts))
-    if strays := set(state).difference(*(group.states for group in groups)):
-        raise FormatError(
-            f"{where}: the optimizer has states of {sorted(strays)[:5]}, which no group holds"
-        )
-    return groups
-
-
-def _masters_by_group(
-    where: FilePath, optimizer: Mapping[str, Any], count: int
-) -> Sequence[Sequence[StoredTensor] | None]:
-    """The masters of each of an optimizer's groups; None of each if it keeps none."""
-    if _MASTERS not in optimizer:
-        return [None] * count
-    masters = optimizer[_MASTERS]
-    if not isinstance(masters, list) or len(masters) != count:
-        raise FormatError(f"{where}: {_MASTERS} is not a list of {count} groups")
-    return masters
-
-
-def _members(groups: Sequence[Group], modules: Sequence[Module], muon: bool) -> list[list[Module]]:
-    """The modules of each group, in the order of the model. Raises Undecided."""
-    lengths = [len(group.states) for group in groups]
-    count = sum(lengths)
-    if count != len(modules):
-        raise Undecided(
-            f"{count} parameters have numbers, but the model has {len(modules)}: some may be frozen"
-        )
-    kinds = _kinds(groups, muon)
-
-    def fits(i: int, group: int, place: int) -> bool:
-        module = modules[i]
-        experts, matrices = kinds[group]
-        return (
-            experts in (None, is_expert(module.local))
-            and matrices in (None, _is_matrix(module))
-            and _has_shapes(groups[group], place, module.tensor.shape)
-        )
-
-    division = only_division(dict.fromkeys(range(len(modules)), 1), lengths, fits)
-    members: list[list[Module]] = [[] for _ in groups]
-    for i in sorted(division):
-        group, _ = division[i]
-        members[group].append(modules[i])
-    return members
-
-
-def _kinds(groups: Sequence[Group], muon: bool) -> list[tuple[bool | None, bool | None]]:
-    """Whether each group's modules are those of experts, and matrices; None where either may be."""
-    apart = any(group.experts for group in groups)
-    experts = [group.experts if apart else None for group in groups]
-    matrices = [group.orthogonalised if muon else None for group in groups]
-    return list(zip(experts, matrices, strict=True))
-
-
-def _is_matrix(module: Module) -> bool:
-    """Whether Muon has the module: a matrix that is neither embedding nor output layer."""
-    return len(module.tensor.shape) == 2 and module.local not in (EMBEDDING, TIED)
-
-
-def _has_shapes(group: Group, place: int, shape: Shape) -> bool:
-    masters, states = group.masters, group.shapes[place]
-    # fp32 weights have no masters beside them
-    if masters and len(masters) == len(group.states) and masters[place].shape != shape:
-        return False
-    return not (tells_shape(states) and contradiction(states, shape))
-
-
-def _group_states(
-    where: FilePath, group: Group, modules: Sequence[Module]
-) -> Iterator[tuple[Module, ModuleState]]:
-    """What a group has of its modules: its step, the states, and the masters."""
-    if isinstance(group.settings.get("step"), int):
-        step = ModuleState("step", value=group.settings["step"])
-        yield from itertools.product(modules, [step])
-    for (number, states), module in zip(group.states.items(), modules, strict=True):
-        yield from _states(where, module, number, states)
-    if group.masters is not None:
-        yield from _masters(where, group.masters, modules)
-
-
-def _states(
-    where: FilePath, module: Module, number: int, states: Mapping[str, Any]
-) -> Iterator[tuple[Module, ModuleState]]:
+def _state(
+    where: FilePath, module: Module, number: int, name: str, tensor: StoredTensor
+) -> ModuleState:
+    """A tensor of the module's shape; the number of steps has none."""
     shape = module.tensor.shape
-    for name, value in states.items():
-        if value is None:
-            continue
-        if not isinstance(value, StoredTensor):
-            yield module, ModuleState(name, value=value)
-            continue
-        one_step = name == "step" and value.shape == ()
-        if value.shape != shape and not one_step:
-            raise FormatError(
-                f"{where}: {name} of parameter {number} has shape {value.shape}, but"
-                f" {module.local}, which is that parameter, has {shape}; such a state is not read,"
-                " weights_only leaves the optimizer aside"
-            )
-        yield module, ModuleState(name, value.key, value.shape)
+    if tensor.shape != shape and (name, tensor.shape) != ("step", ()):
+        raise FormatError(
+            f"{where}: {name} of parameter {number} has shape {tensor.shape}, but {module.local},"
+            f" which is that parameter, has {shape}; such a state is not read, weights_only leaves"
+            " the optimizer aside"
+        )
+    return ModuleState(name, tensor.key, tensor.shape)
 
 
 def _masters(
@@ -244,9 +132,107 @@ def _masters(
         yield module, ModuleState("param", tensor.key, tensor.shape)
 
 
+def param_groups(where: FilePath, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = inner.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise FormatError(f"{where}: the optimizer has no param_groups")
+    return groups
+
+
+def _groups(
+    where: FilePath, optimizer: Mapping[str, Any], default: bool | None
+) -> list[_NumberedGroup]:
+    """The groups of one optimizer. Raises FormatError for states that no group holds."""
+    inner = optimizer.get("optimizer", optimizer)
+    settings = param_groups(where, inner)
+    state = inner.get("state") or {}
+    masters: Sequence[Any] = [None] * len(settings)
+    if _MASTERS in optimizer:
+        masters = optimizer[_MASTERS]
+        if not isinstance(masters, list) or len(masters) != len(settings):
+            raise FormatError(f"{where}: {_MASTERS} is not a list of {len(settings)} groups")
+    groups: list[_NumberedGroup] = []
+    for own, own_masters in zip(settings, masters, strict=True):
+        states = {number: state.get(number) or {} for number in own.get("params") or ()}
+        experts = own.get("is_expert_parallel", default)
+        groups.append(_NumberedGroup(own, states, own_masters, experts))
+    if strays := set(state).difference(*(group.states for group in groups)):
+        raise FormatError(
+            f"{where}: the optimizer has states of {sorted(strays)[:5]}, which no group holds"
+        )
+    return groups
+
+
+def _members(
+    groups: Sequence[_NumberedGroup], modules: Sequence[Module], muon: bool
+) -> list[list[Module]]:
+    """The modules of each group, in the order of the model. Raises Undecided.
+
+    Muon has the matrices that are neither embedding nor output layer.
+    """
+    count = sum(len(group.states) for group in groups)
+    if count != len(modules):
+        raise Undecided(
+            f"{count} parameters have numbers, but the model has {len(modules)}: some may be frozen"
+        )
+    apart = any(group.experts for group in groups)
+    matrices: list[bool | None] = []  # whether a group's states are Muon's; None if it has none
+    masters: dict[tuple[int, int], Shape] = {}  # by group and number
+    slot_groups: list[SlotGroup[tuple[int, int]]] = []
+    for i, group in enumerate(groups):
+        kinds = {name for states in group.states.values() for name in states} - {"step"}
+        matrices.append("momentum_buffer" in kinds if muon and kinds else None)
+        slots: list[Slot[tuple[int, int]]] = []
+        for number, states in group.states.items():
+            shapes = shapes_of(states)
+            known = shapes if tells_shape(shapes) else {}
+            slots.append(Slot((i, number), known, f"number {number}"))
+        slot_groups.append(SlotGroup(f"group {i}", slots))
+        # fp32 weights have no masters beside them
+        if group.masters and len(group.masters) == len(slots):
+            masters |= {s.key: m.shape for s, m in zip(slots, group.masters, strict=True)}
+
+    def unfit(slot: Slot[tuple[int, int]], place: int) -> str:
+        group, local, shape = slot.key[0], modules[place].local, modules[place].tensor.shape
+        if apart and groups[group].experts not in (None, is_expert(local)):
+            return f"{local} is not of the experts, or the rest, that {slot.label} is of"
+        is_matrix = len(shape) == 2 and local not in (EMBEDDING, TIED)
+        if matrices[group] not in (None, is_matrix):
+            return f"{local} is not what Muon, or the optimizer beside it, has"
+        if masters.get(slot.key, shape) != shape:
+            return f"the master of {slot.label} has another shape than {local}"
+        return ""
+
+    shapes = {place: module.tensor.shape for place, module in enumerate(modules)}
+    names = assign(slot_groups, shapes, MODULE_ORDER, unfit=unfit).names
+    return [[modules[names[slot.key]] for slot in group.slots] for group in slot_groups]
+
+
 def stored_tensors(tree: Mapping[str, Any]) -> dict[str, StoredTensor]:
     return {name: value for name, value in tree.items() if isinstance(value, StoredTensor)}
 
 
 def shapes_of(tree: Mapping[str, Any]) -> dict[str, Shape]:
     return {name: tensor.shape for name, tensor in stored_tensors(tree).items()}
+
+
+def numbered_alone(optimizers: Iterable[Any]) -> bool:
+    """Whether optimizers have states by number, and no masters beside them."""
+    unmastered = [part for part in optimizers if isinstance(part, dict) and _MASTERS not in part]
+    return any(part.get("optimizer", part).get("state") for part in unmastered)
+
+
+def beside_tensors(optimizer: Any) -> dict[str, Any]:
+    """The hyper-parameters and the loss scaler of an optimizer, or of a list of them: what is not
+    a tensor.
+    """
+    beside: dict[str, Any] = {}
+    for i, part in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
+        if isinstance(part, dict):
+            label = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
+            inner = part.get("optimizer", part)
+            outer = part if inner is not part else {}
+            own = {name: value for name, value in inner.items() if name != "state"}
+            own |= {n: value for n, value in outer.items() if n not in ("optimizer", _MASTERS)}
+            beside |= {f"{label}/{name}": value for name, value in own.items()}
+    return beside

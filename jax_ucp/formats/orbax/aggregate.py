@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jax_ucp.codecs.msgpack import decode
+from jax_ucp.codecs.msgpack_tree import leaf_values
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.formats.flax_msgpack.decode import decode
-from jax_ucp.formats.flax_msgpack.tree import leaf_values
 from jax_ucp.tree import Path as TreePath
 
 AGGREGATE_FILE = "checkpoint"
@@ -29,7 +29,7 @@ def placeholder(value: Any) -> str | None:
 
 
 def read_aggregate(directory: Files, paths: Collection[TreePath]) -> Mapping[TreePath, Any]:
-    """What the file has for each leaf of the tree with these paths; nothing if there is none.
+    """The values in the file by leaf of the tree with these paths; empty without a file.
 
     Raises FormatError where it has another tree.
     """

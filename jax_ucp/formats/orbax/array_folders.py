@@ -8,16 +8,16 @@ The tree is what Orbax makes of such a folder: names of folders, split at dots. 
 
 from __future__ import annotations
 
+from jax_ucp.arrays.beside import MARKERS, items_beside
+from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.orbax.arrays import Storage, ZarrArrays, check_size
+from jax_ucp.formats.orbax.arrays import ZarrArrays, ZarrFolder, check_size
 from jax_ucp.formats.orbax.reader import NO_CHECKSUMS, note_files
-from jax_ucp.sources.beside import MARKERS, items_beside
-from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.options import Options
 from jax_ucp.tree import Key, Leaf, leaf_names, tree_fault
-from jax_ucp.universal.checked import leaf_fault
 from jax_ucp.universal.orbax_tree import SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from jax_ucp.universal.validation import leaf_fault
 
 ARRAY_FILE = ".zarray"
 # Beside one of these, arrays belong to something else: to a hierarchy of zarr, or to a save of
@@ -46,7 +46,7 @@ def open_array_folders(path: FilePath, options: Options) -> Contents:
             f"{path}: the names of its folders, split at dots, do not form a tree: {fault}"
         )
     names = leaf_names(paths)
-    storage = Storage(directory, "the folder")
+    storage = ZarrFolder(directory, "the folder")
     arrays = ZarrArrays(storage, dict(zip(names, stored, strict=True)))
     check_size(storage, arrays.arrays())
     leaves: list[Leaf] = []

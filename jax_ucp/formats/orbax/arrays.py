@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from jax_ucp.arrays.budget import HELD_BYTES
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import Piece
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, MakesArrays
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.looked import look, look_inside, walk
 from jax_ucp.files.protocol import Files
 from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.budget import HELD_BYTES
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import Piece
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource, MakesArrays
-from jax_ucp.universal.checked import is_dtype
 from jax_ucp.universal.ocdbt import MANIFEST_FILE
+from jax_ucp.universal.validation import is_dtype
 
 # The database of one process; a save of several ends by making one of theirs.
 PROCESS_PREFIX = "ocdbt.process_"
@@ -49,7 +48,7 @@ _TENSORSTORE_ERRORS = (ValueError, IndexError, OverflowError, NotImplementedErro
 
 
 @dataclass(frozen=True)
-class Storage:
+class ZarrFolder:
     """How the arrays of a folder are stored.
 
     Attributes:
@@ -81,36 +80,32 @@ def databases(folder: Files, ocdbt: bool | None) -> tuple[str, ...]:
     """
     if ocdbt is False:
         return ()
-    if look(folder, MANIFEST_FILE):
+    if folder.stat(MANIFEST_FILE):
         return ("",)
-    if found := _process_databases(folder):
-        return found
-    return ("",) if ocdbt else ()
-
-
-def _process_databases(folder: Files) -> tuple[str, ...]:
-    """The databases of processes in a folder, numbered from 0. Raises FormatError where one of them
-    is missing.
-    """
-    folders = [
-        entry.name for entry in look_inside(folder, "") if entry.name.startswith(PROCESS_PREFIX)
-    ]
+    # those of processes, numbered from 0
+    folders = [entry.name for entry in folder.list() if entry.name.startswith(PROCESS_PREFIX)]
     expected = [f"{PROCESS_PREFIX}{i}" for i in range(len(folders))]
-    found = [name for name in expected if look(folder, f"{name}/{MANIFEST_FILE}")]
+    found = [name for name in expected if folder.stat(f"{name}/{MANIFEST_FILE}")]
     if found != expected:
         raise FormatError(
             f"{folder} has no {MANIFEST_FILE}, and {', '.join(sorted(folders))} are not whole"
             " databases of processes 0 and up: the save was not finished, or files are missing"
         )
-    return tuple(found)
+    return tuple(found) or (("",) if ocdbt else ())
 
 
-def check_size(storage: Storage, arrays: Mapping[str, ArrayInfo]) -> None:
+def check_size(storage: ZarrFolder, arrays: Mapping[str, ArrayInfo]) -> None:
     """Raise FormatError where arrays are larger than the bytes that are stored could make them."""
     claimed = sum(info.nbytes for info in arrays.values())
-    stored = sum(file.size for file in walk(storage.folder))
-    if not storage.databases:
-        _check_chunks(storage, claimed)
+    files = [*storage.folder.walk()]
+    stored = sum(file.size for file in files)
+    # TensorStore reads the file of a chunk whole, and ends the process where there is no memory
+    for file in () if storage.databases else files:
+        if "/" in file.name and file.size > 2 * claimed + CHUNK_SLACK_BYTES:
+            raise FormatError(
+                f"{storage.folder}/{file.name} has {file.size:,} bytes, and all arrays have"
+                f" {claimed:,}: it is damaged, or not part of the checkpoint"
+            )
     if claimed > FREE_BYTES + MAX_RATIO * stored:
         raise FormatError(
             f"{storage.folder} says that its arrays have {claimed} bytes, but its files have"
@@ -119,28 +114,16 @@ def check_size(storage: Storage, arrays: Mapping[str, ArrayInfo]) -> None:
         )
 
 
-def _check_chunks(storage: Storage, claimed: int) -> None:
-    """Raise FormatError for a file of a chunk that is larger than all arrays: TensorStore reads it
-    whole, and ends the process where there is no memory for it.
-    """
-    for file in walk(storage.folder):
-        if "/" in file.name and file.size > 2 * claimed + CHUNK_SLACK_BYTES:
-            raise FormatError(
-                f"{storage.folder}/{file.name} has {file.size:,} bytes, and all arrays have"
-                f" {claimed:,}: it is damaged, or not part of the checkpoint"
-            )
-
-
-def names_beside(storage: Storage, stored: Mapping[str, str]) -> set[str]:
-    """What belongs to the arrays with these names, of what lies directly in the folder.
+def names_beside(storage: ZarrFolder, stored: Mapping[str, str]) -> set[str]:
+    """The entries directly in the folder that belong to the arrays with these names.
 
     Raises FormatError where an array is there twice.
     """
     if storage.databases:
-        folders = {file.name.partition("/")[0] for file in walk(storage.folder)}
+        folders = {file.name.partition("/")[0] for file in storage.folder.walk()}
         processes = {name for name in folders if name.startswith(PROCESS_PREFIX)}
         return processes | {"d", MANIFEST_FILE}
-    files = {file.name for file in walk(storage.folder)}
+    files = {file.name for file in storage.folder.walk()}
     for name in stored.values():
         if {f"{name}/{_V2_FILE}", f"{name}/{_V3_FILE}"} <= files:
             raise FormatError(
@@ -155,7 +138,7 @@ def joined(*sources: ArraySource) -> ArraySource:
     """The arrays of sources that have no name in common, as one."""
     places = {name: (source, name) for source in sources for name in source.arrays()}
     arrays = {name: source.arrays()[name] for name, (source, _) in places.items()}
-    return Combined(arrays, places, sources, stored=False)
+    return Combined(arrays, places, sources)
 
 
 class ZarrArrays(MakesArrays):
@@ -166,7 +149,7 @@ class ZarrArrays(MakesArrays):
     memory for each block anew.
     """
 
-    def __init__(self, storage: Storage, stored: Mapping[str, str]):
+    def __init__(self, storage: ZarrFolder, stored: Mapping[str, str]):
         """`stored` has the names of arrays in the folder, by those that they have here.
 
         Raises FormatError where one is not there, or is none that stock writes.
@@ -230,7 +213,7 @@ class ZarrArrays(MakesArrays):
 
 
 def _array_fault(array: Any) -> str | None:
-    """What of an array stock Orbax never writes, and could take any memory to read."""
+    """The property of an array that stock Orbax never writes, and that could take any memory."""
     if not is_dtype(array.dtype.name):
         return f"has the dtype {array.dtype.name}"
     for chunks in (array.chunk_layout.read_chunk, array.chunk_layout.write_chunk):
@@ -246,7 +229,7 @@ def _array_fault(array: Any) -> str | None:
     return None
 
 
-def _specs(storage: Storage, stored: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _specs(storage: ZarrFolder, stored: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """TensorStore's description of each array."""
     layers = _process_layers(storage) if storage.is_unmerged else {}
     return {
@@ -260,7 +243,7 @@ def _specs(storage: Storage, stored: Mapping[str, str]) -> dict[str, dict[str, A
     }
 
 
-def _kvstore(storage: Storage, name: str, layers: Mapping[str, Any]) -> dict[str, Any]:
+def _kvstore(storage: ZarrFolder, name: str, layers: Mapping[str, Any]) -> dict[str, Any]:
     if not storage.databases:
         return storage.folder.spec(name)
     if storage.is_unmerged:
@@ -268,7 +251,7 @@ def _kvstore(storage: Storage, name: str, layers: Mapping[str, Any]) -> dict[str
     return {"driver": "ocdbt", "base": storage.folder.spec(), "path": f"{name}/"}
 
 
-def _process_layers(storage: Storage) -> dict[str, list[dict[str, Any]]]:
+def _process_layers(storage: ZarrFolder) -> dict[str, list[dict[str, Any]]]:
     """For each array the files that processes wrote of it, each in the database that has it.
 
     Raises FormatError where two have one chunk, or describe an array differently.
@@ -315,7 +298,7 @@ def _differ(values: Any, others: Any, key: str) -> bool:
     return values.read(key).result().value != others.read(key).result().value
 
 
-def _check_complete(storage: Storage, name: str, array: Any, spec: Mapping[str, Any]) -> None:
+def _check_complete(storage: ZarrFolder, name: str, array: Any, spec: Mapping[str, Any]) -> None:
     """Raise FormatError where a chunk is in no process's database: it may be zeros that were left
     out, or the database of a process is missing.
     """

@@ -1,5 +1,5 @@
-"""What stock Orbax writes: v0 (OCDBT or plain, zarr v2) and v1 (OCDBT, zarr v3) PyTree checkpoints,
-of 0.5 and later.
+"""Checkpoints of stock Orbax: v0 (OCDBT or plain, zarr v2) and v1 (OCDBT, zarr v3) PyTree
+checkpoints, of 0.5 and later.
 
 Nothing of Orbax is imported.
 """
@@ -9,30 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jax_ucp.arrays.beside import MARKERS, items_beside
+from jax_ucp.arrays.contents import Contents, Item
+from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.codecs.msgpack_tree import packed_table
 from jax_ucp.errors import FormatError
-from jax_ucp.files.looked import walk
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, require_small
-from jax_ucp.files.ranges import FileRange
 from jax_ucp.files.source_files import note
-from jax_ucp.formats.flax_msgpack.source import PackedSource
-from jax_ucp.formats.options import Options
 from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE
 from jax_ucp.formats.orbax.arrays import (
-    Storage,
     ZarrArrays,
+    ZarrFolder,
     check_size,
     databases,
     joined,
     names_beside,
 )
 from jax_ucp.formats.orbax.tree import OrbaxTree, read_orbax_tree
-from jax_ucp.sources.beside import MARKERS, items_beside
-from jax_ucp.sources.contents import Contents, Item
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.options import Options
 from jax_ucp.tree import Leaf
-from jax_ucp.universal.checked import leaf_fault
 from jax_ucp.universal.orbax_tree import SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from jax_ucp.universal.validation import leaf_fault
 
 # TensorStore reads these whole; of the largest arrays they have some kilobytes.
 _READ_WHOLE, _MOST_BYTES = (".zarray", "zarr.json", "manifest.ocdbt"), 1 << 20
@@ -58,12 +56,11 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
     note_files(directory)
     tree = read_orbax_tree(directory)
     there = databases(directory, tree.ocdbt)
-    storage = Storage(directory, TREE_FILE, there, tree.zarr3, tree.all_chunks_stored)
+    storage = ZarrFolder(directory, TREE_FILE, there, tree.zarr3, tree.all_chunks_stored)
     zarr = ZarrArrays(storage, tree.stored)
     arrays = zarr
     if tree.packed:
-        file = FileRange(path / AGGREGATE_FILE)
-        arrays = joined(zarr, PackedSource(file, AGGREGATE_FILE, tree.packed))
+        arrays = joined(zarr, packed_table(path / AGGREGATE_FILE, tree.packed))
     leaves = [_leaf(directory, tree, leaf, arrays.arrays()) for leaf in tree.leaves]
     check_size(storage, zarr.arrays())
     inventory = [
@@ -79,7 +76,7 @@ def note_files(directory: Files) -> None:
     """Note every file: TensorStore reads most of them, does not say which, follows every link, and
     waits for ever for a FIFO. A name that leads out is refused here, and what is not a file.
     """
-    files = walk(directory)
+    files = directory.walk()
     if not directory.is_remote:  # where there are links
         files = filter(None, [directory.stat(file.name) for file in files])
     for file in files:
@@ -94,7 +91,7 @@ def note_files(directory: Files) -> None:
 
 
 def _own_files(tree: OrbaxTree) -> set[str]:
-    """What stock Orbax has in the folder of a tree beside the arrays."""
+    """Files of stock Orbax in the folder of a tree, beside the arrays."""
     aggregate = {AGGREGATE_FILE} if tree.has_aggregate else set[str]()
     return {TREE_FILE, SHARDING_FILE, STRINGS_FILE, "array_metadatas", *MARKERS, *aggregate}
 

@@ -20,11 +20,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from jax_ucp.codecs.msgpack_tree import Packed, is_packed, packed_leaf, plain_leaf
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.files.looked import look, walk
 from jax_ucp.files.protocol import Files, read_bytes
-from jax_ucp.formats.flax_msgpack.source import Packed
-from jax_ucp.formats.flax_msgpack.tree import is_packed, packed_leaf, plain_leaf
 from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE, placeholder, read_aggregate
 from jax_ucp.tree import (
     MAX_TREE_DEPTH,
@@ -37,8 +35,8 @@ from jax_ucp.tree import (
     tree_fault,
 )
 from jax_ucp.tree import Path as TreePath
-from jax_ucp.universal.checked import sharding_fault
 from jax_ucp.universal.orbax_tree import MARK, SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from jax_ucp.universal.validation import sharding_fault
 
 T = TypeVar("T")
 
@@ -57,17 +55,17 @@ class _ValueEntry(msgspec.Struct):
     write_shape: tuple[int, ...] | None = None
 
 
-class _Entry(msgspec.Struct):
+class _TreeEntry(msgspec.Struct):
     key_metadata: Annotated[tuple[_KeyEntry, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
     value_metadata: _ValueEntry
 
 
 class _TreeFile(msgspec.Struct):
-    """What is read of `_METADATA`; of the rest older versions say less: 0.5 only the tree, and
-    `use_ocdbt` only those from 0.11.31 on.
+    """The part of `_METADATA` that is read; of the rest older versions say less: 0.5 only the tree,
+    and `use_ocdbt` only those from 0.11.31 on.
     """
 
-    tree_metadata: dict[str, _Entry]
+    tree_metadata: dict[str, _TreeEntry]
     use_ocdbt: bool | None = None
     custom_metadata: dict[str, Any] | None = None
     use_zarr3: bool | None = None
@@ -112,7 +110,7 @@ class _ArrayMetadatas(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class OrbaxTree:
-    """What a stock PyTree checkpoint says of its tree and of the way its arrays are stored.
+    """The tree of a stock PyTree checkpoint, and how its arrays are stored.
 
     The leaves have no shape or dtype yet: those are with the arrays. `stored` has the name that
     stock gave each array, by the name of its leaf here, which is safe for a directory; stock's need
@@ -178,9 +176,9 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
 
 
 def _in_arrays(
-    leaves: Sequence[Leaf], entries: Sequence[_Entry], packed: Mapping[str, Packed]
-) -> dict[str, _Entry]:
-    """What is said of the leaves that are arrays of their own, by name."""
+    leaves: Sequence[Leaf], entries: Sequence[_TreeEntry], packed: Mapping[str, Packed]
+) -> dict[str, _TreeEntry]:
+    """The entries of leaves that are arrays of their own, by name."""
     named = {
         leaf.name: entry for leaf, entry in zip(leaves, entries, strict=True) if leaf.has_array
     }
@@ -189,7 +187,7 @@ def _in_arrays(
 
 @dataclass(frozen=True)
 class _TreeFiles:
-    """What the files beside the tree say of leaves, by stock's names of them.
+    """Properties of leaves in the files beside the tree, by stock's names.
 
     `aggregate` has them by their paths.
     """
@@ -200,15 +198,15 @@ class _TreeFiles:
     key_impls: Mapping[str, str]
     aggregate: Mapping[TreePath, Any]
 
-    def lacks(self, entry: _Entry) -> bool:
+    def lacks(self, entry: _TreeEntry) -> bool:
         """Whether `array_metadatas` had something of an array and does not have it: `write_shape`
         is taken from there (Orbax 0.12, `_get_param_infos_with_write_shape`).
         """
         written = entry.value_metadata.write_shape is not None
         return written and _stock_name(entry) not in self.key_impls
 
-    def packed_value(self, path: TreePath, entry: _Entry) -> Any:
-        """What the aggregate file has for a leaf; None where it is stored elsewhere, or nothing.
+    def packed_value(self, path: TreePath, entry: _TreeEntry) -> Any:
+        """The value of a leaf in the aggregate file; None where it is stored elsewhere, or nothing.
 
         Raises FormatError where one of the two files says that the other has the value.
         """
@@ -225,7 +223,7 @@ class _TreeFiles:
             )
         return value if about.skip_deserialize else None
 
-    def leaf(self, path: TreePath, name: str, entry: _Entry, packed: Any) -> Leaf:
+    def leaf(self, path: TreePath, name: str, entry: _TreeEntry, packed: Any) -> Leaf:
         """A leaf of the tree. Raises FormatError for a type that stock does not write, and for a
         string without its text.
         """
@@ -253,7 +251,7 @@ class _TreeFiles:
 def _key_impls(directory: Files) -> dict[str, str]:
     """Of what kind the arrays of PRNG keys are, by stock's names of them; "" of other arrays."""
     impls: dict[str, str] = {}
-    for name in (file.name for file in walk(directory)):
+    for name in (file.name for file in directory.walk()):
         if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):
             for entry in _json(directory, name, _ArrayMetadatas).array_metadatas:
                 impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
@@ -262,7 +260,7 @@ def _key_impls(directory: Files) -> dict[str, str]:
 
 
 def _require_own_places(
-    directory: Files, entries: Sequence[_Entry], leaves: Sequence[Leaf]
+    directory: Files, entries: Sequence[_TreeEntry], leaves: Sequence[Leaf]
 ) -> None:
     """Raises FormatError where two leaves with a value have one name."""
     seen: set[str] = set()
@@ -278,7 +276,7 @@ def _require_own_places(
         seen.add(name)
 
 
-def _stock_name(entry: _Entry) -> str:
+def _stock_name(entry: _TreeEntry) -> str:
     return ".".join(key.key for key in entry.key_metadata)
 
 
@@ -340,8 +338,8 @@ def _saved_sharding(stored: _Sharding) -> SavedSharding:
 
 
 def _json(directory: Files, name: str, kind: type[T], default: T | None = None) -> T:
-    """What a file says, which is of a kind; `default` if it is not there."""
-    file = look(directory, name)
+    """The content of a file as `kind`; `default` if it is not there."""
+    file = directory.stat(name)
     data = read_bytes(directory, file) if file is not None and file.kind == "file" else None
     if data is None:
         if default is None:

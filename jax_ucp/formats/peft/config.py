@@ -1,4 +1,4 @@
-"""What the config of a PEFT adapter says, checked: which method it is, and by how much it counts.
+"""The config of a PEFT adapter, checked: its method, and its scale.
 
 Facts: `LoraConfig` and `get_pattern_key` of peft 0.13 to 0.21 (`tuners/lora/`, `utils/other.py`).
 """
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import FormatError, TreeMismatch
 from jax_ucp.name_patterns import NamePatterns
-from jax_ucp.sources.contents import Contents
 from jax_ucp.text import visible
 
 CONFIG = "adapter_config.json"
@@ -82,7 +82,7 @@ class LoraConfig:
         )
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product of a module's factors, of this rank, is multiplied by.
+        """The scale of the product of a module's factors, which have this rank.
 
         Raises FormatError where the config has another rank for it, or versions of peft would take
         another alpha.

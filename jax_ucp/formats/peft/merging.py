@@ -1,4 +1,4 @@
-"""A base checkpoint with adapters merged: a view of its weights, with what they add."""
+"""A base checkpoint with adapters merged: its weights, and what they add, as expressions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.contents import Contents, Item
+from jax_ucp.arrays.dequantized import WeightPart, dequantized
+from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.merged import MAGNITUDE, WEIGHT, MergedWeight, Term
+from jax_ucp.arrays.value import Array, users
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.peft.config import CONFIG, LoraConfig
-from jax_ucp.formats.peft.tensors import Change, changes
-from jax_ucp.sources.checks import Check, Extent, passed_on
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import Contents, Item
-from jax_ucp.sources.dequantized import DequantizedView, Part
-from jax_ucp.sources.merged import MAGNITUDE, WEIGHT, MergedWeight, Term
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.formats.peft.tensors import WeightChange, changes
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_BASE = "base "  # begins the names of the base's arrays
 _CONFIG, _HEAD = "config.json", "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _UNTIED = ["tie_word_embeddings is false from here on: an adapter has an embedding and a head"]
@@ -32,19 +31,24 @@ _UNTIED = ["tie_word_embeddings is false from here on: an adapter has an embeddi
 
 @dataclass(frozen=True)
 class _Adapter:
-    """An opened adapter: `key` begins the names of its arrays here, `leaves` are by name."""
+    """An opened adapter, its leaves by name, and its arrays by the names of leaves' arrays."""
 
-    key: str
     contents: Contents
     leaves: Mapping[str, Leaf]
-    changes: Sequence[Change]
+    arrays: Mapping[str, Array]
+    changes: Sequence[WeightChange]
 
     @property
     def name(self) -> str:
         return self.contents.path.rstrip("/").rpartition("/")[2]
 
+    def part(self, tensor: str) -> WeightPart:
+        """A stored tensor as a part of a weight."""
+        leaf = self.leaves[tensor]
+        return WeightPart(f"{leaf.name} of {self.name}", self.arrays[leaf.name], leaf.shape)
 
-_Step = tuple[_Adapter, Change]
+
+_Step = tuple[_Adapter, WeightChange]
 
 
 def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
@@ -56,28 +60,40 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     """
     params = _parameters(base)
     shapes = {name: leaf.shape for name, leaf in params.items()}
-    read = [_adapter(f"adapter {i} ", contents, shapes) for i, contents in enumerate(adapters)]
+    stored = expressions(base.arrays)
+    read = [_adapter(contents, shapes) for contents in adapters]
     changed = _changed(read)
     extras = _untied(base, changed)
-    made = {name: _merged_weight(params.get(name), steps) for name, steps in changed.items()}
+    made = {
+        name: _merged_weight(params.get(name), stored, steps) for name, steps in changed.items()
+    }
     leaves, names = _leaves(base, params, made)
-    view = _view(base, read, leaves, {names[name]: weight for name, weight in made.items()})
+    # new parameters come last
+    arrays = {
+        leaf.name: stored[before.name]
+        for leaf, before in zip(leaves, base.leaves, strict=False)
+        if leaf.has_array
+    }
+    for name, weight in made.items():
+        arrays[names[name]] = dequantized(names[name], weight, weight.dtype)
+    sources = [(base, stored), *((adapter.contents, adapter.arrays) for adapter in read)]
+    resting = [(contents, users(arrays, of)) for contents, of in sources]
     new = [name for name in made if name not in params]
     return replace(
         base,
         leaves=leaves,
-        arrays=view,
+        arrays=Evaluated(arrays),
         extras=extras,
         inventory=[*base.inventory, *itertools.chain.from_iterable(map(_items, read))],
         notes=[*base.notes, *_notes(read, new), *_UNTIED * (extras is not base.extras)],
         source=_source(base, read),
-        checks=partial(_checks, base, read, view.users()),
+        checks=partial(_checks, resting),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
     )
 
 
 def _changed(adapters: Sequence[_Adapter]) -> Mapping[str, Sequence[_Step]]:
-    """What adapters do to each weight, in their order."""
+    """The steps that adapters apply to each weight, in the order of the adapters."""
     changed: dict[str, list[_Step]] = defaultdict(list)
     for adapter in adapters:
         for change in adapter.changes:
@@ -102,29 +118,12 @@ def _leaves(
     return named, {str(leaf.path[1]): leaf.name for leaf in of_params if str(leaf.path[1]) in made}
 
 
-def _view(
-    base: Contents,
-    adapters: Sequence[_Adapter],
-    leaves: Sequence[Leaf],
-    weights: Mapping[str, MergedWeight],
-) -> DequantizedView:
-    """The arrays of the leaves: those of `weights` are merged, the others as the base has them."""
-    kept = zip(leaves, base.leaves, strict=False)  # new parameters come last
-    others = {
-        leaf.name: f"{_BASE}{before.name}" for leaf, before in kept if leaf.name not in weights
-    }
-    of_adapters = {adapter.key: adapter.contents.arrays for adapter in adapters}
-    dtypes = {name: weight.dtype for name, weight in weights.items()}
-    return DequantizedView(_together({_BASE: base.arrays, **of_adapters}), weights, others, dtypes)
-
-
 def _checks(
-    base: Contents, adapters: Sequence[_Adapter], users: Mapping[str, set[str]], extent: Extent
+    resting: Sequence[tuple[Contents, Mapping[str, set[str]]]], extent: Extent
 ) -> Iterator[Check]:
     """The proofs of the base and of adapters, as those of the leaves made of what they prove."""
-    for key, contents in ((_BASE, base), *((a.key, a.contents) for a in adapters)):
-        mine = {name.removeprefix(key): who for name, who in users.items() if name.startswith(key)}
-        yield from passed_on(contents.checks(extent), mine)
+    for contents, users_of in resting:
+        yield from passed_on(contents.checks(extent), users_of)
 
 
 def _parameters(base: Contents) -> dict[str, Leaf]:
@@ -149,7 +148,7 @@ def _parameters(base: Contents) -> dict[str, Leaf]:
     return params
 
 
-def _adapter(key: str, contents: Contents, base: Mapping[str, tuple[int, ...]]) -> _Adapter:
+def _adapter(contents: Contents, base: Mapping[str, tuple[int, ...]]) -> _Adapter:
     said = contents.extras.get(CONFIG, {}).get("config")
     if said is None:
         raise FormatError(
@@ -162,7 +161,8 @@ def _adapter(key: str, contents: Contents, base: Mapping[str, tuple[int, ...]]) 
         if len(leaf.path) == 2 and leaf.path[0].name == "param"
     }
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    return _Adapter(key, contents, leaves, changes(shapes, base, config))
+    arrays = expressions(contents.arrays)
+    return _Adapter(contents, leaves, arrays, changes(shapes, base, config))
 
 
 def _untied(base: Contents, changed: Mapping[str, Sequence[_Step]]) -> Mapping[str, Any]:
@@ -198,7 +198,9 @@ def _untied_config(
     )
 
 
-def _merged_weight(leaf: Leaf | None, steps: Sequence[_Step]) -> MergedWeight:
+def _merged_weight(
+    leaf: Leaf | None, base: Mapping[str, Array], steps: Sequence[_Step]
+) -> MergedWeight:
     """A weight of the base, or a new one, with what adapters do to it one after the other.
 
     What replaces it comes first: the others add to that.
@@ -207,14 +209,19 @@ def _merged_weight(leaf: Leaf | None, steps: Sequence[_Step]) -> MergedWeight:
     adding = [step for step in steps if not step[1].replaced]
     name = steps[0][1].weight
     _require_together(name, whole, adding)
-    parts = {WEIGHT: _weight_part(leaf, whole)}
+    if whole:
+        adapter, change = whole[0]
+        parts = {WEIGHT: adapter.part(change.replaced)}
+    else:
+        assert leaf is not None, "what is added to is in the base"
+        parts = {WEIGHT: WeightPart(leaf.name, base[leaf.name], leaf.shape)}
     terms: list[Term] = []
     for i, (adapter, change) in enumerate(adding):
         a, b = f"A {i}" if change.a else "", f"B {i}"
         roles = {change.a: a, change.b: b, change.magnitude: MAGNITUDE}
         for tensor in filter(None, roles):
-            array = adapter.key + adapter.leaves[tensor].name
-            parts[roles[tensor]] = Part(array, change.shapes[tensor])
+            part = adapter.part(tensor)
+            parts[roles[tensor]] = replace(part, shape=change.shapes[tensor])
         terms.append(Term(change.scale, b, a))
     shape, dtype = _form(leaf, whole)
     if dtype.name not in _DTYPES:
@@ -250,32 +257,12 @@ def _require_one_replacement(
         )
 
 
-def _weight_part(leaf: Leaf | None, whole: Sequence[_Step]) -> Part:
-    if whole:
-        adapter, change = whole[0]
-        stored = adapter.leaves[change.replaced]
-        return Part(adapter.key + stored.name, stored.shape)
-    assert leaf is not None, "what is added to is in the base"
-    return Part(f"{_BASE}{leaf.name}", leaf.shape)
-
-
 def _form(leaf: Leaf | None, whole: Sequence[_Step]) -> tuple[tuple[int, ...], np.dtype]:
     """The shape and the dtype of a merged weight: those of the base, or of what is new."""
     if leaf is None:
         adapter, change = whole[0]
         leaf = adapter.leaves[change.replaced]
     return leaf.shape, np.dtype(leaf.dtype)
-
-
-def _together(sources: Mapping[str, ArraySource]) -> Combined:
-    """All arrays of sources that say themselves where these are stored."""
-    arrays: dict[str, ArrayInfo] = {}
-    places: dict[str, tuple[ArraySource, str]] = {}
-    for prefix, source in sources.items():
-        for key, info in source.arrays().items():
-            arrays[prefix + key] = info
-            places[prefix + key] = source, key
-    return Combined(arrays, places, sources.values(), stored=False)
 
 
 def _items(adapter: _Adapter) -> Iterator[Item]:

@@ -1,5 +1,4 @@
-"""What the tensors of a LoRA adapter are, by their names and shapes, and which weights of the base
-they are for.
+"""The changes that a LoRA adapter makes to the weights of its base, by names and shapes.
 
 Facts: names are those of the modules of a `PeftModel`, which has the model at `base_model.model`;
 `get_peft_model_state_dict` (peft 0.13 to 0.21) leaves the adapter's name out of them. A module that
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from jax_ucp.errors import FormatError, UCPError, fault_lines
+from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.peft.config import PREFIX, LoraConfig
 
 _ROLE = re.compile(
@@ -46,8 +45,8 @@ Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True)
-class Change:
-    """What an adapter does to one weight of the base.
+class WeightChange:
+    """A change that an adapter makes to one weight of the base.
 
     `a` and `b` name its factors, and `shapes` are what they are read as: where they are for
     `experts`, with an axis of these. `magnitude` is DoRA's. With `b` alone, a vector is added.
@@ -72,22 +71,22 @@ class Change:
         return ((name, role) for role, name in roles.items() if name)
 
 
-def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[Change]:
-    """What an adapter of these tensors does to the weights of a base with these parameters.
+def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightChange]:
+    """The changes that an adapter of these tensors makes to a base with these parameters.
 
     Raises FormatError with everything that is not right: a tensor that is none of a LoRA adapter's,
     a factor without the other, a weight that the base lacks, shapes and ranks that do not agree.
     """
     modules, others, faults = _sorted(tensors)
-    found: list[Change] = []
+    found: list[WeightChange] = []
 
-    def attempt(make: Callable[[], Sequence[Change]]) -> None:
+    def attempt(make: Callable[[], Sequence[WeightChange]]) -> None:
         try:
             found.extend(make())
         except UCPError as fault:
             faults.append(str(fault))
 
-    reader = _Reader(tensors, base, config)
+    reader = _AdapterReader(tensors, base, config)
     for module, roles in modules.items():
         if _is_wrapper(module, base):
             continue
@@ -102,10 +101,8 @@ def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[Change]:
         attempt(lambda name=name, tensor=tensor: [reader.replaced(name, tensor)])
     faults += [f"{name} is changed twice" for name in _twice(found)]
     if faults:
-        lines = fault_lines(faults)
-        count = len(faults)
         raise FormatError(
-            f"{config.where}: the adapter does not fit the base, in {count} places:\n  {lines}"
+            f"{config.where}: the adapter does not fit the base, in {len(faults)} places:", faults
         )
     return found
 
@@ -148,7 +145,7 @@ def _is_wrapper(module: str, base: Shapes) -> bool:
     )
 
 
-def _twice(found: Sequence[Change]) -> list[str]:
+def _twice(found: Sequence[WeightChange]) -> list[str]:
     """The weights that are replaced twice, or added to twice."""
     counts = Counter((change.weight, bool(change.replaced)) for change in found)
     return sorted({name for (name, _), count in counts.items() if count > 1})
@@ -171,13 +168,13 @@ def _fit(ways: int, names: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _AdapterReader:
     tensors: Shapes
     base: Shapes
     config: LoraConfig
 
-    def of_module(self, module: str, roles: Mapping[str, str]) -> Sequence[Change]:
-        """What the factors of a module do to its weight, and a bias of them to its bias."""
+    def of_module(self, module: str, roles: Mapping[str, str]) -> Sequence[WeightChange]:
+        """The changes by the factors of a module to its weight, and by their bias to its bias."""
         weight = f"{module}.weight"
         shape = self._shape(weight, roles)
         embeds = _EMBEDDING_A in roles or _EMBEDDING_B in roles
@@ -197,20 +194,22 @@ class _Reader:
         if magnitude:
             self._require_outputs(magnitude, outputs)
             shapes[magnitude] = (outputs,)
-        found = [Change(weight, scale, a, b, magnitude, "", out_axis, False, shapes)]
+        found = [WeightChange(weight, scale, a, b, magnitude, "", out_axis, False, shapes)]
         if _BIAS in roles:
             found.append(self._of_bias(module, roles, scale))
         return found
 
-    def _of_bias(self, module: str, roles: Mapping[str, str], scale: float) -> Change:
+    def _of_bias(self, module: str, roles: Mapping[str, str], scale: float) -> WeightChange:
         bias = f"{module}.bias"
         shape = self._shape(bias, roles)
         tensor = roles[_BIAS]
         self._require(tensor, shape, bias)
-        return Change(bias, scale, b=tensor, shapes={tensor: shape})
+        return WeightChange(bias, scale, b=tensor, shapes={tensor: shape})
 
-    def of_parameters(self, module: str, several: Sequence[Mapping[str, str]]) -> Sequence[Change]:
-        """What wrappers of parameters of one module do; shapes say which wrapper is for which."""
+    def of_parameters(
+        self, module: str, several: Sequence[Mapping[str, str]]
+    ) -> Sequence[WeightChange]:
+        """Changes by wrappers of a module's parameters; shapes say which wrapper is for which."""
         names = self._targets(module)
         if not names:
             first = next(iter(several[0].values()))
@@ -232,7 +231,7 @@ class _Reader:
                 names[f"{module}.{name}"] = None
         return list(filter(self.base.__contains__, names))
 
-    def _of_parameter(self, name: str, roles: Mapping[str, str]) -> list[Change]:
+    def _of_parameter(self, name: str, roles: Mapping[str, str]) -> list[WeightChange]:
         """The ways in which factors can be for a parameter, by their shapes."""
         if {*roles} != {_A, _B}:
             raise FormatError(f"{name} has the factors {', '.join(sorted(roles))}, not A and B")
@@ -250,15 +249,15 @@ class _Reader:
         if many:
             shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
         axes = [out for out, into in ways if (shape[out], shape[into]) == (outputs, inputs)]
-        return [Change(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
+        return [WeightChange(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
 
-    def replaced(self, name: str, tensor: str) -> Change:
+    def replaced(self, name: str, tensor: str) -> WeightChange:
         """A parameter that was trained whole, or is the base's own, kept beside the adapter."""
         if name in self.base:
             self._require(tensor, self.base[name], name)
         elif not self._is_saved(name):
             self._shape(name, {"": tensor})
-        return Change(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})
+        return WeightChange(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})
 
     def _is_saved(self, name: str) -> bool:
         """Whether a parameter is of one of `modules_to_save`: then it may be new, as a head is."""

@@ -1,4 +1,4 @@
-"""What nearly every scheme computes: (code - zero point) * scale, with one scale for each block of
+"""The rule of nearly every scheme: (code - zero point) * scale, with one scale for each block of
 elements.
 """
 
@@ -12,9 +12,9 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 
+from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.formats.quantized.bits import Packing, exponents
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.dequantized import Dequantizer, Part
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
@@ -47,17 +47,12 @@ class Codes:
         table = self.table
         if self.offset:
             table = np.arange(1 << self.packing.bits, dtype=np.float32) - np.float32(self.offset)
-        return self.packing.numbers(self._words(stored, box), box, table)
-
-    def _words(self, stored: np.ndarray, box: Box) -> np.ndarray:
-        """The words that a box needs, where their last axis is stored as two."""
-        if not self.row:
-            return stored
-        assert self.packing is not None
-        wanted = self.packing.box(box, box.stop)
-        first = wanted.start[-1] % self.row
-        words = stored.reshape(*stored.shape[:-2], -1)
-        return words[..., first : first + wanted.shape[-1]]
+        if self.row:  # the words that the box needs, whose last axis is stored as two
+            wanted = self.packing.box(box, box.stop)
+            first = wanted.start[-1] % self.row
+            words = stored.reshape(*stored.shape[:-2], -1)
+            stored = words[..., first : first + wanted.shape[-1]]
+        return self.packing.numbers(stored, box, table)
 
 
 def _by_table(codes: np.ndarray, table: np.ndarray | None) -> np.ndarray:
@@ -74,8 +69,8 @@ def _numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which element of a small array belongs to an element of the weight: `index // block[axis]` on
-    every axis. The last block of an axis may be cut short.
+    """The element of a small array that belongs to an element of the weight: `index // block[axis]`
+    on every axis. The last block of an axis may be cut short.
     """
 
     block: tuple[int, ...]
@@ -102,34 +97,26 @@ class Grid:
         if not axes:
             change(values, small, out=values)
             return
-        axis = axes[-1]
-        _along(change, values, small, axis, box.start[axis], self.block[axis])
-
-
-def _along(
-    change: np.ufunc, values: np.ndarray, small: np.ndarray, axis: int, start: int, block: int
-) -> None:
-    """Change values in their place where each element of an axis of `small` is for a block of them,
-    the first of which begins before `start`. Whole blocks are changed at once, without a copy of
-    `small` that has their shape.
-    """
-    length = values.shape[axis]
-    head = min(-start % block, length)
-    blocks = (length - head) // block
-    tail = head + blocks * block
-    used = int(head > 0)
-    if head:
-        part, one = _cut(values, axis, 0, head), _cut(small, axis, 0, 1)
-        change(part, one, out=part)
-    if blocks:
-        whole = _cut(values, axis, head, tail)
-        shape = (*whole.shape[:axis], blocks, block, *whole.shape[axis + 1 :])
-        split = np.reshape(whole, shape, copy=False)
-        each = np.expand_dims(_cut(small, axis, used, used + blocks), axis + 1)
-        change(split, each, out=split)
-    if tail < length:
-        part = _cut(values, axis, tail, length)
-        change(part, _cut(small, axis, used + blocks, used + blocks + 1), out=part)
+        # on the last axis whole blocks are changed at once, without a copy of `small` that has
+        # their shape; the first and the last block may be cut short
+        axis, block = axes[-1], self.block[axes[-1]]
+        length = values.shape[axis]
+        head = min(-box.start[axis] % block, length)
+        blocks = (length - head) // block
+        tail = head + blocks * block
+        used = int(head > 0)
+        if head:
+            part, one = _cut(values, axis, 0, head), _cut(small, axis, 0, 1)
+            change(part, one, out=part)
+        if blocks:
+            whole = _cut(values, axis, head, tail)
+            shape = (*whole.shape[:axis], blocks, block, *whole.shape[axis + 1 :])
+            split = np.reshape(whole, shape, copy=False)
+            each = np.expand_dims(_cut(small, axis, used, used + blocks), axis + 1)
+            change(split, each, out=split)
+        if tail < length:
+            part = _cut(values, axis, tail, length)
+            change(part, _cut(small, axis, used + blocks, used + blocks + 1), out=part)
 
 
 def _cut(array: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
@@ -149,7 +136,7 @@ def _counts(start: int, stop: int, block: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Which element of a small array belongs to an element of the weight, where an array of groups
+    """The element of a small array that belongs to an element of the weight: an array of groups
     says it for one axis; on the others there is one for each.
     """
 
@@ -205,7 +192,7 @@ class Affine:
 
     scheme: str
     shape: tuple[int, ...]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, WeightPart]
     codes: Codes
     grid: Grid | Gathered
     zero_codes: Codes = field(default_factory=Codes)
@@ -232,18 +219,14 @@ class Affine:
             zero = self.zero_codes.numbers(parts["zero"], self.grid.box(box))
             self._apply(np.subtract, values, zero, box, parts)
         if "scale" in parts:
-            self._apply(np.multiply, values, self._scales(parts), box, parts)
+            scale = numbers(parts["scale"])
+            if "factor" in parts:  # one number for all of the scales
+                factor = parts["factor"].astype(np.float32).reshape(())
+                scale = scale / factor if self.divides else scale * factor
+            self._apply(np.multiply, values, scale, box, parts)
         if self.constant is not None:
             values *= np.float32(self.constant)
         return values
-
-    def _scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The scales, each with the one factor of all of them."""
-        scale = numbers(parts["scale"])
-        if "factor" not in parts:
-            return scale
-        factor = parts["factor"].astype(np.float32).reshape(())
-        return scale / factor if self.divides else scale * factor
 
     def _apply(
         self,
@@ -260,62 +243,53 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class TurnedParts:
-    """A weight whose parts are stored with their last two axes exchanged, which are exchanged back
-    before `turned` makes numbers of them: words, and not the elements that they hold, which are
-    several times as many.
-    """
+class Wrapping(Dequantizer):
+    """A weight that has the parts of another one, `inner`, in other places."""
 
-    turned: Dequantizer
+    inner: Dequantizer
 
     @property
     def scheme(self) -> str:
-        return self.turned.scheme
+        return self.inner.scheme
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.turned.shape
+        return self.inner.shape
 
     @property
-    def parts(self) -> Mapping[str, Part]:
-        return self.turned.parts
-
-    def boxes(self, box: Box) -> Mapping[str, Box]:
-        boxes = self.turned.boxes(box).items()
-        return {role: Box(_exchanged(b.start), _exchanged(b.stop)) for role, b in boxes}
-
-    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        turned = {role: _turned(elements) for role, elements in parts.items()}
-        return self.turned.values(box, turned)
-
-
-def _turned(elements: np.ndarray) -> np.ndarray:
-    return elements if elements.ndim < 2 else elements.swapaxes(-1, -2)
+    def parts(self) -> Mapping[str, WeightPart]:
+        return self.inner.parts
 
 
 @dataclass(frozen=True)
-class Transposed:
+class TurnedParts(Wrapping):
+    """A weight whose parts are stored with their last two axes exchanged, which are exchanged back
+    before `inner` makes numbers of them: words, and not the elements that they hold, which are
+    several times as many.
+    """
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        boxes = self.inner.boxes(box).items()
+        return {role: Box(_exchanged(b.start), _exchanged(b.stop)) for role, b in boxes}
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        turned = {r: p if p.ndim < 2 else p.swapaxes(-1, -2) for r, p in parts.items()}
+        return self.inner.values(box, turned)
+
+
+@dataclass(frozen=True)
+class Transposed(Wrapping):
     """A weight whose parts hold it with its last two axes exchanged."""
-
-    stored: Dequantizer
-
-    @property
-    def scheme(self) -> str:
-        return self.stored.scheme
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return _exchanged(self.stored.shape)
-
-    @property
-    def parts(self) -> Mapping[str, Part]:
-        return self.stored.parts
+        return _exchanged(self.inner.shape)
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
-        return self.stored.boxes(Box(_exchanged(box.start), _exchanged(box.stop)))
+        return self.inner.boxes(Box(_exchanged(box.start), _exchanged(box.stop)))
 
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        values = self.stored.values(Box(_exchanged(box.start), _exchanged(box.stop)), parts)
+        values = self.inner.values(Box(_exchanged(box.start), _exchanged(box.stop)), parts)
         return np.swapaxes(values, -1, -2)
 
 

@@ -7,10 +7,10 @@ before inputs. Source: `dequantize_gemm` in AutoAWQ 0.2.9 `utils/packing_utils.p
 
 from __future__ import annotations
 
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, TurnedParts
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import FLOATS, StoredWeight
-from jax_ucp.sources.dequantized import Dequantizer
 
 # Where in a word the code of each of eight outputs is.
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -85,24 +85,18 @@ class Packing:
         """For each code in a box its number in a table of float32, or the code itself, of just the
         words that `box` says.
         """
-        if self._is_pairs(words):
-            return self._by_pairs(words, box, _CODES if table is None else table)
-        codes = self.unpack(words, box)
-        return codes.astype(np.float32) if table is None else np.take(table, codes)
-
-    def _by_pairs(self, words: np.ndarray, box: Box, table: np.ndarray) -> np.ndarray:
-        """As `numbers`, both codes of a byte at once."""
-        pairs = np.empty((16, 16, 2), np.float32)  # by the high and the low half of a byte
+        if self.bits != 4 or self.order or self.axis != words.ndim - 1:
+            codes = self.unpack(words, box)
+            return codes.astype(np.float32) if table is None else np.take(table, codes)
+        # each byte has two neighbours on the last axis: both at once, by its high and low half
+        table = _CODES if table is None else table
+        pairs = np.empty((16, 16, 2), np.float32)
         pairs[..., int(self.is_high_first)] = table
         pairs[..., int(not self.is_high_first)] = table[:, None]
         codes = np.ascontiguousarray(words).view(np.uint8)
         found = np.take(pairs.view(np.uint64).reshape(-1), codes).view(np.float32)
         start = box.start[self.axis] % self.codes
         return found[..., start : start + box.shape[self.axis]]
-
-    def _is_pairs(self, words: np.ndarray) -> bool:
-        """Whether each byte has two neighbours on the last axis."""
-        return self.bits == 4 and not self.order and self.axis == words.ndim - 1
 
     def _codes(self, words: np.ndarray) -> np.ndarray:
         """All codes of whole groups of words."""
@@ -119,20 +113,15 @@ class Packing:
         mask = units.dtype.type((1 << self.bits) - 1)
         for place in range(group // self.bits):
             bit = (self.order[place] if self.order else place) * self.bits
-            value = _bits_from(source, bit, unit_bits, self.bits, group // unit_bits)
+            unit, shift = divmod(bit, unit_bits)
+            step = group // unit_bits
+            value = source[unit::step] >> source.dtype.type(shift)
+            if shift + self.bits > unit_bits:  # the upper bits are in the next unit
+                value = value | source[unit + 1 :: step] << source.dtype.type(unit_bits - shift)
             if self.is_high_first:
                 place ^= 1
             target[place :: group // self.bits] = value & mask
         return codes
-
-
-def _bits_from(units: np.ndarray, bit: int, unit_bits: int, bits: int, step: int) -> np.ndarray:
-    """What begins at a bit of every group of `step` units; its upper bits may be others'."""
-    unit, shift = divmod(bit, unit_bits)
-    value = units[unit::step] >> units.dtype.type(shift)
-    if shift + bits > unit_bits:
-        value = value | units[unit + 1 :: step] << units.dtype.type(unit_bits - shift)
-    return value
 
 
 def _padded(words: np.ndarray, axis: int, multiple: int) -> np.ndarray:

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import StoredWeight, is_finite, leading
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.dequantized import Dequantizer, Part
 
 _INT8_STEP = 7.874015718698502e-3
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
@@ -64,7 +64,7 @@ class Runs:
 
     scheme: str
     shape: tuple[int, ...]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, WeightPart]
     block: int
     width: int
     nested: int = 0
@@ -132,7 +132,7 @@ class Reshaped:
         return self.row.scheme
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, WeightPart]:
         return self.row.parts
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
@@ -182,7 +182,9 @@ def _runs(stored: StoredWeight) -> Dequantizer:
     return made if is_matrix else Reshaped(made, shape)
 
 
-def _flat(stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Part:
+def _flat(
+    stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple[str, ...]
+) -> WeightPart:
     """A part of so many elements, which is stored flat; numbers in it are finite."""
     info = stored.info(role)
     label = stored.weight.parts[role]
@@ -192,12 +194,12 @@ def _flat(stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple
     if leading(info.shape) != leading([math.prod(shape)]):
         stored.fault(f"{label} has shape {list(info.shape)}, and not {math.prod(shape)} elements")
     if role == "codes" or info.dtype == np.uint8:
-        return Part(stored.arrays[role], shape)
-    return Part(stored.arrays[role], shape, is_finite, "a finite number")
+        return WeightPart(label, stored.arrays[role], shape)
+    return WeightPart(label, stored.arrays[role], shape, is_finite, "a finite number")
 
 
 def _state(stored: StoredWeight) -> Mapping[str, Any]:
-    """What is stored of the state of a weight beside tensors: JSON in bytes."""
+    """The state of a weight that is stored as bytes of JSON beside its tensors."""
     roles = [role for role in _STATES if stored.has(role)]
     if len(roles) != 1:
         stored.fault(f"has {len(roles)} parts quant_state, and needs one")

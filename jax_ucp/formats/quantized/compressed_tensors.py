@@ -9,17 +9,18 @@ in float32, so that it gives the same bits where the result has that dtype.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups
-from jax_ucp.sources.dequantized import Dequantizer, Part
 
 _SHAPED = ("int64", "int32")
 _MX_GROUP, _NVFP4_GROUP = 32, 16
@@ -28,7 +29,12 @@ _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 
 def compressed(stored: StoredWeight) -> Dequantizer:
     """The weight, by the one group of the config whose settings its parts fit."""
-    _refuse_unknown(stored)
+    # what changes weights otherwise than by codes and scales
+    sparsity = stored.settings.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        stored.unknown(f"its zeros are left out ({sparsity.get('format')!r:.40})")
+    if stored.settings.get("transform_config"):
+        stored.unknown("the config has transforms, which turn weights; they are not undone")
     made: list[Dequantizer] = []
     faults: list[UCPError] = []
     for format, args in _groups(stored):
@@ -46,17 +52,8 @@ def compressed(stored: StoredWeight) -> Dequantizer:
     stored.unknown("no group of the config has weights")
 
 
-def _refuse_unknown(stored: StoredWeight) -> None:
-    """Refuse what changes weights otherwise than by codes and scales."""
-    sparsity = stored.settings.get("sparsity_config")
-    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        stored.unknown(f"its zeros are left out ({sparsity.get('format')!r:.40})")
-    if stored.settings.get("transform_config"):
-        stored.unknown("the config has transforms, which turn weights; they are not undone")
-
-
 def _groups(stored: StoredWeight) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What the config says of weights: each way once, with the format of its files."""
+    """The settings for weights in the config, each once, with the format of its files."""
     groups = stored.settings.get("config_groups")
     common = stored.settings.get("format")
     seen: list[tuple[str, Mapping[str, Any]]] = []
@@ -154,21 +151,16 @@ def _few_bits(
             "scale": stored.scale("scale", grid.shape(shape), scales),
         }
         if is_global:
-            parts["factor"] = _global_scale(stored)
+            factor, why = (
+                stored.scale("global_scale", (1,), ("float32",)),
+                "a finite number and not 0",
+            )
+            parts["factor"] = replace(factor, valid=lambda n: np.isfinite(n) & (n != 0), why=why)
         codes = Codes(Packing(bits, 8, len(shape) - 1), table=table)
         scheme = stored.weight.scheme
         return Affine(scheme, shape, parts, codes, grid, divides=is_global)
 
     return make
-
-
-def _global_scale(stored: StoredWeight) -> Part:
-    part = stored.scale("global_scale", (1,), ("float32",))
-    return replace(part, valid=_is_divisor, why="a finite number and not 0")
-
-
-def _is_divisor(elements: np.ndarray) -> np.ndarray:
-    return np.isfinite(elements) & (elements != 0)
 
 
 def _mx_fp8(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
@@ -194,7 +186,8 @@ def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -
     if len(shape) < 2 or not all(shape):
         stored.fault(f"a weight of shape {list(shape)} is not a matrix")
     each = (1,) * (len(shape) - 2)
-    match args["strategy"] or _strategy(args["group_size"]), args["group_size"]:
+    meant = {None: "tensor", -1: "channel"}  # by the size of groups, where no strategy is named
+    match args["strategy"] or meant.get(args["group_size"], "group"), args["group_size"]:
         case "tensor", _:
             return Grid((*each, *shape[-2:]))
         case "channel", _:
@@ -214,18 +207,13 @@ def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -
     )
 
 
-def _strategy(group_size: object) -> str:
-    """What is meant where the config names no strategy."""
-    if group_size is None:
-        return "tensor"
-    return "channel" if group_size == -1 else "group"
-
-
 def _block(stored: StoredWeight, block: object) -> tuple[int, int]:
-    if isinstance(block, str):
-        block = [int(n) if n.isdecimal() else n for n in block.split("x")]
-    match block:
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+    """Rows and columns of a config's `block_structure`, such as [128, 128] or "128x128". Raises
+    QuantizedWeights for anything else.
+    """
+    text = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", str(block))
+    match [int(n) for n in text.groups()] if text else block:
+        case [rows, columns] if type(rows) is type(columns) is int and min(rows, columns) > 0:
             return rows, columns
     stored.unknown(f"block_structure={block!r:.40} in the config is not a pair of lengths")
 

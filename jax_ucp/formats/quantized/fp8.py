@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight
-from jax_ucp.sources.dequantized import Dequantizer
 
 _SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
 

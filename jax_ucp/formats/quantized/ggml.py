@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.errors import CorruptData
 from jax_ucp.formats.quantized.bits import exponents
 from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.dequantized import Dequantizer, Part
 
 # What the schemes are called: this, and ggml's name of the type.
 SCHEME = "ggml "
@@ -32,7 +32,7 @@ _Part = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One type of blocks: `elements` in `nbytes`.
+    """A type of blocks: `elements` in `nbytes`.
 
     `codes` are integers, one for each element; `scales`, and `minima` where there are, are one for
     each of some equal parts of a block.
@@ -130,18 +130,6 @@ def _five_bits(high: int, low: int, offset: int = 0) -> _Part:
     return read
 
 
-def _q2_k_codes(blocks: np.ndarray) -> np.ndarray:
-    return _planes(blocks, 16, 80, 2, 32)
-
-
-def _q2_k_scales(blocks: np.ndarray) -> np.ndarray:
-    return _float16(80)(blocks) * (blocks[:, :16] & 15)
-
-
-def _q2_k_minima(blocks: np.ndarray) -> np.ndarray:
-    return _float16(82)(blocks) * (blocks[:, :16] >> 4)
-
-
 def _q3_k_codes(blocks: np.ndarray) -> np.ndarray:
     """The third bit is stored inverted: where it is not set, the code is four less."""
     codes = _planes(blocks, 32, 96, 2, 32)
@@ -154,10 +142,6 @@ def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
     scales = _planes(blocks, 96, 104, 4, 8)
     scales |= _planes(blocks, 104, 108, 2, 4) << 4
     return _float16(108)(blocks) * _less(scales, 32)
-
-
-def _q4_k_codes(blocks: np.ndarray) -> np.ndarray:
-    return _planes(blocks, 16, 144, 4, 32)
 
 
 def _q5_k_codes(blocks: np.ndarray) -> np.ndarray:
@@ -193,10 +177,6 @@ def _q6_k_codes(blocks: np.ndarray) -> np.ndarray:
     return _less(codes, 32)
 
 
-def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:
-    return _float16(208)(blocks) * blocks[:, 192:208].view(np.int8)
-
-
 def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
     """Eight scales of six bits: four bytes with their low halves, two with the rest."""
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
@@ -215,11 +195,24 @@ TYPES: Mapping[str, BlockType] = {
     "Q5_0": BlockType(32, 22, _five_bits(2, 6, 16), _float16(0)),
     "Q5_1": BlockType(32, 24, _five_bits(4, 8), _float16(0), _added(_float16(2))),
     "Q8_0": BlockType(32, 34, lambda blocks: blocks[:, 2:].view(np.int8), _float16(0)),
-    "Q2_K": BlockType(256, 84, _q2_k_codes, _q2_k_scales, _q2_k_minima),
+    "Q2_K": BlockType(
+        256,
+        84,
+        lambda blocks: _planes(blocks, 16, 80, 2, 32),
+        lambda blocks: _float16(80)(blocks) * (blocks[:, :16] & 15),
+        lambda blocks: _float16(82)(blocks) * (blocks[:, :16] >> 4),
+    ),
     "Q3_K": BlockType(256, 110, _q3_k_codes, _q3_k_scales),
-    "Q4_K": BlockType(256, 144, _q4_k_codes, _k_scales, _k_minima),
+    "Q4_K": BlockType(
+        256, 144, lambda blocks: _planes(blocks, 16, 144, 4, 32), _k_scales, _k_minima
+    ),
     "Q5_K": BlockType(256, 176, _q5_k_codes, _k_scales, _k_minima),
-    "Q6_K": BlockType(256, 210, _q6_k_codes, _q6_k_scales),
+    "Q6_K": BlockType(
+        256,
+        210,
+        _q6_k_codes,
+        lambda blocks: _float16(208)(blocks) * blocks[:, 192:208].view(np.int8),
+    ),
     "IQ4_NL": BlockType(32, 18, _by_table(2, _NL4), _float16(0)),
     "IQ4_XS": BlockType(256, 136, _by_table(8, _NL4), _iq4_xs_scales),
     "MXFP4": BlockType(32, 17, _by_table(1, _TWICE_FP4), _exponent),
@@ -244,10 +237,10 @@ class _Rows:
     name: str
     scheme: str
     shape: tuple[int, ...]
-    codes: Part
+    codes: WeightPart
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, WeightPart]:
         return {"codes": self.codes}
 
     @property

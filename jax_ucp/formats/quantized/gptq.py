@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid, TurnedParts
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import FLOATS, StoredWeight, as_groups
-from jax_ucp.sources.dequantized import Dequantizer
 
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
@@ -24,7 +24,10 @@ _FORMATS = ("gptq", "gptq_v2")
 
 def grouped(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scales", "qzeros", "g_idx")
-    is_v2 = _format(stored) == "gptq_v2"
+    # the first releases of AutoGPTQ do not name the layout
+    format = stored.settings.get("checkpoint_format") or stored.settings.get("format") or "gptq"
+    if format not in _FORMATS:
+        stored.unknown(f"checkpoint_format={format!r:.40} is not known here: {_FORMATS} are")
     rows, outputs = _matrix(stored, "codes")
     groups = _matrix(stored, "scales")[0]
     bits, inputs = _bits(stored, rows)
@@ -40,17 +43,10 @@ def grouped(stored: StoredWeight) -> Dequantizer:
         parts["group"] = as_groups(stored, "g_idx", inputs, groups)
     scheme, shape = f"GPTQ, {bits} bits", (outputs, inputs)
     codes = Codes(Packing(bits, 32, 1))
-    zeros = Codes(packing, table=None if is_v2 else _one_more(bits))
+    # of v1 each stored zero point stands for one more, and for 0 after the largest
+    one_more = ((np.arange(1 << bits) + 1) % (1 << bits)).astype(np.float32)
+    zeros = Codes(packing, table=None if format == "gptq_v2" else one_more)
     return TurnedParts(Affine(scheme, shape, parts, codes, grid, zero_codes=zeros))
-
-
-def _format(stored: StoredWeight) -> str:
-    """What the config calls the layout; the first releases of AutoGPTQ do not say it."""
-    settings = stored.settings
-    format = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    if format not in _FORMATS:
-        stored.unknown(f"checkpoint_format={format!r:.40} is not known here: {_FORMATS} are")
-    return format
 
 
 def _bits(stored: StoredWeight, rows: int) -> tuple[int, int]:
@@ -91,8 +87,3 @@ def _matrix(stored: StoredWeight, role: str) -> tuple[int, int]:
     if len(shape) != 2 or not all(shape):
         stored.fault(f"{stored.weight.parts[role]} has shape {list(shape)}, and is not a matrix")
     return shape[0], shape[1]
-
-
-def _one_more(bits: int) -> np.ndarray:
-    """The zero point that each stored one stands for: one more, and 0 after the largest."""
-    return ((np.arange(1 << bits) + 1) % (1 << bits)).astype(np.float32)

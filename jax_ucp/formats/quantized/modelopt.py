@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import FP4, Packing
 from jax_ucp.formats.quantized.stored import FP8, StoredWeight
-from jax_ucp.sources.dequantized import Dequantizer
 
 _FLOAT32 = ("float32",)
 # ModelOpt's table has no zero with a sign.
@@ -38,10 +38,6 @@ def _whole(stored: StoredWeight) -> Dequantizer:
 def _rows(stored: StoredWeight) -> Dequantizer:
     *rows, columns = _shape(stored)
     return _fp8(stored, Grid((*(1 for _ in rows), columns or 1)), _FLOAT32)
-
-
-def _exponents(stored: StoredWeight) -> Dequantizer:
-    return _fp8(stored, _groups(stored, _shape(stored), 32), ("uint8", "float8_e8m0fnu"))
 
 
 def _fp8(stored: StoredWeight, grid: Grid, scales: tuple[str, ...]) -> Dequantizer:
@@ -91,7 +87,9 @@ def _name(stored: StoredWeight) -> str:
 ALGOS: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "FP8": _whole,
     "FP8_PER_CHANNEL_PER_TOKEN": _rows,
-    "MXFP8": _exponents,
+    "MXFP8": lambda stored: _fp8(
+        stored, _groups(stored, _shape(stored), 32), ("uint8", "float8_e8m0fnu")
+    ),
     "NVFP4": _nvfp4,
     "W4A16_NVFP4": _nvfp4,
 }

@@ -9,10 +9,10 @@ beyond all others there; here it is refused.
 
 from __future__ import annotations
 
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Transposed
 from jax_ucp.formats.quantized.bits import FP4, Packing
 from jax_ucp.formats.quantized.stored import StoredWeight
-from jax_ucp.sources.dequantized import Dequantizer
 
 _BYTES = 16
 

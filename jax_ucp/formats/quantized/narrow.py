@@ -7,10 +7,10 @@ refused.
 
 from __future__ import annotations
 
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import FP4, Packing
 from jax_ucp.formats.quantized.stored import StoredWeight
-from jax_ucp.sources.dequantized import Dequantizer
 
 
 def fp4(stored: StoredWeight) -> Dequantizer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from jax_ucp.arrays.contents import QuantizedWeight
+from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.formats.quantized import (
     awq,
@@ -18,8 +20,6 @@ from jax_ucp.formats.quantized import (
     torchao,
 )
 from jax_ucp.formats.quantized.stored import StoredWeight
-from jax_ucp.sources.contents import QuantizedWeight
-from jax_ucp.sources.dequantized import Dequantizer
 
 SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "awq": awq.interleaved,

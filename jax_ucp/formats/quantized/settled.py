@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, UCPError, fault_lines
+from jax_ucp.arrays import dequantized as dequantizing
+from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.contents import Contents, Item, QuantizedWeight
+from jax_ucp.arrays.dequantized import Dequantizer
+from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.value import Array, users
+from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.quantized.schemes import dequantizer
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS, StoredWeight
-from jax_ucp.sources.checks import Check, Extent, passed_on
-from jax_ucp.sources.contents import Contents, Item, QuantizedWeight
-from jax_ucp.sources.dequantized import DequantizedView, Dequantizer
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
@@ -29,8 +32,8 @@ _LEFT_ALONE = (
 
 @dataclass(frozen=True)
 class Declared:
-    """What a config says of quantisation: its method, empty if it says none, all of its settings,
-    and what files say of single weights by name.
+    """The quantisation that a config declares: its method, empty if it has none; all of its
+    settings; and the settings that files declare for single weights, by name.
     """
 
     method: str
@@ -48,16 +51,17 @@ def dequantized(
     missing, have no use, or do not fit; with all that is wrong.
     """
     by_label = {leaf.label: leaf for leaf in contents.leaves}
-    made = _dequantizers(contents, weights, declared, by_label)
-    leaves, others, names = _leaves(contents, weights, made, dtype)
-    view = DequantizedView(contents.arrays, names, others, np.dtype(dtype))
-    users = view.users()
+    stored = expressions(contents.arrays)
+    made = _dequantizers(contents, stored, weights, declared, by_label)
+    leaves, arrays = _leaves(contents, stored, weights, made, dtype)
+    resting = users(arrays, stored)
 
     def checks(extent: Extent) -> Iterator[Check]:
-        yield from passed_on(contents.checks(extent), users)
+        yield from passed_on(contents.checks(extent), resting)
 
+    schemes = dict.fromkeys(weight.scheme for weight in weights)
     note = (
-        f"{len(weights)} weights are stored quantised ({', '.join(_schemes(weights))}), and are"
+        f"{len(weights)} weights are stored quantised ({', '.join(schemes)}), and are"
         f" dequantised to {dtype} as they are read"
     )
     name = contents.path.rpartition("/")[2]
@@ -65,7 +69,7 @@ def dequantized(
     return replace(
         contents,
         leaves=leaves,
-        arrays=view,
+        arrays=Evaluated(arrays),
         inventory=_inventory(contents, weights, by_label),
         notes=[*contents.notes, note],
         source={**source, "dequantize": dtype},
@@ -76,6 +80,7 @@ def dequantized(
 
 def _dequantizers(
     contents: Contents,
+    stored: Mapping[str, Array],
     weights: Sequence[QuantizedWeight],
     declared: Declared,
     leaves: Mapping[str, Leaf],
@@ -84,71 +89,70 @@ def _dequantizers(
     made: list[Dequantizer] = []
     faults: list[UCPError] = []
     for weight in weights:
-        arrays = {role: leaves[label].name for role, label in weight.parts.items()}
+        arrays = {role: stored[leaves[label].name] for role, label in weight.parts.items()}
         said = declared.weights.get(weight.name.rpartition("/")[2], {})
-        stored = StoredWeight(weight, contents.arrays, arrays, declared.settings, said)
+        parts = StoredWeight(weight, arrays, declared.settings, said)
         try:
-            made.append(dequantizer(declared.method, stored))
+            made.append(dequantizer(declared.method, parts))
         except UCPError as error:
             faults.append(error)
-    faults += _left_alone(weights, leaves)
-    faults += _not_stored(weights, declared)
+    # parts of quantised weights that belong to none of the weights
+    claimed = {label for weight in weights for label in weight.parts.values()}
+    for label, leaf in leaves.items():
+        if leaf.has_array and label not in claimed and label.endswith(_LEFT_ALONE):
+            faults.append(
+                FormatError(
+                    f"{label} is a part of a quantised weight, and no codes that it belongs to are"
+                    " stored"
+                )
+            )
+    # weights that a file's header describes as quantised, and whose codes are not there
+    names = {weight.name.rpartition("/")[2] for weight in weights}
+    for name, said in declared.weights.items():
+        if said["_type"] != "Tensor" and name not in names:
+            faults.append(
+                FormatError(
+                    f"{name} is a {said['_type']!r:.60} by the header of its file, and its codes"
+                    " are not stored"
+                )
+            )
     if faults:
-        lines = fault_lines([str(fault) for fault in faults])
         raise type(faults[0])(
-            f"{contents.path}: {len(faults)} of the quantised weights cannot be read:\n  {lines}"
+            f"{contents.path}: {len(faults)} of the quantised weights cannot be read:",
+            list(map(str, faults)),
         )
     return made
 
 
-def _left_alone(
-    weights: Sequence[QuantizedWeight], leaves: Mapping[str, Leaf]
-) -> Iterator[FormatError]:
-    """Parts of quantised weights that belong to none of the weights."""
-    claimed = {label for weight in weights for label in weight.parts.values()}
-    for label, leaf in leaves.items():
-        if leaf.has_array and label not in claimed and label.endswith(_LEFT_ALONE):
-            yield FormatError(
-                f"{label} is a part of a quantised weight, and no codes that it belongs to are"
-                " stored"
-            )
-
-
-def _not_stored(weights: Sequence[QuantizedWeight], declared: Declared) -> Iterator[FormatError]:
-    """Weights that a file's header describes as quantised, and whose codes are not there."""
-    names = {weight.name.rpartition("/")[2] for weight in weights}
-    for name, said in declared.weights.items():
-        if said["_type"] != "Tensor" and name not in names:
-            yield FormatError(
-                f"{name} is a {said['_type']!r:.60} by the header of its file, and its codes are"
-                " not stored"
-            )
-
-
 def _leaves(
     contents: Contents,
+    stored: Mapping[str, Array],
     weights: Sequence[QuantizedWeight],
     made: Sequence[Dequantizer],
     dtype: Dtype,
-) -> tuple[list[Leaf], dict[str, str], dict[str, Dequantizer]]:
-    """The leaves, with weights where their codes were; by name the arrays that stay, and the
-    weights.
-    """
+) -> tuple[list[Leaf], dict[str, Array]]:
+    """The leaves, with weights where their codes were, and their arrays by name."""
     placed = list(_placed(contents, weights, made))
     paths = [path for path, _, _ in placed]
-    _refuse_twice(contents, paths)
+    met: set[TreePath] = set()
+    for path in paths:
+        if path in met:
+            label = "/".join([str(key.name) for key in path])
+            raise FormatError(
+                f"{contents.path}: {label} is stored twice, quantised and as an array of its own"
+            )
+        met.add(path)
     leaves: list[Leaf] = []
-    others: dict[str, str] = {}
-    named: dict[str, Dequantizer] = {}
+    arrays: dict[str, Array] = {}
     for name, (path, leaf, make) in zip(leaf_names(paths), placed, strict=True):
         if make is not None:
-            named[name] = make
+            arrays[name] = dequantizing.dequantized(name, make, np.dtype(dtype))
             leaves.append(Leaf(path, name, "array", make.shape, dtype))
             continue
         leaves.append(replace(leaf, name=name))
         if leaf.has_array:
-            others[name] = leaf.name
-    return leaves, others, named
+            arrays[name] = stored[leaf.name]
+    return leaves, arrays
 
 
 def _placed(
@@ -178,21 +182,6 @@ def _path(weight: QuantizedWeight, codes: Leaf) -> TreePath:
         key if str(key.name) == step else Key(key.kind, step)
         for key, step in zip(codes.path, steps, strict=True)
     )
-
-
-def _refuse_twice(contents: Contents, paths: Sequence[TreePath]) -> None:
-    met: set[TreePath] = set()
-    for path in paths:
-        if path in met:
-            label = "/".join([str(key.name) for key in path])
-            raise FormatError(
-                f"{contents.path}: {label} is stored twice, quantised and as an array of its own"
-            )
-        met.add(path)
-
-
-def _schemes(weights: Sequence[QuantizedWeight]) -> list[str]:
-    return list(dict.fromkeys(weight.scheme for weight in weights))
 
 
 def _inventory(

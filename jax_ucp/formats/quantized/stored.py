@@ -1,18 +1,20 @@
-"""What is stored of one quantised weight, asked for by role; whatever does not fit is named."""
+"""The stored parts of one quantised weight, by role; a part that does not fit is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
+from jax_ucp.arrays.contents import QuantizedWeight
+from jax_ucp.arrays.dequantized import WeightPart
+from jax_ucp.arrays.evaluate import read
+from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.arrays.value import Array
 from jax_ucp.errors import FormatError, QuantizedWeights
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.contents import QuantizedWeight
-from jax_ucp.sources.dequantized import Part
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 Settings = Mapping[str, Any]
 
@@ -24,16 +26,14 @@ MAX_READ = 1 << 16
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The parts of a quantised weight in `source`: by role what they are called there, and how
-    people call them.
+    """The parts of a quantised weight, by role.
 
     `settings` are what the model's config says of its quantisation; `said` is what the file says of
     this weight, where its format has a place for that.
     """
 
     weight: QuantizedWeight
-    source: ArraySource
-    arrays: Mapping[str, str]
+    arrays: Mapping[str, Array]
     settings: Settings
     said: Mapping[str, Any]
 
@@ -47,9 +47,9 @@ class StoredWeight:
     def info(self, role: str) -> ArrayInfo:
         if role not in self.arrays:
             self.fault(f"has no {role} beside its codes {self.weight.parts['codes']}")
-        return self.source.arrays()[self.arrays[role]]
+        return self.arrays[role].info
 
-    def part(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> Part:
+    def part(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> WeightPart:
         """A part as an array of a shape. Its last axes may be left out of what is stored, or be
         added to it, if their length is 1: no other shape with as many elements has the same layout.
 
@@ -61,16 +61,18 @@ class StoredWeight:
             self.fault(f"{label} is {info.dtype.name}, and not {' or '.join(dtypes)}")
         if leading(info.shape) != leading(shape):
             self.fault(f"{label} has shape {list(info.shape)}, and not {list(shape)}")
-        return Part(self.arrays[role], tuple(shape))
+        return WeightPart(label, self.arrays[role], tuple(shape))
 
     def scale(
         self, role: str, shape: Sequence[int], dtypes: Sequence[str] = (*FLOATS, "float64")
-    ) -> Part:
+    ) -> WeightPart:
         """A part of numbers, none of which may be infinite or NaN."""
         part = self.part(role, shape, dtypes)
         if self.info(role).dtype.name in ("uint8", "float8_e8m0fnu"):
-            return Part(part.array, part.shape, _is_exponent, "an exponent below 255")
-        return Part(part.array, part.shape, is_finite, "a finite number")
+            return replace(
+                part, valid=lambda n: n.view(np.uint8) != 255, why="an exponent below 255"
+            )
+        return replace(part, valid=is_finite, why="a finite number")
 
     def require_block(self, length: int, size: int, what: str) -> None:
         """Raises FormatError where the scales of an axis do not show the length of their blocks,
@@ -98,7 +100,7 @@ class StoredWeight:
         info = self.info(role)
         if info.nbytes > MAX_READ:
             self.fault(f"{self.weight.parts[role]} has {info.nbytes} bytes, and should be small")
-        return self.source.read(self.arrays[role], Box.whole(info.shape))
+        return read(self.arrays[role], Box.whole(info.shape))
 
     def only(self, *roles: str) -> None:
         """Raises FormatError, naming it, where there is a part that has no use here."""
@@ -145,16 +147,8 @@ def is_finite(elements: np.ndarray) -> np.ndarray:
     return np.isfinite(elements)
 
 
-def _is_exponent(elements: np.ndarray) -> np.ndarray:
-    return elements.view(np.uint8) != 255
-
-
-def in_range(limit: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Whether elements are indices below a limit."""
-    return lambda elements: (elements >= 0) & (elements < limit)
-
-
-def as_groups(stored: StoredWeight, role: str, length: int, groups: int) -> Part:
+def as_groups(stored: StoredWeight, role: str, length: int, groups: int) -> WeightPart:
     """A part that says of each index on an axis which group it is in."""
     part = stored.part(role, (length,), ("int32", "int64"))
-    return Part(part.array, part.shape, in_range(groups), f"a group from 0 to {groups - 1}")
+    why = f"a group from 0 to {groups - 1}"
+    return replace(part, valid=lambda indices: (indices >= 0) & (indices < groups), why=why)

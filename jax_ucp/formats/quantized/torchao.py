@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
+from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Wrapping
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2, Packing
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, leading
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.dequantized import Dequantizer, Part
 
 _ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
 
 def tensor(stored: StoredWeight) -> Dequantizer:
-    """The weight, by the class that the header of its file names."""
+    """The weight, by the class that the header of its file names, with the parts that it names."""
     kind = stored.said.get("_type")
     attributes = stored.said.get("_data")
     if kind is None or not isinstance(attributes, Mapping):
@@ -36,14 +36,6 @@ def tensor(stored: StoredWeight) -> Dequantizer:
     if kind not in _CLASSES:
         known = ", ".join(_CLASSES)
         stored.unknown(f"torchao's {kind!r:.60} is not dequantised here; known are {known}")
-    _require_all(stored)
-    if stored.has("act_pre_scale"):
-        stored.unknown("it has act_pre_scale, which activations are multiplied by first")
-    return _CLASSES[kind](stored, attributes)
-
-
-def _require_all(stored: StoredWeight) -> None:
-    """Raises FormatError unless the parts are those that the header names."""
     named = stored.said.get("_tensor_data_names")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         stored.fault(f"the header names its parts as {named!r:.80}")
@@ -52,6 +44,9 @@ def _require_all(stored: StoredWeight) -> None:
         stored.fault(f"the header names the parts {', '.join(missing)}, which are not stored")
     if more := sorted(stored.arrays.keys() - roles):
         stored.fault(f"it has {', '.join(more)}, which the header does not name")
+    if stored.has("act_pre_scale"):
+        stored.unknown("it has act_pre_scale, which activations are multiplied by first")
+    return _CLASSES[kind](stored, attributes)
 
 
 def _float8(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
@@ -81,21 +76,13 @@ def _scaled(
 
 def _block(stored: StoredWeight, said: object, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The elements that have one scale, as the header says it. A length of -1 is all of an axis."""
-    block = _lengths(said, shape)
-    if block is None:
+    lengths = said if isinstance(said, list) and len(said) == len(shape) and all(shape) else None
+    block = tuple(n if size == -1 else size for size, n in zip(lengths or (), shape, strict=False))
+    if lengths is None or not all(type(length) is int and length > 0 for length in block):
         stored.fault(f"block_size={said!r:.80} in the header is not a block of {list(shape)}")
     if any(n % size for size, n in zip(block, shape, strict=True)):
         stored.fault(f"block_size={said!r:.80} in the header does not divide {list(shape)}")
     return block
-
-
-def _lengths(said: object, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The length of a block on each axis, or None if that is not what the header says."""
-    if not isinstance(said, list) or len(said) != len(shape) or not all(shape):
-        return None
-    lengths = tuple(n if size == -1 else size for size, n in zip(said, shape, strict=True))
-    are_lengths = all(type(length) is int and length > 0 for length in lengths)
-    return lengths if are_lengths else None
 
 
 def _nvfp4(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
@@ -155,7 +142,7 @@ def _scale(
     attributes: Mapping[str, Any],
     small: tuple[int, ...],
     dtypes: Sequence[str],
-) -> Part:
+) -> WeightPart:
     """The scales, which may be stored in tiles."""
     if not attributes.get("is_swizzled_scales"):
         return stored.scale("scale", small, dtypes)
@@ -163,50 +150,32 @@ def _scale(
         stored.unknown(f"scales of shape {list(small)} in the order of a GPU's tiles")
     tiles = Grid(_TILE).shape(small)
     found = stored.info("scale").shape
-    return replace(stored.scale("scale", found, dtypes), shape=_sized(stored, tiles, found))
-
-
-def _sized(stored: StoredWeight, tiles: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
-    shape = (*tiles, math.prod(_TILE))
+    scale, shape = stored.scale("scale", found, dtypes), (*tiles, math.prod(_TILE))
     if leading(found) not in ([math.prod(shape)], [32 * tiles[0], 16 * tiles[1]]):
         label = stored.weight.parts["scale"]
         stored.fault(f"{label} has shape {list(found)}, and should have {list(tiles)} tiles of 512")
-    return shape
+    return replace(scale, shape=shape)
 
 
 @dataclass(frozen=True)
-class Tiled:
+class Tiled(Wrapping):
     """A weight whose scales are stored in tiles: in each, four columns of four runs of 32 rows."""
 
-    plain: Affine
-
-    @property
-    def scheme(self) -> str:
-        return self.plain.scheme
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.plain.shape
-
-    @property
-    def parts(self) -> Mapping[str, Part]:
-        return self.plain.parts
-
     def boxes(self, box: Box) -> Mapping[str, Box]:
-        boxes = self.plain.boxes(box)
+        boxes = self.inner.boxes(box)
         tiles = Grid(_TILE).box(boxes["scale"])
         whole = Box((*tiles.start, 0), (*tiles.stop, math.prod(_TILE)))
         return {**boxes, "scale": whole}
 
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        wanted = self.plain.boxes(box)["scale"]
+        wanted = self.inner.boxes(box)["scale"]
         rows, columns = parts["scale"].shape[:2]
         # tile row, tile column, 32 rows, 4 runs of them, 4 columns
         tiles = parts["scale"].reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
         plain = tiles.reshape(rows * _TILE[0], columns * _TILE[1])
         first = [start % n for start, n in zip(wanted.start, _TILE, strict=True)]
         there = Box.whole(wanted.shape).shift(first)
-        return self.plain.values(box, {**parts, "scale": plain[there.index]})
+        return self.inner.values(box, {**parts, "scale": plain[there.index]})
 
 
 def _in_order(attributes: Mapping[str, Any], plain: Affine) -> Dequantizer:

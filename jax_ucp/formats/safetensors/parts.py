@@ -14,13 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.protocol import ArrayInfo
 
 MARK = "DCP_SHARDING_INFO"
 WHOLE_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -30,7 +29,7 @@ _MAX_OFFSET = 1 << 62
 def boxes(
     path: FilePath, metadata: Mapping[str, str], arrays: Mapping[str, ArrayInfo]
 ) -> dict[str, Box]:
-    """Which block of its tensor each array of a file is; without a mark, all of it."""
+    """The block of its tensor that each array of a file is; without a mark, all of it."""
     if MARK not in metadata:
         return {name: Box.whole(info.shape) for name, info in arrays.items()}
     try:
@@ -63,9 +62,9 @@ def _is_offset(n: Any) -> bool:
     return type(n) is int and 0 <= n < _MAX_OFFSET
 
 
-def joined(name: str, parts: Sequence[tuple[str, Box]]) -> Consolidated:
-    """The tensor whose parts are stored under the keys given. It ends where the last of them
-    does.
+def layout_of(name: str, parts: Sequence[tuple[str, Box]]) -> ParamLayout:
+    """The layout of the tensor `name` over its parts, which are stored under the keys given. It
+    ends where the last of them does.
     """
     keys, blocks = zip(*parts, strict=True)
     if len({box.ndim for box in blocks}) > 1:
@@ -76,7 +75,7 @@ def joined(name: str, parts: Sequence[tuple[str, Box]]) -> Consolidated:
     shape = tuple(map(max, zip(*(box.stop for box in blocks), strict=True)))
     fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(blocks) if box.size]
     shapes = tuple(box.shape for box in blocks)
-    return Consolidated(ParamLayout(shape, shapes, tuple(fragments)), keys)
+    return ParamLayout(shape, shapes, tuple(fragments))
 
 
 def _refuse_twice(name: str, parts: Sequence[tuple[str, Box]]) -> None:

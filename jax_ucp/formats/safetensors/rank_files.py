@@ -18,18 +18,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from jax_ucp.arrays.protocol import ArraySource
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
-from jax_ucp.formats.listing import listed
-from jax_ucp.formats.options import Sizes
+from jax_ucp.formats.weight_files import CONFIG, read_json
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArraySource
+from jax_ucp.options import Sizes
+from jax_ucp.text import listed
 
 Parts = Sequence[tuple[str, Box]]
 
 _SHARD_FILE = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
-_SHOWN = 4
 
 # Names of tensors with an axis of the model's width: the embedding and the first projection of a
 # layer on their second, norms of the residual stream on their only one. Those of transformers'
@@ -98,9 +97,10 @@ def require_total(
     if type(total) is int and total != stored:
         raise FormatError(
             f"{path}: the index says total_size {total}, and its files have {stored} bytes of"
-            " tensors: several ranks may have written files of the same names (torch's"
-            " HuggingFaceStorageWriter without save_distributed), so that parts of one rank are"
-            " left. Save again with save_distributed=True, or from whole tensors"
+            " tensors: one of them is of another save, or several ranks wrote files of the same"
+            " names (torch's HuggingFaceStorageWriter without save_distributed), so that parts of"
+            " one rank are left. Copy the folder again, or save again with save_distributed=True,"
+            " or from whole tensors"
         )
 
 
@@ -119,7 +119,7 @@ def _require_counted(folder: FilePath, files: Iterable[str]) -> None:
 def _said(folder: FilePath, said: int, ranks: Sequence[int]) -> str:
     """The note where the user says how many ranks wrote files."""
     if said != len(ranks):
-        shown = listed([str(rank) for rank in ranks], _SHOWN)
+        shown = listed([str(rank) for rank in ranks])
         raise FormatError(
             f"{folder}: sizes says ranks={said}, and there are files of {len(ranks)}: {shown}."
             f" Copy the others; if those had nothing to write, such as replicas, say"

@@ -17,15 +17,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import Contents, QuantizedWeight
+from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.files.strided import read_strided, row_major_strides
-from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.facts import COUNTS, Facts
-from jax_ucp.formats.huggingface.weight_files import (
-    finish,
+from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, layout_of
+from jax_ucp.formats.safetensors.rank_files import require_every_rank, require_total
+from jax_ucp.formats.weight_files import (
     index_save,
     keep_configs,
     keep_index,
@@ -33,15 +37,10 @@ from jax_ucp.formats.huggingface.weight_files import (
     refuse_stand_in,
     tensors_of,
 )
-from jax_ucp.formats.huggingface.weight_names import model_of_index
-from jax_ucp.formats.options import Options, Sizes
-from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, joined
-from jax_ucp.formats.safetensors.rank_files import require_every_rank, require_total
+from jax_ucp.formats.weight_names import model_of_index
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import Contents, QuantizedWeight
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.options import Options, Sizes
 
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100_000_000
@@ -91,7 +90,7 @@ def open_safetensors(path: FilePath, options: Options) -> Contents:
         imported = read_weights(path, path.parent, names, options.sizes, index)
         keep_index(imported, path, index, tensors_of(imported))
     keep_configs(imported, path.parent)
-    return finish(imported)
+    return imported.contents()
 
 
 def _opened(path: FilePath) -> SafetensorsFile:
@@ -105,7 +104,7 @@ def read_weights(
     names: Sequence[str],
     sizes: Sizes,
     index: Mapping[str, Any] | None = None,
-) -> Import:
+) -> ContentsBuilder:
     """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their
     headers say, as extras. `sizes` may say how many `ranks` wrote files with parts of tensors.
     `index` is the one that names the files.
@@ -113,7 +112,7 @@ def read_weights(
     Raises as `open_safetensors`.
     """
     files = opened_files(folder, names, _opened)
-    imported = Import("safetensors", path, Combined.of_files(files))
+    imported = ContentsBuilder("safetensors", path, Combined.of_files(files))
     facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
@@ -124,14 +123,15 @@ def read_weights(
         for key in file.metadata.keys() & {*COUNTS}:
             facts.state(name, key, file.metadata[key])
         _keep_header(imported, name, file)
-    for key, stored in parts.items():
-        several = f", one of {len(stored)} parts" if len(stored) > 1 else ""
-        whole = joined(key, [(f"{name}:{key}", box) for name, box in stored])
-        imported.parameter("param", key, whole, f"the parameter {key}{several}")
     if any(MARK in file.metadata for file in files.values()):
         require_total(path, index or {}, files)
     if note := require_every_rank(folder, parts, sizes):
         imported.notes.append(note)
+    for key, stored in parts.items():
+        several = f", one of {len(stored)} parts" if len(stored) > 1 else ""
+        keyed = [(f"{name}:{key}", box) for name, box in stored]
+        whole = imported.joined(f"param.{key}", layout_of(key, keyed), [part for part, _ in keyed])
+        imported.parameter("param", key, whole, f"the parameter {key}{several}")
     return imported
 
 
@@ -144,7 +144,7 @@ def _check_parts(path: FilePath, name: str, file: SafetensorsFile) -> None:
         raise FormatError(f"{file.path} has parts of tensors of {dtypes}")
 
 
-def _keep_header(imported: Import, name: str, file: SafetensorsFile) -> None:
+def _keep_header(imported: ContentsBuilder, name: str, file: SafetensorsFile) -> None:
     for key, value in file.metadata.items():
         if key == MARK:
             reason = "says which part is where; its content is in the tree's shapes"
@@ -159,7 +159,7 @@ def _keep_header(imported: Import, name: str, file: SafetensorsFile) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _HeaderEntry:
     """A tensor by the header: its bytes lie from `begin` to `end` of the data. Where several
     elements are in a byte, `has_rows` says whether each row has whole ones.
     """
@@ -172,8 +172,8 @@ class _Entry:
     has_rows: bool
 
 
-class SafetensorsFile(ArraySource):
-    """One file, as an ArraySource of its tensors. Opening reads the header.
+class SafetensorsFile(ExtentTable):
+    """The table of a file's tensors. Opening reads the header.
 
     Tensors of less than 8 bits an element are arrays of the bytes that are stored; `packed` has
     their dtypes by name, and `packed_rows` are those of which each row has whole bytes.
@@ -181,32 +181,24 @@ class SafetensorsFile(ArraySource):
 
     def __init__(self, path: str | os.PathLike[str] | FilePath):
         self.path = file_path(path)
-        self._bytes = FileRange(self.path, file=self.path.file())
-        header, self._begin = _header(self.path, self._bytes.size)
+        data = FileRange(self.path, file=self.path.file())
+        header, begin = _header(self.path, data.size)
         self.metadata = _metadata(self.path, header.pop("__metadata__", {}))
         entries = [_entry(self.path, name, entry) for name, entry in header.items()]
         entries.sort(key=lambda entry: (entry.begin, entry.end))
-        _check_tiled(self.path, entries, self._begin, self._bytes.size)
-        self._arrays = {entry.name: entry.info for entry in entries}
-        self._offsets = {entry.name: entry.begin for entry in entries}
+        _check_tiled(self.path, entries, begin, data.size)
+        file = StoredFile(self.path, data)
+        super().__init__(
+            {entry.name: entry.info for entry in entries},
+            {entry.name: StoredArray(file, begin + entry.begin) for entry in entries},
+        )
         packed = [entry for entry in entries if entry.dtype in _PACKED_BITS]
         self.packed = {entry.name: entry.dtype for entry in packed}
         self.packed_rows = {entry.name for entry in packed if entry.has_rows}
 
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return self._arrays
-
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        info, start = self._arrays[key], self._begin + self._offsets[key]
-        strides = row_major_strides(info.shape)
-        try:
-            read_strided(self._bytes, start, strides, boxes, outs)
-        except CorruptData as error:
-            raise CorruptData(f"{self.path}: {error}") from error
-
 
 def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
-    """What the header says of each tensor, and where the data begins, of a file of so many
+    """The entries of tensors in the header, and where the data begins, of a file of so many
     bytes.
     """
     head = path.read_range(0, 8)
@@ -231,7 +223,7 @@ def _metadata(path: FilePath, metadata: Any) -> dict[str, str]:
     raise FormatError(f"{path}: __metadata__ should map strings to strings")
 
 
-def _check_tiled(path: FilePath, entries: Sequence[_Entry], start: int, size: int) -> None:
+def _check_tiled(path: FilePath, entries: Sequence[_HeaderEntry], start: int, size: int) -> None:
     """Raise unless tensors, in the order of their bytes, fill a file of so many bytes from where
     the data starts.
     """
@@ -250,7 +242,7 @@ def _check_tiled(path: FilePath, entries: Sequence[_Entry], start: int, size: in
     raise CorruptData(f"{path} has {size} bytes, but its header describes {end}{short}")
 
 
-def _entry(path: FilePath, name: str, entry: Any) -> _Entry:
+def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
     """A tensor of the header, checked by itself."""
     match entry:
         case {
@@ -275,7 +267,7 @@ def _entry(path: FilePath, name: str, entry: Any) -> _Entry:
             f"{path}: {name} of {dtype} {shape} lies at bytes {begin} to {end}, which is not its"
             " size"
         )
-    return _Entry(name, dtype, info, begin, end, _has_rows(shape, dtype))
+    return _HeaderEntry(name, dtype, info, begin, end, _has_rows(shape, dtype))
 
 
 def _is_shape(shape: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.files import File, Section, Tensor
-from jax_ucp.export.parameters import Parameters, named
+from jax_ucp.export.parameters import Parameters
 
 INDEX = "model.safetensors.index.json"
 CONFIG, ADAPTER = CONFIGS = ("config.json", "adapter_config.json")
@@ -75,7 +75,9 @@ def _require_storable(tensors: Mapping[str, Tensor]) -> None:
         problems.append("__metadata__ has a name that the header keeps for itself")
     if problems:
         raise UnsupportedLeaf(
-            named(problems, "safetensors cannot hold", "Export with a dtype, or to another format.")
+            "safetensors cannot hold:",
+            problems,
+            remedy="Export with a dtype, or to another format.",
         )
 
 

@@ -12,16 +12,21 @@ has buffers and tied weights too. Everything that is no tensor is an extra.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import About, Contents
+from jax_ucp.codecs.tensor_names import DTensor
+from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
+from jax_ucp.codecs.unpickle import walk
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.assemble import Import
-from jax_ucp.formats.huggingface.weight_files import (
+from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.state_dicts import Tree, keep_extras
+from jax_ucp.formats.weight_files import (
     RANK_STATES,
-    finish,
     index_save,
     keep_index,
     one_ranks,
@@ -30,18 +35,10 @@ from jax_ucp.formats.huggingface.weight_files import (
     refuse_stand_in,
     tensors_of,
 )
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
-from jax_ucp.formats.torch_save.opaque import weights_place
-from jax_ucp.formats.torch_save.state_pairing import Stored
-from jax_ucp.formats.torch_save.state_paths import Places
-from jax_ucp.formats.torch_save.tensor_names import DTensor
-from jax_ucp.formats.torch_save.tree import Tree, keep_extras
-from jax_ucp.formats.torch_save.unpickle import walk
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.contents import About, Contents
+from jax_ucp.options import Options
+from jax_ucp.states.opaque import weights_place
+from jax_ucp.states.state_pairing import StateTensor
+from jax_ucp.states.state_paths import Places
 
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
 
@@ -68,7 +65,7 @@ def open_torch(path: FilePath, options: Options) -> Contents:
         refuse_part(path)
         imported = read_weights(path, path.parent, [path.name], options)
         refuse_rank_of_llama(imported, path)
-    return finish(imported)
+    return imported.contents()
 
 
 def _opened(path: FilePath) -> TorchFile:
@@ -79,7 +76,7 @@ def _opened(path: FilePath) -> TorchFile:
 
 def read_weights(
     path: FilePath, folder: FilePath, names: Sequence[str], options: Options
-) -> Import:
+) -> ContentsBuilder:
     """The tensors of files in a folder, each under the state that it is, and as extras what is no
     tensor.
 
@@ -87,16 +84,24 @@ def read_weights(
     """
     files = opened_files(folder, names, _opened)
     for name, file in files.items():
-        _refuse_rank_file(name, file)
-    imported = Import("torch", path, Combined.of_files(files))
+        of_deepspeed = isinstance(file.tree, dict) and "ds_version" in file.tree
+        if of_deepspeed or RANK_STATES.search(name):
+            raise one_ranks(file.path)
+    imported = ContentsBuilder("torch", path, Combined.of_files(files))
     tree = Tree()
     for name, file in files.items():
         keep_extras(imported, name, file)
         tree.add(name, file)
         imported.unknown |= file.unknown
-    _keep_attributes(imported, tree)
-    imported.notes += _writer_notes(files)
-    imported.about = _about(files)
+    for label, tensor in tree.tensors.items():
+        if tensor.node.attributes:
+            imported.extra(tensor.file, f"attributes of {label}", tensor.node.attributes)
+    imported.about = About("torch.save")
+    for name, file in reversed(files.items()):
+        if isinstance(file.tree, dict) and LIGHTNING in file.tree:
+            writer, step = f"Lightning {file.tree[LIGHTNING]}", file.tree.get("global_step")
+            imported.notes.append(f"{name} is a checkpoint of {writer} at step {step}")
+            imported.about = About(writer, step if isinstance(step, int) else None)
     tensors, objects = tree.described()
     places = imported.placed(_owned_by_optimizers(tensors, files), objects, options)
     paths = {label: tensor.path for label, tensor in tree.tensors.items()}
@@ -117,16 +122,9 @@ def refuse_distributed(path: FilePath) -> None:
         )
 
 
-def _refuse_rank_file(name: str, file: TorchFile) -> None:
-    """Raise FormatError for a file of DeepSpeed or Megatron: it is one rank's part."""
-    of_deepspeed = isinstance(file.tree, dict) and "ds_version" in file.tree
-    if of_deepspeed or RANK_STATES.search(name):
-        raise one_ranks(file.path)
-
-
 def _owned_by_optimizers(
-    tensors: Mapping[str, Stored], files: Mapping[str, TorchFile]
-) -> Mapping[str, Stored]:
+    tensors: Mapping[str, StateTensor], files: Mapping[str, TorchFile]
+) -> Mapping[str, StateTensor]:
     """The tensors, of which those of Lightning's callbacks, scores and averages, are no
     optimizer's.
     """
@@ -138,32 +136,7 @@ def _owned_by_optimizers(
     }
 
 
-def _about(files: Mapping[str, TorchFile]) -> About:
-    """The writer and the step, where a file says them."""
-    for file in files.values():
-        if isinstance(file.tree, dict) and LIGHTNING in file.tree:
-            step = file.tree.get("global_step")
-            return About(
-                f"Lightning {file.tree[LIGHTNING]}", step if isinstance(step, int) else None
-            )
-    return About("torch.save")
-
-
-def _writer_notes(files: Mapping[str, TorchFile]) -> Iterator[str]:
-    """Who wrote a file, where it says so."""
-    for name, file in files.items():
-        if isinstance(file.tree, dict) and LIGHTNING in file.tree:
-            step = file.tree.get("global_step")
-            yield f"{name} is a checkpoint of Lightning {file.tree[LIGHTNING]} at step {step}"
-
-
-def _keep_attributes(imported: Import, tree: Tree) -> None:
-    for label, tensor in tree.tensors.items():
-        if tensor.node.attributes:
-            imported.extra(tensor.file, f"attributes of {label}", tensor.node.attributes)
-
-
-def _place(imported: Import, tree: Tree, places: Places, options: Options) -> None:
+def _place(imported: ContentsBuilder, tree: Tree, places: Places, options: Options) -> None:
     """Give every tensor its place, but those of optimizers where only weights are asked for."""
     left = places.in_optimizers if options.weights_only else frozenset[str]()
     for label, tensor in tree.tensors.items():
@@ -173,8 +146,7 @@ def _place(imported: Import, tree: Tree, places: Places, options: Options) -> No
             imported.leave(tensor.key, "", f"{what}: only weights were asked for")
             continue
         reason = what if state != "other" else "a tensor beside the model"
-        whole = Consolidated(Unique().join([tensor.node.shape]), [tensor.key])
-        imported.parameter(state, name, whole, reason)
+        imported.parameter(state, name, imported.array(tensor.key), reason)
         if state == "param":
             imported.ties[name] = tensor.described().tie
     imported.notes += places.notes

@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, assert_accounted_for, assert_equal_however_read
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import metadata_files, read_metadata
-from torch_cases import DATA, FLAT, about, assert_accounted_for, assert_equal_however_read, truth
 
+DATA = CASES_DATA / "torch"
+# Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False
+# leaves them as they are.
+FLAT = ("old_v1131", "dcp_noflatten")
 CASES = sorted(path.parent.name for path in DATA.glob("*/ckpt") if metadata_files(file_path(path)))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_everything_equals_the_live_state_however_it_is_read(case, tmp_path):
     checkpoint = ucp.open(DATA / case / "ckpt")
-    assert_equal_however_read(checkpoint, truth(case), tmp_path)
+    assert_equal_however_read(checkpoint, Case(f"torch/{case}").truth(), tmp_path)
     assert_accounted_for(checkpoint)
     assert any("no paths were recorded" in note for note in checkpoint.notes) == (case in FLAT)
 
@@ -40,7 +45,7 @@ def test_objects_are_extras_with_their_values():
     for case in CASES:
         extras = ucp.open(DATA / case / "ckpt").extras.values()
         kept = {name: value for file in extras for name, value in file.items()}
-        for name, value in about(case).get("objects", {}).items():
+        for name, value in Case(f"torch/{case}").about.get("objects", {}).items():
             if case != "dcp_objects":
                 assert kept[name] == value, name
     kept = {
@@ -48,7 +53,7 @@ def test_objects_are_extras_with_their_values():
         for file in ucp.open(DATA / "dcp_objects" / "ckpt").extras.values()
         for name, v in file.items()
     }
-    plain = about("dcp_objects")["objects"]
+    plain = Case("torch/dcp_objects").about["objects"]
     special = {
         "o.big_int": 2**80,
         "o.bytes": {"!bytes": "AAH/"},
@@ -64,7 +69,7 @@ def test_objects_are_extras_with_their_values():
 def test_weights_alone_leave_the_optimizer_aside_with_a_reason():
     checkpoint = ucp.open(DATA / "fsdp2_dp2_amsgrad" / "ckpt", weights_only=True)
     assert {leaf.label for leaf in checkpoint.leaves} == {
-        label for label in truth("fsdp2_dp2_amsgrad") if label.startswith("param/")
+        label for label in Case("torch/fsdp2_dp2_amsgrad").truth() if label.startswith("param/")
     }
     skipped = [
         item for item in checkpoint.inventory if "only weights were asked for" in item.reason
@@ -90,7 +95,7 @@ def test_a_slice_of_a_parameter_opens_only_the_items_that_hold_it(tmp_path):
     param = ucp.open(damaged).params["output.weight"]
     np.testing.assert_array_equal(
         param.read(box=first.target),
-        truth("dcp_file_per_item")["param/output.weight"][first.target.index],
+        Case("torch/dcp_file_per_item").truth()["param/output.weight"][first.target.index],
     )
     with pytest.raises(FormatError, match=second.file):
         param.read(box=second.target)

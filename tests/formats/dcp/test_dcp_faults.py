@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import DATA as CASES
 from dcp_writer import Writer
 from helpers import boxes_in, grids
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs import json_values as extras
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint, UCPError
-from jax_ucp.formats import json_values as extras
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from torch_cases import DATA
 from torch_writer import Instance
 
 DTYPES = (np.float32, np.float64, ml_dtypes.bfloat16, np.float16, np.int64, np.uint8, np.bool_)
@@ -120,14 +120,6 @@ def change_replica(
 # What is refused.
 
 
-@pytest.fixture
-def copy_of(tmp_path):
-    def make(case: str) -> Path:
-        return Path(shutil.copytree(DATA / case / "ckpt", tmp_path / case))
-
-    return make
-
-
 def faults_of(folder: Path) -> list[str]:
     """What opening or verifying says is wrong."""
     try:
@@ -149,7 +141,7 @@ SHARDED = (
 
 @pytest.mark.parametrize("case", SHARDED)
 def test_a_file_that_is_missing_or_cut_short_is_named(copy_of, case):
-    folder = copy_of(case)
+    folder = copy_of(f"torch/{case}")
     for path in sorted(folder.glob("*.distcp"))[:4]:
         data = path.read_bytes()
         path.unlink()
@@ -168,7 +160,7 @@ def test_a_file_that_is_missing_or_cut_short_is_named(copy_of, case):
 
 @pytest.mark.parametrize("case", [case for case in SHARDED if case != "dcp_no_collectives"])
 def test_two_files_exchanged_and_a_file_of_another_run_are_named(copy_of, case):
-    folder = copy_of(case)
+    folder = copy_of(f"torch/{case}")
     first, second = sorted(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)[
         :: len(list(folder.glob("*.distcp"))) - 1
     ]
@@ -179,13 +171,13 @@ def test_two_files_exchanged_and_a_file_of_another_run_are_named(copy_of, case):
     assert any(path.name in fault for fault in faults for path in (first, second))
     with pytest.raises(UCPError):
         ucp.open(folder).save(folder.parent / "converted")
-    shutil.copy(DATA / "fsdp2_dp2_amsgrad" / "ckpt" / "__0_0.distcp", first)
-    second.write_bytes((DATA / case / "ckpt" / second.name).read_bytes())
+    shutil.copy(CASES / "torch" / "fsdp2_dp2_amsgrad" / "ckpt" / "__0_0.distcp", first)
+    second.write_bytes((CASES / "torch" / case / "ckpt" / second.name).read_bytes())
     assert any(first.name in fault for fault in faults_of(folder))
 
 
 def test_bytes_and_files_of_no_item_are_noted(copy_of):
-    folder = copy_of("fsdp2_dp4_uneven")
+    folder = copy_of("torch/fsdp2_dp4_uneven")
     with (folder / "__1_0.distcp").open("ab") as file:
         file.write(b"later")
     shutil.copy(folder / "__1_0.distcp", folder / "__4_0.distcp")
@@ -200,11 +192,11 @@ def test_bytes_and_files_of_no_item_are_noted(copy_of):
 
 
 def test_metadata_that_is_missing_is_named(copy_of):
-    folder = copy_of("fsdp2_dp4_uneven")
+    folder = copy_of("torch/fsdp2_dp4_uneven")
     (folder / ".metadata").unlink()
     with pytest.raises(NotACheckpoint, match=r"no \.metadata: the save never ended"):
         ucp.open(folder)
-    folder = copy_of("dcp_no_collectives")
+    folder = copy_of("torch/dcp_no_collectives")
     for path in (folder / "__0.metadata", folder / "__1.metadata"):
         data = path.read_bytes()
         path.unlink()
@@ -214,7 +206,7 @@ def test_metadata_that_is_missing_is_named(copy_of):
 
 
 def test_the_metadata_of_a_rank_of_another_run_is_refused(copy_of):
-    folder = copy_of("dcp_no_collectives")
+    folder = copy_of("torch/dcp_no_collectives")
     writer = Writer(folder.parent / "other")
     writer.tensor(
         "output.weight", np.zeros((2, 2), np.float32), [("__1_0.distcp", Box((0, 0), (2, 2)))]
@@ -242,7 +234,7 @@ def test_a_bit_of_the_metadata_is_refused_harmless_or_part_of_a_name(case):
     """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(shutil.copytree(DATA / case / "ckpt", Path(parent) / "c"))
+        folder = Path(shutil.copytree(CASES / "torch" / case / "ckpt", Path(parent) / "c"))
         file = folder / (".metadata" if case != "dcp_no_collectives" else "__0.metadata")
         data, want, refused = file.read_bytes(), contents(folder), 0
         for at in rng.choice(len(data), 300, replace=False):
@@ -454,7 +446,7 @@ def test_paths_of_what_was_not_stored_are_no_harm(writer):
 )
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_file_that_stands_for_another_says_what_it_is(tmp_path, name, content, what):
-    folder = Path(shutil.copytree(DATA / "old_v260" / "ckpt", tmp_path / "c"))
+    folder = Path(shutil.copytree(CASES / "torch" / "old_v260" / "ckpt", tmp_path / "c"))
     (folder / name).write_bytes(content)
     with pytest.raises(FormatError, match=rf"{name}: it is {what}"):
         ucp.open(folder)
@@ -464,4 +456,4 @@ def test_one_ranks_items_are_refused_by_themselves():
     with pytest.raises(
         FormatError, match=r"__0_0\.distcp holds one rank's items .*: open its folder"
     ):
-        ucp.open(DATA / "old_v1131" / "ckpt" / "__0_0.distcp")
+        ucp.open(CASES / "torch" / "old_v1131" / "ckpt" / "__0_0.distcp")

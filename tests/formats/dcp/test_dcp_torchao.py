@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from dcp_writer import Writer
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 from torch_writer import Global, Instance, Size, Storage, save
 
 DTENSORS = Path(__file__).parents[2] / "data" / "dtensors"
@@ -138,7 +138,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_state_whose_tensors_do_not_fit_is_refused(change, tmp_path):
     folder, _ = write(tmp_path, "8bit", change=CHANGES[change])
-    with pytest.raises(FormatError, match=r"OptimState8bit whose codes.*exp_avg"):
+    with pytest.raises(FormatError, match=r"(?s)exp_avg.*OptimState8bit whose codes"):
         ucp.open(folder).restore()
 
 

@@ -8,50 +8,47 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from deepspeed_cases import DATA, NUMBERED, equal, truth, word
-from helpers import restored_on
+from cases import DATA as CASES_DATA
+from cases import Case, flat, names_of
+from helpers import mesh_of, restored_on
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
-from jax_ucp.formats.deepspeed.files import _as_rank, _refuse_copies, _Run, open_stored
-from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.deepspeed.files import _as_rank, _refuse_copies, _RunDegrees, open_stored
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 from torch_writer import Size, change, edit, save
 
-CASES = sorted(path.name for path in DATA.iterdir())
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+DATA = CASES_DATA / "deepspeed"
+CASES = names_of("deepspeed")
+NUMBERED = [name for name in CASES if Case(f"deepspeed/{name}").options]
+MESH = mesh_of(4, 2)
 RULES = [(r"\.weight$", P("data", "model"))]
-
-
-def flat(tree: dict) -> dict[str, np.ndarray]:
-    return {
-        f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()
-    }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
-    checkpoint, want = ucp.open(DATA / case, **word(case)), truth(case)
+    live = Case(f"deepspeed/{case}")
+    checkpoint, want = live.open(), live.truth()
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     straight = flat(restored_on(MESH, checkpoint, RULES))
     converted = checkpoint.save(tmp_path / "converted")
     kept = flat(restored_on(MESH, converted, RULES))
     for label, array in want.items():
-        assert equal(checkpoint.read(label), array, label), label
-        assert equal(straight[label], array, label), label
-        assert equal(kept[label], array, label), label
+        assert live.equal(checkpoint.read(label), array, label), label
+        assert live.equal(straight[label], array, label), label
+        assert live.equal(kept[label], array, label), label
     assert any(array.sharding.spec == P("data", "model") for array in straight.values())
     assert [fault for _, fault in converted.verify() if fault] == []
 
 
 @pytest.mark.parametrize(
-    ("case", "options"), [*((c, word(c)) for c in CASES), *((c, {}) for c in NUMBERED)]
+    ("case", "options"),
+    [*((c, Case(f"deepspeed/{c}").options) for c in CASES), *((c, {}) for c in NUMBERED)],
 )
 def test_everything_stored_is_accounted_for_once_with_a_reason(case, options):
     checkpoint = ucp.open(DATA / case, **options)
@@ -76,7 +73,7 @@ def test_everything_stored_is_accounted_for_once_with_a_reason(case, options):
 def test_extras_keep_what_the_trainer_put_beside_the_model():
     extras = ucp.open(DATA / "z1_fp16_dp2").extras
     model = extras["mp_rank_00_model_states.pt"]
-    about = json.loads((DATA / "z1_fp16_dp2" / "case.json").read_text())
+    about = Case("deepspeed/z1_fp16_dp2").about
     assert model["global_steps"] == about["counters"]["global_steps"] == 5
     assert model["skipped_steps"] == 3
     assert model["lr_scheduler"]["last_batch_iteration"] == 1
@@ -133,20 +130,11 @@ def test_a_wrong_order_recorded_by_deepspeed_is_noted_and_not_used():
     assert about.parallelism == {"dp": 3, "tp": 1, "pp": 1}
 
 
-@pytest.fixture
-def copy_of(tmp_path):
-    def make(case: str) -> Path:
-        shutil.copytree(DATA / case, tmp_path / case)
-        return tmp_path / case / "global_step5"
-
-    return make
-
-
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-def test_a_missing_rank_is_named_even_where_it_is_the_last(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_a_missing_rank_is_named_even_where_it_is_the_last(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     (folder / RANK_1).unlink()
     with pytest.raises(
         FormatError, match=rf"{RANK_1} is missing: the run had 2 data-parallel ranks"
@@ -154,24 +142,24 @@ def test_a_missing_rank_is_named_even_where_it_is_the_last(copy_of):
         ucp.open(folder)
 
 
-def test_missing_model_states_are_named(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_missing_model_states_are_named(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     (folder / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(FormatError, match=r"mp_rank_00_model_states\.pt is missing"):
         ucp.open(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 20_000, -1])
-def test_a_truncated_file_is_named(copy_of, keep):
-    folder = copy_of("z1_bf16_dp2")
+def test_a_truncated_file_is_named(deepspeed_copy, keep):
+    folder = deepspeed_copy("z1_bf16_dp2")
     data = (folder / RANK_1).read_bytes()
     (folder / RANK_1).write_bytes(data[:keep])
     with pytest.raises(FormatError, match=RANK_1):
         ucp.open(folder)
 
 
-def test_two_ranks_exchanged_are_refused(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_two_ranks_exchanged_are_refused(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     zero = folder / RANK_1.replace("rank_1", "rank_0")
     (folder / RANK_1).rename(folder / "x")
     zero.rename(folder / RANK_1)
@@ -185,9 +173,9 @@ def test_two_ranks_exchanged_are_refused(copy_of):
 @pytest.mark.parametrize(
     "case", ["z3_bf16_dp2", "z3_fp16_dp2_subgroups", "tp2_dp2_z3_bf16", "z1_fp32_dp4"]
 )
-def test_a_file_that_is_a_copy_of_another_ranks_is_refused(copy_of, case):
+def test_a_file_that_is_a_copy_of_another_ranks_is_refused(deepspeed_copy, case):
     """ZeRO-3 stores nothing twice, and its files do not say whose they are."""
-    folder = copy_of(case)
+    folder = deepspeed_copy(case)
     first, second, *_ = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"))
     for mine, others in ((first, second), (second, first)):
         data = mine.read_bytes()
@@ -207,22 +195,24 @@ def test_ranks_whose_parts_are_of_one_value_may_be_alike(tmp_path, masters):
         path = tmp_path / f"zero_pp_rank_{dp}_mp_rank_00_optim_states.pt"
         flat = {"fp32_flat_groups": [masters.astype(np.float32)], "optimizer_state_dict": {}}
         save({"optimizer_state_dict": flat}, path)
-        ranks.append(_as_rank(dp, open_stored(path), _Run("model_states.pt", 1, 1, 2, zero3=True)))
+        ranks.append(
+            _as_rank(dp, open_stored(path), _RunDegrees("model_states.pt", 1, 1, 2, zero3=True))
+        )
     with pytest.raises(FormatError, match="one is a copy") if masters[-1] > 1 else nullcontext():
         _refuse_copies([(rank, rank.masters) for rank in ranks], "masters")
 
 
-def test_model_states_that_are_a_copy_of_another_ranks_are_refused(copy_of):
+def test_model_states_that_are_a_copy_of_another_ranks_are_refused(deepspeed_copy):
     """Under ZeRO-3 each rank's have its part of the frozen parameters, which are nowhere else."""
-    folder = copy_of("z3_bf16_dp2_frozen_tied")
+    folder = deepspeed_copy("z3_bf16_dp2_frozen_tied")
     first, second = sorted(folder.glob("zero_pp_rank_*_model_states.pt"))
     shutil.copy(first, second)
     with pytest.raises(FormatError, match="holds the same fragments of frozen parameters as"):
         ucp.open(folder)
 
 
-def test_a_rank_of_another_world_size_is_refused(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_a_rank_of_another_world_size_is_refused(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     shutil.copy(DATA / "z1_bf16_dp4_tinygroup" / "global_step5" / RANK_1, folder / RANK_1)
     with pytest.raises(
         FormatError, match=rf"{RANK_1} is of \[4, 4, 4\] ranks, by its partition_count"
@@ -230,8 +220,8 @@ def test_a_rank_of_another_world_size_is_refused(copy_of):
         ucp.open(folder)
 
 
-def test_a_rank_too_many_is_refused(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_a_rank_too_many_is_refused(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     shutil.copy(folder / RANK_1, folder / RANK_1.replace("rank_1", "rank_2"))
     with pytest.raises(
         FormatError, match=r"files of 3 ranks, but mp_rank_00_model_states\.pt was written by 2"
@@ -239,15 +229,15 @@ def test_a_rank_too_many_is_refused(copy_of):
         ucp.open(folder)
 
 
-def test_files_of_two_runs_in_one_folder_are_refused(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_files_of_two_runs_in_one_folder_are_refused(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     shutil.copy(folder / RANK_1, folder / RANK_1.removeprefix("bf16_"))
     with pytest.raises(FormatError, match="two saves with different settings"):
         ucp.open(folder)
 
 
-def test_a_rank_of_another_step_is_refused(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_a_rank_of_another_step_is_refused(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     path = folder / RANK_1
     file = TorchFile(path)
     key = "optimizer_state_dict/base_optimizer_state/state/0/step"
@@ -263,9 +253,9 @@ def test_a_rank_of_another_step_is_refused(copy_of):
 
 @pytest.mark.parametrize("where", ["single_partition_of_fp32_groups/0", "module"])
 def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_convert(
-    copy_of, tmp_path, where
+    deepspeed_copy, tmp_path, where
 ):
-    folder = copy_of("z1_bf16_dp2")
+    folder = deepspeed_copy("z1_bf16_dp2")
     path = folder / ("mp_rank_00_model_states.pt" if where == "module" else RANK_1)
     file = TorchFile(path)
     key = next(key for key in file.arrays() if where in key)
@@ -292,8 +282,10 @@ def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_co
     assert not (tmp_path / "out").exists()
 
 
-def test_a_flipped_bit_in_a_moment_is_refused_too_though_nothing_is_stored_twice(copy_of, tmp_path):
-    folder = copy_of("z1_bf16_dp2")
+def test_a_flipped_bit_in_a_moment_is_refused_too_though_nothing_is_stored_twice(
+    deepspeed_copy, tmp_path
+):
+    folder = deepspeed_copy("z1_bf16_dp2")
     file = TorchFile(folder / RANK_1)
     key = "optimizer_state_dict/base_optimizer_state/state/0/exp_avg_sq"
     old = file.read(key, Box.whole(file.arrays()[key].shape)).tobytes()
@@ -307,8 +299,8 @@ def test_a_flipped_bit_in_a_moment_is_refused_too_though_nothing_is_stored_twice
         ucp.open(folder).save(tmp_path / "out")
 
 
-def test_two_files_of_one_rank_are_refused_and_a_stray_one_is_accounted_for(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_two_files_of_one_rank_are_refused_and_a_stray_one_is_accounted_for(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     (folder / "notes.txt").write_text("mine")
     (stray,) = [item for item in ucp.open(folder).inventory if item.where == "notes.txt"]
     assert stray.status == "skipped"
@@ -319,8 +311,8 @@ def test_two_files_of_one_rank_are_refused_and_a_stray_one_is_accounted_for(copy
         ucp.open(folder)
 
 
-def test_latest_must_name_a_folder_that_is_there(copy_of):
-    folder = copy_of("z1_bf16_dp2")
+def test_latest_must_name_a_folder_that_is_there(deepspeed_copy):
+    folder = deepspeed_copy("z1_bf16_dp2")
     (folder.parent / "latest").write_text("global_step9")
     with pytest.raises(NotACheckpoint, match="names global_step9, but there is no such folder"):
         ucp.open(folder.parent)
@@ -333,9 +325,9 @@ COPY = "mp_rank_00_model_states.pt"
 
 
 @pytest.fixture
-def in_two_minds(copy_of) -> Path:
+def in_two_minds(deepspeed_copy) -> Path:
     """A checkpoint with valid CRCs in which one weight of the module is not its master."""
-    folder = copy_of("z1_bf16_dp2")
+    folder = deepspeed_copy("z1_bf16_dp2")
 
     def double(array: np.ndarray) -> None:
         array[3] = array[3] * 2 + 1
@@ -356,7 +348,8 @@ def test_where_copies_differ_both_places_are_named_and_nothing_is_converted(in_t
 
 
 def test_the_user_may_say_which_copy_to_believe(in_two_minds, tmp_path):
-    want = truth("z1_bf16_dp2")
+    live = Case("deepspeed/z1_bf16_dp2")
+    want = live.truth()
     module = TorchFile(in_two_minds / COPY)
     master = ucp.open(in_two_minds, on_conflict="master").save(tmp_path / "master")
     copy = ucp.open(in_two_minds, on_conflict="copy").save(tmp_path / "copy")
@@ -364,13 +357,13 @@ def test_the_user_may_say_which_copy_to_believe(in_two_minds, tmp_path):
         {leaf.label for leaf in master.leaves} == {leaf.label for leaf in copy.leaves} == set(want)
     )
     for label, array in want.items():
-        assert equal(master.read(label), array, label)
+        assert live.equal(master.read(label), array, label)
         state, _, name = label.partition("/")
         if state == "param":
             stored = module.read(f"module/{name}", Box.whole(array.shape))
             assert same_bits(copy.read(label), stored)
         else:
-            assert equal(copy.read(label), array, label)
+            assert live.equal(copy.read(label), array, label)
     assert not same_bits(
         copy.read("param/head.weight").astype(np.float32),
         want["param/head.weight"].astype(np.float32),
@@ -399,9 +392,11 @@ def cut_of_0_14_5(partition: np.ndarray, padding: int) -> np.ndarray:
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("size", range(1, 9))
-def test_a_group_shorter_than_its_padding_opens_as_older_versions_cut_it(copy_of, size, elastic):
+def test_a_group_shorter_than_its_padding_opens_as_older_versions_cut_it(
+    deepspeed_copy, size, elastic
+):
     """All padding is cut from the last rank, by a negative length where it has less."""
-    folder, name = copy_of("z2_fp32_dp4_tinygroup"), "final_layernorm.gain"
+    folder, name = deepspeed_copy("z2_fp32_dp4_tinygroup"), "final_layernorm.gain"
     arrays = {state: np.arange(size, dtype=np.float32) + i for i, state in enumerate(STATES)}
 
     def edit_model(tree: dict) -> None:
@@ -439,9 +434,9 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_partition_of_a_small_group_that_lacks_an_element_is_refused(copy_of, rank):
+def test_a_partition_of_a_small_group_that_lacks_an_element_is_refused(deepspeed_copy, rank):
     """What the last rank of older versions may lack is padding; no other rank lacks any."""
-    folder = copy_of("z2_fp32_dp4_tinygroup")
+    folder = deepspeed_copy("z2_fp32_dp4_tinygroup")
 
     def shorten(tree: dict) -> None:
         masters = tree["optimizer_state_dict"]["single_partition_of_fp32_groups"]

@@ -16,27 +16,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from deepspeed_cases import DATA, equal, truth
+from cases import DATA as CASES
+from cases import Case
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed.modules import layer_names
 from jax_ucp.formats.deepspeed.moe import global_name
 from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel, affine_layout
-from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import partitioned_layouts
-from jax_ucp.sources.consolidated import same_bits
 from torch_writer import rewrite, save
 
-UNIVERSAL = DATA.parent / "deepspeed_universal"
-
-
-@pytest.fixture
-def copy_of(tmp_path):
-    def make(case: str) -> Path:
-        shutil.copytree(DATA / case, tmp_path / case)
-        return tmp_path / case / "global_step5"
-
-    return make
+DATA, UNIVERSAL = CASES / "deepspeed", CASES / "deepspeed_universal"
 
 
 def exchange(a: Path, b: Path) -> None:
@@ -61,8 +53,8 @@ def exchange(a: Path, b: Path) -> None:
         ("moe_ep2_dp2_z0_fp32", "layer_0_expert_0_mp_rank_00_model_states.pt"),
     ],
 )
-def test_a_missing_file_is_named(copy_of, case, name):
-    folder = copy_of(case)
+def test_a_missing_file_is_named(deepspeed_copy, case, name):
+    folder = deepspeed_copy(case)
     (folder / name).unlink()
     with pytest.raises(FormatError, match=rf"{name} is missing"):
         ucp.open(folder)
@@ -80,8 +72,8 @@ def test_a_missing_file_is_named(copy_of, case, name):
         ),
     ],
 )
-def test_a_file_of_another_run_is_named(copy_of, case, theirs, name):
-    folder = copy_of(case)
+def test_a_file_of_another_run_is_named(deepspeed_copy, case, theirs, name):
+    folder = deepspeed_copy(case)
     shutil.copy(DATA / theirs / "global_step5" / name, folder / name)
     with pytest.raises(FormatError, match=name.replace(".", r"\.")):
         ucp.open(folder)
@@ -107,8 +99,8 @@ def test_a_file_of_another_run_is_named(copy_of, case, theirs, name):
         ),
     ],
 )
-def test_files_of_two_ranks_exchanged_are_refused(copy_of, case, a, b):
-    folder = copy_of(case)
+def test_files_of_two_ranks_exchanged_are_refused(deepspeed_copy, case, a, b):
+    folder = deepspeed_copy(case)
     exchange(folder / a, folder / b)
     with pytest.raises(FormatError, match=r"rank_\d_mp_rank_\d\d_optim_states\.pt"):
         ucp.open(folder)
@@ -130,8 +122,8 @@ def test_files_of_two_ranks_exchanged_are_refused(copy_of, case, a, b):
         ),
     ],
 )
-def test_exchanged_files_of_the_same_shapes_are_refused_or_fail_verify(copy_of, case, a, b):
-    folder = copy_of(case)
+def test_exchanged_files_of_the_same_shapes_are_refused_or_fail_verify(deepspeed_copy, case, a, b):
+    folder = deepspeed_copy(case)
     exchange(folder / a, folder / b)
     try:
         faults = [fault for _, fault in ucp.open(folder).verify() if fault]
@@ -140,8 +132,8 @@ def test_exchanged_files_of_the_same_shapes_are_refused_or_fail_verify(copy_of, 
     assert faults
 
 
-def test_families_of_two_stages_in_one_folder_are_refused(copy_of):
-    folder = copy_of("z3_bf16_dp2")
+def test_families_of_two_stages_in_one_folder_are_refused(deepspeed_copy):
+    folder = deepspeed_copy("z3_bf16_dp2")
     shutil.copy(DATA / "z1_bf16_dp2" / "global_step5" / "mp_rank_00_model_states.pt", folder)
     with pytest.raises(FormatError, match=r"model states of ZeRO-3 .* and of another stage"):
         ucp.open(folder)
@@ -173,8 +165,8 @@ def test_where_goes_through_slices_to_the_bytes_in_the_files(folder):
         np.testing.assert_array_equal(got, want, err_msg=leaf.label)
 
 
-def test_weights_alone_need_no_names_of_optimizer_states(copy_of):
-    folder = copy_of("z0_fp32_dp2")
+def test_weights_alone_need_no_names_of_optimizer_states(deepspeed_copy):
+    folder = deepspeed_copy("z0_fp32_dp2")
     tree = ucp.open(folder, weights_only=True)
     assert {leaf.label.partition("/")[0] for leaf in tree.leaves} == {"param"}
     assert len(tree.leaves) == 31
@@ -184,9 +176,9 @@ def test_weights_alone_need_no_names_of_optimizer_states(copy_of):
 
 
 def test_optimizer_files_that_should_be_there_are_missed_unless_weights_are_all_that_is_asked_for(
-    copy_of,
+    deepspeed_copy,
 ):
-    folder = copy_of("z1_fp32_dp4")
+    folder = deepspeed_copy("z1_fp32_dp4")
     for path in folder.glob("*_optim_states.pt"):
         path.unlink()
     with pytest.raises(
@@ -482,11 +474,11 @@ WITHOUT_INFO += ["tp2_pp2_dp1_z1_bf16"]
 
 
 @pytest.fixture(params=WITHOUT_INFO)
-def without_info(request, copy_of) -> Path:
+def without_info(request, deepspeed_copy) -> Path:
     """A checkpoint as a trainer leaves it that puts no universal_checkpoint_info into the client
     state.
     """
-    folder = copy_of(request.param)
+    folder = deepspeed_copy(request.param)
     for path in folder.glob("*mp_rank_*_model_states.pt"):
         rewrite(
             path,
@@ -500,7 +492,7 @@ def without_info(request, copy_of) -> Path:
 def rules_of(case: str) -> list[dict]:
     """One rule for each parameter, by what the case says of how it was cut."""
     rules = []
-    for param in json.loads((DATA / case / "case.json").read_text())["parameters"]:
+    for param in Case(f"deepspeed/{case}").about["parameters"]:
         pattern = {
             "vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}},
             "replicated": "replicated",
@@ -524,10 +516,11 @@ def test_slices_that_only_a_spec_describes_are_refused_without_and_right_with_it
         ucp.open(without_info)
     spec.write_text(yaml.safe_dump({"shards": rules_of(case)}))
     sizes = {"vocab": 101} if "to: vocab" in spec.read_text() else {}
-    checkpoint, want = ucp.open(without_info, spec=spec, sizes=sizes), truth(case)
+    checkpoint, live = ucp.open(without_info, spec=spec, sizes=sizes), Case(f"deepspeed/{case}")
+    want = live.truth()
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     for label, array in want.items():
-        assert equal(checkpoint.read(label), array, label), label
+        assert live.equal(checkpoint.read(label), array, label), label
     assert [fault for _, fault in checkpoint.verify() if fault] == []
 
 
@@ -571,10 +564,6 @@ def test_a_spec_for_deepspeed_is_strict(tmp_path, old, new, message):
 def test_a_universal_folder_takes_a_spec_too(tmp_path):
     case = "tp2_dp1_z1_fp32_gqa"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"shards": rules_of(case)}))
-    checkpoint = ucp.open(
-        DATA.parent / "deepspeed_universal" / case,
-        spec=tmp_path / "mine.yaml",
-        sizes={"vocab": 101},
-    )
-    assert {leaf.label for leaf in checkpoint.leaves} == set(truth(case))
+    checkpoint = ucp.open(UNIVERSAL / case, spec=tmp_path / "mine.yaml", sizes={"vocab": 101})
+    assert {leaf.label for leaf in checkpoint.leaves} == set(Case(f"deepspeed/{case}").truth())
     assert [fault for _, fault in checkpoint.verify() if fault] == []

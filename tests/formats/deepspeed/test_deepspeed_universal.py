@@ -10,22 +10,24 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from deepspeed_cases import equal, truth
+from cases import DATA as CASES_DATA
+from cases import Case, names_of
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from temptation_folders import resummed, stored_tensors
 
-DATA = Path(__file__).parents[2] / "data" / "deepspeed_universal"
-CASES = sorted(path.name for path in DATA.iterdir())
+DATA = CASES_DATA / "deepspeed_universal"
+CASES = names_of("deepspeed_universal")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_atom_equals_the_live_state(case, tmp_path):
-    checkpoint, want = ucp.open(DATA / case), truth(case)
+    live = Case(f"deepspeed_universal/{case}")
+    checkpoint, want = live.open(), live.truth()
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     kept = checkpoint.save(tmp_path / "converted")
     for label, array in want.items():
-        assert equal(checkpoint.read(label), array, label), label
-        assert equal(kept.read(label), array, label), label
+        assert live.equal(checkpoint.read(label), array, label), label
+        assert live.equal(kept.read(label), array, label), label
     assert [fault for _, fault in checkpoint.verify() if fault] == []
 
 
@@ -102,7 +104,7 @@ def test_states_exchanged_within_a_parameter_are_refused_by_the_names_inside(fol
 def test_weights_alone_leave_the_optimizer(folder):
     tree = ucp.open(folder, weights_only=True)
     assert {leaf.label.partition("/")[0] for leaf in tree.leaves} == {"param"}
-    want = truth("tp2_dp1_z1_fp32_gqa")
+    want = Case("deepspeed_universal/tp2_dp1_z1_fp32_gqa").truth()
     for leaf in tree.leaves:
         np.testing.assert_array_equal(tree.read(leaf.label), want[leaf.label])
 

@@ -1,38 +1,37 @@
 """Optimizers and ways of sharding whose states are not flat partitions of floats."""
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import generated_cases
 import jax_ucp as ucp
+from cases import Case, names_of
 from helpers import MemoryStore
+from jax_ucp.arrays.decoded import block_of, decoded
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.evaluate import expressions, read, read_into
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.decoded import block_of, decoded
-from jax_ucp.sources.evaluate import Reader
-from jax_ucp.sources.value import Stored
 from torch_writer import change, edit
 
-DATA = Path(__file__).parents[2] / "data" / "deepspeed_writers"
-CASES = sorted(path.name for path in DATA.iterdir())
+CASES = names_of("deepspeed_writers")
 
 
 def opened(case: str, **options) -> ucp.Checkpoint:
-    return ucp.open(DATA / case / "ckpt", **generated_cases.about(DATA / case)["options"] | options)
+    return Case(f"deepspeed_writers/{case}").open(**options)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_equals_the_live_state(case):
-    checkpoint, want = opened(case), generated_cases.truth(DATA / case)
+    live = Case(f"deepspeed_writers/{case}")
+    checkpoint, want = live.open(), live.truth()
     states = {leaf.label for leaf in checkpoint.leaves if leaf.path[0].name != "other"}
     assert states == set(want)
     for label, array in want.items():
-        assert generated_cases.equal(checkpoint.read(label), array), label
+        assert live.equal(checkpoint.read(label), array, label), label
     assert not [fault for _, fault in checkpoint.verify() if fault]
 
 
@@ -45,12 +44,13 @@ def test_everything_stored_is_accounted_for(case):
 
 def test_codes_are_decoded_where_that_is_asked_for():
     checkpoint = opened("bnb_adamw8bit_z2_dp3", dequantize="float32")
-    meant = generated_cases.meant(DATA / "bnb_adamw8bit_z2_dp3")
-    names = {"dequantized1": "exp_avg", "dequantized2": "exp_avg_sq"}
+    live = Case("deepspeed_writers/bnb_adamw8bit_z2_dp3")
+    meant = {name: x for name, x in live.measured().items() if name.startswith("dequantized")}
+    states = {"dequantized1": "exp_avg", "dequantized2": "exp_avg_sq"}
     assert len(meant) == 16
     for label, want in meant.items():
         state, _, name = label.partition("/")
-        assert generated_cases.equal(checkpoint.read(f"{names[state]}/{name}"), want), label
+        assert live.equal(checkpoint.read(f"{states[state]}/{name}"), want, label), label
     assert not any(leaf.label.startswith(("state", "other")) for leaf in checkpoint.leaves)
     assert checkpoint.source["dequantize"] == "float32"
 
@@ -72,15 +72,14 @@ def test_a_box_of_decoded_numbers_is_that_of_table_times_scale(data):
     table = random.standard_normal(256, dtype=np.float32)
     scales = random.standard_normal(-(-count // block), dtype=np.float32)
     store = MemoryStore({"codes": codes, "table": table, "scales": scales})
-    parts = [Stored(key, info) for key, info in store.arrays().items()]
-    array, reader = decoded(*parts, block), Reader(store)
+    array = decoded(*expressions(store).values(), block)
     want = (table[codes].ravel() * np.repeat(scales, block)[:count]).reshape(shape)
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
     stop = tuple(data.draw(st.integers(a, n)) for a, n in zip(start, shape, strict=True))
     box = Box(start, stop)
-    assert reader.read(array, box).tobytes() == want[box.index].tobytes()
+    assert read(array, box).tobytes() == want[box.index].tobytes()
     out = np.empty(box.shape, np.float32)
-    reader.read_into(array, [box], [out])
+    read_into(array, [box], [out])
     assert out.tobytes() == want[box.index].tobytes()
 
 
@@ -89,8 +88,8 @@ def test_codes_share_scales_in_blocks_of_256_or_in_old_versions_of_2048():
     assert block_of(100, 1) == 256
 
 
-def test_momentum_that_two_ranks_have_differently_is_refused_or_that_of_the_first(tmp_path):
-    folder = _copy("muon_z2_odd_dp4", tmp_path)
+def test_momentum_that_two_ranks_have_differently_is_refused_or_that_of_the_first(copy_of):
+    folder = copy_of("deepspeed_writers/muon_z2_odd_dp4")
     files = sorted(folder.glob("*/*_optim_states.pt"))
 
     key = "optimizer_state_dict/base_optimizer_state/state/0/momentum_buffer"
@@ -99,15 +98,11 @@ def test_momentum_that_two_ranks_have_differently_is_refused_or_that_of_the_firs
     with pytest.raises(CorruptData, match="own momentum of a matrix that lies in two"):
         ucp.open(folder).restore(verify="full")
     kept = ucp.open(folder, on_conflict="master").read("momentum_buffer/m.weight")
-    assert generated_cases.equal(kept, first)
+    assert same_bits(kept, first)
 
 
-def _copy(case: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(DATA / case / "ckpt", tmp_path / "ckpt"))
-
-
-def test_a_swap_file_that_is_missing_or_cut_is_refused_by_name(tmp_path):
-    folder = _copy("nvme_z3_small_dp2", tmp_path)
+def test_a_swap_file_that_is_missing_or_cut_is_refused_by_name(copy_of):
+    folder = copy_of("deepspeed_writers/nvme_z3_small_dp2")
     file = sorted(folder.glob("*/offloaded_tensors/rank01/*.swp"))[0]
     data = file.read_bytes()
     file.write_bytes(data[:8])
@@ -126,10 +121,8 @@ def test_a_swap_file_that_is_missing_or_cut_is_refused_by_name(tmp_path):
         ("deepspeed/moe_ep2_dp2_z0_fp32", "expp_rank_*"),
     ],
 )
-def test_ranks_that_were_exchanged_are_refused_by_the_names_inside(case, files, tmp_path):
-    source = DATA.parent / case
-    source = source / "ckpt" if (source / "ckpt").exists() else source
-    folder = Path(shutil.copytree(source, tmp_path / "ckpt"))
+def test_ranks_that_were_exchanged_are_refused_by_the_names_inside(case, files, copy_of):
+    folder = copy_of(case)
     first, second = sorted(folder.glob(f"*/{files}"))
     data = first.read_bytes()
     first.write_bytes(second.read_bytes())
@@ -138,18 +131,16 @@ def test_ranks_that_were_exchanged_are_refused_by_the_names_inside(case, files, 
         ucp.open(folder)
 
 
-def test_an_expert_parallel_ranks_optimizer_that_is_a_copy_is_refused(tmp_path):
-    source = DATA.parent / "deepspeed" / "moe_ep2_dp2_z0_fp32"
-    folder = Path(shutil.copytree(source, tmp_path / "ckpt"))
+def test_an_expert_parallel_ranks_optimizer_that_is_a_copy_is_refused(copy_of):
+    folder = copy_of("deepspeed/moe_ep2_dp2_z0_fp32")
     first, second = sorted(folder.glob("*/expp_rank_*"))
     shutil.copy(first, second)
     with pytest.raises(FormatError, match=rf"{second.name} was written as {first.name}"):
         ucp.open(folder)
 
 
-def test_an_expert_parallel_ranks_optimizer_without_the_others_states_is_refused(tmp_path):
-    source = DATA.parent / "deepspeed" / "moe_ep2_dp2_z0_fp32"
-    folder = Path(shutil.copytree(source, tmp_path / "ckpt"))
+def test_an_expert_parallel_ranks_optimizer_without_the_others_states_is_refused(copy_of):
+    folder = copy_of("deepspeed/moe_ep2_dp2_z0_fp32")
     (file,) = folder.glob("*/expp_rank_1_*")
     edit(file, lambda tree: tree["optimizer"]["state"].clear())
     with pytest.raises(FormatError, match=r"expp_rank_1.* are not those of expp_rank_0"):
@@ -160,7 +151,7 @@ def test_an_expert_parallel_ranks_optimizer_without_the_others_states_is_refused
 
 
 def test_zenflow_says_why_masters_and_weights_differ():
-    checkpoint = ucp.open(DATA / "zenflow_z2" / "ckpt")
+    checkpoint = ucp.open(Case("deepspeed_writers/zenflow_z2").path)
     assert any("ZenFlow" in note for note in checkpoint.notes)
     with pytest.raises(CorruptData, match="the run used ZenFlow"):
         checkpoint.restore(verify="full")

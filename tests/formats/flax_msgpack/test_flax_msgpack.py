@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jax_cases
 import jax_ucp as ucp
+from cases import DATA
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs import msgpack as decoder
+from jax_ucp.codecs.msgpack import decode
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import FileRange, MemoryRange
-from jax_ucp.formats.flax_msgpack import decode as decoder
-from jax_ucp.formats.flax_msgpack.decode import decode
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 
-T5X = jax_cases.FOLDER / "orbax05-t5x" / "ckpt" / "checkpoint_1000"
-AGGREGATE = jax_cases.FOLDER / "orbax05-aggregate_without_metadata" / "ckpt"
+T5X = DATA / "jax" / "orbax05-t5x" / "ckpt" / "checkpoint_1000"
+AGGREGATE = DATA / "jax" / "orbax05-aggregate_without_metadata" / "ckpt"
 DTYPES = ("bfloat16", "float8_e4m3fn", "float32", "int8", "uint32", "bool", "complex64", "int4")
 
 
@@ -119,6 +119,8 @@ HOSTILE = {
     "deep lists": b"\x81\xa1a" + b"\x91" * 100_000 + b"\xc0",
     "deep extensions": b"\x81\xa1a"
     + b"".join(b"\xc9" + (n * 6).to_bytes(4, "big") + b"\x04" for n in range(400, 0, -1)),
+    "deep arrays": b"\x81\xa1a"
+    + b"".join(b"\xc9" + (n * 7 - 6).to_bytes(4, "big") + b"\x01\x93" for n in range(2000, 0, -1)),
     "a list longer than the file": b"\x81\xa1a\xdd\xff\xff\xff\xff\xc0",
     "a text longer than the file": b"\x81\xa1a\xdb\xff\xff\xff\xff",
     "an array that is not a list": packed({"a": msgpack.ExtType(1, b"\xc0")}),

@@ -9,25 +9,24 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from gguf_cases import CASES, about, file_of, truth
+from cases import Case, names_of
 from gguf_table import table
 from gguf_writer import Tensor, Written, random_blocks
-from helpers import restored_on
+from helpers import mesh_of, restored_on
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.cli.main import main
 from jax_ucp.errors import LayoutError, QuantizedWeights
 from jax_ucp.formats.quantized.ggml import TYPES
-from jax_ucp.sources.consolidated import same_bits
 from test_read_once import reads_of
 
+CASES = names_of("gguf")
 IN_BLOCKS = [case for case in CASES if case.endswith(("_k", "_32", "_q8_0"))]
 # What a config has that says nothing of what is computed, or that GGUF does not keep.
 NOT_KEPT = {"attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range"}
@@ -37,12 +36,12 @@ NOT_KEPT |= {"layer_types", "_sliding_window_pattern", "use_bidirectional_attent
 
 
 def opened(case: str, dtype: str = "float32") -> ucp.Checkpoint:
-    return ucp.open(file_of(case), dequantize=dtype)
+    return Case(f"gguf/{case}").open(dequantize=dtype)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_what_gguf_py_makes_of_it(case):
-    checkpoint, want = opened(case), truth(case)
+    checkpoint, want = opened(case), Case(f"gguf/{case}").truth()
     assert {leaf.label for leaf in checkpoint.leaves} == want.keys()
     for label, array in want.items():
         assert same_bits(checkpoint.read(label), array), label
@@ -55,8 +54,8 @@ def test_every_tensor_is_what_gguf_py_makes_of_it(case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", IN_BLOCKS)
 def test_a_number_is_rounded_once(case, dtype):
-    checkpoint, want = opened(case, dtype), truth(case)
-    plain = {leaf.label for leaf in ucp.open(file_of(case), dequantize=False).leaves}
+    checkpoint, want = opened(case, dtype), Case(f"gguf/{case}").truth()
+    plain = {leaf.label for leaf in ucp.open(Case(f"gguf/{case}").path, dequantize=False).leaves}
     for label, array in want.items():
         rounded = array if label in plain else array.astype(dtype)
         assert same_bits(checkpoint.read(label), rounded), label
@@ -65,7 +64,7 @@ def test_a_number_is_rounded_once(case, dtype):
 def test_every_type_is_in_two_files_that_ggml_wrote():
     met: dict[str, set[str]] = {type: set() for type in TYPES}
     for case in IN_BLOCKS:
-        for weight in ucp.open(file_of(case))._contents.quantized:
+        for weight in ucp.open(Case(f"gguf/{case}").path)._contents.quantized:
             met[weight.scheme.removeprefix("ggml ")].add(case)
     assert {type: len(cases) for type, cases in met.items() if len(cases) < 2} == {}
 
@@ -76,7 +75,7 @@ def test_the_table_of_the_page_is_what_a_run_prints():
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_mapping_gives_the_model_of_transformers_bit_for_bit(case):
-    said = about(case)
+    said = Case(f"gguf/{case}").about
     mapped = opened(case).map(said["mapping"])
     names = {leaf.label.removeprefix("param/"): leaf for leaf in mapped.leaves}
     # of a tied model transformers saves one of the two, or both
@@ -89,13 +88,13 @@ def test_the_mapping_gives_the_model_of_transformers_bit_for_bit(case):
 
 
 def _is_tied(case: str) -> bool:
-    return about(case)["config"]["tie_word_embeddings"]
+    return Case(f"gguf/{case}").about["config"]["tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_config_that_is_made_of_the_keys_is_that_of_the_model(case):
-    made, config = opened(case).config, dict(about(case)["config"])
-    assert made == opened(case).map(about(case)["mapping"]).config
+    made, config = opened(case).config, dict(Case(f"gguf/{case}").about["config"])
+    assert made == opened(case).map(Case(f"gguf/{case}").about["mapping"]).config
     if "num_experts" in made:
         config["num_experts"] = config.pop("num_local_experts")
     if case.startswith("mistral"):  # an architecture of its own it is not, in GGUF
@@ -126,11 +125,11 @@ CHAINS = {
 @pytest.mark.parametrize("case", CHAINS)
 def test_a_chain_of_mappings_ends_on_a_mesh_in_the_models_leaves(case):
     fits, other, requirement = CHAINS[case]
-    named = opened(case).map(about(case)["mapping"])
+    named = opened(case).map(Case(f"gguf/{case}").about["mapping"])
     with pytest.raises(LayoutError, match=requirement):
         named.map(other)
     mapped = named.map(fits)
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    mesh = mesh_of(4, 2)
     tree = restored_on(mesh, mapped, [(r".", P(None, "model"))])
     for leaf in mapped.leaves:
         array = tree
@@ -141,7 +140,7 @@ def test_a_chain_of_mappings_ends_on_a_mesh_in_the_models_leaves(case):
 
 @pytest.mark.parametrize("case", ["llama31_bf16", "llama_k", "gemma_f32"])
 def test_a_mapped_model_is_exported_as_a_folder_of_safetensors(case, tmp_path):
-    mapped = opened(case, "bfloat16").map(about(case)["mapping"])
+    mapped = opened(case, "bfloat16").map(Case(f"gguf/{case}").about["mapping"])
     mapped.export(tmp_path / "hf", "safetensors")
     again = ucp.open(tmp_path / "hf")
     assert again.config == mapped.config
@@ -168,29 +167,31 @@ def run(*arguments: str) -> str:
 
 
 def test_inspect_begins_with_the_architecture_and_the_type_of_the_file():
-    output = run("inspect", file_of("llama_q8_0"))
+    output = run("inspect", Case("gguf/llama_q8_0").path)
     assert re.search(r"GGUF v3, llama, Q8_0", output)
     assert (
-        json.loads(run("inspect", "--json", file_of("qwen2_f32")))["writer"]
+        json.loads(run("inspect", "--json", Case("gguf/qwen2_f32").path))["writer"]
         == "GGUF v3, qwen2, F32"
     )
 
 
 def test_convert_writes_the_dequantised_weights(tmp_path):
-    run("convert", file_of("qwen2_k"), tmp_path / "out", "--dequantize", "bfloat16")
-    again, whole = ucp.open(tmp_path / "out"), truth("qwen2_k")
+    run("convert", Case("gguf/qwen2_k").path, tmp_path / "out", "--dequantize", "bfloat16")
+    again, whole = ucp.open(tmp_path / "out"), Case("gguf/qwen2_k").truth()
     name = "param/blk.0.attn_q.weight"
     assert same_bits(again.read(name), whole[name].astype(ml_dtypes.bfloat16))
     assert again.extras["config.json"]["config"]["model_type"] == "qwen2"
 
 
 def test_without_a_word_quantised_weights_are_refused(tmp_path):
-    result = CliRunner().invoke(main, ["convert", str(file_of("llama_k")), str(tmp_path / "out")])
+    result = CliRunner().invoke(
+        main, ["convert", str(Case("gguf/llama_k").path), str(tmp_path / "out")]
+    )
     assert result.exit_code == 1
     assert "--dequantize" in result.output
     assert not (tmp_path / "out").exists()
     with pytest.raises(QuantizedWeights, match=r"token_embd.weight \(ggml Q"):
-        ucp.open(file_of("llama_k")).map("gguf-llama-to-hf")
+        ucp.open(Case("gguf/llama_k").path).map("gguf-llama-to-hf")
 
 
 def test_a_conversion_reads_every_block_once(tmp_path):

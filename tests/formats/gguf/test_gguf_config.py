@@ -9,8 +9,8 @@ import pytest
 
 import jax_ucp as ucp
 from gguf_writer import Tensor, Written
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError
-from jax_ucp.sources.consolidated import same_bits
 
 KEYS: dict[str, tuple[Any, Any]] = {
     "block_count": ("u32", 1),

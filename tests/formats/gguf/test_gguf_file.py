@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from gguf_writer import BLOCKS, NUMBERS, Tensor, Written, random_blocks, string, values_of
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import (
     CorruptData,
     FormatError,
@@ -23,7 +24,6 @@ from jax_ucp.errors import (
 )
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.gguf.file import GGUFFile
-from jax_ucp.sources.consolidated import same_bits
 
 RNG = np.random.default_rng(0)
 

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
 from dcp_writer import Writer
-from folder_cases import CASES
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.cli.main import main
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.formats.huggingface.quantization import declared, settle
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
 from torch_writer import save as torch_save
 
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
@@ -495,9 +495,9 @@ def test_what_numpy_has_no_whole_bytes_of_is_kept_as_bytes(tmp_path):
     kept = ucp.open(tmp_path, dequantize=False).restore()
     assert all(same_bits(kept["stored"][name], array) for name, array in arrays.items())
     assert kept["param"].keys() == {"ok"}
-    assert ucp.open(CASES / "quant_fp4" / "ckpt", dequantize=False).restore()["stored"][
-        "w"
-    ].shape == (4, 8)
+    assert ucp.open(CASES_DATA / "folders" / "quant_fp4" / "ckpt", dequantize=False).restore()[
+        "stored"
+    ]["w"].shape == (4, 8)
 
 
 # Only what is asked for is refused, and the command line says the same.
@@ -517,7 +517,9 @@ def test_the_weights_that_are_not_quantised_are_restored_by_themselves(tmp_path)
 
 
 def test_commands_refuse_with_the_reason_and_keep_parts_on_request(tmp_path):
-    source = str(shutil.copytree(CASES / "quant_fp8block" / "ckpt", tmp_path / "c"))
+    source = str(
+        shutil.copytree(CASES_DATA / "folders" / "quant_fp8block" / "ckpt", tmp_path / "c")
+    )
     commands = (["convert", source, str(tmp_path / "out")], ["plan", source])
     for command in (
         *commands,
@@ -545,4 +547,4 @@ def test_commands_refuse_with_the_reason_and_keep_parts_on_request(tmp_path):
 @pytest.mark.parametrize("said", [True, "int8", 0])
 def test_another_dequantize_is_an_error_and_no_silence(said):
     with pytest.raises(ValueError, match="dequantize="):
-        ucp.open(CASES / "quant_fp8block" / "ckpt", dequantize=said)
+        ucp.open(CASES_DATA / "folders" / "quant_fp8block" / "ckpt", dequantize=said)

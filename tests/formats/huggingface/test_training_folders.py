@@ -17,16 +17,16 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-import deepspeed_cases
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, assert_accounted_for, names_of
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, SpecError
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types
-from jax_ucp.formats.pairing import Undecided
-from torch_cases import assert_accounted_for
-from trainer_cases import DATA, about, truth
+from jax_ucp.states.pairing import Undecided
 
-CASES = sorted(path.name for path in DATA.iterdir())
+DATA = CASES_DATA / "trainers"
+CASES = names_of("trainers")
 LLAMA = DATA / "small_llama" / "ckpt"
 
 
@@ -34,7 +34,7 @@ def assert_is_the_truth(checkpoint: ucp.Checkpoint, case: str) -> None:
     """Every state is the live one, and none is missing; of an adapter only its own weights are
     in the folder.
     """
-    want = truth(case)
+    want = Case(f"trainers/{case}").truth()
     mapped = {label for label in checkpoint if not label.startswith("other/")}
     assert mapped == set(want)
     for label in mapped:
@@ -45,8 +45,7 @@ def assert_is_the_truth(checkpoint: ucp.Checkpoint, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_checkpoint_is_the_live_state_with_its_optimizer(case):
-    options = about(case)["options"]
-    checkpoint = ucp.open(DATA / case / "ckpt", **options)
+    options, checkpoint = Case(f"trainers/{case}").options, Case(f"trainers/{case}").open()
     assert_is_the_truth(checkpoint, case)
     assert_accounted_for(checkpoint)
     said = {"optimizer_groups", "model"} & options.keys()
@@ -55,9 +54,9 @@ def test_a_training_checkpoint_is_the_live_state_with_its_optimizer(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_without_the_users_word_states_are_right_or_apart(case):
-    options = about(case)["options"]
+    options = Case(f"trainers/{case}").options
     checkpoint = ucp.open(DATA / case / "ckpt", **{k: options[k] for k in options if k == "model"})
-    want = truth(case)
+    want = Case(f"trainers/{case}").truth()
     for label in checkpoint:
         if not label.startswith("other/"):
             assert checkpoint.read(label).tobytes() == want[label].tobytes(), label
@@ -71,10 +70,11 @@ def test_without_the_users_word_states_are_right_or_apart(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_lists_and_a_function_say_the_same_as_the_word(case):
-    groups = about(case).get("groups")
+    about = Case(f"trainers/{case}").about
+    groups = about.get("groups")
     if groups is None:
         return
-    if about(case).get("names") == "peft":
+    if about.get("names") == "peft":
         groups = [[name.replace(".default.", ".") for name in group] for group in groups]
     names_given: list[str] = []
 
@@ -170,8 +170,8 @@ def next_losses(params, state, tx, config, batches):
 
 @pytest.mark.slow
 def test_training_that_the_trainer_began_goes_on_with_the_losses_that_torch_gives():
-    with np.load(LLAMA.parent / "truth.npz") as arrays:
-        tokens, want = arrays["io/tokens"], arrays["io/losses"]
+    measured = Case("trainers/small_llama").measured()
+    tokens, want = measured["tokens"], measured["losses"]
     checkpoint = ucp.open(LLAMA, optimizer_groups="hf-decay")
     config, params = checkpoint.config, checkpoint.restore()["param"]
     # What decays is compared with the groups that the Trainer made.
@@ -203,8 +203,10 @@ def test_a_run_opens_as_its_last_step_or_as_the_one_that_is_asked_for(run):
     checkpoint = ucp.open(run, step=4, optimizer_groups="hf-decay")
     assert checkpoint.path == str(run / "checkpoint-4")
     assert_is_the_truth(checkpoint, "small_llama")
-    assert "the step that was asked for of out, which has 2, 4, 10" in checkpoint.notes[-1]
-    with pytest.raises(NotACheckpoint, match="has no step 3; its steps are 2, 4, 10"):
+    assert "Trainer, opened at checkpoint-4; there are checkpoint-2, " in checkpoint.notes[0]
+    with pytest.raises(
+        NotACheckpoint, match="no finished step 3; it has checkpoint-2, checkpoint-4, c"
+    ):
         ucp.open(run, step=3)
     with pytest.raises(FormatError, match="is one checkpoint, not a run with steps"):
         ucp.open(run / "checkpoint-4", step=4)
@@ -212,8 +214,11 @@ def test_a_run_opens_as_its_last_step_or_as_the_one_that_is_asked_for(run):
 
 def test_a_run_with_its_final_weights_opens_as_these_or_as_a_step(run):
     shutil.copy(LLAMA / "model.safetensors", run)
+    (run / "checkpoint_7").mkdir()  # of accelerate
     assert ucp.open(run).path == str(run)
-    assert ucp.open(run, step=10).path == str(run / "checkpoint-10")
+    step = ucp.open(run, step=10)
+    assert step.path == str(run / "checkpoint-10")
+    assert step.notes[0].endswith("; not read: checkpoint_7, model.safetensors")
 
 
 def test_a_last_step_that_is_unfinished_or_of_another_step_is_refused(run):
@@ -313,7 +318,7 @@ def test_a_damaged_optimizer_is_refused_with_the_way_to_the_weights(tmp_path):
     at = tmp_path / "ckpt"
     shutil.copytree(LLAMA, at)
     (at / "optimizer.pt").write_bytes((at / "optimizer.pt").read_bytes()[:-100])
-    with pytest.raises(FormatError, match=r"optimizer\.pt: .*weights_only leaves the optimizer"):
+    with pytest.raises(FormatError, match=r"optimizer\.pt: .*weights_only opens the weights"):
         ucp.open(at)
     assert len(ucp.open(at, weights_only=True).leaves) == 12
 
@@ -325,9 +330,7 @@ def test_a_damaged_state_of_the_trainer_is_refused(tmp_path):
     flipped = whole[:11_000] + bytes([whole[11_000] ^ 1]) + whole[11_001:]
     for damaged in (b"", whole[:-50], flipped):
         (at / "rng_state.pth").write_bytes(damaged)
-        with pytest.raises(
-            (FormatError, CorruptData), match=r"rng_state\.pth.*weights_only leaves"
-        ):
+        with pytest.raises((FormatError, CorruptData), match=r"rng_state\.pth.*weights_only opens"):
             ucp.open(at)
     ucp.open(at, weights_only=True)
 
@@ -341,7 +344,7 @@ def test_optimizers_of_two_trainers_are_refused(tmp_path):
 
 
 def test_deepspeed_s_folder_in_that_of_the_trainer_has_its_state_too(tmp_path):
-    shutil.copytree(deepspeed_cases.DATA / "z1_bf16_dp2", tmp_path / "ckpt")
+    Case("deepspeed/z1_bf16_dp2").copied(tmp_path / "ckpt")
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth", "config.json"):
         shutil.copy(LLAMA / name, tmp_path / "ckpt")
     checkpoint = ucp.open(tmp_path / "ckpt")

@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from folder_cases import CASES, INDEX, RIGHT, Opens, truth
+from cases import DATA, Case, assert_accounted_for, names_of
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
-from torch_cases import assert_accounted_for
 from torch_writer import Storage, Tensor
 from torch_writer import save as torch_save
 
-DATA = CASES.parent
+INDEX = "model.safetensors.index.json"
 
 
 def assert_is_the_truth(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
@@ -32,29 +31,28 @@ def assert_is_the_truth(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray])
         assert array.tobytes() == want[f"param/{name}"].tobytes(), name
 
 
-def test_every_folder_is_in_the_table():
-    assert set(RIGHT) == {path.name for path in CASES.iterdir()}
-
-
-@pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.parametrize("case", names_of("folders"))
 def test_a_folder_is_what_transformers_would_load_or_refused_with_the_cause(case, tmp_path):
-    right = RIGHT[case]
-    path = CASES / case / right.at
-    if isinstance(right, Opens):
+    """`case.json` has what each note matches, in order, or the cause of a refusal and what it says
+    to open instead.
+    """
+    live = Case(f"folders/{case}")
+    path, right = live.path, live.about
+    if "notes" in right:
         checkpoint = ucp.open(path)
-        assert_is_the_truth(checkpoint, truth(case))
-        assert_is_the_truth(checkpoint.save(tmp_path / "converted"), truth(case))
+        assert_is_the_truth(checkpoint, live.truth())
+        assert_is_the_truth(checkpoint.save(tmp_path / "converted"), live.truth())
         assert_accounted_for(checkpoint)
-        assert len(checkpoint.notes) == len(right.notes)
-        for note, match in zip(checkpoint.notes, right.notes, strict=True):
+        assert len(checkpoint.notes) == len(right["notes"])
+        for note, match in zip(checkpoint.notes, right["notes"], strict=True):
             assert re.match(match, note), note
         return
-    with pytest.raises(UCPError, match=right.cause) as refused:
+    with pytest.raises(UCPError, match=right["refused"]) as refused:
         ucp.open(path).restore()
     assert str(path) in str(refused.value)
-    if right.remedy:
-        assert f"{path}/{right.remedy}" in str(refused.value)
-        assert_is_the_truth(ucp.open(path / right.remedy), truth(case))
+    if remedy := right.get("remedy"):
+        assert f"{path}/{remedy}" in str(refused.value)
+        assert_is_the_truth(ucp.open(path / remedy), live.truth())
 
 
 # Generated folders.

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from helpers import MemoryStore
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.remainders import joined_halves
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.formats.assemble import Import
-from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.sources.consolidated import Consolidated, same_bits
-from jax_ucp.sources.remainders import joined_halves
 from torch_writer import change, rewrite
 
 DATA = Path(__file__).parents[2] / "data"
@@ -63,9 +62,8 @@ def test_halves_of_any_32_bits_are_joined_to_them(bits):
 def test_widened_remainders_that_are_no_whole_numbers_are_refused(tmp_path):
     low = np.array([1.0, -32768.0, 0.0, 0.5], np.float32)
     stored = MemoryStore({"f:low": low, "f:weight": low.astype(ml_dtypes.bfloat16)})
-    opened = Import("test", tmp_path, stored)
-    one = [Consolidated(Unique().join([(4,)]), [key]) for key in ("f:low", "f:weight")]
-    opened.remainders("w", *one, "halves")
+    opened = ContentsBuilder("test", tmp_path, stored)
+    opened.remainders("w", opened.array("f:low"), opened.array("f:weight"), "halves")
     faults = [check.run() for check in opened.contents().checks("sample")]
     assert [fault for fault in faults if fault and "not whole numbers of 16 bits" in fault]
 
@@ -117,15 +115,15 @@ def test_remainders_are_named_where_no_args_tell_of_them(with_remainders):
         ucp.open(with_remainders).restore()
 
 
-def found(master: np.dtype, copy: np.dtype, folder: Path, on_conflict: str | None = None) -> Import:
+def found(
+    master: np.dtype, copy: np.dtype, folder: Path, on_conflict: str | None = None
+) -> ContentsBuilder:
     """A parameter of four numbers, with a master and a copy of these dtypes."""
     values = np.array([0, 1, 2, 4])
     stored = MemoryStore({"optim:master": values.astype(master), "model:copy": values.astype(copy)})
-    found = Import("test", folder, stored, on_conflict)
-    found.parameter(
-        "param", "w", Consolidated(Unique().join([(4,)]), ["optim:master"]), "the master"
-    )
-    found.duplicate("param", "w", "model:copy", "its copy")
+    found = ContentsBuilder("test", folder, stored, on_conflict)
+    found.parameter("param", "w", found.array("optim:master"), "the master")
+    found.duplicate("param", "w", found.array("model:copy"), "its copy")
     return found
 
 

@@ -12,42 +12,35 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jax_ucp as ucp
 import megatron_decoder as decoder
+from cases import DATA as CASES_DATA
+from cases import Case, flat, names_of
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.megatron import dist_slices
+from jax_ucp.formats.megatron import dist_flat
 from jax_ucp.formats.megatron.dist_run import run_fields
-from jax_ucp.formats.megatron.modules import in_module_order
-from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.formats.megatron.model import in_module_order
 from torch_writer import change
 
-DATA = Path(__file__).parents[2] / "data" / "megatron_core"
-CASES = sorted(path.name for path in DATA.iterdir())
+DATA = CASES_DATA / "megatron_core"
+CASES = names_of("megatron_core")
 
 
 def opened(case: str, path: Path | None = None, **options) -> ucp.Checkpoint:
-    said = json.loads((DATA / case / "case.json").read_text())["options"]
-    return ucp.open(path or DATA / case / "ckpt", **said, **options)
+    return Case(f"megatron_core/{case}").open(path, **options)
 
 
 def differences(case: str, checkpoint: ucp.Checkpoint) -> list[str]:
     """The arrays that are not the live state; steps are numbers of the whole run."""
-    restored = checkpoint.restore(verify="full")
-    found = {
-        f"{state}/{name}": a for state, arrays in restored.items() for name, a in arrays.items()
-    }
-    steps = json.loads((DATA / case / "case.json").read_text())["steps"]
-    counted = {label: step for label, step in found.items() if label.startswith("step/")}
-    assert counted
-    wrong = [label for label, step in counted.items() if int(step) != steps]
-    with np.load(DATA / case / "truth.npz") as truth:
-        assert set(truth.files) == found.keys() - counted.keys()
-        return wrong + [key for key in truth.files if not same_bits(found[key], truth[key])]
+    found, live = flat(checkpoint.restore(verify="full")), Case(f"megatron_core/{case}")
+    want = live.truth()
+    assert want.keys() == found.keys()
+    assert any(label.startswith("step/") for label in want)
+    return [label for label in want if not live.equal(found[label], want[label], label)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,9 +60,8 @@ def test_what_is_converted_is_the_same(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_alone_need_no_optimizer(case):
     restored = opened(case, weights_only=True).restore()
-    with np.load(DATA / case / "truth.npz") as truth:
-        names = {key.partition("/")[2] for key in truth.files if key.startswith("param/")}
-    assert restored["param"].keys() == names
+    want = Case(f"megatron_core/{case}").truth()
+    assert {f"param/{name}" for name in restored["param"]} == {x for x in want if x[:6] == "param/"}
 
 
 @pytest.fixture
@@ -117,7 +109,7 @@ def test_common_state_that_is_lost_is_asked_for(tmp_path):
 def test_halves_of_masters_whose_order_is_not_proved_are_refused(monkeypatch):
     """As where both orders of modules have the sizes that are stored."""
     fits = ([SimpleNamespace(buffer=order)] for order in itertools.count())
-    monkeypatch.setattr(dist_slices, "filled", lambda *_: next(fits))
+    monkeypatch.setattr(dist_flat, "placed_buffers", lambda *_: next(fits))
     with pytest.raises(FormatError, match=r"several orders.*weights_only"):
         opened("pa")
 

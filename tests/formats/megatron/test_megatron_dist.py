@@ -14,18 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-import megatron_cases
+from cases import CORRUPTED, Case, names_of, swap
+from cases import DATA as CASES_DATA
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.dcp.source import DcpSource
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from megatron_cases import CORRUPTED, DATA, STATES, equal, swap, truth
 from torch_writer import save
 
 _OTHERS = ("legacy_", "torch_dcp_", "fsdp_dtensor_")
-EVERY = [case for case in megatron_cases.EVERY if not case.startswith(_OTHERS)]
+DATA = CASES_DATA / "megatron"
+LIVE = Case("megatron/dist_tp1_pp1_fp32")  # how truths are compared is the same for each
+EVERY = [case for case in names_of("megatron") if not case.startswith(_OTHERS)]
 CASES = [case for case in EVERY if case != CORRUPTED]
 CHUNKED = [case for case in CASES if "zarr" not in case]
 # Runs of the same sizes, ranks and steps: common.pt of one says of every parameter what that of
@@ -37,6 +39,10 @@ ALIKE = (
 )
 
 
+def truth_of(case: str) -> dict[str, np.ndarray]:
+    return Case(f"megatron/{case}").truth()
+
+
 def folder_of(case: str) -> Path:
     return DATA / case / "ckpt" / "iter_0000003"
 
@@ -44,7 +50,7 @@ def folder_of(case: str) -> Path:
 def differences(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> list[str]:
     labels = {leaf.label for leaf in checkpoint.leaves}
     return sorted(labels ^ set(want)) or [
-        x for x in want if not equal(checkpoint.read(x), want[x], x)
+        x for x in want if not LIVE.equal(checkpoint.read(x), want[x], x)
     ]
 
 
@@ -75,7 +81,7 @@ def test_where_says_which_stored_elements_a_parameter_is_made_of(case):
         file = source.object(fqn, spans[fqn][0])
         return file.read(tensor, Box.whole(file.arrays()[tensor].shape))
 
-    for label, array in truth(case).items():
+    for label, array in truth_of(case).items():
         out = np.full(array.shape, np.nan, np.float32)
         for piece in checkpoint.where(label) if not label.startswith("step/") else ():
             data = stored(piece)
@@ -142,7 +148,7 @@ def test_without_args_what_the_run_was_is_seen_from_what_is_stored(megatron_copy
     groups = {"param_groups": [{"step": 3}]}
     save({"iteration": 3, "optimizer": groups}, folder / "common.pt")
     checkpoint = open_verified(folder)
-    assert differences(checkpoint, truth(case)) == []
+    assert differences(checkpoint, truth_of(case)) == []
     assert any("there are no args" in note for note in checkpoint.notes)
 
 
@@ -197,7 +203,7 @@ def test_a_file_of_another_run_is_named(megatron_copy, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_common_of_another_run_is_refused_or_says_the_same_of_every_parameter(megatron_copy, case):
-    folder, want = megatron_copy(case), truth(case)
+    folder, want = megatron_copy(case), truth_of(case)
     for other in CASES:
         shutil.copy(folder_of(other) / "common.pt", folder / "common.pt")
         if other == case or {other, case} <= set(ALIKE):
@@ -207,7 +213,7 @@ def test_common_of_another_run_is_refused_or_says_the_same_of_every_parameter(me
                 ucp.open(folder)
 
 
-NEWER = megatron_cases.CORE / "mla"  # has no common.pt
+NEWER = CASES_DATA / "megatron_core" / "mla"  # has no common.pt
 
 
 @pytest.mark.parametrize("common", [True, False], ids=["common.pt", "keys alone"])
@@ -258,7 +264,7 @@ def test_common_of_another_iteration_is_refused(megatron_copy):
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_of_the_metadata_is_refused_or_changes_nothing(tmp_path, case, place, bit):
-    folder, want = tmp_path / "iter_0000003", truth(case)
+    folder, want = tmp_path / "iter_0000003", truth_of(case)
     if not folder.exists():
         shutil.copytree(folder_of(case), folder)
     data = bytearray((folder_of(case) / ".metadata").read_bytes())
@@ -295,13 +301,13 @@ def test_state_of_a_writer_that_does_not_move_it_is_read(megatron_copy):
     folder, name = megatron_copy(CORRUPTED), "embedding.word_embeddings.weight"
     padding = ucp.open(folder, weights_only=True).read(f"param/{name}")[101:].tobytes()
     source = DcpSource(read_metadata(file_path(folder)))
-    for state in STATES.values():
+    for state in ("param", "exp_avg", "exp_avg_sq"):
         (key,) = [key for key in source.arrays() if f":optimizer.state.{state}.{name}@" in key]
         stored = source.read(key, Box.whole(source.arrays()[key].shape)).tobytes()
         path = folder / key.partition(":")[0]
         path.write_bytes(
             path.read_bytes().replace(
-                stored, truth(CORRUPTED)[f"{state}/{name}"].tobytes() + padding
+                stored, truth_of(CORRUPTED)[f"{state}/{name}"].tobytes() + padding
             )
         )
-    assert differences(ucp.open(folder, sizes={"vocab": 101}), truth(CORRUPTED)) == []
+    assert differences(ucp.open(folder, sizes={"vocab": 101}), truth_of(CORRUPTED)) == []

@@ -17,22 +17,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, by_hand, cut_by, evaluated, numbered
+from helpers import MemoryStore, by_hand, cut_by, numbered
+from jax_ucp.arrays.checks import verdicts
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.evaluate import expressions, read
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.path import file_path
+from jax_ucp.formats.megatron.buffers import cut_of
 from jax_ucp.formats.megatron.dist import read_files
-from jax_ucp.formats.megatron.dist_buffers import cut_of, slice_of
-from jax_ucp.formats.megatron.dist_files import DistFiles, StoredObject, Tensor
-from jax_ucp.formats.megatron.dist_names import Run, flattened_runs, unstacked
-from jax_ucp.formats.megatron.files import Args
-from jax_ucp.formats.megatron.stages import stage_chunks
-from jax_ucp.formats.megatron.walk import Part
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.megatron.dist_files import DistFiles, DistTensor, StoredObject
+from jax_ucp.formats.megatron.dist_flat import part_of
+from jax_ucp.formats.megatron.dist_names import StoredRun, flattened_runs, unstacked
+from jax_ucp.formats.megatron.model import ParamPart, stage_chunks
+from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused, Replicated, Sharded
-from jax_ucp.sources.checks import verdicts
-from jax_ucp.sources.consolidated import Consolidated, same_bits
+from jax_ucp.options import Options
 from torch_writer import save
 
 HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 3, 20, 40, 4, 4
@@ -58,12 +59,11 @@ def test_a_part_of_a_buffer_that_is_cut_anywhere_is_joined_again(data, transpose
     buffer = np.full(before + at + memory.size + after, -1)
     buffer[before + at : before + at + memory.size] = memory.ravel()
     pieces = data.draw(ranges(buffer.size))
-    layout, used = slice_of(Part("w", at, shape, transposed), before, pieces)
-    layout.check()
     store = MemoryStore({str(i): buffer[a:b] for i, (a, b) in enumerate(pieces)})
-    view = evaluated(store, {"w": Consolidated(layout, [str(i) for i in used])})
+    arrays = [(a, expressions(store)[str(i)]) for i, (a, _) in enumerate(pieces)]
+    part = part_of("w", ParamPart("w", at, shape, transposed), before, arrays)
     whole = memory.T if transposed else memory
-    np.testing.assert_array_equal(view.read("w", Box.whole(whole.shape)), whole)
+    np.testing.assert_array_equal(read(part, Box.whole(whole.shape)), whole)
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 1), st.randoms())
@@ -100,7 +100,7 @@ def test_flattened_fragments_that_are_cut_anywhere_are_joined_again(data, axes):
         for a, b in data.draw(ranges(block.size)):
             target = Box((*place, a), (*(at + 1 for at in place), b))
             store[f"{i}.{a}"] = block[a:b]
-            runs.append(Run(f"{i}.{a}", 0, target))
+            runs.append(StoredRun(f"{i}.{a}", 0, target))
     out = np.full(shape, -1)
     for run in flattened_runs(shape, (*grid, math.prod(local)), runs):
         assert (out[run.target.index] == -1).all()
@@ -119,7 +119,7 @@ def test_a_chunk_of_several_layers_and_experts_is_those_of_each(layers, experts,
     blocks = [
         Box((i, 0, 0, 0), (min(i + step, layers), experts, rows, 2)) for i in range(0, layers, step)
     ]
-    runs = [Run(str(box.start[0]), 0, box) for box in blocks]
+    runs = [StoredRun(str(box.start[0]), 0, box) for box in blocks]
     found = unstacked(key, whole.shape, runs)
     assert len(found) == layers * experts
     for i, e in itertools.product(range(layers), range(experts)):
@@ -269,7 +269,7 @@ class Writer:
             "transformer_impl": impl, "moe_grouped_gemm": grouped,
         }  # fmt: skip
         self.arrays: dict[str, np.ndarray] = {}
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, DistTensor] = {}
         self.objects: dict[str, StoredObject] = {}
         for name, array in self.whole["param"].items():
             self._weight(name, array.astype(BF16))
@@ -306,8 +306,8 @@ class Writer:
                 tuple(int(a) + n for a, n in zip(corner, piece.shape, strict=True)),
             )
             self.arrays[f"f:{name}@{i}"] = piece
-            runs.append(Run(f"f:{name}@{i}", 0, box))
-        self.tensors[name] = Tensor(array.shape, array.dtype, tuple(runs))
+            runs.append(StoredRun(f"f:{name}@{i}", 0, box))
+        self.tensors[name] = DistTensor(array.shape, array.dtype, tuple(runs))
 
     def _modules(self, state: str, place, c: int, expert: bool | None, grouped: bool, tied: bool):
         """What the rank has in one chunk, in module order: whether it is a shared embedding, and
@@ -365,7 +365,7 @@ class Writer:
                 flats = []
                 for k, bucket in enumerate(buckets_of(modules, own)):
                     end = max(start + flat.size for start, flat in bucket)
-                    data, runs = np.full(end, np.nan, np.float32), list[Run]()
+                    data, runs = np.full(end, np.nan, np.float32), list[StoredRun]()
                     key = (
                         f"{at}.gbuf_idx_{c}.dtype_(torch.bfloat16,"
                         f" torch.float32).bucket_idx_{k}.{state}"
@@ -377,10 +377,10 @@ class Writer:
                         edges |= {start, start + flat.size}
                     for a, b in itertools.pairwise(sorted(edges)):
                         self.arrays[f"f:{key}@{a}"] = data[a:b]
-                        runs.append(Run(f"f:{key}@{a}", 0, Box((a,), (b,))))
+                        runs.append(StoredRun(f"f:{key}@{a}", 0, Box((a,), (b,))))
                     flats.append(data)
                     if self.kind == "dp_reshardable":
-                        self.tensors[key] = Tensor((end,), data.dtype, tuple(runs))
+                        self.tensors[key] = DistTensor((end,), data.dtype, tuple(runs))
                     else:
                         for run in runs:
                             del self.arrays[run.key]
@@ -411,8 +411,16 @@ class Writer:
         store, tree = MemoryStore(self.arrays), dict(common.tree)
         names = [path.name for path in self.folder.iterdir()]
         args = Args(self.args)
+        folder = file_path(self.folder)
         return DistFiles(
-            file_path(self.folder), args, common, tree, self.tensors, self.objects, store, names
+            self.tensors,
+            self.objects,
+            store,
+            names,
+            folder=folder,
+            args=args,
+            common=common,
+            tree=tree,
         )
 
 

@@ -11,27 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from helpers import MemoryStore, evaluated
+from cases import DATA as CASES_DATA
+from cases import names_of
+from helpers import Consolidated, MemoryStore, evaluated
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
-from jax_ucp.formats.megatron.files import TRACKER, Args
+from jax_ucp.formats.dcp.source import DcpSource
+from jax_ucp.formats.megatron.checks import check_whole
+from jax_ucp.formats.megatron.dist_tensors import run_layout
 from jax_ucp.formats.megatron.fsdp import (
-    Reader,
     check_alike,
     check_degrees,
+    check_settings,
     regrouped,
     saved,
-    stacked,
 )
-from jax_ucp.formats.megatron.sizes import check_whole
-from jax_ucp.formats.options import Options
+from jax_ucp.formats.megatron.model import StoredRun, join_gated
+from jax_ucp.formats.megatron.run import TRACKER, Args
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused, Sharded
-from jax_ucp.sources.consolidated import Consolidated
-from megatron_cases import DATA, EVERY
 
-CASES = [case for case in EVERY if case.startswith(("torch_dcp", "fsdp_dtensor"))]
+DATA = CASES_DATA / "megatron"
+CASES = [case for case in names_of("megatron") if case.startswith(("torch_dcp", "fsdp_dtensor"))]
 
 
 def test_a_path_says_what_a_leaf_is_and_wrappers_are_not_in_names():
@@ -90,25 +92,32 @@ def test_gate_and_up_of_every_rank_become_all_gates_then_all_ups(ranks, each, co
     values = np.arange(2 * each * ranks * columns, dtype=np.float32).reshape(-1, columns)
     pieces = np.array_split(values, 3) if cut else [values]
     source = MemoryStore({str(i): piece for i, piece in enumerate(pieces)})
-    stored = Consolidated(Sharded(0).join([piece.shape for piece in pieces]), [*source.arrays()])
+    stored = Sharded(0).join([piece.shape for piece in pieces])
     by_rank = MemoryStore({str(i): rows for i, rows in enumerate(np.split(values, ranks))})
     layout = Fused(0, {"gate": each * ranks, "up": each * ranks}).join(shards)
     want = read(by_rank, Consolidated(layout, [*by_rank.arrays()]))
-    np.testing.assert_array_equal(read(source, regrouped(stored, ranks)), want)
+    got = read(source, Consolidated(regrouped(stored, ranks), [*source.arrays()]))
+    np.testing.assert_array_equal(got, want)
 
 
 @given(st.integers(1, 3), st.integers(1, 3))
 def test_a_gate_above_its_up_is_one_tensor(rows, columns):
     gate, up = (np.full((rows, columns), i, np.float32) for i in (1, 2))
     source = MemoryStore({"gate": gate, "up": up})
-    halves = [Consolidated(Sharded(0).join([gate.shape]), [name]) for name in ("gate", "up")]
-    np.testing.assert_array_equal(read(source, stacked(*halves)), np.concatenate([gate, up]))
+    names, box = {"fc.weight_v": "up", "fc.weight_w": "gate"}, Box.whole(gate.shape)
+    halves = {name: (gate.shape, [StoredRun(key, 0, box)]) for name, key in names.items()}
+    [(name, (shape, runs))] = join_gated(halves).items()
+    assert name == "fc.weight"
+    layout = run_layout(shape, [run.target for run in runs])
+    got = read(source, Consolidated(layout, [run.key for run in runs]))
+    np.testing.assert_array_equal(got, np.concatenate([gate, up]))
 
 
 def test_a_gate_of_another_shape_than_its_up_is_refused():
-    halves = [Consolidated(Sharded(0).join([(n, 2)]), [str(n)]) for n in (3, 4)]
+    shapes = {"fc.weight_w": (3, 2), "fc.weight_v": (4, 2)}
+    halves = {n: (shape, [StoredRun(n, 0, Box.whole(shape))]) for n, shape in shapes.items()}
     with pytest.raises(FormatError, match=r"gate has shape \(3, 2\), but up \(4, 2\)"):
-        stacked(*halves)
+        join_gated(halves)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +133,14 @@ def test_ranks_that_called_different_tensors_alike_are_refused(format, kind):
     args = {"ckpt_format": format, f"{kind}_parallel_size": 2}
     with pytest.raises(FormatError, match=f"{kind}_parallel_size is 2.*lost.*torch_dist"):
         check_degrees(Args(args), {})
+
+
+@given(st.permutations([("optimizer", "state"), ("optimizer", "state", 0, "exp_avg")]))
+def test_a_value_above_another_is_refused_and_the_optimizer_itself_is_beside(order):
+    paths = {f"f{i}": path for i, path in enumerate(order)}
+    with pytest.raises(FormatError, match=r"f1: another value is stored at or above this path"):
+        saved(paths, dict.fromkeys(paths, 0))
+    assert saved({"f": ("optimizer",)}, {"f": 0}).beside == ["f"]
 
 
 def test_experts_of_which_only_one_ranks_are_stored_are_refused():
@@ -184,9 +201,12 @@ def test_a_file_of_another_step_is_refused_by_what_its_groups_say(setting, value
     """Which is all that tells: names, shapes and lengths are those of the other step."""
     shutil.copytree(DATA / "fsdp_dtensor_te_moe_ep2_bf16" / "ckpt", tmp_path / "ckpt")
     folder = file_path(tmp_path / "ckpt" / "iter_0000003")
-    reader = Reader(read_metadata(folder), Options())
-    reader.check_settings()
-    name = next(fqn for fqn in reader.objects if fqn.endswith(f"output_layer.weight.{setting}"))
-    reader.objects[name] = value
+    metadata = read_metadata(folder)
+    source = DcpSource(metadata)
+    spans = metadata.objects.items()
+    objects = {fqn: source.object(fqn, own[0]).tree for fqn, own in spans}
+    check_settings(metadata, objects)
+    name = next(fqn for fqn in objects if fqn.endswith(f"output_layer.weight.{setting}"))
+    objects[name] = value
     with pytest.raises(FormatError, match=f"{setting} of parameter groups is {value}.*one step"):
-        reader.check_settings()
+        check_settings(metadata, objects)

@@ -12,8 +12,8 @@ import jax_ucp as ucp
 from helpers import numbered
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.megatron.files import Args
-from jax_ucp.formats.megatron.gtp import check_gtp
+from jax_ucp.formats.megatron.checks import check_gtp
+from jax_ucp.formats.megatron.run import Args
 from torch_writer import edit
 
 WHERE = file_path("common.pt")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError
-from jax_ucp.sources.consolidated import same_bits
 from torch_writer import save
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 4, 3, 16, 40, 4, 4

@@ -14,15 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, names_of, swap
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint
-from jax_ucp.formats.megatron.files import Args, writing_ranks
-from jax_ucp.formats.megatron.walk import buffer_walk, parts_of
-from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.megatron.buffers import buffer_walk
+from jax_ucp.formats.megatron.legacy_files import writing_ranks
+from jax_ucp.formats.megatron.model import parts_of
+from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from megatron_cases import DATA, EVERY, swap, truth
 
-CASES = [case for case in EVERY if case.startswith("legacy_")]
+DATA = CASES_DATA / "megatron"
+CASES = [case for case in names_of("megatron") if case.startswith("legacy_")]
 # Each master is in two tensors.
 HALVED = "legacy_te_precision_aware_bf16"
 
@@ -32,7 +36,7 @@ def test_where_says_which_stored_elements_a_parameter_is_made_of(case):
     checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101})
     folder = Path(checkpoint.path)
     opened = functools.cache(lambda name: TorchFile(folder / name))
-    for label, array in truth(case).items():
+    for label, array in Case(f"megatron/{case}").truth().items():
         out = np.full(array.shape, np.nan, np.float32)
         for piece in checkpoint.where(label) if not label.startswith("step/") else ():
             file = opened(piece.file)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
+from jax_ucp.formats.megatron.model import EMBEDDING
 from jax_ucp.formats.megatron.numbered import Module, ModuleState, numbered_states
-from jax_ucp.formats.megatron.walk import EMBEDDING
-from jax_ucp.formats.pairing import Undecided
-from jax_ucp.formats.torch_save.file import StoredTensor
+from jax_ucp.states.pairing import Undecided
 
 WHERE = file_path("/run/model_optim_rng.pt")
 LINEAR = "decoder.layers.0.self_attention.linear_proj.weight"
@@ -21,7 +21,7 @@ def tensor(key, *shape, dtype=np.float32):
 
 
 def module(local, *shape, dtype=np.float32):
-    return Module(local, 0, tensor(local, *shape, dtype=dtype), [])
+    return Module(local, tensor(local, *shape, dtype=dtype), [])
 
 
 def optimizer(*groups, **settings):

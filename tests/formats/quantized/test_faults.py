@@ -1,6 +1,7 @@
 """A part that is missing, extra, of another shape or dtype, or no number: named, and never used."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +205,18 @@ def test_a_config_that_names_do_not_agree_with_is_refused(case, tmp_path):
     config["quantization_config"] |= SETTINGS[case]
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises((FormatError, QuantizedWeights), match="of the quantised weights cannot be"):
+        ucp.open(path, dequantize="bfloat16")
+
+
+@pytest.mark.parametrize("block", ["9" * 5000 + "x128", "128", [True, 128], [128], [128, 0]])
+def test_a_block_structure_that_is_no_pair_of_lengths_is_refused_as_it_stands(block, tmp_path):
+    path = shutil.copytree(DATA / "ct_fp8_block/ckpt", tmp_path / "c")
+    config = json.loads((path / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"]["block_structure"] = block
+    (path / "config.json").write_text(json.dumps(config))
+    words = re.escape(f"block_structure={block!r:.40} in the config is not a pair of lengths")
+    with pytest.raises(QuantizedWeights, match=words):
         ucp.open(path, dequantize="bfloat16")
 
 

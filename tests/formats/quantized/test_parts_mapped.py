@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError, QuantizedWeights, SpecError
-from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parents[2] / "data" / "quantized"
 MAPPING = Path(__file__).parents[3] / "examples" / "models" / "hf-llama-8bit-to-qwix.yaml"

@@ -3,42 +3,37 @@
 `tests/generators/quantized.py` writes them, and their truth.
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, names_of
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.cli.main import main
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.dequantized import DequantizedView
+from quantized_cases import weight_of
 from test_read_once import files_of, reads_of
 
-DATA = Path(__file__).parents[2] / "data" / "quantized"
-CASES = sorted(path.name for path in DATA.iterdir())
+DATA = CASES_DATA / "quantized"
+CASES = names_of("quantized")
 SOME = [name for name in CASES if name.endswith(("_wide", "_odd", "_order", "narrow", "_32"))]
 
 
 def open_case(case: str) -> ucp.Checkpoint:
-    said = json.loads((DATA / case / "case.json").read_text())
-    return ucp.open(DATA / case / "ckpt", **said["options"])
+    return Case(f"quantized/{case}").open()
 
 
 def truth_of(case: str) -> dict[str, np.ndarray]:
-    with np.load(DATA / case / "truth.npz") as arrays:
-        return {
-            name: array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
-            for name, array in arrays.items()
-        }
+    return Case(f"quantized/{case}").truth()
 
 
 def quantized_names(case: str) -> list[str]:
@@ -124,11 +119,11 @@ def test_a_conversion_reads_every_byte_of_codes_and_scales_once(case, tmp_path):
 def test_a_slice_reads_no_more_of_codes_than_its_share(case):
     """For a quarter of an axis, about a quarter of the codes is asked for."""
     checkpoint = open_case(case)
-    view = checkpoint._contents.arrays
-    assert isinstance(view, DequantizedView)
+    arrays = checkpoint._contents.arrays
     for label in quantized_names(case):
         leaf = checkpoint._leaf(label)
-        weight = view._weights[leaf.name]
+        weight = weight_of(arrays, leaf.name)
+        assert weight is not None
         codes = weight.parts["codes"].shape
         for axis, n in enumerate(leaf.shape):
             if axis == 1 and codes[0] == 1:

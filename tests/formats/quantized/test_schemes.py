@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.rounding import round_into
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2, Packing, exponents
 from jax_ucp.formats.quantized.stored import leading
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.dequantized import DequantizedView
-from jax_ucp.sources.rounding import round_into
-from quantized_cases import SCHEMES, Draw, Made, packed
+from quantized_cases import SCHEMES, Draw, Made, packed, weight_of
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
@@ -54,7 +53,7 @@ def test_several_boxes_are_read_in_small_pieces_too_and_into_memory_of_any_strid
     wanted = data.draw(st.lists(boxes(want.shape), min_size=1, max_size=4))
     outs = [np.full((*box.shape, 2), np.nan, np.float32)[..., 0] for box in wanted]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax_ucp.sources.dequantized.PIECE_SIDE", data.draw(st.integers(1, 20)))
+        patch.setattr("jax_ucp.arrays.evaluate.PIECE_SIDE", data.draw(st.integers(1, 20)))
         view.read_into("w", wanted, outs)
     for box, out in zip(wanted, outs, strict=True):
         assert np.array_equal(out, want[box.index], equal_nan=True)
@@ -64,8 +63,8 @@ def test_several_boxes_are_read_in_small_pieces_too_and_into_memory_of_any_strid
 @settings(max_examples=20)
 @given(data=st.data())
 def test_of_a_box_inside_another_no_part_is_needed_outside_what_the_other_needs(scheme, data):
-    view: DequantizedView = data.draw(SCHEMES[scheme]).view()
-    weight = view._weights["w"]
+    weight = weight_of(data.draw(SCHEMES[scheme]).view(), "w")
+    assert weight is not None
     outer = data.draw(boxes(weight.shape))
     inner = data.draw(boxes(outer.shape)).shift(outer.start)
     around = weight.boxes(outer)

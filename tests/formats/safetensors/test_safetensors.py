@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, assert_accounted_for, assert_equal_however_read
 from helpers import grids
+from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, LayoutError, UCPError
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from torch_cases import DATA, assert_accounted_for, assert_equal_however_read, truth
 
+DATA = CASES_DATA / "torch"
 CASES = sorted(path.name for pattern in ("hf_*", "dcp_hf_*") for path in DATA.glob(pattern))
 SHARDED = ("dcp_hf_sharded", "dcp_hf_sharded_2d")
 INDEX = "model.safetensors.index.json"
@@ -28,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_equals_the_live_model_however_it_is_read(case, tmp_path):
     checkpoint = ucp.open(DATA / case / "ckpt")
-    assert_equal_however_read(checkpoint, truth(case), tmp_path)
+    assert_equal_however_read(checkpoint, Case(f"torch/{case}").truth(), tmp_path)
     assert_accounted_for(checkpoint)
     assert case not in SHARDED or "4 ranks wrote parts of tensors; that" in checkpoint.notes[0]
     if case.startswith("hf_"):
@@ -46,7 +48,9 @@ def test_the_parts_beside_a_consolidated_checkpoint_are_set_aside_and_open_by_th
         "skipped",
         "parts of the same tensors",
     )
-    assert_equal_however_read(ucp.open(DATA / case / "ckpt" / "sharded"), truth(case), tmp_path)
+    assert_equal_however_read(
+        ucp.open(DATA / case / "ckpt" / "sharded"), Case(f"torch/{case}").truth(), tmp_path
+    )
 
 
 def test_an_index_and_a_folder_without_one_open_too_and_a_part_alone_is_refused(tmp_path):

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_ucp.codecs import unpickle as safe_pickle
+from jax_ucp.codecs.pickle_names import NAMES
+from jax_ucp.codecs.unpickle import MAX_DEPTH, Name, Opaque, Record, walk
 from jax_ucp.errors import FormatError, UnsafePickle
-from jax_ucp.formats.torch_save import unpickle as safe_pickle
-from jax_ucp.formats.torch_save.pickle_names import NAMES
-from jax_ucp.formats.torch_save.unpickle import MAX_DEPTH, Name, Opaque, Record, walk
 
 
 def load(data: bytes) -> Any:

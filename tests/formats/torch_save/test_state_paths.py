@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.pairing import Undecided
-from jax_ucp.formats.torch_save.optimizer_dicts import optimizer_dicts
-from jax_ucp.formats.torch_save.state_pairing import Stored
-from jax_ucp.formats.torch_save.state_paths import Places, places
+from jax_ucp.options import Options
+from jax_ucp.states.optimizer_dicts import optimizer_dicts
+from jax_ucp.states.pairing import Undecided
+from jax_ucp.states.state_pairing import StateTensor
+from jax_ucp.states.state_paths import Places, places
 
 PARTS = st.sampled_from(("a", "b", "state", "model", "0", "layers", "weight"))
 NAMES = st.lists(PARTS, min_size=1, max_size=3).map(".".join)
@@ -32,7 +32,7 @@ def placed(
     paths: Iterable[tuple[str | int, ...]], objects: Mapping[Any, Any] = {}, **options: Any
 ) -> Places:
     """The places of tensors that all have one shape, by their paths."""
-    return places({joined(*path): Stored(path) for path in paths}, objects, Options(**options))
+    return places({joined(*path): StateTensor(path) for path in paths}, objects, Options(**options))
 
 
 @given(PARAMS, STATES, st.booleans(), st.sampled_from(("model", "state_dict", "net", "")))

@@ -3,7 +3,6 @@ nothing else.
 """
 
 import gc
-import json
 import os
 import pickle
 import pickletools
@@ -20,13 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_writer
+from cases import Case
 from helpers import boxes_in
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile, TreeContents
+from jax_ucp.codecs.unpickle import Record, walk
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile, TreeContents
-from jax_ucp.formats.torch_save.unpickle import Record, walk
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.protocol import ArrayInfo
 
 DATA = Path(__file__).parents[2] / "data" / "torch"
 CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
@@ -109,16 +109,14 @@ def save(tmp_path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("path", READABLE, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_tensor_of_a_real_file_is_what_torch_saved(path):
-    truth = np.load(path.parent / "truth.npz")
-    dtypes = json.loads((path.parent / "case.json").read_text())["dtypes"]
-    file, prefix = TorchFile(path), f"tensor::{path.name}:"
+    truth, file, prefix = Case(str(path.parent)).truth(), TorchFile(path), f"{path.name}:"
     want = {key.removeprefix(prefix): truth[key] for key in truth if key.startswith(prefix)}
     assert set(file.arrays()) == set(want)
-    for key, bits in want.items():
+    for key, array in want.items():
         got = whole(file, key)
-        assert file.arrays()[key] == ArrayInfo(bits.shape, np.dtype(dtypes[prefix + key]))
-        assert (got.shape, str(got.dtype)) == (bits.shape, dtypes[prefix + key])
-        assert got.tobytes() == bits.tobytes()
+        assert file.arrays()[key] == ArrayInfo(array.shape, array.dtype)
+        assert (got.shape, got.dtype) == (array.shape, array.dtype)
+        assert got.tobytes() == array.tobytes()
         assert got.flags.writeable
 
 

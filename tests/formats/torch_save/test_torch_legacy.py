@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import DATA as CASES_DATA
 from helpers import boxes_in
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs import torch_legacy as torch_legacy
+from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
 from jax_ucp.errors import CorruptData, FormatError, UCPError
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.torch_save import legacy as torch_legacy
-from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.consolidated import same_bits
-from torch_cases import DATA
 from torch_writer import Global, Storage, Tensor, legacy
 
 ARRAYS = st.builds(
@@ -96,7 +96,7 @@ def test_a_file_inside_another_is_read_from_its_own_start(tmp_path):
 
 @pytest.mark.parametrize("name", ["tied.pt", "views.pt"])
 def test_a_file_cut_at_any_byte_or_longer_is_refused(tmp_path, name):
-    data = (DATA / "torchsave_legacy" / name).read_bytes()
+    data = (CASES_DATA / "torch/torchsave_legacy" / name).read_bytes()
     for end in range(40, len(data), 9):
         with pytest.raises(FormatError, match=r"old\.pt: "):
             TorchFile(write(tmp_path, data[:end]))
@@ -110,7 +110,7 @@ def test_a_file_cut_at_any_byte_or_longer_is_refused(tmp_path, name):
 
 @given(st.data())
 def test_changed_bytes_give_our_errors_or_a_readable_file(data):
-    whole = bytearray((DATA / "torchsave_legacy" / "tied.pt").read_bytes())
+    whole = bytearray((CASES_DATA / "torch/torchsave_legacy" / "tied.pt").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, 640))] = data.draw(st.integers(0, 255))
     with tempfile.TemporaryDirectory() as folder:

@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import DATA as CASES_DATA
+from cases import Case, assert_accounted_for, assert_equal_however_read
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs import json_values as extras
+from jax_ucp.codecs.pickle_json import from_json
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats import json_values as extras
-from jax_ucp.formats.torch_save.from_json import from_json
-from jax_ucp.sources.consolidated import same_bits
-from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
 from torch_writer import Instance, save
 
+DATA = CASES_DATA / "torch"
 CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
 FILES = sorted(path for case in CASES for path in (DATA / case).glob("*.pt"))
 
@@ -28,9 +30,9 @@ def truth(file: Path) -> dict[str, np.ndarray]:
     """The live tensors under our labels: of a flat dict, or of the one called `model`, they are
     weights.
     """
-    case, found = file.parent.name, {}
-    arrays, paths = live(case), about(case)["paths"]
-    for key, (name, path) in paths.items():
+    case, found = Case(f"torch/{file.parent.name}"), {}
+    arrays = case.truth()
+    for key, (name, path) in case.about["paths"].items():
         if name == file.name:
             state, steps = "other", path or ["tensor"]
             if path[:1] == ["model"]:

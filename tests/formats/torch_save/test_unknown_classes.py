@@ -22,22 +22,22 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import jax_ucp as ucp
+from cases import Case
 from dcp_writer import Writer
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.codecs import unpickle as safe_pickle
+from jax_ucp.codecs.json_values import as_json
+from jax_ucp.codecs.pickle_json import values
+from jax_ucp.codecs.pickle_names import NAMES
+from jax_ucp.codecs.unpickle import MAX_DEPTH, Opaque, Unknown, walk
 from jax_ucp.errors import FormatError, TreeMismatch, UnsafePickle
-from jax_ucp.formats.json_values import as_json
-from jax_ucp.formats.torch_save import unpickle as safe_pickle
-from jax_ucp.formats.torch_save.from_json import values
-from jax_ucp.formats.torch_save.pickle_names import NAMES
-from jax_ucp.formats.torch_save.unpickle import MAX_DEPTH, Opaque, Unknown, walk
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
-from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH
 from torch_writer import Global, Instance, edit, rewrite, save
 
 CASES = Path(__file__).parents[2] / "data" / "unknown"
 MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
-STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
@@ -57,17 +57,6 @@ def load(data: bytes) -> Any:
 
 def no_tensor(key: str, box: Box) -> np.ndarray:
     raise AssertionError("there is no tensor")
-
-
-def truth(case: str) -> dict[str, np.ndarray]:
-    """The live state under our labels; of Megatron without steps."""
-    found = {}
-    with np.load(CASES / case / "truth.npz") as arrays:
-        for key in arrays.files:
-            state, _, name = key.replace("::", "/").partition("/")
-            if name:
-                found[f"{STATES.get(state, state)}/{name}"] = arrays[key]
-    return found
 
 
 NOTES = {
@@ -92,9 +81,10 @@ NOTES = {
 
 @pytest.mark.parametrize("case", NOTES)
 def test_a_class_or_state_that_is_not_known_stops_nothing_that_is_proved(case, tmp_path):
-    source = ucp.open(CASES / case / "ckpt", sizes={"vocab": 101} if "ds_" not in case else {})
+    live = Case(f"unknown/{case}")
+    source = live.open()
     checkpoint = source.save(tmp_path / "copy")  # which compares masters and copies
-    want = truth(case)
+    want = live.truth()
     labels = {leaf.label for leaf in checkpoint.leaves}
     assert want.keys() <= labels
     for label in want:
@@ -106,10 +96,9 @@ def test_a_class_or_state_that_is_not_known_stops_nothing_that_is_proved(case, t
 
 @pytest.mark.parametrize("case", NOTES)
 def test_weights_alone_are_the_same_weights(case):
-    checkpoint = ucp.open(
-        CASES / case / "ckpt", weights_only=True, sizes={"vocab": 101} if "ds_" not in case else {}
-    )
-    params = {label: array for label, array in truth(case).items() if label.startswith("param/")}
+    live = Case(f"unknown/{case}")
+    checkpoint = live.open(weights_only=True)
+    params = {label: x for label, x in live.truth().items() if label.startswith("param/")}
     assert {leaf.label for leaf in checkpoint.leaves} == params.keys()
     for label, array in params.items():
         rounded = checkpoint.read(label)
@@ -176,18 +165,10 @@ MOVED = {
 }
 
 
-def copied(case: str, folder: Path) -> Path:
-    source = CASES.parent / case
-    source = source / "ckpt" if (source / "ckpt").is_dir() else source
-    return Path(
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
-    )
-
-
 @pytest.mark.parametrize("case", MOVED)
 def test_a_class_that_moved_in_a_newer_library_changes_no_array(case, tmp_path):
     file, name = MOVED[case]
-    folder = copied(case, tmp_path / "c")
+    folder = Case(case).copied(tmp_path / "c")
     before = ucp.open(folder)
     arrays = {leaf.label: before.read(leaf.label).copy() for leaf in before.leaves}
     renamed(folder / file, name, "library.of.next_year.Kind")
@@ -355,7 +336,7 @@ REPLACED = {
 @pytest.mark.parametrize("case", REPLACED)
 def test_an_argument_that_decides_must_be_a_plain_value(case, tmp_path):
     name, argument = REPLACED[case]
-    folder = copied(name, tmp_path / "c")
+    folder = Case(name).copied(tmp_path / "c")
     (path,) = folder.rglob("common.pt" if "dist" in name else "model_optim_rng.pt")
     old = re.compile(re.escape(text(argument)) + rb"(q.|r....)(K.|N)", re.DOTALL)
     rewrite(
@@ -396,7 +377,7 @@ def test_a_table_of_contents_needs_classes_that_are_known(tmp_path):
 
 
 def test_what_a_table_of_contents_has_beside_the_tensors_may_be_of_any_class(tmp_path):
-    folder = copied("torch/fsdp2_dp4_uneven", tmp_path / "c")
+    folder = Case("torch/fsdp2_dp4_uneven").copied(tmp_path / "c")
     before = ucp.open(folder)
     arrays = {leaf.label: before.read(leaf.label).copy() for leaf in before.leaves}
     data = (folder / ".metadata").read_bytes()
@@ -413,7 +394,7 @@ def test_what_a_table_of_contents_has_beside_the_tensors_may_be_of_any_class(tmp
     "key", ["dp_world_size", "num_experts", "param_shapes", "buffer_names", "module"]
 )
 def test_a_value_of_deepspeeds_that_decides_must_be_a_plain_one(key, tmp_path):
-    folder = copied("deepspeed/moe_ep2_dp2_z1_bf16", tmp_path / "c")
+    folder = Case("deepspeed/moe_ep2_dp2_z1_bf16").copied(tmp_path / "c")
     edit(
         folder / "global_step5" / "mp_rank_00_model_states.pt",
         lambda tree: tree.update({key: Instance("mylib.Kind", {})}),

@@ -1,0 +1,36 @@
+"""Files and folders that lie in the folder of a checkpoint and are not part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jax_ucp.arrays.contents import Item
+from jax_ucp.files.path import FilePath
+
+# Files that Orbax's managers leave in a folder that is finished.
+MARKERS = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"})
+
+# Files that macOS and Windows leave in every folder that they show.
+_CLUTTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
+
+
+def is_clutter(name: str) -> bool:
+    """Whether a file manager left a file of this name: `._x` is what macOS keeps beside `x`.
+
+    >>> is_clutter("._1.0"), is_clutter(".zarray")
+    (True, False)
+    """
+    return name.startswith("._") or name in _CLUTTER
+
+
+def items_beside(path: FilePath, known: Collection[str], prefix: str = "") -> list[Item]:
+    """Everything in a folder, not looked into, that is not among the names of what is read there.
+
+    The folder is listed once; `prefix` is what is in front of the names in an inventory.
+    """
+    others = [info for info in path.folder().list() if info.name not in known]
+    reason = "lies beside the checkpoint; not read"
+    return [
+        Item(prefix + info.name, "folder" if info.kind == "folder" else "file", "skipped", reason)
+        for info in others
+    ]

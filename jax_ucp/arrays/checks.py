@@ -1,0 +1,115 @@
+"""Checks that a checkpoint allows by reading it: pieces of work, on a sample or on all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from jax_ucp.arrays.budget import in_threads
+from jax_ucp.errors import CorruptData
+from jax_ucp.garbage import gc_paused
+
+# A sample is a few kilobytes of each thing that is stored twice. A checksum needs all that it sums,
+# so a sample has only those of single numbers, such as steps.
+Extent = Literal["sample", "full"]
+SAMPLE_BYTES = 64
+
+# What a check reads at once of each of two copies, where it reads more.
+CHECK_BYTES = 2 << 20
+
+# Called when a fault shows while somebody else reads; and with what was seen without one, a small
+# value that can be pickled.
+Alarm = Callable[[], None]
+Note = Callable[[Any], None]
+
+
+class Watcher(Protocol):
+    """A record of the elements that a check has seen while others read, here and elsewhere.
+
+    `name` is unique among the watchers of a checkpoint, and the same in every process.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        """A context in which elements are compared as others read them: a fault calls `alarm`,
+        elements without one are passed to `note`.
+        """
+        ...
+
+    def add(self, seen: Iterable[Any]) -> None:
+        """Add the notes of the watcher of this name in another process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison of something that is stored twice, or has a checksum.
+
+    `label` says what is compared, `leaves` name the leaves that rest on it, `nbytes` is about how
+    much `run` reads. `run` returns the fault, or None; it does not read again the elements that a
+    `watcher` has seen without a fault.
+    """
+
+    label: str
+    leaves: frozenset[str]
+    nbytes: int
+    run: Callable[[], str | None]
+    watcher: Watcher | None = None
+
+    @property
+    def name(self) -> str:
+        """The key of the check in other processes, unless another check has the same name."""
+        return f"{self.label}; {self.watcher.name}" if self.watcher else self.label
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes a run holds at once: of two copies, and of one of them rounded."""
+        return min(self.nbytes, 4 * CHECK_BYTES)
+
+
+def passed_on(checks: Iterable[Check], users: Mapping[str, Collection[str]]) -> Iterator[Check]:
+    """The checks of a source as those of a view; `users` are by array the leaves made of it."""
+    for check in checks:
+        yield replace(
+            check, leaves=frozenset(leaf for name in check.leaves for leaf in users.get(name, ()))
+        )
+
+
+def require(check: Check) -> None:
+    """Raises CorruptData if the check finds a fault."""
+    if fault := check.run():
+        raise CorruptData(
+            f"{fault.removesuffix('.')}. `verify` (jax-ucp verify) lists every such place"
+        )
+
+
+def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[str, str | None]]:
+    """The label of each check with its fault, or None; several run at once, and each sees the
+    elements that the others read.
+    """
+    with ExitStack() as stack:
+        with gc_paused():
+            checks = list(checks)
+            for watcher in filter(None, (check.watcher for check in checks)):
+                stack.enter_context(watcher.watch(_alarm, _note))
+        faults = faults_of(checks, remote)
+    yield from zip((check.label for check in checks), faults, strict=True)
+
+
+def faults_of(checks: Sequence[Check], remote: bool = False) -> Sequence[str | None]:
+    """The fault of each check, or None. Checksums of files come first in a list of checks and run
+    last: by then they have seen the bytes that the others read.
+    """
+    return list(in_threads([check.run for check in reversed(checks)], remote))[::-1]
+
+
+def _alarm() -> None:
+    """Every check is run to its end, whatever another finds."""
+
+
+def _note(seen: object) -> None:
+    """Do nothing: no other process asks for notes."""

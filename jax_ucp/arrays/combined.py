@@ -1,0 +1,77 @@
+"""Several sources as one."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
+from jax_ucp.layout.box import Box
+
+
+class Combined(ArraySource):
+    """Arrays of several sources under names of its own: `places` say which array of which source
+    each is. Of a source that is one of several, `prefixes` have what is before the names of its
+    files, or `file:` of one file, by the source's identity.
+
+    Its checks are those of all `sources`, also of one that has no array here.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, ArrayInfo],
+        places: Mapping[str, tuple[ArraySource, str]],
+        sources: Iterable[ArraySource],
+        prefixes: Mapping[int, str] | None = None,
+    ):
+        self._prefixes = prefixes or {}
+        self._arrays, self._places = arrays, places
+        self._sources = list(sources)
+
+    @classmethod
+    def prefixed(cls, sources: Mapping[str, ArraySource]) -> Combined:
+        """All arrays of stored files: array `key` of a source is `prefix + key`. The prefix is that
+        of the names of its files, or `file:`.
+        """
+        arrays: dict[str, ArrayInfo] = {}
+        places: dict[str, tuple[ArraySource, str]] = {}
+        for prefix, source in sources.items():
+            for key, info in source.arrays().items():
+                name = sys.intern(prefix + key)  # whoever has it too has the same text
+                arrays[name], places[name] = info, (source, key)
+        prefix_of = {id(source): prefix for prefix, source in sources.items()}
+        return cls(arrays, places, sources.values(), prefix_of)
+
+    @classmethod
+    def of_files(cls, files: Mapping[str, ArraySource]) -> Combined:
+        """All arrays of the files, called `file:key`."""
+        return cls.prefixed({f"{name}:": file for name, file in files.items()})
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        source, inner = self._places[key]
+        source.read_into(inner, boxes, outs)
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        source, inner = self._places[key]
+        prefix = self._prefixes.get(id(source), "")
+        if prefix.endswith(":"):
+            file, _, inside = prefix[:-1].partition(":")
+            yield Piece(file, f"{inside}:{inner}" if inside else inner, box, box)
+            return
+        for piece in source.locate(inner, box):
+            yield replace(piece, file=prefix + piece.file) if prefix else piece
+
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        names: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for name, (source, inner) in self._places.items():
+            names[id(source)][inner].append(name)
+        for source in self._sources:
+            yield from passed_on(source.checks(extent), names[id(source)])

@@ -1,0 +1,239 @@
+"""Tables of stored arrays: which bytes of which file each is, and the one reader of them.
+
+Every format's file is such a table once its header is parsed: a file of torch.save, safetensors,
+GGUF or msgpack, a chunk file, an item of DCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ucp.arrays.checks import SAMPLE_BYTES, Alarm, Check, Extent, Note
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
+from jax_ucp.errors import FormatError
+from jax_ucp.files.crc import Summed, SummedBytes, Tally
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.ranges import ByteRange
+from jax_ucp.files.strided import read_strided, row_major_strides
+from jax_ucp.layout.box import Box
+
+VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
+
+
+class StoredFile(NamedTuple):
+    """Bytes that arrays lie in; `path` is named in errors. In `swapped` ones numbers are stored in
+    the other byte order than this machine's.
+    """
+
+    path: FilePath
+    data: ByteRange
+    swapped: bool = False
+
+
+@contextmanager
+def naming(path: FilePath) -> Iterator[None]:
+    """Name a file in a FormatError of what is read of it."""
+    try:
+        yield
+    except FormatError as error:
+        error.at(path)
+        raise
+
+
+class Region(NamedTuple):
+    """Bytes of a file from `start` to `stop`, called `storage` there, and the CRC-32 that the file
+    records for them.
+    """
+
+    storage: str
+    start: int
+    stop: int
+    crc: int
+
+    def tally(self, alarm: Alarm = lambda: None, note: Note = lambda part: None) -> Tally:
+        """The sum of the bytes, of which nothing is seen yet."""
+        return Tally(self.start, self.stop, self.crc, alarm, note)
+
+
+class StoredArray(NamedTuple):
+    """An array in a file: the byte of its first element, and strides in elements; row-major without
+    strides.
+
+    `region` is what the file has a checksum of, with all of the array; `place` is the name by which
+    the table finds that region.
+    """
+
+    file: StoredFile
+    offset: int
+    strides: tuple[int, ...] | None = None
+    region: Region | None = None
+    place: str = ""
+
+
+class SummedArrays(NamedTuple):
+    """The regions at `places` of a table, which `arrays` lie in, `nbytes` in all; `label` is for
+    people, and `name` is that of nothing else in the checkpoint.
+    """
+
+    label: str
+    name: str
+    nbytes: int
+    arrays: Iterable[str]
+    places: Sequence[str]
+
+
+class ExtentTable(ArraySource):
+    """Arrays by name, and where each is stored; of what is not stored as an array, its elements.
+
+    A table says where an array is stored, or its subclass finds it when it is read, in `stored`.
+    Where all arrays lie in one file, `file_name` is its name for `locate`; of a table that is one
+    of several, these have the names.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, ArrayInfo],
+        stored: Mapping[str, StoredArray | np.ndarray] | None = None,
+        file_name: str = "",
+    ):
+        self._arrays, self._file_name = arrays, file_name
+        self._stored = {} if stored is None else stored
+        self._summing: dict[str, list[_Summing]] = {}  # by place
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def stored(self, key: str) -> StoredArray | np.ndarray:
+        """Where an array is stored, or its elements."""
+        return self._stored[key]
+
+    def sums(self) -> Iterable[SummedArrays]:
+        """The checksums that the files have of arrays."""
+        return ()
+
+    def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:
+        """The regions at a place that `sums` names."""
+        return ()
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its memory: what lies in one run straight from the file."""
+        info, stored = self._arrays[key], self.stored(key)
+        whole = Box.whole(info.shape)
+        for box in boxes:
+            if len(box.start) != len(info.shape) or not box.within(whole):
+                where = f"{stored.file.path}: " if isinstance(stored, StoredArray) else ""
+                raise ValueError(f"{where}box {box} does not lie in {key!r} of shape {info.shape}")
+        if isinstance(stored, np.ndarray):
+            for box, out in zip(boxes, outs, strict=True):
+                out[...] = stored[box.index]
+            return
+        file, data = stored.file, stored.file.data
+        if stored.region is not None and (summing := self._summing.get(stored.place)):
+            region, place = stored.region, stored.place
+            data = Summed(data, [each.tally(place, region) for each in summing])
+        buffers: list[np.ndarray] = []
+        for box, out in zip(boxes, outs, strict=True):
+            is_as_stored = out.dtype == info.dtype and not file.swapped
+            buffers.append(out if is_as_stored else np.empty(box.shape, info.dtype))
+        strides = row_major_strides(info.shape) if stored.strides is None else stored.strides
+        with naming(file.path):
+            read_strided(data, stored.offset, strides, boxes, buffers)
+        for buffer, out in zip(buffers, outs, strict=True):
+            if buffer is not out:
+                out[...] = _swapped(buffer) if file.swapped else buffer
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        yield Piece(self._file_name, key, box, box)
+
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """Whether the bytes of arrays have the checksums that their files record."""
+        for sums in self.sums():
+            if extent == "full" or sums.nbytes <= SAMPLE_BYTES:
+                summing = _Summing(self, sums)
+                watcher = summing if extent == "full" else None
+                yield Check(sums.label, frozenset(sums.arrays), sums.nbytes, summing.fault, watcher)
+
+    @contextmanager
+    def watch(self, places: Iterable[str], summing: _Summing) -> Iterator[None]:
+        """While this lasts, what is read of arrays at some places is summed."""
+        for place in places:
+            self._summing[place] = [*self._summing.get(place, ()), summing]
+        try:
+            yield
+        finally:
+            for place in places:
+                left = [other for other in self._summing.pop(place) if other is not summing]
+                if left:
+                    self._summing[place] = left
+
+
+class _Summing:
+    """The CRC-32 of regions: of what others read of them, and of the rest."""
+
+    def __init__(self, table: ExtentTable, sums: SummedArrays):
+        self.name = sums.name
+        self._table, self._places = table, sums.places
+        self._tallies: dict[str, Tally] = {}
+        self._alarm: Alarm = lambda: None
+        self._note: Note = lambda seen: None
+
+    @contextmanager
+    def watch(self, alarm: Alarm, note: Note) -> Iterator[None]:
+        self._alarm, self._note = alarm, note
+        with self._table.watch(self._places, self):
+            yield
+
+    def tally(self, place: str, region: Region) -> Tally:
+        """The sum of the region at a place, of what was seen up to now."""
+        if place not in self._tallies:
+
+            def noted(part: SummedBytes) -> None:
+                self._note((place, region, part))
+
+            self._tallies.setdefault(place, region.tally(self._alarm, noted))
+        return self._tallies[place]
+
+    def add(self, seen: Iterable[tuple[str, Region, SummedBytes]]) -> None:
+        for place, region, part in seen:
+            self.tally(place, region).join([part])
+
+    def fault(self) -> str | None:
+        """The first region whose bytes have another CRC-32 than is recorded. Reads what was not
+        seen.
+        """
+        for place in self._places:
+            known = self._tallies.get(place)
+            if known is not None and known.agrees():
+                continue
+            try:
+                for file, region in self._table.regions(place):
+                    tally = known or region.tally()
+                    _read_rest(file, tally)
+                    if not tally.agrees():
+                        return (
+                            f"{file.path}: the bytes of storage {region.storage} do not have the"
+                            " CRC that the file records for them"
+                        )
+            except FormatError as error:
+                return str(error)
+        return None
+
+
+def _read_rest(file: StoredFile, tally: Tally) -> None:
+    """Read what a tally has not seen."""
+    for start, stop in tally.gaps():
+        room = np.empty(min(VERIFY_BYTES, stop - start), np.uint8)
+        with naming(file.path):
+            for at in range(start, stop, VERIFY_BYTES):
+                Summed(file.data, [tally]).read_into([(at, room[: stop - at])])
+
+
+def _swapped(array: np.ndarray) -> np.ndarray:
+    """An array in the other byte order. The halves of a complex number are swapped one by one."""
+    parts = 2 if array.dtype.kind == "c" else 1
+    unit = f"u{array.dtype.itemsize // parts}"
+    return array.reshape(-1).view(unit).byteswap().view(array.dtype).reshape(array.shape)

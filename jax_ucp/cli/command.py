@@ -1,0 +1,129 @@
+"""Commands, and the arguments that a user gave to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+import jax_ucp
+from jax_ucp.checkpoint import open_with
+from jax_ucp.cli.workers import executor_of
+from jax_ucp.options import Options
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.reads import HostMesh
+
+_Value = TypeVar("_Value", int, str)
+
+
+class Arguments(SimpleNamespace):
+    """The values of a command's arguments and options, by their names.
+
+    With the options MESH, `mesh` is a HostMesh or None; with WORKERS, `executor` does the work,
+    None for threads here.
+    """
+
+    def open(self, path: str) -> jax_ucp.Checkpoint:
+        """The checkpoint at a path as the options SOURCE say, mapped if they have a mapping."""
+        mapping = self.load_mapping()
+        checkpoint = self.open_unmapped(path, mapping)
+        if mapping is None:
+            return checkpoint
+        return checkpoint.map(mapping, **self.map_arguments(mapping), params=self.params)
+
+    def open_unmapped(
+        self, path: str, mapping: jax_ucp.Mapping | None = None, model: str | None = None
+    ) -> jax_ucp.Checkpoint:
+        """The checkpoint at a path, not mapped yet: some of the sizes may be for `mapping`.
+
+        `model` is for one that the user did not name.
+        """
+        if self.dequantize and self.no_dequantize:
+            raise click.UsageError(
+                "--dequantize and --no-dequantize contradict each other: give one of them"
+            )
+        options = Options.of(
+            by_name("--size", self.sizes),
+            self.spec,
+            self.weights_only,
+            self.on_conflict,
+            False if self.no_dequantize else self.dequantize,
+            self.optimizer_groups,
+            self.model if model is None else model,
+            self.step,
+        )
+        checkpoint = open_with(path, options, mapping.names if mapping else frozenset())
+        adapters = vars(self).get("merge")  # not every command merges
+        return checkpoint.merge(*adapters) if adapters else checkpoint
+
+    def load_mapping(
+        self, its_own: Sequence[str] = ("config", "assume", "params", "inverse")
+    ) -> jax_ucp.Mapping | None:
+        """The mapping that is asked for, or its inverse. Raises UsageError if options of its own
+        are given without one.
+        """
+        if self.mapping is not None:
+            mapping = jax_ucp.Mapping.load(self.mapping)
+            return mapping.inverse() if self.inverse else mapping
+        if any(getattr(self, name) not in (None, False, ()) for name in its_own):
+            flags = " and ".join(f"--{name}" for name in its_own)
+            raise click.UsageError(f"{flags} go with --mapping: give that too")
+        return None
+
+    def map_arguments(self, mapping: jax_ucp.Mapping) -> dict[str, Any]:
+        """The arguments of `Checkpoint.map`; the other lengths are for opening the checkpoint."""
+        lengths = {name: n for name, n in self.sizes if name in mapping.names}
+        return {"sizes": lengths, "config": self.config, "assume": self.assume}
+
+    @property
+    def save_mesh(self) -> dict[str, Any]:
+        """The arguments for a mesh of `Checkpoint.save`."""
+        if self.mesh is None:
+            return {}
+        return {"mesh": self.mesh.sizes, "rules": self.rules, "hosts": self.mesh.hosts}
+
+
+def command(
+    name: str, summary: str, *params: click.Parameter
+) -> Callable[[Callable[[Arguments], None]], click.Command]:
+    """A command with these parameters; `summary` is its line in `jax-ucp --help`."""
+
+    def made(run: Callable[[Arguments], None]) -> click.Command:
+        def callback(**values: Any) -> None:
+            args = Arguments(**values)
+            if "mesh" in values:
+                args.mesh = _host_mesh(args)
+            with executor_of(values.get("workers"), values.get("scheduler")) as executor:
+                args.executor = executor
+                run(args)
+
+        return click.Command(
+            name, params=list(params), callback=callback, help=run.__doc__, short_help=summary
+        )
+
+    return made
+
+
+def _host_mesh(args: Arguments) -> HostMesh | None:
+    if args.mesh is None:
+        if args.rules or args.hosts != 1:
+            raise click.UsageError("--rule and --hosts are for a mesh: give --mesh too")
+        return None
+    from jax_ucp.sharding.reads import HostMesh  # brings in jax, which nothing else here needs
+
+    try:
+        return HostMesh.of(args.mesh, args.hosts)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def by_name(option: str, pairs: Sequence[tuple[str, _Value]]) -> dict[str, _Value]:
+    """Values by name. Raises UsageError for a name to which an option gives two."""
+    values: dict[str, _Value] = {}
+    for name, value in pairs:
+        if values.setdefault(name, value) != value:
+            raise click.UsageError(f"{option} gives {name} twice: {values[name]} and {value}")
+    return values

@@ -1,0 +1,109 @@
+"""Extras that importers kept as JSON, turned back into objects that torch pickles."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.codecs.pickle_writer import Call, Global, Instance, torch_dtype
+from jax_ucp.errors import UnsupportedLeaf
+
+# The classes that may be named in a file that torch will run: what trainers' own settings are made
+# of. The names come from a checkpoint, and a pickle calls what it names.
+CLASSES = frozenset(
+    (
+        "argparse.Namespace",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+    )
+)
+
+
+def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Extras by file and name as `from_json` makes them, and a note on each that cannot be
+    written.
+    """
+    decoded: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+    for file, named in extras.items():
+        decoded[file] = {}
+        for name, value in named.items():
+            try:
+                decoded[file][name] = from_json(value)
+            except UnsupportedLeaf as error:
+                notes.append(f"{name} of {file} is left out: {error}")
+            except (ValueError, TypeError, ArithmeticError) as error:
+                notes.append(
+                    f"{name} of {file} is left out: it is not what an import makes of a value"
+                    f" ({error})"
+                )
+    return decoded, notes
+
+
+def from_json(value: Any) -> Any:
+    """The value that `formats.extras.as_json` made JSON of, for `torch_pickle`: a class is a name,
+    not the class.
+
+    A tensor and a numpy array are one in JSON; both come back as an array, which is written as a
+    tensor. Raises UnsupportedLeaf for an object of a class that is not in `CLASSES`.
+    """
+    match value:
+        case {"!array": str(data), "dtype": str(name), "shape": list(shape)}:
+            flat = np.frombuffer(base64.b64decode(data), _dtype(name))
+            return flat.reshape(shape)
+        case {"!record": str(name), "args": list(args), "fields": dict(fields)}:
+            args, fields = from_json(args), from_json(fields)
+            if name not in CLASSES:
+                raise UnsupportedLeaf(
+                    f"it has an object of {name}, and torch would run what makes one"
+                )
+            module, _, attribute = name.rpartition(".")
+            made = Global(module, attribute)
+            return Call(made, tuple(args)) if args else Instance(made, fields)
+        case {"!opaque": str(name)}:
+            raise UnsupportedLeaf(f"it has an object of {name}, and torch would run what makes one")
+        case {"!complex": [real, imaginary]} if len(value) == 1:
+            return complex(real, imaginary)
+        case dict() if len(value) == 1:
+            ((key, content),) = value.items()
+            kind, decode = _TAGS.get(key, (object, None))
+            if decode is None or not isinstance(content, kind):
+                return {key: from_json(content)}
+            return decode(content)
+        case dict():
+            return {key: from_json(item) for key, item in value.items()}
+        case list():
+            return list(map(from_json, value))
+    return value
+
+
+def _left_out(reason: str) -> Any:
+    raise UnsupportedLeaf(f"it has a tensor that was not read: {reason}")
+
+
+def _dict(pairs: list[Any]) -> dict[Any, Any]:
+    return {from_json(key): from_json(item) for key, item in pairs}
+
+
+# By tag, the kind of content that it is for, and what makes the value of it.
+_TAGS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "!float": (str, float),
+    "!text": (str, str),
+    "!bytes": (str, base64.b64decode),
+    "!wtf8": (str, lambda data: base64.b64decode(data).decode(errors="surrogatepass")),
+    "!dtype": (str, lambda name: torch_dtype(_dtype(name))),
+    "!left_out": (str, _left_out),
+    "!tuple": (list, lambda items: tuple(map(from_json, items))),
+    "!set": (list, lambda items: set(map(from_json, items))),
+    "!dict": (list, _dict),
+}
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,0 +1,257 @@
+"""The meaning of the names of Python, numpy and the trainers in a pickle: the part of the
+allow-list without tensors.
+
+Names are as Python writes them at protocols 2 to 5; protocol 2 says `__builtin__` for `builtins`
+(`Lib/_compat_pickle.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.codecs.unpickle import (
+    MAX_GLOBAL,
+    Constructor,
+    Name,
+    Opaque,
+    Record,
+    Unknown,
+    inert,
+    is_plain_name,
+    table,
+)
+from jax_ucp.errors import FormatError
+
+# Classes of which a checkpoint holds instances, and of which we need the fields but never the
+# behaviour. Older DeepSpeed defines fragment_address in bf16_optimizer, older Megatron-LM its enums
+# in megatron.model.
+INERT = frozenset(
+    {
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "signal.Signals",
+        "_io.BytesIO",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "deepspeed.runtime.bf16_optimizer.fragment_address",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "megatron.core.enums.ModelType",
+        "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+        "megatron.core.rerun_state_machine.RerunDiagnostic",
+        "megatron.core.rerun_state_machine.RerunMode",
+        "megatron.core.rerun_state_machine.RerunState",
+        "megatron.core.transformer.enums.AttnBackend",
+        "megatron.core.transformer.enums.CudaGraphScope",
+        "megatron.model.enums.ModelType",
+    }
+)
+
+
+def _codecs_encode(args: tuple) -> object:
+    match args:
+        case (str(text), "latin1" | "latin-1"):
+            return _latin1(text)
+    return NotImplemented
+
+
+def _latin1(text: str) -> bytes:
+    """Protocol 2 writes bytes as the text of the same code points."""
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError as error:
+        raise FormatError(f"bytes in the pickle are not bytes: {error.reason}") from error
+
+
+def _bytes(args: tuple) -> object:
+    return NotImplemented if args else b""
+
+
+def _bytearray(args: tuple) -> object:
+    match args:
+        case ():
+            return bytearray()
+        case (bytes(data),):
+            return bytearray(data)
+        case (str(text), "latin1" | "latin-1"):
+            return bytearray(_latin1(text))
+    return NotImplemented
+
+
+def _set(args: tuple) -> object:
+    match args:
+        case (list(items),):
+            return set(items)
+    return NotImplemented
+
+
+def _frozenset(args: tuple) -> object:
+    match args:
+        case (list(items),):
+            return frozenset(items)
+    return NotImplemented
+
+
+def _complex(args: tuple) -> object:
+    match args:
+        case (float(real), float(imaginary)):
+            return complex(real, imaginary)
+    return NotImplemented
+
+
+def _getattr(args: tuple) -> object:
+    """A member of an enum by its name: Python 3.11.0 to 3.11.3 write enums so (`Lib/enum.py`),
+    others by value.
+
+    Protocol 2 writes a class inside another in the same way.
+    """
+    match args:
+        case (Unknown(name), str(member)) if len(name) + len(member) < MAX_GLOBAL:
+            return Unknown(f"{name}.{member}") if is_plain_name(member) else NotImplemented
+        case (Constructor(inert=True) as enum, str(member)):
+            return Record(enum.name, (member,))
+    return NotImplemented
+
+
+def _empty_dict(args: tuple) -> object:
+    return NotImplemented if args else {}
+
+
+def _drop_attributes(made: object, state: object) -> object:
+    """Attributes of an OrderedDict are not data: torch keeps `_metadata`, versions of modules,
+    in one.
+    """
+    return None if isinstance(state, dict) else NotImplemented
+
+
+def _counter(args: tuple) -> object:
+    match args:
+        case (dict(counts),):
+            return dict(counts)
+    return _empty_dict(args)
+
+
+def _defaultdict(args: tuple) -> object:
+    match args:
+        case () | (None | Name(),):
+            return {}
+    return NotImplemented
+
+
+def _path(args: tuple) -> object:
+    return (
+        str(PurePosixPath(*args)) if all(isinstance(part, str) for part in args) else NotImplemented
+    )
+
+
+# numpy's own letters for plain numbers, and texts of a fixed length; "O" would hold pickled
+# objects.
+_NUMPY_CODES = {np.dtype(code).str[1:] for code in "?bBhHiIlLqQefdFD"}
+_NUMPY_TEXT = re.compile(r"[SU]\d{1,9}")
+
+
+def _dtype(args: tuple) -> object:
+    match args:
+        case (str(code), bool() | int(), bool() | int()):
+            plain = code in _NUMPY_CODES or _NUMPY_TEXT.fullmatch(code)
+            return np.dtype("<" + code) if plain else Opaque("numpy.dtype", args)
+    return NotImplemented
+
+
+def _check_dtype(made: object, state: object) -> object:
+    """State: version, byte order, no sub-array, no fields, ... (`arraydescr_reduce`, numpy
+    `descriptor.c`).
+    """
+    match made, state:
+        case Opaque(), _:
+            made.state = state
+            return None
+        case _, (int(), "<" | "|" | "=", None, None, None, *_):
+            return None
+        case np.dtype(), (int(), ">", *_):
+            return Opaque("numpy.dtype", (made.str[1:],), state)
+    return NotImplemented
+
+
+def _scalar(args: tuple) -> object:
+    match args:
+        case (np.dtype() as dtype, bytes(data)) if len(data) == dtype.itemsize:
+            return np.frombuffer(data, dtype)[0]
+        case (Opaque(type="numpy.dtype"), _):
+            return Opaque("numpy.generic", args)
+    return NotImplemented
+
+
+def _empty_array(args: tuple) -> object:
+    match args:
+        case (Name("numpy.ndarray"), (0,), b"b"):
+            return np.empty(0, np.int8)
+    return NotImplemented
+
+
+def _fill_array(made: Any, state: object) -> object:
+    """State: version, shape, dtype, column-major, bytes. An array of plain numbers runs nothing
+    when it is set.
+
+    Of objects, dates or fields, or big-endian, it stays closed.
+    """
+    match state:
+        case (int(), tuple(shape), np.dtype(), bool() | int(), bytes()):
+            if not all(type(n) is int and n >= 0 for n in shape):
+                return NotImplemented
+            try:
+                made.__setstate__(state)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise FormatError(f"a numpy array in the pickle: {error}") from error
+            return None
+        case (int(), tuple(), Opaque(type="numpy.dtype"), bool() | int(), bytes() | list()):
+            return Opaque("numpy.ndarray", (), state)
+    return NotImplemented
+
+
+_BUILTINS = (
+    Constructor("builtins.bytes", _bytes),
+    Constructor("builtins.bytearray", _bytearray),
+    Constructor("builtins.set", _set, holds_keys=True),
+    Constructor("builtins.frozenset", _frozenset, holds_keys=True),
+    Constructor("builtins.complex", _complex),
+    Constructor("builtins.getattr", _getattr),
+    *(
+        Name(f"builtins.{name}")
+        for name in ("dict", "list", "int", "float", "str", "bool", "tuple")
+    ),
+)
+
+_NUMPY_MULTIARRAY = (
+    Constructor("numpy._core.multiarray.scalar", _scalar),
+    Constructor("numpy._core.multiarray._reconstruct", _empty_array, _fill_array),
+)
+
+NAMES: dict[str, object] = {
+    **table(*map(inert, INERT)),
+    **table(*_BUILTINS),
+    **{f"__builtin__.{name.name.removeprefix('builtins.')}": name for name in _BUILTINS},
+    "__builtin__.long": Name("builtins.int"),
+    "__builtin__.unicode": Name("builtins.str"),
+    **table(
+        Constructor("_codecs.encode", _codecs_encode),
+        Constructor("collections.OrderedDict", _empty_dict, _drop_attributes),
+        Constructor("collections.Counter", _counter),
+        Constructor("collections.defaultdict", _defaultdict),
+        Constructor("pathlib.PosixPath", _path),
+        Constructor("pathlib._local.PosixPath", _path),  # Python 3.13
+        # Python up to 3.11.3 pickles a signal by its own name. Megatron-LM, `--exit-signal`, offers
+        # these.
+        *(Name(f"signal.{name}") for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")),
+        Constructor("numpy.dtype", _dtype, _check_dtype),
+        Name("numpy.ndarray"),
+        *_NUMPY_MULTIARRAY,
+    ),
+    # numpy 1
+    **{name.name.replace("_core", "core"): name for name in _NUMPY_MULTIARRAY},
+}

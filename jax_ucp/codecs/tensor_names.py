@@ -1,0 +1,486 @@
+"""The meaning of torch's names in a pickle: storages, dtypes, functions that rebuild a tensor.
+
+The functions are those of `torch/_utils.py` and `torch/_tensor.py`; ours take the same arguments
+and return a StoredTensor, which is integers only. What torch could rebuild and we cannot read
+becomes a RefusedTensor, so that whoever walks the object can say where it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.codecs import dtensor_names, pickle_names
+from jax_ucp.codecs.coded_states import CODED_TYPES, CodedState, coded_state
+from jax_ucp.codecs.unpickle import (
+    Constructor,
+    Name,
+    ObjectNode,
+    Opaque,
+    Record,
+    Unknown,
+    children,
+    table,
+)
+from jax_ucp.errors import FormatError
+
+# A view with stride 0 can claim any size. Real ones are small: torch saves their storage, nobody
+# saves weights so.
+MAX_VIEW_RATIO = 64
+FREE_VIEW_BYTES = 1 << 24
+_MAX_BYTES, _MAX_NDIM = 1 << 62, 32
+
+# Every dtype that both have goes by the same name in both.
+_DTYPES = {
+    dtype.name: dtype
+    for dtype in map(
+        np.dtype,
+        (
+            *(
+                np.bool_,
+                np.uint8,
+                np.uint16,
+                np.uint32,
+                np.uint64,
+                np.int8,
+                np.int16,
+                np.int32,
+                np.int64,
+            ),
+            *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16),
+            *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2),
+            *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu),
+        ),
+    )
+}
+
+_NO_NUMPY_DTYPE = (
+    *("complex32", "qint8", "quint8", "qint32", "quint4x2", "quint2x4", "float4_e2m1fn_x2"),
+    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),
+)
+
+_STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor(ObjectNode):
+    """A tensor or Parameter of the file: a strided view of one of its storages.
+
+    `key` names it in `TorchFile.arrays()`: the labels that lead to where the object holds it first.
+    A tensor held in several places is one StoredTensor; two that share a storage are two. Offset
+    and strides count elements. `attributes` are what was pickled with the tensor, such as
+    Megatron's `partition_dim` or DeepSpeed's `ds_id`.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    storage: str
+    offset: int
+    strides: tuple[int, ...]
+    attributes: dict[str, object] = field(default_factory=dict)
+
+    def children(self) -> Iterable[tuple[object, object]]:
+        return children(self.attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedTensor:
+    """Stands for a tensor that cannot be read, with the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DTensor(ObjectNode):
+    """A rank's part of a distributed tensor: `local` is in the file, `shape` is that of the whole,
+    and `spec` says which part it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    local: StoredTensor
+    spec: Record
+
+    def children(self) -> Iterable[tuple[object, object]]:
+        return ("_local_tensor", self.local), ("_spec", self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageClass(Name):
+    """A storage class and the dtype its elements have, None where numpy has none; an untyped one
+    has bytes.
+    """
+
+    dtype: np.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage the file holds, or the reason why no tensor can be read from it."""
+
+    key: str
+    kind: StorageClass
+    nbytes: int = 0
+    refusal: str = ""
+
+
+def _rebuild_tensor(args: tuple) -> object:
+    """`(storage, offset, size, stride)`, the oldest form."""
+    match args:
+        case (Storage() as storage, offset, tuple(size), tuple(stride)):
+            return _view(storage, storage.kind.dtype, offset, size, stride, [])
+    return NotImplemented
+
+
+def _rebuild_tensor_v2(args: tuple) -> object:
+    """`(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
+    match args:
+        case (Storage() as storage, offset, tuple(size), tuple(stride), bool(), _, *rest):
+            return _view(storage, storage.kind.dtype, offset, size, stride, rest)
+    return NotImplemented
+
+
+def _rebuild_tensor_v3(args: tuple) -> object:
+    """`(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`: the storage is
+    untyped.
+    """
+    match args:
+        case (Storage() as storage, offset, tuple(size), tuple(stride), bool(), _, dtype, *rest):
+            return _view(storage, dtype, offset, size, stride, rest)
+    return NotImplemented
+
+
+def _view(
+    storage: Storage, dtype: object, offset: Any, shape: tuple, strides: tuple, metadata: list
+) -> object:
+    """The tensor, once its last element is known to lie in the storage. Offset and strides count
+    elements.
+    """
+    if len(metadata) > 1 or len(shape) != len(strides):
+        return NotImplemented
+    if not all(map(_is_size, (offset, *shape, *strides))):
+        return NotImplemented
+    if storage.refusal:
+        return RefusedTensor(storage.refusal)
+    if any(metadata):
+        return RefusedTensor(_metadata_refusal(metadata[0]))
+    if isinstance(dtype, Name):
+        return RefusedTensor(f"{dtype} has no numpy equivalent")
+    if not isinstance(dtype, np.dtype):
+        return NotImplemented
+    view = StoredTensor("", shape, dtype, storage.key, offset, strides)
+    refusal = _view_refusal(view, storage)
+    return RefusedTensor(refusal) if refusal else view
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _view_refusal(view: StoredTensor, storage: Storage) -> str:
+    """Why a view cannot be of its storage; nothing if it can."""
+    itemsize, beyond = view.dtype.itemsize, "its shape or strides are beyond any array"
+    if len(view.shape) > _MAX_NDIM:
+        return beyond
+    size = math.prod(max(n, 1) for n in view.shape)
+    if max(size, view.offset, *view.strides) * itemsize > _MAX_BYTES:
+        return beyond
+    nbytes, stored = math.prod(view.shape) * itemsize, storage.nbytes // itemsize
+    last = view.offset + sum(
+        (n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)
+    )
+    if nbytes and last >= stored:
+        return (
+            f"its view reaches element {last} of storage {storage.key[:80]!r}, which has {stored}"
+        )
+    if nbytes > max(MAX_VIEW_RATIO * storage.nbytes, FREE_VIEW_BYTES):
+        return (
+            f"it repeats {storage.nbytes} stored bytes to {nbytes}; save a contiguous copy instead"
+        )
+    return ""
+
+
+def not_a_storage(persistent_id: object) -> FormatError:
+    """The error for a persistent id that does not name a storage, with the kind of storage where
+    that is unknown.
+    """
+    match persistent_id:
+        case ("storage", Name(kind), *_):
+            return FormatError(
+                f"a storage of {kind}, a kind that is not known here; save plain tensors instead"
+            )
+    return FormatError("a persistent id does not name a storage of torch.save")
+
+
+def unreadable(node: object) -> str:
+    """Why a node of a tree is a tensor that cannot be read; nothing of any other node."""
+    match node:
+        case RefusedTensor(reason):
+            return reason
+        case Storage():
+            return "a bare storage, not a tensor"
+        case DTensor():
+            return (
+                "it is a DTensor, of which the file holds one rank's part; open the folder with"
+                " the files of all ranks, if they are called *_world_size_N_rank_R.pt, or save"
+                " tensor.full_tensor() instead"
+            )
+        case CodedState():
+            return (
+                f"it is a {node.type}, codes of torchao's optimizer, which are read in folders of"
+                " DCP only; save state.dequantize() instead"
+            )
+        # as only functions have that make tensors
+        case Opaque() if any(isinstance(arg, Storage) for arg in node.args):
+            return (
+                f"it is made by {node.type}, which is not known here; save a plain tensor instead"
+            )
+    return ""
+
+
+def _metadata_refusal(metadata: object) -> str:
+    """torch keeps conj and neg as bits of the view; the stored bytes are those of the other
+    tensor.
+    """
+    names = [key for key in metadata if isinstance(key, str)] if isinstance(metadata, dict) else []
+    bits = ", ".join(sorted(name[:20] for name in names[:4])) or "unknown"
+    return f"it is a lazy view ({bits}); save tensor.resolve_conj().resolve_neg() instead"
+
+
+def _rebuild_parameter(args: tuple) -> object:
+    """`(data, requires_grad, hooks)`."""
+    match args:
+        case (StoredTensor() | DTensor() | RefusedTensor() as data, bool(), _):
+            return data
+    return NotImplemented
+
+
+def _rebuild_parameter_with_state(args: tuple) -> object:
+    """`(data, requires_grad, hooks, state)`."""
+    match args:
+        case (StoredTensor() | DTensor() | RefusedTensor() as data, bool(), _, state):
+            return _with_state(data, state)
+    return NotImplemented
+
+
+def _rebuild_dtensor(inner: tuple, state: object) -> object:
+    """`inner` is (type, dtype, size, ...); the state has what such a tensor is made of."""
+    match inner, _attributes(state):
+        case (_, dtype, tuple(shape), *_), {"_local_tensor": local, "_spec": Record() as spec}:
+            pass
+        case _:
+            return NotImplemented
+    match local, dtype:
+        case (RefusedTensor(), _):
+            return local
+        case (_, Name()):
+            return RefusedTensor(f"{dtype} has no numpy equivalent")
+        case (StoredTensor(), np.dtype()) if local.dtype == dtype and all(map(_is_size, shape)):
+            return DTensor(shape, dtype, local, spec)
+    return NotImplemented
+
+
+def _rebuild_from_type_v2(args: tuple) -> object:
+    """`(function, type, args, state)`: a plain tensor with Python attributes, such as ZeRO-3 and
+    Megatron save, or a DTensor.
+    """
+    match args:
+        case (Constructor() as function, Name() as kind, tuple(inner), state) if (
+            function in _REBUILD
+        ):
+            is_wrapper = function.name == "torch._utils._rebuild_wrapper_subclass"
+            if is_wrapper and kind in dtensor_names.DTENSOR_TYPES:
+                return _rebuild_dtensor(inner, state)
+            if is_wrapper and (kind in CODED_TYPES or kind == _FLOAT8_WEIGHT):
+                return _rebuild_of_torchao(kind, inner, state)
+            if kind in _TENSOR_TYPES:
+                return _with_state(function.call(inner), state)
+            return RefusedTensor(
+                f"it is a {kind}, a kind of tensor that is not known here; save a plain tensor"
+                " instead"
+            )
+        case (Unknown(function), Name(), tuple(), _):
+            return RefusedTensor(
+                f"it is made by {function}, which is not known here; save a plain tensor instead"
+            )
+    return NotImplemented
+
+
+def _rebuild_of_torchao(kind: Name, inner: tuple, state: object) -> object:
+    """`inner` as of a DTensor. A weight that is cast to float8 when it is gathered is a plain
+    tensor, `_tensor`, in a wrapper (`torchao/float8/fsdp_utils.py`); states are codes.
+    """
+    attributes = _attributes(state)
+    match inner:
+        case (_, dtype, tuple(shape), *_) if attributes is not None and all(map(_is_size, shape)):
+            pass
+        case _:
+            return NotImplemented
+    if kind == _FLOAT8_WEIGHT:
+        weight = attributes.get("_tensor")
+        if isinstance(weight, RefusedTensor):
+            return weight
+        fits = isinstance(weight, StoredTensor) and (weight.shape, weight.dtype) == (shape, dtype)
+        return weight if fits else NotImplemented
+    parts = {name: part for name, part in attributes.items() if isinstance(part, StoredTensor)}
+    misfit = f"it is a {kind} whose codes, scales and table do not fit one another and its shape"
+    return coded_state(kind, shape, dtype, parts) or RefusedTensor(misfit)
+
+
+def _attributes(state: object) -> dict[str, object] | None:
+    """State is None, the attributes, or a pair of attributes and slots (`_set_obj_state`,
+    torch/_utils.py); None where it is anything else.
+    """
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    attributes: dict[str, object] = {}
+    for part in parts:
+        if not isinstance(part, dict | None):
+            return None
+        attributes |= part or {}
+    return attributes
+
+
+def _with_state(tensor: object, state: object) -> object:
+    attributes = _attributes(state)
+    if attributes is None:
+        return NotImplemented
+    if isinstance(tensor, StoredTensor) and attributes:
+        return replace(tensor, attributes=attributes)
+    return tensor
+
+
+def _rebuild_device_tensor(args: tuple) -> object:
+    """`(data, dtype, device, requires_grad)`: torch copies the data to a device such as XLA's."""
+    match args:
+        case (StoredTensor() as data, np.dtype() as dtype, _, bool()):
+            return (
+                data
+                if data.dtype == dtype
+                else RefusedTensor(f"stored as {data.dtype} for a tensor of {dtype}")
+            )
+        case (RefusedTensor() as data, _, _, bool()):
+            return data
+    return NotImplemented
+
+
+def _size(args: tuple) -> object:
+    match args:
+        case (tuple(shape),) if all(isinstance(n, int) for n in shape):
+            return shape
+    return NotImplemented
+
+
+def _device(args: tuple) -> object:
+    match args:
+        case (str(kind),):
+            return kind
+        case (str(kind), int(index)):
+            return f"{kind}:{index}"
+    return NotImplemented
+
+
+def _text(args: tuple) -> object:
+    match args:
+        case (str(text),):
+            return text
+    return NotImplemented
+
+
+def _refused(name: str, reason: str) -> Constructor:
+    return Constructor(name, lambda args: RefusedTensor(reason))
+
+
+_PLAIN_REBUILD = (
+    Constructor("torch._utils._rebuild_tensor", _rebuild_tensor),
+    Constructor("torch._utils._rebuild_tensor_v2", _rebuild_tensor_v2),
+    Constructor("torch._utils._rebuild_tensor_v3", _rebuild_tensor_v3),
+    Constructor("torch._utils._rebuild_parameter", _rebuild_parameter),
+)
+_REFUSED_REBUILD = (
+    _refused(
+        "torch._utils._rebuild_meta_tensor_no_storage",
+        "it is on the meta device, so it has no data",
+    ),
+    _refused("torch._utils._rebuild_sparse_tensor", "it is sparse; save tensor.to_dense() instead"),
+    _refused("torch._utils._rebuild_qtensor", "it is quantized; save tensor.dequantize() instead"),
+    _refused(
+        "torch._utils._rebuild_nested_tensor",
+        "it is a nested tensor; save its tensors as a list instead",
+    ),
+    _refused(
+        "torch._utils._rebuild_wrapper_subclass",
+        "it is a tensor subclass without data; save a plain tensor",
+    ),
+    _refused(
+        "torch._utils._rebuild_device_tensor_from_numpy",
+        "its device keeps it as numpy; save tensor.cpu()",
+    ),
+)
+_REBUILD = frozenset(_PLAIN_REBUILD + _REFUSED_REBUILD)
+_TENSOR_TYPES = frozenset(
+    Name(name)
+    for name in (
+        "torch.Tensor",
+        "torch._tensor.Tensor",
+        "torch.nn.parameter.Parameter",
+        "torch.nn.parameter.Buffer",
+    )
+)
+
+_FLOAT8_WEIGHT = Name("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor")
+
+_STORAGE_CLASSES = [
+    StorageClass(f"{module}.{kind}Storage", _DTYPES[dtype])
+    for module in ("torch", "torch.cuda")
+    for kind, dtype in _STORAGE_DTYPES.items()
+] + [
+    StorageClass(f"torch.{kind}Storage", None)
+    for kind in ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")
+]
+
+NAMES: dict[str, object] = {
+    **pickle_names.NAMES,
+    **dtensor_names.NAMES,
+    **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
+    **table(
+        *_PLAIN_REBUILD,
+        *_REFUSED_REBUILD,
+        *_TENSOR_TYPES,
+        *CODED_TYPES,
+        _FLOAT8_WEIGHT,
+        *_STORAGE_CLASSES,
+        Constructor("torch._utils._rebuild_parameter_with_state", _rebuild_parameter_with_state),
+        Constructor("torch._utils._rebuild_device_tensor_from_cpu_tensor", _rebuild_device_tensor),
+        Constructor("torch._tensor._rebuild_from_type_v2", _rebuild_from_type_v2),
+        StorageClass("torch.storage.UntypedStorage", np.dtype(np.uint8)),
+        StorageClass("torch.storage._UntypedStorage", np.dtype(np.uint8)),  # torch 1.11 and 1.12
+        Constructor("torch.Size", _size),
+        Constructor("torch.device", _device),
+        Constructor("torch.serialization._get_layout", _text),
+        *(Name(f"torch.{name}") for name in _NO_NUMPY_DTYPE),
+        *(
+            Name(f"torch.{name}")
+            for name in ("per_tensor_affine", "per_channel_affine", "preserve_format")
+        ),
+    ),
+}

@@ -1,0 +1,358 @@
+"""Files of torch.save, read lazily, without torch and without running what they pickle.
+
+Since torch 1.6 a file is a zip with one root folder: `data.pkl`, the pickled object with a
+persistent id for each storage, and `data/<key>`, the bytes of each storage, stored as they are
+(`torch/serialization.py`, `_save`). Opening reads the zip directory and `data.pkl`; the bytes of
+storages are read when they are asked for. The CRC that the zip directory has of each storage is
+therefore not compared by reads, but by `checks`. `legacy` has the format before, which has no CRC.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+
+from jax_ucp.arrays.extents import (
+    ExtentTable,
+    Region,
+    StoredArray,
+    StoredFile,
+    SummedArrays,
+    naming,
+)
+from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.codecs import torch_legacy as torch_legacy
+from jax_ucp.codecs import unpickle as safe_pickle
+from jax_ucp.codecs.coded_states import CodedState
+from jax_ucp.codecs.tensor_names import (
+    NAMES,
+    Storage,
+    StorageClass,
+    StoredTensor,
+    not_a_storage,
+    unreadable,
+)
+from jax_ucp.codecs.unpickle import Opaque, Record, Unknown
+from jax_ucp.codecs.zip_members import Member, member_bytes, zip_members, zip_names
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.path import FilePath, file_path
+from jax_ucp.files.placeholders import stand_in, why_missing
+from jax_ucp.files.protocol import FileInfo
+from jax_ucp.files.ranges import ByteRange, EdgesInMemory, FileRange, MemoryRange
+
+__all__ = ["Record", "StoredTensor", "TorchFile", "TreeContents", "is_torch_file"]
+
+MAX_PICKLE_BYTES = 1 << 28
+# torch never deflates; another tool may have rewritten the file
+MAX_INFLATED_PICKLE_BYTES = 1 << 25
+MAX_PATH = 1024
+# How files of torch.save are named as a rule; a name alone makes none.
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
+
+
+def is_torch_file(path: FilePath) -> bool:
+    """Whether it is a file of torch.save by its content, or is named as one and begins as one,
+    and is damaged.
+    """
+    head = path.read_range(0, torch_legacy.HEAD_BYTES)
+    if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
+        return torch_legacy.is_legacy(head)
+    try:
+        names = zip_names(EdgesInMemory(FileRange(path)))
+        return any(name.endswith("/data.pkl") for name in names)
+    except FormatError:
+        return path.suffix in SUFFIXES
+
+
+class TorchFile(ExtentTable):
+    """The object of a torch.save file, and the table of its tensors.
+
+    In `tree` a tensor or Parameter is a StoredTensor; OrderedDict, defaultdict and Counter are
+    dict; torch.Size is tuple; a dtype is the np.dtype; a device, layout or path is str; an instance
+    of an allow-listed class is a Record, that of any other an Opaque; a class or constant only
+    mentioned, or a dtype numpy lacks, is a Name. A plain recursive walk ends. `unknown` are the
+    names, of classes and functions, that are in no list.
+
+    `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp`
+    files do; `file` is that file as it was looked at. `data` are its bytes where they had to be
+    inflated; `path` then only names them. `alike` keeps tensors that are all of a file, by what
+    they were made from, for the many files of one tensor that have the same pickle. `equal` keeps
+    whole objects so, for ranks that wrote the same but for the bytes of tensors: nobody may change
+    those. A tensor that cannot be read refuses the file, unless it is `lenient`: then it stays in
+    the tree, and `unreadable` of it says why. With `may_be_coded` the whole object may be a state
+    of torchao's optimizers, a CodedState.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | FilePath,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        file: FileInfo | None = None,
+        data: bytes | None = None,
+        alike: dict[Hashable, StoredTensor] | None = None,
+        equal: dict[Hashable, TreeContents] | None = None,
+        lenient: bool = False,
+        may_be_coded: bool = False,
+    ):
+        self.path = file_path(path)
+        self.in_memory = len(data or b"")  # bytes of it that are held in memory
+        with naming(self.path), self._naming_what_is_instead():
+            file_bytes: ByteRange = (
+                FileRange(self.path, offset, length, file) if data is None else MemoryRange(data)
+            )
+            edges = EdgesInMemory(file_bytes)
+            self.saved_as = ""  # the name that torch.save was given, without its suffix, if any
+            swapped = False
+            if torch_legacy.is_legacy(edges.read(0, torch_legacy.HEAD_BYTES)):
+                tree, self._storages = torch_legacy.load(edges)
+                contents = TreeContents(tree, self.path)
+            else:
+                archive = _archive(edges)
+                self.saved_as = archive.root
+                self._storages, swapped = archive.storages, archive.big_endian
+                contents = self._contents(archive, {} if alike is None else alike, equal)
+            kept = edges if edges.is_remote else file_bytes
+            self._file = StoredFile(self.path, kept, swapped)
+            self.tree = contents.tree
+            self._tensors = contents.tensors
+            super().__init__(contents.infos)
+            self.unknown = frozenset(contents.unknown)
+            is_coded = may_be_coded and isinstance(self.tree, CodedState)
+            if contents.refused and not lenient and not is_coded:
+                raise cannot_be_read(contents.refused)
+
+    def stored(self, key: str) -> StoredArray:
+        """Where a tensor is stored. What is deflated is inflated here, and its CRC compared."""
+        tensor = self._tensors[key]
+        member = self._storages[tensor.storage]
+        offset = tensor.offset * tensor.dtype.itemsize
+        if member.deflated:
+            with naming(self.path):
+                data = MemoryRange(member_bytes(self._file.data, member))
+            return StoredArray(self._file._replace(data=data), offset, tensor.strides)
+        region = _region(tensor.storage, member)
+        return StoredArray(
+            self._file, member.offset + offset, tensor.strides, region, tensor.storage
+        )
+
+    def sums(self) -> Iterator[SummedArrays]:
+        """Each storage that has a CRC in the zip directory."""
+        tensors: dict[str, list[str]] = {}
+        for key, tensor in self._tensors.items():
+            tensors.setdefault(tensor.storage, []).append(key)
+        for storage, member in self._storages.items():
+            if _region(storage, member):
+                label = f"{self.path.name}: storage {storage}"
+                name = f"CRC of storage {storage} of {self.path}"
+                keys = tensors.get(storage, ())
+                yield SummedArrays(label, name, member.size, keys, [storage])
+
+    def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:
+        region = _region(place, self._storages[place])
+        return [(self._file, region)] if region else []
+
+    def checksums(self) -> tuple[tuple[int, int], ...]:
+        """The size and the CRC of every storage in order, as the zip directory has them; () where
+        one with bytes has no CRC.
+        """
+        members = list(self._storages.values())
+        summed = all(member.crc for member in members if member.size)
+        return tuple((member.size, member.crc) for member in members) if summed else ()
+
+    def _contents(
+        self,
+        archive: _Archive,
+        alike: dict[Hashable, StoredTensor],
+        equal: dict[Hashable, TreeContents] | None,
+    ) -> TreeContents:
+        """The object of data.pkl. That of an equal file is taken, unless it has an object of a
+        class that is not known, which names its file.
+        """
+        if equal is None:
+            return TreeContents(self._loaded(archive, alike), self.path)
+        sizes = tuple([(key, member.size) for key, member in archive.storages.items()])
+        made_from = sha256(archive.pickled).digest(), archive.pickled_size, sizes
+        if made_from not in equal:
+            contents = TreeContents(self._unpickled(archive), self.path)
+            if contents.unknown:
+                return contents
+            equal[made_from] = contents
+        return equal[made_from]
+
+    def _loaded(self, archive: _Archive, alike: dict[Hashable, StoredTensor]) -> object:
+        """The object of data.pkl: it depends on the bytes, on what the file spends on them, and
+        on storages' sizes.
+        """
+        if len(archive.pickled) > ALIKE_BYTES:
+            return self._unpickled(archive)
+        sizes = tuple((key, member.size) for key, member in archive.storages.items())
+        made_from = archive.pickled, archive.pickled_size, sizes
+        if made_from in alike:
+            return alike[made_from]
+        tree = self._unpickled(archive)
+        if isinstance(tree, StoredTensor) and len(alike) < ALIKE_KEPT:
+            alike[made_from] = tree
+        return tree
+
+    def _unpickled(self, archive: _Archive) -> object:
+        return safe_pickle.load(archive.pickled, NAMES, self._storage, archive.pickled_size)
+
+    def _storage(self, persistent_id: object) -> Storage:
+        """The storage that a persistent id names: ('storage', class, key, location, number of
+        elements).
+        """
+        match persistent_id:
+            case ("storage", StorageClass() as kind, str(key), str(location), int(numel)):
+                pass
+            case _:
+                raise not_a_storage(persistent_id)
+        if location == "meta":
+            return Storage(
+                key, kind, refusal="it is on the meta device, so the file holds no data for it"
+            )
+        if kind.dtype is None:
+            return Storage(key, kind, refusal=f"its {kind} has no numpy dtype")
+        if key not in self._storages:
+            raise CorruptData(
+                f"data.pkl refers to storage {key[:80]!r}, which the file does not hold"
+            )
+        if self._storages[key].size != numel * kind.dtype.itemsize:
+            raise CorruptData(
+                f"storage {key!r} should be {numel} elements of {kind}, but has"
+                f" {self._storages[key].size} bytes"
+            )
+        return Storage(key, kind, self._storages[key].size)
+
+    @contextmanager
+    def _naming_what_is_instead(self) -> Iterator[None]:
+        """Errors of a file that only stands for another, or of a link that leads nowhere, say
+        so.
+        """
+        try:
+            yield
+        except FileNotFoundError as error:
+            if why := why_missing(self.path.parent, self.path.name):
+                raise FormatError(why) from error
+            raise
+        except FormatError as error:
+            why = stand_in(self.path) if not self.in_memory and self.path.is_file() else None
+            if not why:
+                raise
+            raise FormatError(why) from error
+
+
+def _region(storage: str, member: Member) -> Region | None:
+    """The bytes of a storage that have a CRC which no read compares: what is deflated is compared
+    whenever it is inflated.
+    """
+    if not member.crc or member.deflated:
+        return None
+    return Region(storage, member.offset, member.offset + member.size, member.crc)
+
+
+_EMPTY = Member("", offset=0, size=0, stored_size=0, crc=0, deflated=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """A zip file of torch.save: its root folder; the members that hold storages, by storage key;
+    the bytes of data.pkl, and how many the file spends on them; whether storages are big-endian.
+    """
+
+    root: str
+    storages: Mapping[str, Member]
+    pickled: bytes
+    pickled_size: int
+    big_endian: bool
+
+
+def _archive(file: ByteRange) -> _Archive:
+    members = zip_members(file)
+    root = _root(members)
+    if f"{root}/constants.pkl" in members:
+        raise FormatError(
+            "a TorchScript archive (constants.pkl), which holds code; save its state_dict() instead"
+        )
+    byteorder = members.get(f"{root}/byteorder")
+    order = b"little" if byteorder is None else member_bytes(file, byteorder, 16)
+    if order not in (b"little", b"big"):
+        raise FormatError(f"byte order {order!r} is neither little nor big")
+    prefix = f"{root}/data/"
+    storages: dict[str, Member] = {}
+    for name, member in members.items():
+        if name.startswith(prefix):
+            # ZeRO-3's ranks have thousands of empty ones each
+            key = sys.intern(name.removeprefix(prefix))
+            storages[key] = member if member.size or member.deflated else _EMPTY
+    pickled = members[f"{root}/data.pkl"]
+    max_bytes = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
+    data = member_bytes(file, pickled, max_bytes)
+    return _Archive(root, storages, data, pickled.stored_size, order == b"big")
+
+
+def _root(members: Iterable[str]) -> str:
+    """The folder of the zip file in which everything lies."""
+    roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
+    if len(roots) != 1:
+        raise FormatError(
+            f"a zip file with {len(roots)} members <root>/data.pkl; a file of torch.save has one"
+        )
+    return roots[0]
+
+
+def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
+    """The error for tensors that cannot be read, by their paths."""
+    faults = [f"{path!r}: {reason}" for path, reason in reasons.items()]
+    return FormatError("tensors that cannot be read:", faults)
+
+
+class TreeContents:
+    """The tree of a file: every tensor by its key, which is set here, where the path to it
+    is known; the names that are in no list; and why other tensors cannot be read, by path.
+    """
+
+    def __init__(self, tree: object, file: FilePath):
+        self.tree = tree
+        self.tensors: dict[str, StoredTensor] = {}
+        self.unknown: set[str] = set()
+        self.refused: dict[str, str] = {}
+        self._keyed: set[StoredTensor] = set()
+        self._repeats: Counter[str] = Counter()
+        for labels, node in safe_pickle.walk(tree):
+            if isinstance(node, StoredTensor):
+                self._add_tensor(labels, node)
+            elif (reason := unreadable(node)) and _path(labels[:-1]) not in self.refused:
+                self.refused[_path(labels)] = reason
+            if isinstance(node, Opaque):
+                self.unknown.add(node.type)
+                node.where = node.where or f"{file}: {_path(labels) or 'what it holds'}"
+            elif isinstance(node, Unknown):
+                self.unknown.add(node.name)
+
+        self.infos = {
+            key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()
+        }
+
+    def _add_tensor(self, labels: tuple[str, ...], tensor: StoredTensor) -> None:
+        if tensor in self._keyed:
+            return
+        path = key = _path(labels)
+        while key in self.tensors:
+            self._repeats[path] += 1
+            key = f"{path}#{self._repeats[path] + 1}"
+        object.__setattr__(tensor, "key", key)
+        self._keyed.add(tensor)
+        self.tensors[key] = tensor
+
+
+def _path(labels: tuple[str, ...]) -> str:
+    path = "/".join(labels)
+    return path if len(path) <= MAX_PATH else "..." + path[3 - MAX_PATH :]

@@ -1,0 +1,303 @@
+"""Where the members of a zip file lie, checked so strictly that two readers cannot see two
+different files.
+
+`torch.save` writes zip files with miniz (`caffe2/serialize/inline_container.cc`, `miniz.c`):
+members stored, sizes and CRC in the central directory only (flag bit 3), zip64 where a number needs
+it. Python's `zipfile` forgives more than a checkpoint needs (overlaps, bytes before the archive,
+headers that disagree) and does not tell where a stored member's bytes begin, so we parse the
+directory ourselves.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.ranges import ByteRange
+
+# signature, disk, directory's disk, entries here, entries, size, offset, comment
+_END = struct.Struct("<4s4H2LH")
+# ... record size, versions, disks, entries here, entries, size, offset
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")  # signature, disk, offset of the zip64 end record, disks
+_CENTRAL = struct.Struct("<4s4H2H3L5H2L")
+_LOCAL = struct.Struct("<4s3H2H3L2H")
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+
+_STORED, _DEFLATED = 0, 8
+_SIZES_FOLLOW = 0x0008  # flag bit 3: sizes and CRC of the local header may be zero
+# deflate level, utf-8 names; all others encrypt or patch
+_KNOWN_FLAGS = _SIZES_FOLLOW | 0x0006 | 0x0800
+
+# Deflate cannot do better than 1032:1. One member is inflated at a time, and only when it is read.
+_MAX_RATIO = 1032
+_MAX_INFLATED = 1 << 30
+
+# What is read of extra fields with each local header: torch pads them so that storages begin at a
+# multiple of 64 bytes.
+_EXTRA_BYTES = 96
+_NAME_BYTES = 256
+
+
+class Member(NamedTuple):
+    """A file of the archive: `stored_size` bytes from `offset`, `size` bytes once inflated."""
+
+    name: str
+    offset: int
+    size: int
+    stored_size: int
+    crc: int  # of the inflated bytes; 0 where torch was told not to compute it
+    deflated: bool
+
+
+class _ZipEntry(NamedTuple):
+    """An entry of the central directory."""
+
+    name: bytes
+    flags: int
+    method: int
+    crc: int
+    stored_size: int
+    size: int
+    header: int
+
+
+def zip_members(file: ByteRange) -> dict[str, Member]:
+    """Every member by name, in the order of the directory, of a zip file that is the whole of
+    `file`.
+
+    Refused: a directory or a member that does not lie in the file, overlaps another or is named
+    twice, encryption, other methods than stored and deflated, several disks, a local header that
+    disagrees with the directory.
+    """
+    start, entries = _directory(file)
+    members: dict[str, Member] = {}
+    spans: list[tuple[int, int, str]] = []
+    # A member begins with its local header, read with name and extra field where they are short:
+    # one long name does not make all of them long.
+    longest = min(max((len(entry.name) for entry in entries), default=0), _NAME_BYTES)
+    head_bytes = _LOCAL.size + longest + _EXTRA_BYTES
+    headers = file.read_heads([entry.header for entry in entries], head_bytes)
+    for entry, head in zip(entries, headers, strict=True):
+        # a member's local header, with which `head` begins, agrees with its directory entry
+        name, at = _text(entry.name), entry.header
+        if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
+            raise FormatError(f"zip member {name!r} has no local header at byte {at}")
+        _, _, flags, method, _, _, crc, stored_size, size, name_length, extra_length = (
+            _LOCAL.unpack_from(head)
+        )
+        extra_at = _LOCAL.size + name_length
+        length = extra_at + extra_length
+        offset = at + length
+        if offset + entry.stored_size > file.size:
+            raise FormatError(
+                f"zip member {name!r} runs past the end of the file: it is truncated or damaged"
+            )
+        if length > len(head):
+            head = file.read(at, offset)
+        if _MAX32 in (size, stored_size):
+            wide = _zip64(memoryview(head)[extra_at:length])
+            size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
+        name_in_header = head[_LOCAL.size : extra_at]
+        local = _ZipEntry(name_in_header, flags, method, crc, stored_size, size, at)
+        if not _agree(local, entry):
+            raise FormatError(
+                f"zip member {name!r}: its local header and the zip directory disagree"
+            )
+        member = Member(
+            name, offset, entry.size, entry.stored_size, entry.crc, entry.method == _DEFLATED
+        )
+        if member.name in members:
+            raise FormatError(f"zip member {member.name!r} occurs twice")
+        members[member.name] = member
+        spans.append((entry.header, member.offset + member.stored_size, member.name))
+    free = 0
+    for begin, end, name in sorted(spans):
+        if begin < free or end > start:
+            raise FormatError(
+                f"zip member {name!r} overlaps another or runs past byte {start}, where members end"
+            )
+        free = end
+    return members
+
+
+def zip_names(file: ByteRange) -> list[str]:
+    """The names in the directory of a zip file, of which no member is looked at."""
+    return [_text(entry.name) for entry in _directory(file)[1]]
+
+
+def member_bytes(file: ByteRange, member: Member, max_bytes: int = _MAX_INFLATED) -> bytes:
+    """A copy of the member's bytes, inflated if need be, its CRC verified where the file has
+    one.
+    """
+    if member.size > max_bytes:
+        raise FormatError(
+            f"zip member {member.name!r} has {member.size} bytes, more than the {max_bytes} allowed"
+        )
+    raw = file.read(member.offset, member.offset + member.stored_size)
+    data = _inflate(raw, member) if member.deflated else raw
+    if member.crc and zlib.crc32(data) != member.crc:
+        raise CorruptData(
+            f"the bytes of zip member {member.name!r} differ from their CRC: the file is damaged"
+        )
+    return data
+
+
+def _inflate(raw: bytes, member: Member) -> bytes:
+    if member.size > _MAX_RATIO * member.stored_size:
+        raise FormatError(
+            f"zip member {member.name!r} would inflate {member.stored_size} bytes to {member.size}"
+        )
+    inflater = zlib.decompressobj(wbits=-15)
+    try:
+        data = inflater.decompress(raw, member.size + 1)
+    except zlib.error as error:
+        raise CorruptData(f"zip member {member.name!r} cannot be inflated: {error}") from error
+    if len(data) != member.size or not inflater.eof or inflater.unused_data:
+        raise CorruptData(
+            f"zip member {member.name!r} does not inflate to the {member.size} bytes it claims"
+        )
+    return data
+
+
+def _directory(file: ByteRange) -> tuple[int, list[_ZipEntry]]:
+    """Where the central directory starts, and its entries. Comments, which torch never writes,
+    are refused.
+    """
+    start, size, count = _end(file)
+    if count * _CENTRAL.size > size:
+        raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
+    directory = memoryview(file.read(start, start + size))
+    entries, at = [], 0
+    for _ in range(count):
+        entry, at = _entry(directory, at, start)
+        entries.append(entry)
+    if at != len(directory):
+        raise FormatError(f"the zip directory holds more than the {count} entries it claims")
+    return start, entries
+
+
+def _end(file: ByteRange) -> tuple[int, int, int]:
+    """Where the central directory starts, how many bytes it has, and how many entries."""
+    at = file.size - _END.size
+    record = file.read(max(at, 0), file.size)
+    if at < 0 or record[:4] != b"PK\5\6":
+        raise FormatError(
+            "no zip end record at the end: the file is truncated, or no zip file of torch.save"
+        )
+    *numbers, comment = _END.unpack(record)[1:]
+    limit, (disk, start_disk, here, count, size, start) = _end64(file, at, numbers)
+    if disk or start_disk or here != count or comment:
+        raise FormatError(
+            "the zip end record speaks of several disks or of a comment: no file of torch.save"
+        )
+    if start + size != limit:
+        raise FormatError(
+            f"the zip directory, {size} bytes from {start}, does not end at its end record, {limit}"
+        )
+    return start, size, count
+
+
+def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int]]:
+    """Where the end records begin, and the numbers of the zip64 one, which torch always writes, if
+    there is one.
+
+    The numbers are this disk, the directory's disk, entries here, entries, size and offset of the
+    directory; those in the plain end record at `end` are the same or, where they do not fit, all
+    ones.
+    """
+    at = end - _LOCATOR64.size
+    locator = file.read(max(at, 0), end)
+    if at < 0 or locator[:4] != b"PK\6\7":
+        return end, numbers
+    _, disk, record, disks = _LOCATOR64.unpack(locator)
+    begin = file.read(record, record + _END64.size) if record + _END64.size <= at else b""
+    if disk or disks > 1 or begin[:4] != b"PK\6\6":
+        raise FormatError(f"no zip64 end record at byte {record}, where its locator points")
+    _, length, _, _, *wide = _END64.unpack(begin)
+    if record + 12 + length != at:
+        raise FormatError(
+            f"the zip64 end record at byte {record} does not end at its locator, byte {at}"
+        )
+    full = (_MAX16, _MAX16, _MAX16, _MAX16, _MAX32, _MAX32)
+    if any(n not in (w, most) for n, w, most in zip(numbers, wide, full, strict=True)):
+        raise FormatError("the two end records of the zip file disagree")
+    return record, wide
+
+
+def _entry(directory: memoryview, at: int, start: int) -> tuple[_ZipEntry, int]:
+    """The entry at byte `at` of the directory, which starts at byte `start` of the file, and where
+    the next one starts.
+    """
+    if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\1\2":
+        raise FormatError(f"no zip directory entry at byte {start + at}")
+    fields = _CENTRAL.unpack_from(directory, at)
+    flags, method, crc, stored_size, size = fields[3], fields[4], *fields[7:10]
+    name_length, extra_length, comment_length, disk, _, _, header = fields[10:]
+    extra_at = at + _CENTRAL.size + name_length
+    stop = extra_at + extra_length + comment_length
+    if stop > len(directory):
+        raise FormatError(f"the zip directory entry at byte {start + at} runs past the directory")
+    name = bytes(directory[at + _CENTRAL.size : extra_at])
+    if _MAX32 in (size, stored_size, header):
+        wide = _zip64(directory[extra_at : extra_at + extra_length])
+        size, stored_size, header = (
+            _widen(number, wide, name) for number in (size, stored_size, header)
+        )
+    if flags & ~_KNOWN_FLAGS or disk:
+        raise FormatError(
+            f"zip member {_text(name)!r} is encrypted or on another disk (flags {flags:#x})"
+        )
+    is_stored = method == _STORED and size == stored_size
+    if not is_stored and method != _DEFLATED:
+        raise FormatError(
+            f"zip member {_text(name)!r}: method {method}, {stored_size} bytes stored for {size}"
+        )
+    return _ZipEntry(name, flags, method, crc, stored_size, size, header), stop
+
+
+def _agree(local: _ZipEntry, entry: _ZipEntry) -> bool:
+    """Whether a local header and the directory say the same; sizes and CRC may be zero in the
+    header where flag bit 3 says so.
+    """
+    if not local.flags & _SIZES_FOLLOW:
+        return local == entry
+    return entry == local._replace(
+        crc=local.crc or entry.crc,
+        stored_size=local.stored_size or entry.stored_size,
+        size=local.size or entry.size,
+    )
+
+
+def _zip64(extra: memoryview) -> list[int]:
+    """The 64-bit numbers of the zip64 field (id 1) of an extra field, in reverse; none without one.
+
+    torch's padding field ("FB") and others are skipped; bytes too short for a field end the search.
+    """
+    while len(extra) >= 4:
+        field, length = struct.unpack_from("<2H", extra)
+        if field == 1:
+            body = extra[4 : 4 + length]
+            return [
+                int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body) // 8 * 8, 8)
+            ][::-1]
+        extra = extra[4 + length :]
+    return []
+
+
+def _widen(number: int, wide: list[int], name: bytes) -> int:
+    """`number`, or the next zip64 number where it is the 32-bit mark that stands for one."""
+    if number != _MAX32:
+        return number
+    if not wide:
+        raise FormatError(f"zip member {_text(name)!r} lacks its zip64 sizes")
+    return wide.pop()
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"zip member {name[:80]!r}: the name is not utf-8") from error

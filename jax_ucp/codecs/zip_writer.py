@@ -1,0 +1,148 @@
+"""Files of torch.save, written without torch: a zip of `data.pkl` and one member for each storage.
+
+Members are stored, aligned to 64 bytes by an extra field as torch does
+(`caffe2/serialize/inline_container.cc`), with zip64 sizes throughout. All sizes are known before
+any byte of a tensor is: a file can lie inside another one.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.codecs.pickle_writer import dumps
+from jax_ucp.export.files import Bytes, File, Section, Tensor
+
+ALIGNMENT = 64
+_LOCAL = struct.Struct("<4s3H2H3L2H")
+_CENTRAL = struct.Struct("<4s4H2H3L5H2L")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_VERSION = 45  # zip64
+_DATE = (1 << 5) | 1  # the first day that a zip file can name, so that equal content is equal bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: bytes
+    content: bytes | Tensor
+    header: int
+    start: int
+
+    @property
+    def size(self) -> int:
+        return self.content.nbytes if isinstance(self.content, Tensor) else len(self.content)
+
+
+class TorchZip:
+    """The file of torch.save for a value, of which every byte but those of tensors and their CRCs
+    is known.
+
+    `value` is as `torch_pickle.dumps` takes it; a numpy array in it becomes a tensor too.
+    """
+
+    def __init__(self, value: Any, root: str = "archive"):
+        storages: list[bytes | Tensor] = []
+
+        def storage(tensor: Tensor | np.ndarray) -> str:
+            storages.append(
+                tensor if isinstance(tensor, Tensor) else np.ascontiguousarray(tensor).tobytes()
+            )
+            return str(len(storages) - 1)
+
+        contents: list[tuple[str, bytes | Tensor]] = [
+            ("data.pkl", dumps(value, storage)),
+            ("byteorder", b"little"),
+        ]
+        contents += [(f"data/{key}", content) for key, content in enumerate(storages)] + [
+            ("version", b"3\n")
+        ]
+        self._members: list[_Member] = []
+        at = 0
+        for name, content in contents:
+            full = f"{root}/{name}".encode()
+            # 4: the header of the field that pads
+            start = at + _LOCAL.size + len(full) + len(_sizes(0)) + 4
+            start += -start % ALIGNMENT
+            self._members.append(_Member(full, content, at, start))
+            at = start + self._members[-1].size
+        self._directory = at
+        entries = sum(
+            _CENTRAL.size + len(member.name) + len(_sizes(0, 0)) for member in self._members
+        )
+        self.size = at + entries + _END64.size + _LOCATOR64.size + _END.size
+
+    def section(self, at: int = 0) -> Section:
+        """Its bytes, from `at` on in a file."""
+        tensors = [(m.start, m.content) for m in self._members if isinstance(m.content, Tensor)]
+        return Section(
+            [(at + start, tensor) for start, tensor in tensors], tail=partial(self._tail, at)
+        )
+
+    def _tail(self, at: int, crcs: Sequence[int]) -> list[Bytes]:
+        """Everything but the bytes of tensors, whose CRC-32 are given."""
+        left, parts, directory = iter(crcs), [], bytearray()
+        for member in self._members:
+            crc = next(left) if isinstance(member.content, Tensor) else zlib.crc32(member.content)
+            head = _local(member, crc)
+            parts.append(
+                (
+                    member.header,
+                    head if isinstance(member.content, Tensor) else head + member.content,
+                )
+            )
+            extra = _sizes(member.size, member.header)
+            directory += _CENTRAL.pack(
+                *(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _DATE, crc, _MAX32, _MAX32),
+                *(len(member.name), len(extra), 0, 0, 0, 0, _MAX32),
+            )
+            directory += member.name + extra
+        end = self._directory + len(directory)
+        count, size = len(self._members), len(directory)
+        directory += _END64.pack(
+            b"PK\6\6",
+            _END64.size - 12,
+            _VERSION,
+            _VERSION,
+            0,
+            0,
+            count,
+            count,
+            size,
+            self._directory,
+        )
+        directory += _LOCATOR64.pack(b"PK\6\7", 0, end, 1)
+        directory += _END.pack(b"PK\5\6", 0, 0, _MAX16, _MAX16, _MAX32, _MAX32, 0)
+        parts.append((self._directory, bytes(directory)))
+        return [(at + start, data) for start, data in parts]
+
+
+def torch_file(name: str, value: Any) -> File:
+    """The file `name` with what torch.save would write for a value."""
+    made = TorchZip(value, name.rpartition("/")[2].removesuffix(".pt"))
+    return File(name, made.size, [made.section()])
+
+
+def _local(member: _Member, crc: int) -> bytes:
+    extra = _sizes(member.size)
+    padding = member.start - member.header - _LOCAL.size - len(member.name) - len(extra) - 4
+    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    head = _LOCAL.pack(
+        *(b"PK\3\4", _VERSION, 0, 0, 0, _DATE, crc, _MAX32, _MAX32, len(member.name), len(extra))
+    )
+    return head + member.name + extra
+
+
+def _sizes(size: int, *header: int) -> bytes:
+    """The zip64 field: the size twice, and where the local header is, which only the directory
+    says.
+    """
+    return struct.pack(f"<2H{2 + len(header)}Q", 1, 8 * (2 + len(header)), size, size, *header)

@@ -1,0 +1,262 @@
+"""Files behind a network, as they were when they were first looked at, while a checkpoint is
+opened.
+
+Readers ask often what is there: on a disk that costs nothing, and over a network each question is a
+request. One list of a folder answers for all that lies in it. Where thousands of processes open one
+checkpoint, one of them asks the store, and the others ask its listing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.files.local import check_name
+from jax_ucp.files.protocol import HEAD_BYTES, FileInfo, Files, RangeRead
+
+T = TypeVar("T")
+
+
+@dataclass
+class Asked:
+    """How many requests were made, and how many bytes of files came."""
+
+    requests: int = 0
+    nbytes: int = 0
+
+
+@dataclass
+class Listing:
+    """Answers by URL, because files are asked through several roots, until it is closed.
+
+    Attributes:
+        folders: What lies directly in a folder, by the last part of its name.
+        below: Every file below a folder.
+        infos: What has a name that lies in no folder that was listed.
+        found: Files that were asked for by themselves: a list may be older than the last write.
+        ranges: Bytes, by URL and version of the file, start, and length.
+        is_shared: All bytes that are read are kept for other processes, not only the heads.
+        is_closed: The files themselves are asked.
+    """
+
+    folders: dict[str, dict[str, FileInfo]] = field(default_factory=dict)
+    below: dict[str, list[FileInfo]] = field(default_factory=dict)
+    infos: dict[str, FileInfo | None] = field(default_factory=dict)
+    found: dict[str, FileInfo | None] = field(default_factory=dict)
+    ranges: dict[tuple[str, str, int, int], bytes] = field(default_factory=dict)
+    is_shared: bool = False
+    is_closed: bool = False
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Listing:
+        """The listing that was encoded. Raises FormatError for anything else, and for an answer
+        that no files give: names come out of it as they come out of folders.
+        """
+        try:
+            listing = msgspec.msgpack.decode(data, type=Listing)
+        except msgspec.DecodeError as error:
+            raise FormatError(f"it is not a listing of files: {error}") from None
+        listing.is_closed = False
+        infos = [*filter(None, listing.infos.values()), *filter(None, listing.found.values())]
+        for folder, entries in listing.folders.items():
+            infos += entries.values()
+            for name in entries:
+                check_name(name)
+                if "/" in name:
+                    raise FormatError(f"{name!r:.200} does not lie directly in {folder!r:.200}")
+        for below in listing.below.values():
+            infos += below
+            for info in below:
+                check_name(info.name)
+        for info in infos:
+            if info.size < 0 or info.kind not in ("file", "folder", "other"):
+                raise FormatError(f"{info!s:.200} is not a file or a folder")
+        for (url, _, start, nbytes), answer in listing.ranges.items():
+            if start < 0 or nbytes != len(answer):
+                raise FormatError(f"it has {len(answer)} bytes where {nbytes} of {url!r:.200} were")
+        return listing
+
+    def close(self) -> None:
+        """Forget everything: from now on the files themselves are asked."""
+        self.is_closed = True
+        for answers in (self.folders, self.below, self.infos, self.found, self.ranges):
+            answers.clear()
+
+
+class ListedFiles:
+    """Files behind a network, asked through a listing. What is written goes past it."""
+
+    is_remote: ClassVar[bool] = True
+
+    def __init__(self, files: Files, listing: Listing):
+        self.files, self.listing = files, listing
+        self.url, self.link, self.spec = files.url, files.link, files.spec
+        self.write, self.write_large, self.create = files.write, files.write_large, files.create
+        self.sync, self.delete = files.sync, files.delete
+
+    def __str__(self) -> str:
+        return self.url()
+
+    def __reduce__(self) -> tuple[Callable[[Files], Files], tuple[Files]]:
+        return _itself, (self.files,)
+
+    def join(self, folder: str) -> Files:
+        return ListedFiles(self.files.join(folder), self.listing)
+
+    def find(self, name: str) -> FileInfo | None:
+        return self._answer(self.listing.found, name, lambda: self.files.find(name))
+
+    def has_file(self, name: str) -> bool:
+        """Whether a file has that name, by the listing of its folder."""
+        if self.listing.is_closed:
+            return self.files.has_file(name)
+        info = self.stat(name)
+        return info is not None and info.kind == "file"
+
+    def stat(self, name: str) -> FileInfo | None:
+        if self.listing.is_closed:
+            return self.files.stat(name)
+        if self._is_inside(name):
+            folder, _, last = name.rpartition("/")
+            entry = self._entries(folder).get(last)
+            return entry and replace(entry, name=name)
+
+        def ask() -> FileInfo | None:
+            is_folder = bool(self._entries(name))
+            return FileInfo(name, 0, "", "folder") if is_folder else self.files.stat(name)
+
+        return self._answer(self.listing.infos, name, ask)
+
+    def list(self, folder: str = "") -> Sequence[FileInfo]:
+        if self.listing.is_closed:
+            return self.files.list(folder)
+        prefix = f"{folder}/" if folder else ""
+        entries = self._entries(folder).items()
+        return [replace(entry, name=prefix + name) for name, entry in entries]
+
+    def walk(self, folder: str = "") -> Iterator[FileInfo]:
+        if self.listing.is_closed or folder:
+            return self.files.walk(folder)
+        url = self.url()
+        if url not in self.listing.below:
+            self.listing.below[url] = list(self.files.walk())
+            self._list_folders(self.listing.below[url])
+        return iter(self.listing.below[url])
+
+    def _list_folders(self, below: Sequence[FileInfo]) -> None:
+        """Keep what lies in each folder, by all files that are below one."""
+        folders: dict[str, dict[str, FileInfo]] = defaultdict(dict)
+        for entry in below:
+            while entry.name:
+                folder, _, last = entry.name.rpartition("/")
+                if last in folders[folder]:
+                    break
+                folders[folder][last] = entry
+                entry = FileInfo(folder, 0, "", "folder")
+        for folder, entries in folders.items():
+            self.listing.folders.setdefault(self.url(folder), dict(sorted(entries.items())))
+
+    def _entries(self, folder: str) -> Mapping[str, FileInfo]:
+        folders, url = self.listing.folders, self.url(folder)
+        if url not in folders:
+            entries: Sequence[FileInfo] = ()
+            info = self.stat(folder) if self._is_inside(folder) else None
+            # what is known to be no folder has no list
+            if not self._is_inside(folder) or (info is not None and info.kind == "folder"):
+                entries = self.files.list(folder)
+            folders[url] = {entry.name.rpartition("/")[2]: entry for entry in entries}
+        return folders[url]
+
+    def _is_inside(self, name: str) -> bool:
+        """Whether a folder was listed in which it would lie, at any depth."""
+        while name:
+            name = name.rpartition("/")[0]
+            if self.listing.folders.get(self.url(name)):
+                return True
+        return False
+
+    def _answer(
+        self, answers: dict[str, FileInfo | None], name: str, ask: Callable[[], FileInfo | None]
+    ) -> FileInfo | None:
+        if self.listing.is_closed:
+            return ask()
+        url = self.url(name)
+        if url not in answers:
+            answers[url] = ask()
+        info = answers[url]
+        return info and replace(info, name=name)
+
+    def read_into(self, reads: Sequence[RangeRead]) -> None:
+        listing = self.listing
+        known: list[tuple[RangeRead, bytes]] = []
+        unknown: list[RangeRead] = []
+        for read in reads:
+            data = listing.ranges.get(self._range(read))
+            if data is None:
+                unknown.append(read)
+            else:
+                known.append((read, data))
+        self.files.read_into(unknown)
+        for read in unknown if not listing.is_closed else ():
+            if listing.is_shared or (read.start == 0 and read.out.nbytes <= HEAD_BYTES):
+                listing.ranges[self._range(read)] = read.out.tobytes()
+        for read, data in known:
+            read.out[...] = np.frombuffer(data, read.out.dtype).reshape(read.out.shape)
+
+    def _range(self, read: RangeRead) -> tuple[str, str, int, int]:
+        return self.url(read.file.name), read.file.version, read.start, read.out.nbytes
+
+
+def _itself(files: Files) -> Files:
+    return files
+
+
+@contextmanager
+def listed(files: Files) -> Iterator[Files]:
+    """Files that are looked at once in this time, if they are behind a network."""
+    if not files.is_remote or isinstance(files, ListedFiles):
+        yield files
+        return
+    listing = Listing()
+    try:
+        yield ListedFiles(files, listing)
+    finally:
+        listing.close()
+
+
+@contextmanager
+def counting() -> Iterator[Asked]:
+    """The requests that are made in this time, and what they bring."""
+    if (outer := _asked.get()) is not None:
+        yield outer
+        return
+    asked = Asked()
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def count_request(nbytes: int = 0) -> None:
+    """Count a request, or the bytes that one brought."""
+    if (asked := _asked.get()) is not None:
+        with _counting:
+            asked.requests += not nbytes
+            asked.nbytes += nbytes
+
+
+_counting = threading.Lock()
+_asked: ContextVar[Asked | None] = ContextVar("asked", default=None)

@@ -1,0 +1,121 @@
+"""Files that stand for another that is not there: pointers, pages, and what a download leaves
+while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax_ucp.files.path import FilePath
+
+HEAD_BYTES = 512
+
+# How a file begins that somebody gets in place of the one meant, what it is, and the remedy.
+_HEADS = (
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "a git-lfs pointer and not the file itself",
+        "run `git lfs pull`",
+    ),
+    (
+        b"# xet version",
+        "a pointer of git-xet and not the file itself",
+        "fetch the file with git-xet",
+    ),
+    (b"/annex/objects/", "a git-annex pointer and not the file itself", "run `git annex get`"),
+    (
+        b"\0\5\x16\7",
+        "what macOS keeps beside a file (AppleDouble)",
+        "open the file without `._` in its name",
+    ),
+    (
+        b"<!doctype html",
+        "a web page, not the file that a link to it offers",
+        "download the file itself",
+    ),
+    (b"<html", "a web page, not the file that a link to it offers", "download the file itself"),
+    (b"Entry not found", "what the hub answered, not the file", "download it again"),
+    (b'{"error"', "an error that a server answered, not the file", "download it again"),
+    (
+        b"Access to model",
+        "what the hub answered, not the file: it wants a login",
+        "log in and download it again",
+    ),
+    (
+        b"Invalid credentials",
+        "what the hub answered, not the file: it wants a login",
+        "log in and download it again",
+    ),
+)
+
+# What downloads are called that have not ended: browsers, curl and wget scripts, aria2,
+# huggingface_hub.
+UNFINISHED = (
+    ".incomplete",
+    ".part",
+    ".partial",
+    ".crdownload",
+    ".download",
+    ".aria2",
+    ".tmp",
+    ".aria2__temp",
+)
+_HUB_DOWNLOADS = ".cache/huggingface/download"
+
+
+def stand_in(path: FilePath) -> str | None:
+    """The kind of file that stands for a checkpoint, and the remedy; None of any other file.
+
+    A download under way counts too, where its tool keeps a file of its own beside it: the size may
+    be right already.
+    """
+    if path.with_name(f"{path.name}.aria2").exists():
+        return f"its download has not ended: {path.name}.aria2 is beside it"
+    head = path.read_range(0, HEAD_BYTES)
+    if not head:
+        return "it is empty: its download or its save has not ended"
+    text = head.lstrip().lower()
+    for begin, what, remedy in _HEADS:
+        if head.startswith(begin) or text.startswith(begin.lower()):
+            return f"it is {what}: {remedy}"
+    return None
+
+
+def finished_name(name: str) -> str | None:
+    """The name that an unfinished download will have; None of what is none.
+
+    >>> finished_name("model.safetensors.part")
+    'model.safetensors'
+    """
+    for suffix in UNFINISHED:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return None
+
+
+def why_missing(folder: FilePath, name: str) -> str:
+    """The reason, as the folder shows it, why a file is missing; empty if it shows none."""
+    path = folder / name
+    if path.link():
+        return (
+            f"it is a link to {path.link()}, which does not exist: the download or the cache is"
+            " not complete"
+        )
+    for download in _downloads(folder, name):
+        return f"{download} is a download that has not ended"
+    return ""
+
+
+def _downloads(folder: FilePath, name: str) -> Iterator[str]:
+    """Unfinished downloads that may be of a file: beside it, or where huggingface_hub keeps them.
+
+    Releases of the hub since 0.27 call those by a hash of the name.
+    """
+    for suffix in UNFINISHED:
+        if (folder / f"{name}{suffix}").exists():
+            yield f"{name}{suffix}"
+    kept = folder / _HUB_DOWNLOADS
+    if kept.is_dir():
+        unfinished = kept.matching(".incomplete")
+        of_this = [path for path in unfinished if path.name.startswith(f"{name}.")]
+        yield from (path.below(folder) for path in of_this or unfinished)

@@ -1,0 +1,194 @@
+"""Whether `common.pt` describes the model, ranks and optimizer that are stored beside it, and how
+often the optimizers stepped.
+
+torch's AdamW and FusedAdam keep their step in two places.
+
+Facts: `megatron/core/optimizer/optimizer.py` and `distrib_optimizer.py` of Megatron-LM
+core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.arrays.value import Array, stated
+from jax_ucp.codecs.torch_file import StoredTensor
+from jax_ucp.codecs.unpickle import known, what_is
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.megatron.buffers import model_parallel_ranks
+from jax_ucp.formats.megatron.checks import Comparison, check_gtp, of_model, refuse_difference
+from jax_ucp.formats.megatron.dist_files import DistFiles
+from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable, state_of
+from jax_ucp.formats.megatron.model import EMBEDDING, is_expert
+from jax_ucp.formats.megatron.parameters import States
+from jax_ucp.formats.nested import as_dict, as_list
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+
+SHARDING_TYPE = "distrib_optim_sharding_type"
+
+
+def check_args(files: DistFiles, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> None:
+    """Compare args with what is stored: `shapes` and `dtypes` of the model's parameters.
+
+    Raises FormatError, naming the file, at the first difference. Without args nothing is compared.
+    """
+    if not files.args.fields:
+        return
+    check_gtp(files.args, files.common.path, shapes)
+    comparisons = itertools.chain(
+        of_model(files.args, shapes), _of_ranks(files), _of_optimizer(files, dtypes)
+    )
+    refuse_difference(files.common.path, comparisons)
+
+
+def _of_ranks(files: DistFiles) -> Iterator[Comparison]:
+    for key in files.objects:
+        grid = key.rpartition("_")[2].split(".")
+        if key.startswith("rng_state/") and len(grid) > 1:
+            for kind, stored in zip(("pipeline", "tensor"), grid, strict=False):
+                degree = files.args.degree(f"{kind}_model_parallel_size")
+                yield f"{kind} parallelism", str(degree), stored
+
+
+def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[Comparison]:
+    # the sharding types of a distributed optimizer that the stored keys show
+    types: set[str] = set()
+    has_states = False
+    for key, tensor in files.tensors.items():
+        state, model = state_of(key)
+        has_states |= state != "weight"
+        if is_flat(key):
+            types.add("dp_reshardable")
+        elif state != "weight" and tensor.shape != files.tensors[model].shape:
+            types.add("fully_sharded_model_space")
+        elif is_fully_reshardable(key):
+            types.add("fully_reshardable")
+    groups = filter(None, map(group_key, files.objects))
+    if any(group.what == "param_state" for group in groups):
+        types.add("dp_zero_gather_scatter")
+    if types:
+        declared = as_dict(files.tree.get("content_metadata")).get(SHARDING_TYPE)
+        yield SHARDING_TYPE, declared, " and ".join(sorted(types))
+    if types or has_states:
+        args = files.args
+        if not args.is_layer_wise:  # which may have a distributed one behind it
+            declared = args.optional("use_distributed_optimizer")
+            yield "use_distributed_optimizer", declared, bool(types)
+        dtype = args.optional("params_dtype")
+        if isinstance(dtype, np.dtype) and EMBEDDING in dtypes:
+            yield "params_dtype", dtype.name, dtypes[EMBEDDING]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """A number of steps, and `file:item` that has it, which may be a tensor in `common.pt`.
+
+    `decays` marks parameter groups with weight decay, `adam` those of an optimizer with betas,
+    which has their moments; None is either.
+    """
+
+    value: int | float
+    at: str
+    decays: bool | None = None
+    adam: bool | None = None
+    is_tensor: bool = False
+
+
+# The steps of dense parameters (False), and of experts (True), which have their own optimizer.
+Steps = Mapping[bool, list[StepCount]]
+
+
+def steps_of(files: DistFiles) -> Steps:
+    """The steps in `common.pt` and in the objects of ranks. Raises FormatError where ranks of one
+    stage differ in their optimizers.
+    """
+    by_experts: dict[bool, list[StepCount]] = defaultdict(list)
+    for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
+        inner = part.get("optimizer", part)
+        if not isinstance(inner, dict):
+            raise FormatError(f"{files.common.path}: optimizer {i} is {what_is(inner)}, not a dict")
+        # in older releases the optimizer of experts is the second one, and does not say so
+        key = "is_expert_parallel"
+        groups = map(as_dict, inner.get("param_groups") or ())
+        steps = by_experts[any([group[key] for group in groups if key in group] or [i])]
+        tensor = as_dict(inner.get("state")).get("common_step")
+        if isinstance(tensor, StoredTensor) and tensor.shape == ():
+            value = files.common.read(tensor.key, Box((), ())).item()
+            steps.append(StepCount(value, f"{files.common_name}:{tensor.key}", is_tensor=True))
+        steps += _of_groups(inner, f"{files.common_name}:optimizer")
+    facts = Facts(files.folder)
+    for key, stored in files.objects.items():
+        if (about := group_key(key)) and about.what == "optimizer":
+            where, file = f"{stored.file}:{key}", stored.load()
+            expert = bool(about.chain) and not files.args.is_layer_wise
+            first = next(iter(as_list(file.tree)), None)
+            by_experts[expert] += _of_groups(as_dict(first), where)
+            ranks = model_parallel_ranks(files.args, expert)
+            stage = ranks[about.group].pp if about.group < len(ranks) else None
+            facts.state_all(file, where, "optimizer", file.tree, (about.chain, stage))
+    return by_experts
+
+
+def _of_groups(inner: dict[Any, Any], at: str) -> Iterator[StepCount]:
+    for group in map(as_dict, as_list(inner.get("param_groups"))):
+        step = group.get("step")
+        if isinstance(step, int | float):
+            yield StepCount(step, at, group.get("wd_mult", 1.0) != 0, "betas" in group)
+
+
+def step_of(
+    importer: ContentsBuilder,
+    files: DistFiles,
+    by_experts: Steps,
+    name: str,
+    states: States,
+    mixed: bool,
+) -> Array | None:
+    """The step of a parameter, or None where nothing has it, as SGD has none; `mixed` is whether
+    there are parameters of several kinds of optimizers.
+
+    Raises FormatError where two places differ.
+    """
+    steps = by_experts.get(is_expert(name) and True in by_experts, [])
+    if mixed:  # Adam beside another optimizer: the step of one is not that of the other
+        steps = [step for step in steps if step.adam in (None, "exp_avg" in states)]
+    decays = len(states["weight"].info.shape) != 1 and not name.endswith(".bias")
+    # Where there is one group alone, it has what does not decay too.
+    steps = [step for step in steps if step.decays in (None, decays)] or steps
+    if not steps:
+        return None
+    first, *others = steps
+    for other in others:
+        if other.value != first.value:
+            raise FormatError(
+                f"{files.folder}: the optimizer of {name} made {first.value} steps by {first.at},"
+                f" but {other.value} by {other.at}: one of these files is of another step or run,"
+                " or was changed. weights_only opens the weights alone"
+            )
+    if first.is_tensor:
+        return importer.array(first.at)
+    dtype = np.int32 if isinstance(first.value, int) else np.float32
+    return stated(np.asarray(first.value, dtype), first.at)
+
+
+def optimizers(optimizer: Any) -> list[dict[Any, Any]]:
+    """The optimizers in `common.pt`: one, or those of dense parameters (0) and of experts (1).
+
+    NeMo has a list of them.
+    """
+    if isinstance(known(optimizer), list):
+        optimizer = dict(enumerate(optimizer))
+    if not isinstance(optimizer, dict):
+        return []
+    chained = all(isinstance(key, int) for key in optimizer)
+    parts = optimizer.values() if chained else [optimizer]
+    return [part for part in parts if isinstance(part, dict)]

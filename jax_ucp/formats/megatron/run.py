@@ -1,0 +1,178 @@
+"""The run that wrote a checkpoint: its args, and the folder of an iteration of it.
+
+Facts: `megatron/training/checkpointing.py` of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax_ucp.arrays.contents import About
+from jax_ucp.codecs.unpickle import Record, known, what_is
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
+from jax_ucp.files.path import FilePath
+
+# No run has so many model-parallel ranks, times the chunks of each: what lies where is listed for
+# all of them.
+MAX_RANKS = 1 << 20
+_DEGREES = ("pipeline", "virtual_pipeline", "expert")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"[0-9]{1,19}")
+_SAVED = re.compile(r"iter_\d{7,}|release")
+# Parallel degrees as people call them, and their arguments.
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dp": "data_parallel_size",
+}
+
+
+@dataclass
+class Args:
+    """The run's own arguments; `absent` has those that were asked for and not there."""
+
+    fields: Mapping[str, Any]
+    absent: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tensor = max(
+            self._size(f"{kind}_parallel_size") for kind in ("tensor_model", "expert_tensor")
+        )
+        ranks = tensor * math.prod(self._size(f"{kind}_model_parallel_size") for kind in _DEGREES)
+        if ranks > MAX_RANKS:
+            raise FormatError(
+                f"args say that the run had {ranks:.3g} model-parallel ranks: they are damaged"
+            )
+
+    def _size(self, name: str) -> int:
+        size = self.fields.get(name)
+        return max(1, size) if isinstance(size, int) else 1
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument, or `default` where the release that wrote it had no such one.
+
+        Raises FormatError where it is an object of a class that is not known here.
+        """
+        if name not in self.fields:
+            if name not in self.absent:
+                self.absent.append(name)
+            return default
+        return known(self.fields[name])
+
+    def optional(self, name: str) -> Any:
+        """The argument, or None; that it is not there needs no note."""
+        return known(self.fields.get(name))
+
+    def degree(self, name: str) -> int:
+        """A parallel degree: 1 where it is None or not there."""
+        value = self.get(name)
+        if value is None:
+            return 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise FormatError(f"args.{name} should be a number from 1, but is {value!r}")
+        return value
+
+    @property
+    def model_degrees(self) -> tuple[int, int, int]:
+        """The degrees of tensor, pipeline and expert parallelism."""
+        tensor, pipeline, expert = (
+            self.degree(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
+        )
+        return tensor, pipeline, expert
+
+    @property
+    def expert_ranks(self) -> int:
+        """The tensor-parallel ranks of an expert: those of the rest by default."""
+        own = self.get("expert_tensor_parallel_size") is not None
+        return self.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
+
+    @property
+    def is_layer_wise(self) -> bool:
+        """Whether matrices have a LayerWiseDistributedOptimizer, and the rest a plain distributed
+        one behind it, though `use_distributed_optimizer` is False.
+
+        Facts: `validate_args` in `megatron/training/arguments.py`, which turns `dist_muon`, and
+        `muon` with `--use-distributed-optimizer`, into this; `_get_megatron_emerging_optimizer` in
+        `megatron/core/optimizer/__init__.py` of Megatron-LM core_v0.18.2 and core_v0.19.0.
+        """
+        return self.optional("use_layer_wise_distributed_optimizer") is True
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether the last pipeline stage has a copy of the word embedding (tied)."""
+        several_stages = self.degree("pipeline_model_parallel_size") > 1
+        return several_stages and not self.get("untie_embeddings_and_output_weights", False)
+
+
+def args_of(tree: Mapping[str, Any], path: FilePath) -> Mapping[str, Any]:
+    args = tree.get("args")
+    if isinstance(args, Record) and args.type == "argparse.Namespace":
+        return args.fields
+    instead = f"{what_is(args)} for args, not an argparse.Namespace"
+    if args is None:
+        instead = "no args"
+    raise FormatError(f"{path} has {instead}: nothing says how the ranks divide the model")
+
+
+def about(layout: str, args: Args, iteration: Any) -> About:
+    """Who wrote a checkpoint, for people: the layout, and what `args` say of the run."""
+    degrees = {axis: args.fields.get(name) for axis, name in _AXES.items()}
+    return About(
+        f"Megatron, {layout}",
+        iteration if isinstance(iteration, int) else None,
+        {axis: n for axis, n in degrees.items() if isinstance(n, int) and n > 1},
+    )
+
+
+def iteration_folder(path: FilePath) -> FilePath:
+    """The folder of the iteration in the tracker file; without one, the only one that is there,
+    or the path itself.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        inside = [child for child in path.children() if _SAVED.fullmatch(child.name)]
+        return inside[0] if len(inside) == 1 else path
+    text = tracker.read_pointer().strip()
+    if text == "release":
+        return path / text
+    if not _ITERATION.fullmatch(text):
+        raise FormatError(
+            f"{tracker} should name an iteration or say `release`, but says {text!r:.80}"
+        )
+    return path / f"iter_{int(text):07d}"
+
+
+def require_folder(path: FilePath, folder: FilePath) -> None:
+    """Raise NotACheckpoint where the folder that the tracker names is not there, but its files."""
+    if not folder.is_dir():
+        raise NotACheckpoint(
+            f"{path} names {folder.name}, but there is no such folder in it, while files of one"
+            " iteration lie beside the name: move them into a folder that is called so, or open"
+            " them without the file that names it"
+        )
+
+
+def check_iteration(file: FilePath, folder: FilePath, iteration: Any) -> None:
+    """Raise FormatError where the folder is that of another iteration than the file says."""
+    named = folder.name.startswith("iter_") and isinstance(iteration, int)
+    if named and folder.name != f"iter_{iteration:07d}":
+        raise FormatError(f"{file} is of iteration {iteration}, but its folder is {folder.name}")
+
+
+@contextmanager
+def naming(folder: FilePath) -> Iterator[None]:
+    """Tell errors that are raised meanwhile in which folder they were met."""
+    try:
+        yield
+    except (FormatError, LayoutError) as error:
+        error.at(folder)
+        raise

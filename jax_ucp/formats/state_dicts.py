@@ -1,0 +1,153 @@
+"""Nested dicts and lists in files of torch.save: tensors by their paths, other objects,
+and what is kept of them as extras.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
+from jax_ucp.codecs.torch_file import TorchFile, cannot_be_read
+from jax_ucp.codecs.unpickle import Name, walk
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.states.opaque import WeightsPlace, closed_tensors, tensor_holders
+from jax_ucp.states.optimizer_dicts import Steps, joined
+from jax_ucp.states.state_pairing import StateTensor, is_trainable
+
+BARE = "tensor"  # what a tensor is called that is all its file holds
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTensor:
+    """A tensor at a path in the nested dicts and lists of a file; `key` is `file:item`."""
+
+    path: Steps
+    file: str
+    key: str
+    node: StoredTensor
+
+    def described(self) -> StateTensor:
+        node = self.node
+        tie = self.file, node.storage, node.offset, node.shape, node.strides
+        return StateTensor(self.path, node.shape, is_trainable(node.dtype), tie)
+
+
+@dataclass
+class Tree:
+    """The nested dicts and lists of the files: tensors by their paths joined by dots, and
+    other objects by path, with their files.
+    """
+
+    tensors: dict[str, TreeTensor] = field(default_factory=dict)
+    objects: dict[Steps, tuple[TorchFile, object]] = field(default_factory=dict)
+
+    def add(self, name: str, file: TorchFile, under: Steps = ()) -> None:
+        """Add the content of the file `name`, as if it were in a dict at the path `under`.
+
+        Raises FormatError where two tensors would have one name.
+        """
+        for path, node in nested_leaves(file.tree, under):
+            if not isinstance(node, StoredTensor):
+                self.objects[path] = file, node
+                continue
+            label = _label(path)
+            if label in self.tensors:
+                raise FormatError(
+                    f"{file.path}: {label!r} would be two tensors, of which one is"
+                    f" {self.tensors[label].key}"
+                )
+            self.tensors[label] = TreeTensor(path or (0,), name, f"{name}:{node.key}", node)
+
+    def described(self) -> tuple[Mapping[str, StateTensor], Mapping[Steps, object]]:
+        """The tensors and the other objects, as `Import.placed` takes them."""
+        tensors = {label: tensor.described() for label, tensor in self.tensors.items()}
+        return tensors, {path: node for path, (_, node) in self.objects.items()}
+
+    def numbers(self) -> dict[str, tuple[Steps, str, int | float]]:
+        """Optimizers' states that are plain numbers, such as an old `step`: path, file, value."""
+        numbers: dict[str, tuple[Steps, str, int | float]] = {}
+        for path, (file, node) in self.objects.items():
+            is_state = len(path) >= 4 and path[-3] == "state"
+            # not bool, which is an int too
+            if is_state and isinstance(node, int | float) and not isinstance(node, bool):
+                numbers[_label(path)] = path, file.path.name, node
+        return numbers
+
+    def check(self, imported: ContentsBuilder, place: WeightsPlace) -> None:
+        """Raise FormatError where what cannot be read may be a weight: unreadable tensors, objects
+        of unknown classes; skip what is aside.
+        """
+        unreadable_weights: dict[FilePath, dict[str, str]] = defaultdict(dict)
+        for path, (file, node) in self.objects.items():
+            label = _label(path)
+            reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
+            match bool(reason), place.is_aside(path):
+                case True, True:
+                    imported.skip(f"{file.path.name}:{label}", "tensor", reason)
+                    imported.notes.append(f"{label} of {file.path.name} was left out: {reason}")
+                case True, False:
+                    unreadable_weights[file.path][label] = reason
+                case False, False:
+                    for holder in tensor_holders(node):
+                        raise FormatError(closed_tensors(holder))
+        for path, reasons in unreadable_weights.items():
+            raise cannot_be_read(reasons).at(path)
+
+
+def _label(path: Steps) -> str:
+    return joined(path) or BARE
+
+
+def keep_extras(imported: ContentsBuilder, name: str, file: TorchFile) -> None:
+    """Everything of a file that is no tensor in nested dicts and lists."""
+    entries = _entries(file.tree) if isinstance(file.tree, dict) else None
+    for key, value in [("object", file.tree)] if entries is None else entries:
+        rest = without_tensors(value)
+        if rest is not GONE:
+            imported.extra(name, str(key), rest)
+
+
+def _entries(node: object) -> list[tuple[str | int, object]] | None:
+    """The items of a dict or list of a state dict; None of anything else."""
+    match node:
+        case dict():
+            return list(node.items()) if {*map(type, node)} <= {str, int} else None
+        case list() | tuple():
+            return list(enumerate(node))
+    return None
+
+
+def nested_leaves(node: object, path: Steps) -> Iterator[tuple[Steps, object]]:
+    """Every leaf below nested dicts and lists, with the path to it."""
+    entries = _entries(node)
+    if entries is None:
+        yield path, node
+        return
+    for step, value in entries:
+        yield from nested_leaves(value, (*path, step))
+
+
+GONE = Name("a tensor, which is an array of the tree")
+
+
+def without_tensors(node: object) -> object:
+    """The rest of a node without the tensors that `nested_leaves` finds in it; GONE if there is
+    nothing.
+    """
+    entries = _entries(node)
+    if entries is None:
+        return GONE if isinstance(node, StoredTensor | DTensor) else node
+    rest = {step: without_tensors(value) for step, value in entries}
+    kept = {step: value for step, value in rest.items() if value is not GONE}
+    if rest and not kept:
+        return GONE
+    match node:
+        case dict():
+            return kept
+        case list():
+            return list(rest.values())
+    return tuple(rest.values())

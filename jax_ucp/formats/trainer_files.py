@@ -1,0 +1,54 @@
+"""Files that a trainer leaves beside the weights: schedulers, random states, counters. Each is kept
+as extras, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
+from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.facts import COUNTS, Facts
+from jax_ucp.formats.weight_files import read_json
+
+_NUMBER = re.compile(r"\d+")
+MAX_TEXT_BYTES = 1 << 20
+_SAVED = (".pt", ".pth", ".bin", ".pkl")  # how trainers call files of torch.save
+_TEXTS = (".yaml", ".yml", ".txt")
+
+
+def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
+    """Keep what a file holds as extras of `name`: of torch.save what it saved, JSON, or a text.
+
+    What is none of these, or asks for more than data, is accounted for and not read. Raises
+    FormatError for a file that is damaged, and where those of two ranks are of different steps.
+    """
+    if path.suffix == ".json":
+        imported.extra(name, "content", read_json(path))
+    elif path.suffix in _TEXTS and path.size() <= MAX_TEXT_BYTES:
+        imported.extra(name, "content", path.read_text())
+    elif path.suffix in _SAVED or is_torch_file(path):
+        _keep_torch(imported, name, path, facts)
+    else:
+        imported.skip(name, f"{path.size()} bytes", "lies beside the weights; not read")
+
+
+def _keep_torch(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
+    try:
+        file = TorchFile(path, lenient=True)
+        for fault in filter(None, (check.run() for check in file.checks("full"))):
+            raise CorruptData(fault)
+    except UnsafePickle as error:
+        imported.skip(name, "object", f"not read, because it asks for more than data: {error}")
+        imported.notes.append(f"{name} was left out: {error}")
+        return
+    except FormatError as error:
+        error.at(path, way_out="weights_only")
+        raise
+    facts.state_all(file, name, _NUMBER.sub("*", name), file.tree, only=("step", *COUNTS))
+    imported.unknown |= file.unknown
+    tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
+    for key, value in tree.items():
+        imported.extra(name, str(key), value, file)

@@ -1,0 +1,126 @@
+"""Stock Orbax's own handlers of pytrees, which keep them in the universal format for a while.
+
+Frameworks such as tunix, MaxText and Keras build managers, contexts and handlers of stock Orbax
+inside themselves, where nobody can hand anything over. Every way of Orbax to a pytree ends in one
+of two classes, whose methods are ours within `orbax_everywhere`.
+
+Facts: orbax-checkpoint 0.12.8, `_src/handlers/pytree_checkpoint_handler.py` (v0),
+`standard_checkpoint_handler.py` (made of the former, after a look at each leaf, which one process
+may not pass while others wait for it), `experimental/v1/_src/handlers/pytree_handler.py`; and
+`base_pytree_checkpoint_handler.py`, whose `finalize` wants a file of `array_metadatas` from every
+process that saved, where there are any: ours are for readers, and of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import orbax.checkpoint as ocp
+
+from jax_ucp.handler.v0 import CheckpointHandler
+from jax_ucp.handler.versions import HAS_V1
+from jax_ucp.universal.store import METADATA_FILE
+
+Method = Callable[..., Any]
+_V1_METHODS = ("save", "load")
+
+# Contexts that overlap need not end in the order in which they began, so the first of them puts our
+# methods there, and the last takes them away.
+_LOCK = threading.Lock()
+_PATCHES = contextlib.ExitStack()
+_entered: list[None] = []
+
+
+@contextlib.contextmanager
+def orbax_everywhere() -> Iterator[None]:
+    """Within it, whatever saves or restores pytrees by Orbax does so in the universal format.
+
+    For frameworks that build their managers themselves: call them within it, unmodified. It holds
+    for the whole process, for v0 and v1, and for managers that were made before. Handlers for which
+    every host is its own primary, as managers that save to each host's own disk have them, stay as
+    they are. Saves in the background end (`wait`, `close`) before it does. Of several that overlap,
+    as in several threads, it holds until the last one ends.
+
+    Example:
+        >>> import jax_ucp as ucp
+        >>> with ucp.orbax_everywhere():
+        ...     train()  # doctest: +SKIP
+    """
+    with _LOCK:
+        if not _entered:
+            _patch()
+        _entered.append(None)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _entered.pop()
+            if not _entered:
+                _PATCHES.close()
+
+
+def _patch() -> None:
+    """Put our methods in the place of stock Orbax's."""
+    pytree, standard, asked = ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, ocp.args
+
+    def finalize(self: Any, directory: Any) -> None:
+        # what stock Orbax began to save before it was ours is its own to the end
+        if _is_host_local(self) or not (directory / METADATA_FILE).exists():
+            pytree.finalize(self, directory)
+
+    methods = [
+        (pytree, "save", _v0_method(pytree.save, "save", asked.PyTreeSave)),
+        (pytree, "async_save", _v0_method(pytree.async_save, "async_save", asked.PyTreeSave)),
+        (pytree, "restore", _v0_method(pytree.restore, "restore", asked.PyTreeRestore)),
+        (pytree, "finalize", finalize),
+        (standard, "save", _v0_method(standard.save, "save", asked.StandardSave)),
+        (standard, "async_save", _v0_method(standard.async_save, "async_save", asked.StandardSave)),
+        # Stock's would look up where leaves were saved from before it comes to ours.
+        (standard, "restore", _v0_method(standard.restore, "restore", asked.StandardRestore)),
+    ]
+    if HAS_V1:
+        from orbax.checkpoint import v1
+
+        stock = v1.handlers.PyTreeHandler
+        methods += [(stock, name, _v1_method(getattr(stock, name), name)) for name in _V1_METHODS]
+    for handler, name, method in methods:
+        _PATCHES.enter_context(mock.patch.object(handler, name, method))
+
+
+def _v0_method(stock: Method, name: str, kind: type) -> Method:
+    """Our method of that name, which makes arguments of `kind` of those that were given one by
+    one, as before Orbax 0.5.
+    """
+
+    def method(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
+        if _is_host_local(self):
+            return stock(self, directory, *args, **named)
+        given = named.pop("args", None)
+        asked = kind(*args, **named) if given is None else given
+        if kind is ocp.args.StandardRestore:
+            # what would have to be cut or padded is refused by its shape
+            asked = replace(asked, strict=True)
+        return getattr(CheckpointHandler(), name)(directory, asked)
+
+    return method
+
+
+def _is_host_local(handler: Any) -> bool:
+    pytree = getattr(handler, "_impl", handler)
+    return pytree._primary_host is None
+
+
+def _v1_method(stock: Method, name: str) -> Method:
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        from jax_ucp.handler.v1 import PyTreeHandler
+
+        if self._context.multiprocessing_options.primary_host is None:
+            return stock(self, *args, **named)
+        return getattr(PyTreeHandler(self._context), name)(*args, **named)
+
+    return method

@@ -1,0 +1,119 @@
+"""Objects of classes that are not known here: they may lie beside the weights, and decide nothing.
+
+The pickle interpreter makes an `Opaque` of each, without importing or calling anything. It is kept
+as JSON where it is an extra. Where it holds tensors, only its class knows what they are: then it
+must not be taken for the model, nor may another dict be taken for the model because this one cannot
+be looked into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from jax_ucp.codecs.tensor_names import StoredTensor
+from jax_ucp.codecs.unpickle import Opaque, children, walk
+from jax_ucp.states.optimizer_dicts import Steps, head, joined, prefixes
+from jax_ucp.states.state_paths import has_word
+from jax_ucp.text import listed
+
+NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """The place of the weights in a trainer's nested dicts: in the dict at `model`, if there is
+    one, and in no optimizer.
+
+    `model_is_certain` where a usual word for a model says so, or an optimizer that names the
+    parameters.
+    """
+
+    model: Steps | None
+    model_is_certain: bool
+    optimizers: frozenset[Steps]
+
+    def is_aside(self, path: Steps) -> bool:
+        """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a
+        model that is certain.
+        """
+        if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
+            return True
+        if not self.model_is_certain or has_word(path):
+            return False
+        return self.model is None or path[: len(self.model)] != self.model
+
+
+def weights_place(
+    paths: Mapping[str, Steps], at: Mapping[str, tuple[str, str]], in_optimizers: Collection[str]
+) -> WeightsPlace:
+    """Where the weights are, by the path of every tensor, its (state, parameter), and which are an
+    optimizer's.
+
+    >>> paths = {"model.w": ("model", "w"), "optim.state.0.m": ("optim", "state", 0, "m")}
+    >>> place = weights_place(paths, {"model.w": ("param", "w"), "optim.state.0.m": ("other", "")},
+    ...     {"optim.state.0.m"})
+    >>> place.is_aside(("ema",)), place.is_aside(("model", "v")), place.is_aside(("optim", "state",
+    ...     0, "n"))
+    (True, False, True)
+    """
+    # the dict from which the path of the first weight is the name of its parameter
+    model: Steps | None = None
+    weights = [label for label, (state, _) in at.items() if state == "param"]
+    for label in weights[:1]:
+        path, (_, name) = paths[label], at[label]
+        roots = (root for root in prefixes(path) if joined(path[len(root) :]) == name)
+        model = next(roots, None)
+    has_states = not {state for state, _ in at.values()} <= {"param", "other"}
+    under_model_word = model is not None and has_word(model)
+    # of a path to a state that of the optimizer's dict
+    optimizers = frozenset(
+        next((root for root in prefixes(path) if _is_state(path[len(root) :])), path)
+        for path in map(paths.__getitem__, in_optimizers)
+    )
+    return WeightsPlace(model, has_states or under_model_word, optimizers)
+
+
+def in_optimizer(path: Steps, optimizer: Steps) -> bool:
+    """Whether a path leads to states or groups of the optimizer's dict at another path."""
+    return path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :])
+
+
+def _is_state(path: Steps) -> bool:
+    """Whether a path in an optimizer's dict leads to states or groups; a flattened key begins
+    with such a word.
+    """
+    return bool(path) and head(path[0]) in ("state", "param_groups")
+
+
+def tensor_holders(node: object) -> Iterator[Opaque]:
+    """The outermost objects of unknown classes in a tree that hold tensors, or may hold some."""
+    if not isinstance(node, Opaque):
+        for _, child in children(node):
+            yield from tensor_holders(child)
+        return
+    has_tensors = any(isinstance(inner, StoredTensor) for _, inner in walk(node))
+    if node.closed or has_tensors:
+        yield node
+
+
+def closed_tensors(holder: Opaque) -> str:
+    """Why a tensor inside an object of an unknown class cannot be used, and what to do."""
+    return (
+        f"{holder.where} is an object of {holder.type}, which is not known here, and holds tensors"
+        " that only its class can tell apart. Save its state_dict(), or its tensors in a dict,"
+        " instead of the object"
+    )
+
+
+def unknown_notes(names: Collection[str]) -> list[str]:
+    """A note on the classes and functions that files name and nobody here knows; none if there
+    are none.
+    """
+    if not names:
+        return []
+    shown = listed(sorted(names), NAMES_SHOWN)
+    return [
+        f"the files name classes that are not known here: {shown}. Nothing was imported;"
+        " their objects are kept closed, as extras, and decide nothing"
+    ]
