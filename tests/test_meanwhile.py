@@ -319,6 +319,7 @@ sys.addaudithook(hear)
 POINTERS = {"latest", "latest_universal", "latest_checkpointed_iteration.txt"}
 # Of each step of a run it is looked at whether it is one.
 POINTERS |= {"_CHECKPOINT_METADATA", "checkpoint_1", "checkpoint_9"}
+POINTERS |= set(cases.OF_TESTS)
 
 
 CASES = [case for case in cases.every() if not case.about.get("kind", "").startswith("torch_save")]
