@@ -243,7 +243,7 @@ def _universal() -> list[Subject]:
         ucp.Checkpoint.of({f"a{i}": rng.standard_normal(i + 1) for i in range(40)}).save(path)
 
     def converted(case: str) -> Callable[[str, Path], object]:
-        subject = _recorded(Case("deepspeed", case))
+        subject = _recorded(Case(f"deepspeed/{case}"))
 
         def save(which: str, path: Path) -> None:
             source = path.with_name("source")
