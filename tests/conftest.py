@@ -21,10 +21,10 @@ TESTS = Path(__file__).parent
 
 # Integers, texts and small files in memory: under a minute in all.
 FAST = ("layout/", "shard_spec/", "mapping/", "arrays/", "universal/", "files/")
-FAST += ("test_name_patterns.py", "test_visible.py")
+FAST += tuple(f"hostile/test_{name}.py" for name in ("name_patterns", "servers", "visible", "yaml"))
 # Campaigns: kills, faults, hostile inputs, mistakes.
-SLOW = ("export/test_export_faults.py", "test_faults.py", "test_fuzz.py", "test_save_faults.py")
-SLOW += ("test_temptations.py",)
+SLOW = ("export/test_export_faults.py", "test_faults.py", "hostile/test_fuzz.py")
+SLOW += ("test_save_faults.py", "test_temptations.py")
 # What whole conversions take.
 SLOW += ("test_memory.py", "formats/quantized/test_memory.py", "test_linear.py")
 # Whole runs: training that is resumed, several processes, pages and notebooks that are executed.

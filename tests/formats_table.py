@@ -205,7 +205,7 @@ when](trust.md#what-no-reader-can-see) has the whole list.
 - **A part of a model whose name says nothing of parts**, with no index beside it, is a smaller model.
 - **Names changed everywhere** in the metadata, and the CRCs with them, are other names.
 
-For hostile files, `python tests/fuzz.py 100000` makes that many and opens them; [a design record](design/015-hostile-files.md) says what is refused.
+For hostile files, `PYTHONPATH=tests python -m hostile.fuzz 100000` makes that many and opens them; [a design record](design/015-hostile-files.md) says what is refused.
 
 ## Every tested checkpoint
 

@@ -25,7 +25,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
-from hostile_files import resealed, without_crcs
+from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.universal import metadata
 from workers.killed import BUDGET, STEPS, tree_of_step

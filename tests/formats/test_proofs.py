@@ -14,7 +14,7 @@ import pytest
 
 import jax_ucp as ucp
 from dcp_writer import Writer
-from hostile_files import resealed, without_crcs
+from hostile.files import resealed, without_crcs
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, UCPError
 from jax_ucp.files.path import file_path

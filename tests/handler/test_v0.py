@@ -18,7 +18,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from handler_cases import MESH, NUMBERS, OTHER, abstract, check, needs_v1, stock_warns, tree
-from hostile_files import resealed, without_crcs
+from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from commands import run
-from hostile_files import saved
+from hostile.files import saved
 from jax_ucp.inspection.page_data import _front_coded
 
 DATA = Path(__file__).parents[1] / "data"

@@ -23,7 +23,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from helpers import boxes_in
-from hostile_files import resealed, without_crcs
+from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.layout.blocks import Chunks

@@ -23,7 +23,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from helpers import digests
-from hostile_files import resealed
+from hostile.files import resealed
 from jax_ucp.arrays import budget
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.protocol import ArrayInfo

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-import growth
-from growth import Family, constructors, fault
+from hostile import growth
+from hostile.growth import Family, constructors, fault
 from jax_ucp.errors import FormatError
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what memory a process has")
 
 
 def measured(*arguments: object) -> str:
     """What the measuring says, in a process whose memory has a limit."""
-    command = [sys.executable, str(TESTS / "growth.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "hostile.growth", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -33,7 +33,7 @@ def test_a_few_inputs_of_a_parser_take_what_their_bytes_account_for(family):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sample_of_every_parser_takes_what_the_bytes_of_its_input_account_for():
-    """All of them, and random ones, take hours: `python tests/growth.py --units 40`."""
+    """All of them, and random ones, take hours: `growth.py --units 40`."""
     assert " 0 faults" in measured("--sample", 2)
 
 

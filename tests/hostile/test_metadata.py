@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from hostile_files import changed_json, resealed, stock
+from hostile.files import changed_json, resealed, stock
 from jax_ucp.errors import TreeMismatch, UCPError
 from jax_ucp.tree import Key, tree_fault
 

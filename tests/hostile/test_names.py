@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from dcp_writer import Writer
-from hostile_files import changed_json, renamed, resealed, saved, stock, tree_of_files
+from hostile.files import changed_json, renamed, resealed, saved, stock, tree_of_files
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.local import LocalFiles, name_fault

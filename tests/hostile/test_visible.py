@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from hostile_files import saved
+from hostile.files import saved
 from jax_ucp.cli.main import main
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.sharding.fit import warn_given_up

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cases import DATA
 from jax_ucp.cli.main import main
 from jax_ucp.json_text import MAX_JSON_DEPTH
 
-DATA = Path(__file__).parent / "data"
 pytestmark = pytest.mark.timeout(120)
 
 # A checkpoint, and its file that is JSON.

@@ -1,5 +1,5 @@
-"""Hostile checkpoints by the thousand: `python tests/fuzz.py 100000`; one again: `python
-tests/fuzz.py --only 17`.
+"""Hostile checkpoints by the thousand: `python -m hostile.fuzz 100000`, in `tests/`; one again:
+`--only 17`.
 
 Every input is read whole or refused with an error of ours, in bounded time and memory, and nothing
 in it is called: the process notes every import, execution of code, start of a program, write to a
@@ -39,8 +39,9 @@ import numpy as np
 import tensorstore as ts
 from click.testing import CliRunner
 
-import fuzz_inputs as inputs
 import jax_ucp as ucp
+from cases import DATA
+from hostile import inputs
 from jax_ucp.arrays.checks import verdicts
 from jax_ucp.cli.main import main as jax_ucp_command
 from jax_ucp.codecs import unpickle as safe_pickle
@@ -62,7 +63,6 @@ from jax_ucp.universal import packs
 from jax_ucp.universal.ocdbt import MANIFEST_FILE, ValueRange, index_parts
 from spec_writer import to_yaml
 
-DATA = Path(__file__).parent / "data"
 ROOT = Path(ucp.__file__).parent
 MEMORY_BYTES = 256 << 20
 MAX_TABLE_BYTES = 4 << 20

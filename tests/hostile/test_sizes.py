@@ -15,9 +15,10 @@ import tensorstore as ts
 from click.testing import CliRunner
 
 import jax_ucp as ucp
+from cases import DATA
 from dcp_writer import Writer
 from helpers import MemoryStore, contents_of
-from hostile_files import (
+from hostile.files import (
     changed_json,
     little_memory,
     plain_stock,
@@ -227,7 +228,7 @@ def test_megatron_s_zarray_says_more_chunks_than_there_are_files(megatron_zarr, 
 
 @pytest.fixture
 def megatron_zarr(tmp_path):
-    data = Path(__file__).parent / "data" / "megatron" / "old0153_tp2_zarr_fp32" / "ckpt"
+    data = DATA / "megatron" / "old0153_tp2_zarr_fp32" / "ckpt"
     shutil.copytree(data, tmp_path / "ckpt")
     return next(path.parent for path in (tmp_path / "ckpt").rglob("common.pt"))
 

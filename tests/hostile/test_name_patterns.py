@@ -5,7 +5,6 @@ are refused.
 import re
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 import torch_writer
+from cases import DATA
 from jax_ucp import name_patterns
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel
@@ -20,7 +20,7 @@ from jax_ucp.name_patterns import NamePatterns
 
 pytestmark = pytest.mark.timeout(60)
 
-CASE = Path(__file__).parent / "data" / "deepspeed" / "tp2_dp1_z1_bf16"
+CASE = DATA / "deepspeed" / "tp2_dp1_z1_bf16"
 SLOW = [
     r"(\w|.)+!",
     r"(a*)*b",

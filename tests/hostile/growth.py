@@ -1,5 +1,5 @@
-"""Time and memory of every parser against the bytes of its input, over sizes: `python
-tests/growth.py`; with `--units 300`, random inputs; `--family json` measures one parser alone.
+"""Time and memory of every parser against the bytes of its input, over sizes: `python -m
+hostile.growth` in `tests/`; with `--units 300`, random inputs; `--family json` measures one parser alone.
 
 An input is a head and a unit, repeated until it has so many bytes: what a unit costs beyond the
 bytes it takes shows in the growth. The first unit of an input may be large and what follows refer
@@ -29,11 +29,10 @@ from typing import Any
 
 import msgspec
 
-import fuzz
-import fuzz_inputs as inputs
 import gguf_writer
 import jax_ucp as ucp
-from hostile_files import STOCK, saved
+from hostile import fuzz, inputs
+from hostile.files import STOCK, saved
 from jax_ucp.codecs import unpickle
 from jax_ucp.codecs.json_values import as_json
 from jax_ucp.codecs.tensor_names import Storage, StorageClass

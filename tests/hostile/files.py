@@ -17,8 +17,9 @@ import tensorstore as ts
 import xxhash
 
 import jax_ucp as ucp
+from cases import DATA
 
-STOCK = Path(__file__).parent / "data" / "orbax"
+STOCK = DATA / "orbax"
 MEMORY_BYTES = 1 << 30
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA, Case, copied
-from hostile_files import little_memory, saved
+from hostile.files import little_memory, saved
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, UCPError
 

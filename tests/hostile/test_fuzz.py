@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 INPUTS = 2500
 
 
@@ -16,7 +16,7 @@ def fuzz(*arguments: object, load: str = "") -> tuple[int, str]:
     """Run the fuzzer in a process of its own; `load` is what takes the place of
     `safe_pickle.load` once it watches.
     """
-    program = f"import sys; sys.path.insert(0, {str(TESTS)!r})\nimport fuzz, pickle\n"
+    program = f"import pickle, sys; sys.path.insert(0, {str(TESTS)!r})\nfrom hostile import fuzz\n"
     if load:
         program += f"limit = fuzz.limit_memory\nfuzz.CASES, fuzz.SECONDS = (), 2\n{UNPICKLER}"
         program += f"def load(data, *more):\n    return {load}\n"
