@@ -20,12 +20,9 @@ from typing import Any
 import numpy as np
 
 CASES = [
-    "z1_fp16_dp2",
-    "z2_bf16_dp2_bf16master",
-    "z3_bf16_dp2_frozen_tied",
-    "tp2_dp1_z1_fp32_gqa",
+    "z1_fp16_dp2", "z2_bf16_dp2_bf16master", "z3_bf16_dp2_frozen_tied", "tp2_dp1_z1_fp32_gqa",
     "z1_fp32_dp2_lion",
-]
+]  # fmt: skip
 DATA = Path(__file__).parent / "data" / "deepspeed"
 
 

@@ -165,11 +165,8 @@ def verify(url: str, seed: int) -> bool:
 
 
 DO: Mapping[str, Callable[[str, int], bool]] = {
-    "save": save,
-    "restore": restore,
-    "convert": convert,
-    "verify": verify,
-}
+    "save": save, "restore": restore, "convert": convert, "verify": verify,
+}  # fmt: skip
 
 
 def hurry() -> None:

@@ -100,13 +100,10 @@ def test_without_the_package_the_message_lists_what_is_known(toy, site):
     assert "toy" not in "".join(raised.value.faults)
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("import a_module_that_is_not_there\n", "ModuleNotFoundError: No module named"),
-        ("toy = 'text'\n", "toy_again:toy is a str, not a Format"),
-    ],
-)
+@pytest.mark.parametrize(("content", "why"), [
+    ("import a_module_that_is_not_there\n", "ModuleNotFoundError: No module named"),
+    ("toy = 'text'\n", "toy_again:toy is a str, not a Format"),
+])  # fmt: skip
 def test_an_entry_point_that_cannot_be_used_is_named_and_others_still_open(toy, site, content, why):
     (site / "toy_again.py").write_text(content)
     install(site, PROJECT.replace("toy-format", "toy-again").replace("toy_format:", "toy_again:"))

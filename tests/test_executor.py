@@ -62,17 +62,11 @@ def test_an_executor_writes_the_same_bytes(source, job, executor, tmp_path):
     assert heard
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "deepspeed/tp2_dp2_z1_bf16_swiglu",
-        "deepspeed/tp2_dp2_z3_bf16",
-        "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
-        "megatron/legacy_ep2_moe_grouped_bf16/ckpt",
-        "torch/dcp_zstd/ckpt",
-        "torch/hf_llama/ckpt",
-    ],
-)
+@pytest.mark.parametrize("case", [
+    "deepspeed/tp2_dp2_z1_bf16_swiglu", "deepspeed/tp2_dp2_z3_bf16",
+    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt", "megatron/legacy_ep2_moe_grouped_bf16/ckpt",
+    "torch/dcp_zstd/ckpt", "torch/hf_llama/ckpt",
+])  # fmt: skip
 def test_real_checkpoints_are_converted_and_verified_as_without(case, executor, tmp_path):
     checkpoint = ucp.open(DATA / case)
     checkpoint.save(tmp_path / "here")
@@ -274,12 +268,8 @@ with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as e
 
 def test_processes_that_are_forked_are_refused(tmp_path):
     command = [
-        sys.executable,
-        "-c",
-        FORKING,
-        str(DATA / "torch/hf_llama/ckpt"),
-        str(tmp_path / "x"),
-    ]
+        sys.executable, "-c", FORKING, str(DATA / "torch/hf_llama/ckpt"), str(tmp_path / "x"),
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "get_context('spawn')" in done.stdout
     assert not (tmp_path / "x").exists()

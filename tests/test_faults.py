@@ -224,18 +224,15 @@ def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(sma
     assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
 
 
-@pytest.mark.parametrize(
-    ("found", "want"),
-    [
-        ({"a": 1}, {"a": np.int64(1)}),
-        ({"a": 1}, {"a": True}),
-        ({"a": (1, 2)}, {"a": [1, 2]}),
-        ({"a": None}, {}),
-        ({"a": np.zeros(2, np.int8)}, {"a": np.zeros(2, np.uint8)}),
-        ({"a": np.zeros((1, 2))}, {"a": np.zeros((2, 1))}),
-        ({"a": jax.random.key(1)}, {"a": jax.random.key_data(jax.random.key(1))}),
-    ],
-)
+@pytest.mark.parametrize(("found", "want"), [
+    ({"a": 1},                    {"a": np.int64(1)}),
+    ({"a": 1},                    {"a": True}),
+    ({"a": (1, 2)},               {"a": [1, 2]}),
+    ({"a": None},                 {}),
+    ({"a": np.zeros(2, np.int8)}, {"a": np.zeros(2, np.uint8)}),
+    ({"a": np.zeros((1, 2))},     {"a": np.zeros((2, 1))}),
+    ({"a": jax.random.key(1)},    {"a": jax.random.key_data(jax.random.key(1))}),
+])  # fmt: skip
 def test_the_comparison_sees_kinds_and_nodes(found, want):
     assert differences(found, found) == differences(want, want) == []
     assert len(differences(found, want)) == 1

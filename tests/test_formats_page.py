@@ -33,17 +33,13 @@ def test_no_case_is_read_wrong():
         assert cells[7] == "yes" or cells[4].startswith("refused: "), name
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("deepspeed/tp2_pp2_dp1_z1_bf16"),
-        Case("deepspeed_universal/z3_bf16_dp2_frozen_tied"),
-        Case("megatron/legacy_ep2_moe_grouped_bf16"),
-        Case("torch/dcp_zstd"),
-        Case("torch/hf_mixtral"),
-        Case("torch/torchsave_variants"),
-    ],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", [
+    Case("deepspeed/tp2_pp2_dp1_z1_bf16"),
+    Case("deepspeed_universal/z3_bf16_dp2_frozen_tied"),
+    Case("megatron/legacy_ep2_moe_grouped_bf16"),
+    Case("torch/dcp_zstd"),
+    Case("torch/hf_mixtral"),
+    Case("torch/torchsave_variants"),
+], ids=lambda case: case.name)  # fmt: skip
 def test_a_line_is_what_a_run_prints(case):
     assert row(case, mesh_of(4, 2)) == LINES[str(case)]

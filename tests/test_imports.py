@@ -42,17 +42,11 @@ ROOMS = (
     *("formats.nested", "formats.facts", "formats.assemble", "formats.weight_names"),
     *("formats.weight_files", "formats.state_dicts", "formats.trainer_files", "formats.steps"),
     *FOLDERS,
-    *(
-        "formats",
-        "formats.step_folders",
-        "formats.orbax_steps",
-        "formats.hints",
-        "formats.exporting",
-        "formats.saved_index",
-    ),
+    *("formats", "formats.step_folders", "formats.orbax_steps", "formats.hints", "formats.exporting",
+        "formats.saved_index"),
     *("formats.registry", "sharding"),
     *("optimizers", "inspection", "checkpoint", "handler", "args", "", "cli", "__main__"),
-)
+)  # fmt: skip
 ALL_FORMATS = {room for room in ROOMS if room.partition(".")[0] == "formats"}
 BESIDE = {room: {"sharding"} for room in ALL_FORMATS}
 BESIDE |= {room: ALL_FORMATS for room in ("sharding", "optimizers", "handler")}
@@ -143,18 +137,15 @@ def test_imports_point_one_way():
     assert upward(package()) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("layout.box", "import jax.numpy"),
-        ("layout.box", "from jax_ucp.arrays.protocol import ArrayInfo"),
-        ("formats.orbax.reader", "def f():\n    from jax_ucp.sharding.boxes import device_boxes"),
-        ("sharding.fit", "from jax_ucp.formats.facts import Facts"),
-        ("universal.store", "import orbax.checkpoint"),
-        ("formats.dcp.reader", "from jax_ucp.formats.huggingface import folder"),
-        ("codecs.torch_file", "import torch"),
-    ],
-)
+@pytest.mark.parametrize(("module", "line"), [
+    ("layout.box",           "import jax.numpy"),
+    ("layout.box",           "from jax_ucp.arrays.protocol import ArrayInfo"),
+    ("formats.orbax.reader", "def f():\n    from jax_ucp.sharding.boxes import device_boxes"),
+    ("sharding.fit",         "from jax_ucp.formats.facts import Facts"),
+    ("universal.store",      "import orbax.checkpoint"),
+    ("formats.dcp.reader",   "from jax_ucp.formats.huggingface import folder"),
+    ("codecs.torch_file",    "import torch"),
+])  # fmt: skip
 def test_an_import_that_points_the_other_way_is_seen(module, line):
     files = package()
     assert upward(files | {module: f"{files[module]}\n{line}\n"}) != []
@@ -259,20 +250,17 @@ def without_torch(
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-@pytest.mark.parametrize(
-    ("case", "arrays"),
-    [
-        ("deepspeed/tp2_dp2_z3_bf16", 116),
-        ("deepspeed_universal/z3_bf16_dp2_frozen_tied", 108),
-        ("megatron/legacy_tp2_dp2_distopt_bf16/ckpt", 56),
-        ("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt", 56),
-        ("megatron/old0153_tp2_zarr_fp32/ckpt", 60),
-        ("torch/dcp_zstd/ckpt", 51),
-        ("torch/dcp_hf_sharded_2d/ckpt", 36),
-        ("torch/hf_llama/ckpt", 21),
-        ("torch/torchsave/trainer.pt", 53),
-    ],
-)
+@pytest.mark.parametrize(("case", "arrays"), [
+    ("deepspeed/tp2_dp2_z3_bf16", 116),
+    ("deepspeed_universal/z3_bf16_dp2_frozen_tied", 108),
+    ("megatron/legacy_tp2_dp2_distopt_bf16/ckpt", 56),
+    ("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt", 56),
+    ("megatron/old0153_tp2_zarr_fp32/ckpt", 60),
+    ("torch/dcp_zstd/ckpt", 51),
+    ("torch/dcp_hf_sharded_2d/ckpt", 36),
+    ("torch/hf_llama/ckpt", 21),
+    ("torch/torchsave/trainer.pt", 53),
+])  # fmt: skip
 def test_every_format_is_read_and_converted_where_torch_cannot_be_imported(case, arrays, tmp_path):
     done = without_torch(DATA / case, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -413,16 +413,10 @@ def without_crcs(out: Path) -> None:
         lambda out: remove(out / "param.a"),
     ],
     ids=[
-        "exchanged",
-        "other digests",
-        "other crcs",
-        "no crcs",
-        "deleted",
-        "cut short",
-        "too long",
+        "exchanged", "other digests", "other crcs", "no crcs", "deleted", "cut short", "too long",
         "folder deleted",
     ],
-)
+)  # fmt: skip
 def test_a_block_that_is_not_as_the_ledger_has_it_is_written_again(half, happens):
     source, out = half
     happens(out)
@@ -433,21 +427,10 @@ def test_a_block_that_is_not_as_the_ledger_has_it_is_written_again(half, happens
         np.testing.assert_array_equal(result.read(leaf.label), source.read(leaf.label))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"{}",
-        b"[]",
-        b'"x"',
-        b"null",
-        b"",
-        b"\xff",
-        b'{"key": "a"}',
-        b'{"key": 1, "box": 2, "written": 3}',
-        b"[" * 9999,
-    ],
-    ids=lambda line: line[:20].decode(errors="replace"),
-)
+@pytest.mark.parametrize("line", [
+    b"{}", b"[]", b'"x"', b"null", b"", b"\xff", b'{"key": "a"}', b'{"key": 1, "box": 2, "written": 3}',
+    b"[" * 9999,
+], ids=lambda line: line[:20].decode(errors="replace"))  # fmt: skip
 @pytest.mark.parametrize("place", [0, 1, -1])
 def test_a_ledger_that_no_conversion_wrote_is_refused(half, line, place):
     source, out = half
@@ -517,11 +500,8 @@ def save(source: ucp.Checkpoint, target: Path) -> None:
 JOBS: dict[str, Callable[[ucp.Checkpoint, Path], object]] = {
     "save": save,
     "convert": lambda source, target: source.save(target),
-    **{
-        f"export {name}": lambda source, target, name=name: source.export(target, name)
-        for name in EXPORTS
-    },
-}
+    **{f"export {name}": lambda source, target, name=name: source.export(target, name) for name in EXPORTS},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -83,30 +83,22 @@ DOORS: dict[str, Callable[[Any], object]] = {
     "directory": LocalFiles,
 }
 COMMANDS: dict[str, Callable[[str], tuple]] = {
-    "inspect": lambda url: ("inspect", url),
-    "plan": lambda url: ("plan", url),
-    "plan to": lambda url: ("plan", DEEPSPEED, url),
-    "convert": lambda url: ("convert", url, "out"),
-    "convert to": lambda url: ("convert", DEEPSPEED, url),
-    "convert --mesh to": lambda url: ("convert", DEEPSPEED, url, "--mesh", "x=2"),
-    "export": lambda url: ("export", url, "out", "--format", "dcp"),
-    "export to": lambda url: ("export", DEEPSPEED, url, "--format", "dcp"),
-    "export --optimizer": lambda url: (
-        "export",
-        DEEPSPEED,
-        "out",
-        "--format",
-        "dcp",
-        "--optimizer",
-        url,
-    ),
-    "verify": lambda url: ("verify", url),
-    "map": lambda url: ("map", url, "--mapping", "hf-gpt2-to-flax"),
-    "--mapping": lambda url: ("map", SAFETENSORS, "--mapping", url),
-    "--target": lambda url: ("map", SAFETENSORS, "--mapping", "hf-llama-to-tunix", "--target", url),
-    "--spec": lambda url: ("inspect", DEEPSPEED, "--spec", url),
-    "inspect --mapping": lambda url: ("inspect", SAFETENSORS, "--mapping", url),
-}
+    "inspect":            lambda url: ("inspect", url),
+    "plan":               lambda url: ("plan", url),
+    "plan to":            lambda url: ("plan", DEEPSPEED, url),
+    "convert":            lambda url: ("convert", url, "out"),
+    "convert to":         lambda url: ("convert", DEEPSPEED, url),
+    "convert --mesh to":  lambda url: ("convert", DEEPSPEED, url, "--mesh", "x=2"),
+    "export":             lambda url: ("export", url, "out", "--format", "dcp"),
+    "export to":          lambda url: ("export", DEEPSPEED, url, "--format", "dcp"),
+    "export --optimizer": lambda url: ("export", DEEPSPEED, "out", "--format", "dcp", "--optimizer", url),
+    "verify":             lambda url: ("verify", url),
+    "map":                lambda url: ("map", url, "--mapping", "hf-gpt2-to-flax"),
+    "--mapping":          lambda url: ("map", SAFETENSORS, "--mapping", url),
+    "--target":           lambda url: ("map", SAFETENSORS, "--mapping", "hf-llama-to-tunix", "--target", url),
+    "--spec":             lambda url: ("inspect", DEEPSPEED, "--spec", url),
+    "inspect --mapping":  lambda url: ("inspect", SAFETENSORS, "--mapping", url),
+}  # fmt: skip
 
 
 LOCAL_DOORS = ["spec", "mapping", "map", "directory"]
@@ -220,22 +212,15 @@ def test_a_size_of_a_mapping_that_is_no_length_is_refused_by_its_name(n):
         ucp.open(SAFETENSORS).map("hf-llama-to-tunix", sizes={"heads": n})
 
 
-@pytest.mark.parametrize(
-    ("path", "known"),
-    [
-        (DEEPSPEED, "the names it takes are vocab; perhaps vocab is meant"),
-        (MEGATRON_DIST, "the names it takes are vocab; perhaps vocab is meant"),
-        (
-            MEGATRON,
-            r"the names it takes are .*, expert_ffn, ffn, .*, vocab; perhaps vocab is meant",
-        ),
-        (SAFETENSORS, "it records all lengths itself"),
-        (DCP, "it records all lengths itself"),
-        (TORCH, "it records all lengths itself"),
-        (DATA / "deepspeed" / "z1_bf16_dp2", "it records all lengths itself"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("path", "known"), [
+    (DEEPSPEED, "the names it takes are vocab; perhaps vocab is meant"),
+    (MEGATRON_DIST, "the names it takes are vocab; perhaps vocab is meant"),
+    (MEGATRON, r"the names it takes are .*, expert_ffn, ffn, .*, vocab; perhaps vocab is meant"),
+    (SAFETENSORS, "it records all lengths itself"),
+    (DCP, "it records all lengths itself"),
+    (TORCH, "it records all lengths itself"),
+    (DATA / "deepspeed" / "z1_bf16_dp2", "it records all lengths itself"),
+], ids=str)  # fmt: skip
 def test_a_size_that_the_checkpoint_has_no_use_for_is_refused_with_the_names_it_takes(path, known):
     with pytest.raises(SpecError, match=f"has no use for vocabulary in sizes: {known}"):
         ucp.open(path, sizes={"vocabulary": 101})
@@ -395,13 +380,10 @@ BUDGETED: dict[str, Callable[[ucp.Checkpoint, Any, Path], object]] = {
     "plan_save": lambda tree, n, out: tree.plan_save(n),
     "export": lambda tree, n, out: tree.export(out, "dcp", budget_bytes=n),
     "plan_export": lambda tree, n, out: tree.plan_export("dcp", budget_bytes=n),
-    "plan_optimizer": (
-        lambda tree, n, out: tree.plan_optimizer(
-            optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((8, 4), np.float32)}
-        ).restore(mesh=MESH, budget_bytes=n)
-    ),
+    "plan_optimizer": lambda tree, n, out: tree.plan_optimizer(optax.adam(1e-3),
+        {"w": jax.ShapeDtypeStruct((8, 4), np.float32)}).restore(mesh=MESH, budget_bytes=n),
     "handler": lambda tree, n, out: ucp.CheckpointHandler(n),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("n", NOT_BYTES, ids=repr)
@@ -421,24 +403,20 @@ def test_a_budget_of_arguments_for_orbax_is_a_number_of_bytes_or_none(n, univers
         ucp.CheckpointHandler().restore(universal, ucp.args.Restore(budget_bytes=n))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mesh": {"data": 0}}, "the mesh axis data=0 should be a whole number"),
-        ({"mesh": {"data": 2.5}}, "the mesh axis data=2.5 should be a whole number"),
-        ({"mesh": {"data": -4}}, "the mesh axis data=-4 should be a whole number"),
-        ({"mesh": "data=4"}, "should be a mesh of JAX, or the sizes of its axes"),
-        ({"mesh": {"data": 1 << 40}}, "at most 16777216 are planned for"),
-        ({"mesh": {"data": 4}, "hosts": 0}, "hosts=0 should be a whole number"),
-        ({"mesh": {"data": 4}, "hosts": 2.0}, "hosts=2.0 should be a whole number"),
-        ({"mesh": {"data": 4}, "hosts": 3}, "4 devices cannot be shared out evenly to 3 hosts"),
-        ({"mesh": {"data": 4}, "rules": [("(", P("data"))]}, "is not a regular expression"),
-        ({"mesh": {"data": 4}, "rules": ["w"]}, "is not a pair"),
-        ({"mesh": {"data": 4}, "rules": [("w", 3)]}, "is not a pair"),
-        ({"mesh": {"data": 4}, "rules": [(None, P("data"))]}, "is not a pair"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"mesh": {"data": 0}}, "the mesh axis data=0 should be a whole number"),
+    ({"mesh": {"data": 2.5}}, "the mesh axis data=2.5 should be a whole number"),
+    ({"mesh": {"data": -4}}, "the mesh axis data=-4 should be a whole number"),
+    ({"mesh": "data=4"}, "should be a mesh of JAX, or the sizes of its axes"),
+    ({"mesh": {"data": 1 << 40}}, "at most 16777216 are planned for"),
+    ({"mesh": {"data": 4}, "hosts": 0}, "hosts=0 should be a whole number"),
+    ({"mesh": {"data": 4}, "hosts": 2.0}, "hosts=2.0 should be a whole number"),
+    ({"mesh": {"data": 4}, "hosts": 3}, "4 devices cannot be shared out evenly to 3 hosts"),
+    ({"mesh": {"data": 4}, "rules": [("(", P("data"))]}, "is not a regular expression"),
+    ({"mesh": {"data": 4}, "rules": ["w"]}, "is not a pair"),
+    ({"mesh": {"data": 4}, "rules": [("w", 3)]}, "is not a pair"),
+    ({"mesh": {"data": 4}, "rules": [(None, P("data"))]}, "is not a pair"),
+], ids=str)  # fmt: skip
 def test_meshes_hosts_and_rules_that_cannot_be_meant_are_refused(options, words, tree, tmp_path):
     with pytest.raises(ValueError, match=words.replace(".", r"\.")):
         tree.plan_save(**options)
@@ -455,20 +433,16 @@ def test_hosts_and_rules_are_refused_without_a_mesh(options, tree):
         tree.plan_save(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"rules": [("w", P("data"))]}, "give mesh= too"),
-        ({"rules": ["w"], "mesh": MESH}, "is not a pair"),
-        ({"mesh": {"data": 8}}, r"should be a jax\.sharding\.Mesh"),
-        ({"partial": True}, "there is no target"),
-        ({"cast": True}, "there is none; give a dtype"),
-        ({"cast": None}, "give a floating dtype"),
-        ({"cast": "bf16"}, "give a floating dtype"),
-        ({"cast": "int8"}, "give a floating dtype"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"rules": [("w", P("data"))]},  "give mesh= too"),
+    ({"rules": ["w"], "mesh": MESH}, "is not a pair"),
+    ({"mesh": {"data": 8}},          r"should be a jax\.sharding\.Mesh"),
+    ({"partial": True},              "there is no target"),
+    ({"cast": True},                 "there is none; give a dtype"),
+    ({"cast": None},                 "give a floating dtype"),
+    ({"cast": "bf16"},               "give a floating dtype"),
+    ({"cast": "int8"},               "give a floating dtype"),
+], ids=str)  # fmt: skip
 def test_arguments_of_a_restore_that_cannot_be_meant_are_refused(options, words, tree):
     for call in (tree.restore, tree.plan):
         with pytest.raises(ValueError, match=words):
@@ -489,27 +463,19 @@ def test_what_a_restore_does_not_use_of_rules_and_mesh_is_in_its_notes(universal
     ]
 
 
-@pytest.mark.parametrize(
-    ("format", "options", "words"),
-    [
-        ("dcp", {"max_shard_bytes": 10}, "max_shard_bytes is for safetensors"),
-        ("deepspeed", {"max_shard_bytes": 10}, "max_shard_bytes is for safetensors"),
-        ("safetensors", {"max_shard_bytes": 0}, "max_shard_bytes=0 should be a whole number"),
-        (
-            "safetensors",
-            {"max_shard_bytes": 1e9},
-            "max_shard_bytes=1000000000.0 should be a whole number",
-        ),
-        ("safetensors", {"zero_stage": 1}, "zero_stage is for deepspeed"),
-        ("dcp", {"zero_stage": 1}, "zero_stage is for deepspeed"),
-        ("deepspeed", {"zero_stage": 0}, "zero_stage=0 should be a whole number"),
-        ("deepspeed", {"zero_stage": 4}, "zero_stage=4 is not a stage of ZeRO"),
-        ("torch", {}, "format='torch' is not one that is written"),
-        ("dcp", {"dtype": "bf16"}, "'bf16' is not a floating dtype"),
-        ("dcp", {"dtype": "int8"}, "'int8' is not a floating dtype"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("format", "options", "words"), [
+    ("dcp",         {"max_shard_bytes": 10},  "max_shard_bytes is for safetensors"),
+    ("deepspeed",   {"max_shard_bytes": 10},  "max_shard_bytes is for safetensors"),
+    ("safetensors", {"max_shard_bytes": 0},   "max_shard_bytes=0 should be a whole number"),
+    ("safetensors", {"max_shard_bytes": 1e9}, "max_shard_bytes=1000000000.0 should be a whole number"),
+    ("safetensors", {"zero_stage": 1},        "zero_stage is for deepspeed"),
+    ("dcp",         {"zero_stage": 1},        "zero_stage is for deepspeed"),
+    ("deepspeed",   {"zero_stage": 0},        "zero_stage=0 should be a whole number"),
+    ("deepspeed",   {"zero_stage": 4},        "zero_stage=4 is not a stage of ZeRO"),
+    ("torch",       {},                       "format='torch' is not one that is written"),
+    ("dcp",         {"dtype": "bf16"},        "'bf16' is not a floating dtype"),
+    ("dcp",         {"dtype": "int8"},        "'int8' is not a floating dtype"),
+], ids=str)  # fmt: skip
 def test_arguments_of_an_export_that_are_not_for_it_are_refused(
     format, options, words, tree, tmp_path
 ):
@@ -540,18 +506,11 @@ def test_a_step_that_is_not_the_one_stored_is_refused(step, tree):
 
 TO_DCP = ("export", SAFETENSORS, "out", "--format", "dcp")
 WRONG: list[tuple[tuple[object, ...], int, str]] = [
-    (
-        ("inspect", SAFETENSORS, "--leaf", "nothing"),
-        1,
-        "no leaf of .* matches 'nothing'; it has 21, such as param/",
-    ),
+    (("inspect", SAFETENSORS, "--leaf", "nothing"), 1,
+     "no leaf of .* matches 'nothing'; it has 21, such as param/"),
     (("inspect", SAFETENSORS, "--leaf", "q_proj", "--all"), 2, "give one of them"),
     (("inspect", SAFETENSORS, "--leaf", "(("), 2, "is not a regular expression"),
-    (
-        ("inspect", DEEPSPEED, "--spec", "/nothing.yaml"),
-        1,
-        "/nothing.yaml cannot be read as a spec",
-    ),
+    (("inspect", DEEPSPEED, "--spec", "/nothing.yaml"), 1, "/nothing.yaml cannot be read as a spec"),
     (("inspect", SAFETENSORS, "--spec", "/nothing.yaml"), 1, "does not use a spec"),
     (("plan", SAFETENSORS, "--hosts", 2), 2, "give --mesh too"),
     (("plan", SAFETENSORS, "--rule", "weight=x"), 2, "give --mesh too"),
@@ -565,39 +524,19 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
     (("plan", SAFETENSORS, "--budget", "0.00001"), 2, "is not a size"),
     (("plan", SAFETENSORS, "--budget", "9" * 400), 2, "is not a size"),
     (("plan", SAFETENSORS, DATA), 1, "has files in it that are not those of an unfinished copy"),
-    (
-        ("export", SAFETENSORS, "out", "--format", "dcp", "--max-shard", "1MB"),
-        2,
-        "--max-shard is for --format safetensors",
-    ),
-    (
-        ("export", SAFETENSORS, "out", "--format", "dcp", "--zero-stage", 1),
-        2,
-        "--zero-stage is for --format deepspeed",
-    ),
-    (
-        ("export", SAFETENSORS, "out", "--format", "deepspeed", "--zero-stage", 4),
-        2,
-        "not in the range",
-    ),
-    (
-        ("export", SAFETENSORS, "out", "--params", "x"),
-        1,
-        "has no parameters at 'x'; it has param",
-    ),
-    (
-        ("export", SAFETENSORS, "out", "--format", "dcp", "--opt-state", "x"),
-        2,
-        "--opt-state goes with --optimizer",
-    ),
-    (
-        ("export", SAFETENSORS, "out", "--format", "dcp", "--step-dtype", "int32"),
-        2,
-        "--step-dtype goes with --optimizer",
-    ),
+    (("export", SAFETENSORS, "out", "--format", "dcp", "--max-shard", "1MB"), 2,
+     "--max-shard is for --format safetensors"),
+    (("export", SAFETENSORS, "out", "--format", "dcp", "--zero-stage", 1), 2,
+     "--zero-stage is for --format deepspeed"),
+    (("export", SAFETENSORS, "out", "--format", "deepspeed", "--zero-stage", 4), 2, "not in the range"),
+    (("export", SAFETENSORS, "out", "--params", "x"), 1, "has no parameters at 'x'; it has param"),
+    (("export", SAFETENSORS, "out", "--format", "dcp", "--opt-state", "x"), 2,
+     "--opt-state goes with --optimizer"),
+    (("export", SAFETENSORS, "out", "--format", "dcp", "--step-dtype", "int32"), 2,
+     "--step-dtype goes with --optimizer"),
     (("map", SAFETENSORS), 2, "give --mapping"),
     (("map", SAFETENSORS, "--mapping", "nothing"), 1, "is not a mapping that can be read"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -758,35 +697,19 @@ TABLE: dict[str, dict[str, str]] = {
     "orbax_context": {"context": "used"},
 }
 SOURCE = {
-    "mapping": "used",
-    "sizes": "refused",
-    "spec": "refused",
-    "weights_only": "harmless",
+    "mapping": "used", "sizes": "refused", "spec": "refused", "weights_only": "harmless",
     "on_conflict": "noted",
-}
+}  # fmt: skip
 SOURCE |= {
-    "merge": "refused",
-    "dequantize": "harmless",
-    "no_dequantize": "harmless",
-    "optimizer_groups": "refused",
-    "model": "refused",
-    "step": "refused",
-    "config": "refused",
-    "assume": "refused",
-    "params": "refused",
+    "merge": "refused", "dequantize": "harmless", "no_dequantize": "harmless", "optimizer_groups": "refused",
+    "model": "refused", "step": "refused", "config": "refused", "assume": "refused", "params": "refused",
     "inverse": "refused",
-}
+}  # fmt: skip
 WORKERS = {"workers": "used", "scheduler": "used"}
 ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
 OPENING = (
-    "dequantize",
-    "no_dequantize",
-    "model",
-    "on_conflict",
-    "optimizer_groups",
-    "sizes",
-    "spec",
-)
+    "dequantize", "no_dequantize", "model", "on_conflict", "optimizer_groups", "sizes", "spec",
+)  # fmt: skip
 OPENING += ("step", "weights_only")
 COMMAND_TABLE: dict[str, dict[str, str]] = {
     "inspect": {

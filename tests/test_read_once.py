@@ -85,15 +85,10 @@ def test_verify_reads_every_byte_once_where_its_checks_run_one_by_one(source, mo
 
 
 MEGATRON = [
-    "dist_tp2_dp2_distopt_dp_zero_bf16",
-    "dist_tp2_dp2_distopt_dp_reshardable_bf16",
-    "dist_tp2_dp2_distopt_fully_reshardable_bf16",
-    "dist_ep2_moe_grouped_bf16",
-    "dist_tp2_pp1_bf16",
-    "legacy_tp2_dp2_distopt_bf16",
-    "legacy_tp2_fp16_scaler",
-    "old0153_tp2_zarr_fp32",
-]
+    "dist_tp2_dp2_distopt_dp_zero_bf16", "dist_tp2_dp2_distopt_dp_reshardable_bf16",
+    "dist_tp2_dp2_distopt_fully_reshardable_bf16", "dist_ep2_moe_grouped_bf16", "dist_tp2_pp1_bf16",
+    "legacy_tp2_dp2_distopt_bf16", "legacy_tp2_fp16_scaler", "old0153_tp2_zarr_fp32",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MEGATRON)

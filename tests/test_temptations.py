@@ -193,17 +193,11 @@ def same_or_nan(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("change", [STEP_LATER, OTHER_RUN], ids=["step", "run"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        "deepspeed/z1_bf16_dp2",
-        "deepspeed/tp2_dp2_z3_bf16",
-        "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
-        "megatron/legacy_tp2_fp16_scaler/ckpt",
-        "torch/fsdp2_dp4_uneven/ckpt",
-        "torch/hf_llama/ckpt",
-    ],
-)
+@pytest.mark.parametrize("case", [
+    "deepspeed/z1_bf16_dp2", "deepspeed/tp2_dp2_z3_bf16",
+    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt", "megatron/legacy_tp2_fp16_scaler/ckpt",
+    "torch/fsdp2_dp4_uneven/ckpt", "torch/hf_llama/ckpt",
+])  # fmt: skip
 def test_a_sibling_is_a_whole_checkpoint_with_other_values(case, change, tmp_path):
     path = TESTS / "data" / case
     folder = {
@@ -318,15 +312,11 @@ def tensors(values: np.ndarray) -> bytes:
     return len(header).to_bytes(8, "little") + header + values.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("after", "shown"),
-    [
-        ({"a.safetensors": tensors(Y)}, []),
-        ({"a.safetensors": tensors(X)[:180] + bytes(400)}, ["half of a file is zeros"]),
-        ({"a.safetensors": tensors(X[:60])}, ["a total size of another save"]),
-    ],
-    ids=["other values", "zeros", "a total"],
-)
+@pytest.mark.parametrize(("after", "shown"), [
+    ({"a.safetensors": tensors(Y)},                    []),
+    ({"a.safetensors": tensors(X)[:180] + bytes(400)}, ["half of a file is zeros"]),
+    ({"a.safetensors": tensors(X[:60])},               ["a total size of another save"]),
+], ids=["other values", "zeros", "a total"])  # fmt: skip
 def test_what_a_note_must_tell_is_seen_in_the_files(after, shown):
     before = {"a.safetensors": tensors(X), "model.safetensors.index.json": INDEX.encode()}
     subject = subjects(("safetensors",))[0]

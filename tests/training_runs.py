@@ -41,10 +41,8 @@ WRAPPED: dict[str, Callable[[Transformation], Transformation]] = {
     "bare": lambda core: core,
     "chain": lambda core: optax.chain(optax.clip_by_global_norm(1.0), core),
     "masked": lambda core: halves(core, of_matrices),
-    "partition": lambda core: optax.partition(
-        {"a": core, "b": optax.chain(optax.clip(1.0), core)},
-        lambda tree: jax.tree.map(lambda leaf: "a" if len(leaf.shape) > 1 else "b", tree),
-    ),
+    "partition": lambda core: optax.partition({"a": core, "b": optax.chain(optax.clip(1.0), core)},
+        lambda tree: jax.tree.map(lambda leaf: "a" if len(leaf.shape) > 1 else "b", tree)),
     "inject_hyperparams": lambda core: optax.inject_hyperparams(
         lambda rate: optax.chain(core, optax.scale(rate))
     )(0.5),
@@ -52,11 +50,9 @@ WRAPPED: dict[str, Callable[[Transformation], Transformation]] = {
         lambda rate: optax.chain(core, optax.scale_by_learning_rate(rate))
     )(SCHEDULE),
     "MultiSteps": lambda core: optax.MultiSteps(core, 4).gradient_transformation(),
-    "all at once": lambda core: optax.chain(
-        optax.clip(1.0),
-        optax.MultiSteps(halves(optax.chain(core), of_matrices), 2).gradient_transformation(),
-    ),
-}
+    "all at once": lambda core: optax.chain(optax.clip(1.0),
+        optax.MultiSteps(halves(optax.chain(core), of_matrices), 2).gradient_transformation()),
+}  # fmt: skip
 CORES = {
     "adam": (ADAMW, ["exp_avg", "exp_avg_sq", "step"]),
     "sgd": (optax.sgd(SCHEDULE, 0.9, nesterov=True), ["momentum_buffer"]),

@@ -73,11 +73,8 @@ def shares(command: Sequence[str], cluster: LocalCluster) -> How:
 
 
 KINDS: Mapping[str, Callable[[Sequence[str], LocalCluster], How]] = {
-    "dask": dask,
-    "processes": pool,
-    "mpi": mpi,
-    "shares": shares,
-}
+    "dask": dask, "processes": pool, "mpi": mpi, "shares": shares,
+}  # fmt: skip
 
 
 def _below(processes: Sequence[subprocess.Popen[bytes]], words: str) -> list[int]:

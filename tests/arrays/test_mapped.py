@@ -37,14 +37,10 @@ PARAMS = {
     **{f"h.{i}.qkv": rng((GROUPS * 4 * DIM, EMBED), i) for i in range(LAYERS)},
     **{f"h.{i}.c_attn": rng((EMBED, 3 * HEADS * DIM), i) for i in range(LAYERS)},
     **{f"h.{i}.{n}": rng((MLP, EMBED), 9 * i + ord(n)) for i in range(LAYERS) for n in "gu"},
-    **{
-        f"h.{i}.e.{j}.w": rng((MLP, EMBED), 9 * i + j)
-        for i in range(LAYERS)
-        for j in range(EXPERTS)
-    },
+    **{f"h.{i}.e.{j}.w": rng((MLP, EMBED), 9 * i + j) for i in range(LAYERS) for j in range(EXPERTS)},
     "stacked": rng((LAYERS, EMBED, MLP)),
     "conv": rng((EMBED, 1, MLP)),
-}
+}  # fmt: skip
 RULES = """\
 sizes: {groups: 2, q: 2, k: 1, v: 1, gate: 1, up: 1, three_q: 1, three_k: 1, three_v: 1, _more: 5}
 leaves:
@@ -342,30 +338,16 @@ def test_scaling_16_bit_numbers_rounds_once():
 PLAIN = Mapping.parse("leaves:\n- {param: '{n}.w', axes: x, leaf: {w: n x}}")
 
 
-@pytest.mark.parametrize(
-    ("tree", "fault"),
-    [
-        (
-            {"param": {"0.w": rng((3,)), "1.w": rng((3,))}, "m": {"0.w": rng((3,))}},
-            r"m/w: 0\.w has this state, but 1\.w not",
-        ),
-        (
-            {"param": {"0.w": rng((3,))}, "row": {"0.w": rng((2,))}},
-            r"row of 0\.w has shape \[2\], the parameter \[3\]",
-        ),
-        (
-            {
-                "param": {"0.w": rng((3,)), "1.w": rng((3,))},
-                "m": {"0.w": rng((3,)), "1.w": rng(())},
-            },
-            r"m of 1\.w has shape \[\], the parameter \[3\]",
-        ),
-        (
-            {"param": {"0.w": rng((3,)), "1.w": rng((3,)).astype(np.float16)}},
-            r"param/w: its parameters differ in dtype, float16, float32",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tree", "fault"), [
+    ({"param": {"0.w": rng((3,)), "1.w": rng((3,))}, "m": {"0.w": rng((3,))}},
+     r"m/w: 0\.w has this state, but 1\.w not"),
+    ({"param": {"0.w": rng((3,))}, "row": {"0.w": rng((2,))}},
+     r"row of 0\.w has shape \[2\], the parameter \[3\]"),
+    ({"param": {"0.w": rng((3,)), "1.w": rng((3,))}, "m": {"0.w": rng((3,)), "1.w": rng(())}},
+     r"m of 1\.w has shape \[\], the parameter \[3\]"),
+    ({"param": {"0.w": rng((3,)), "1.w": rng((3,)).astype(np.float16)}},
+     r"param/w: its parameters differ in dtype, float16, float32"),
+])  # fmt: skip
 def test_states_that_cannot_be_mapped_are_refused_by_name(tree, fault):
     with pytest.raises(LayoutError, match=fault):
         mapped(tree, PLAIN)

@@ -27,17 +27,11 @@ from jax_ucp.layout.box import Box
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = [
-    "deepspeed/tp2_dp2_z3_bf16",
-    "deepspeed_universal/z3_bf16_dp2_frozen_tied",
-    "megatron/legacy_tp2_dp2_distopt_bf16/ckpt",
-    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
-    "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16/ckpt",
-    "megatron/old0153_tp2_zarr_fp32/ckpt",
-    "torch/fsdp2_tp_2x2/ckpt",
-    "torch/dcp_zstd/ckpt",
-    "torch/hf_llama/ckpt",
-    "torch/torchsave/trainer.pt",
-]
+    "deepspeed/tp2_dp2_z3_bf16", "deepspeed_universal/z3_bf16_dp2_frozen_tied",
+    "megatron/legacy_tp2_dp2_distopt_bf16/ckpt", "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
+    "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16/ckpt", "megatron/old0153_tp2_zarr_fp32/ckpt",
+    "torch/fsdp2_tp_2x2/ckpt", "torch/dcp_zstd/ckpt", "torch/hf_llama/ckpt", "torch/torchsave/trainer.pt",
+]  # fmt: skip
 
 
 def halves(box: Box, axis: int) -> list[Box]:

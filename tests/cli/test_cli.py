@@ -195,15 +195,12 @@ def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_pa
     assert "param.head.bias" in run("verify", tmp_path / "damaged", code=1)
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (("inspect", "nothing/there"), "nothing/there does not exist"),
-        (("verify", "."), "is not a checkpoint of a format known here"),
-        (("convert", "nothing", "out"), "nothing does not exist"),
-        (("plan", __file__), "is not a checkpoint of a format known here"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    (("inspect", "nothing/there"),  "nothing/there does not exist"),
+    (("verify", "."),               "is not a checkpoint of a format known here"),
+    (("convert", "nothing", "out"), "nothing does not exist"),
+    (("plan", __file__),            "is not a checkpoint of a format known here"),
+])  # fmt: skip
 def test_a_path_that_is_nothing_is_refused_without_a_traceback(
     command, message, tmp_path, monkeypatch
 ):
@@ -211,23 +208,17 @@ def test_a_path_that_is_nothing_is_refused_without_a_traceback(
     assert message in run(*command, code=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("plan", CASE, "--budget", "much"), "'much' is not a size"),
-        (("plan", CASE, "--mesh", "data:4"), "is not a mesh"),
-        (("plan", CASE, "--rule", "kernel"), "is not a rule"),
-        (("plan", CASE, "--hosts", "2"), "give --mesh too"),
-        (
-            ("plan", CASE, "--mesh", "data=4", "--hosts", "3"),
-            "4 devices cannot be shared out evenly to 3 hosts",
-        ),
-        (("convert", CASE, "out", "--rule", "kernel=data"), "give --mesh too"),
-        (("plan", CASE, "--rule", "(=data"), "is not a regular expression"),
-        (("convert", CASE), "Missing argument 'TARGET'"),
-        (("verify", CASE, "--on-conflict", "me"), "'me' is not one of 'master', 'copy'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("plan", CASE, "--budget", "much"), "'much' is not a size"),
+    (("plan", CASE, "--mesh", "data:4"), "is not a mesh"),
+    (("plan", CASE, "--rule", "kernel"), "is not a rule"),
+    (("plan", CASE, "--hosts", "2"), "give --mesh too"),
+    (("plan", CASE, "--mesh", "data=4", "--hosts", "3"), "4 devices cannot be shared out evenly to 3 hosts"),
+    (("convert", CASE, "out", "--rule", "kernel=data"), "give --mesh too"),
+    (("plan", CASE, "--rule", "(=data"), "is not a regular expression"),
+    (("convert", CASE), "Missing argument 'TARGET'"),
+    (("verify", CASE, "--on-conflict", "me"), "'me' is not one of 'master', 'copy'"),
+])  # fmt: skip
 def test_a_wrong_command_line_exits_with_2_and_says_what_is_right(options, message):
     assert message in run(*options, code=2)
 

@@ -133,16 +133,13 @@ def test_a_flax_variable_is_called_by_the_name_of_its_module(folder, tmp_path):
     assert target_shapes(f"{folder}:linear") == {"kernel": (3, 2), "bias": (2,)}
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("nowhere", "nowhere is neither a path that exists nor a function; write module:function"),
-        ("no_such_module:tree", "no_such_module:tree gives no tree: ModuleNotFoundError"),
-        ("MODEL:absent", "MODEL:absent gives no tree: AttributeError"),
-        ("MODEL:nothing", "MODEL:nothing gives no tree: TypeError: no"),
-        ("bad.json", "bad.json is not what `inspect --json` prints"),
-    ],
-)
+@pytest.mark.parametrize(("target", "message"), [
+    ("nowhere",             "nowhere is neither a path that exists nor a function; write module:function"),
+    ("no_such_module:tree", "no_such_module:tree gives no tree: ModuleNotFoundError"),
+    ("MODEL:absent",        "MODEL:absent gives no tree: AttributeError"),
+    ("MODEL:nothing",       "MODEL:nothing gives no tree: TypeError: no"),
+    ("bad.json",            "bad.json is not what `inspect --json` prints"),
+])  # fmt: skip
 def test_a_target_that_is_none_is_refused_without_a_traceback(target, message, folder):
     Path("bad.json").write_text('{"leaves": [1]}')
     target, message = target.replace("MODEL", folder), message.replace("MODEL", folder)

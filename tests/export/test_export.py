@@ -32,16 +32,8 @@ from jax_ucp.tree import Key, Leaf
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES = [
-    np.float32,
-    ml_dtypes.bfloat16,
-    np.float16,
-    np.float64,
-    np.int8,
-    np.uint8,
-    np.int64,
-    np.bool_,
-    np.uint32,
-]
+    np.float32, ml_dtypes.bfloat16, np.float16, np.float64, np.int8, np.uint8, np.int64, np.bool_, np.uint32,
+]  # fmt: skip
 DTYPES += [np.complex64, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu]
 
 # One case for each way in which a source differs: masters, ZeRO stage, optimizer, frozen, tied,
@@ -55,12 +47,9 @@ CASES = [
         f"deepspeed/{case}"
         for case in ("z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload", "z3_bf16_dp2_frozen_tied")
     ),
-    *(
-        f"deepspeed/{case}"
-        for case in ("tp2_dp1_z1_fp32_gqa", "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32")
-    ),
+    *(f"deepspeed/{case}" for case in ("tp2_dp1_z1_fp32_gqa", "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32")),
     "deepspeed/moe_ep2_dp2_z1_bf16",
-]
+]  # fmt: skip
 WEIGHTS = ["torch/hf_llama_bf16_tied", "torch/hf_gpt2"]
 
 

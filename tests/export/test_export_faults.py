@@ -324,12 +324,8 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
     source = tmp_path / "source"
     memory({"param": {"a": W, "b": W + 1}, "exp_avg": {"a": W, "b": W}}).export(source, "dcp")
     order = {
-        "job": f"export {format}",
-        "root": str(tmp_path),
-        "source": str(source),
-        "times": 0,
-        "seed": 0,
-    }
+        "job": f"export {format}", "root": str(tmp_path), "source": str(source), "times": 0, "seed": 0,
+    }  # fmt: skip
     one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
     done = subprocess.run(
@@ -363,19 +359,10 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
 
 
 def test_the_command_says_what_it_wrote_and_what_it_left_out(tmp_path):
-    run = CliRunner().invoke(
-        main,
-        [
-            "export",
-            str(CASE),
-            str(tmp_path / "out"),
-            "--format",
-            "safetensors",
-            "--dtype",
-            "bfloat16",
-            "--json",
-        ],
-    )
+    run = CliRunner().invoke(main, [
+        "export", str(CASE), str(tmp_path / "out"), "--format", "safetensors", "--dtype", "bfloat16",
+        "--json",
+    ])  # fmt: skip
     assert run.exit_code == 0, run.output
     found = json.loads(run.stdout)
     assert (found["tensors"], found["files"], found["format"]) == (30, 1, "safetensors")

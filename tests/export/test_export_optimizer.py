@@ -39,12 +39,8 @@ def account_is_whole(stored: ucp.Checkpoint, back: ucp.Checkpoint) -> bool:
 # Precisions, optimizers, tensor parallelism with grouped heads, a gated MLP, and experts beside
 # dense MLPs.
 CASES = [
-    "z1_fp32_dp4",
-    "z2_bf16_dp2_bf16master",
-    "z1_fp32_dp2_sgd",
-    "z1_fp32_dp2_lion",
-    "tp2_dp1_z1_fp32_gqa",
-]
+    "z1_fp32_dp4", "z2_bf16_dp2_bf16master", "z1_fp32_dp2_sgd", "z1_fp32_dp2_lion", "tp2_dp1_z1_fp32_gqa",
+]  # fmt: skip
 CASES += ["tp2_dp2_z1_bf16_swiglu", "moe_ep2_dp2_z1_bf16"]
 
 
@@ -78,13 +74,10 @@ def test_a_run_of_fsdp_comes_back_out_of_jax_by_its_own_names(case, wrap, tmp_pa
         assert differences(source, back.export(tmp_path / format, format)) == []
 
 
-@pytest.mark.parametrize(
-    ("case", "counts"),
-    [
-        ("legacy_ep2_moe_seq_distopt_fp32", np.int32),
-        ("dist_tp2_gqa_swiglu_qknorm_fp32", np.float32),
-    ],
-)
+@pytest.mark.parametrize(("case", "counts"), [
+    ("legacy_ep2_moe_seq_distopt_fp32", np.int32),
+    ("dist_tp2_gqa_swiglu_qknorm_fp32", np.float32),
+])  # fmt: skip
 def test_a_run_of_megatron_comes_back_out_of_jax(case, counts, tmp_path):
     source = ucp.open(DATA / "megatron" / case / "ckpt")
     rules = ucp.Mapping.load("megatron-gpt-to-reference")
@@ -148,15 +141,12 @@ def test_one_command_exports_a_run(function, folder):
     assert differences(want, ucp.open("out")) == []
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        ("nowhere", "nowhere is neither a path that exists nor a function; write module:function"),
-        ("no_such_module:tx", "ModuleNotFoundError"),
-        ("MODULE:absent", "AttributeError"),
-        ("MODULE:nothing", "MODULE:nothing gives 3, which is not an optax optimizer"),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "message"), [
+    ("nowhere",           "nowhere is neither a path that exists nor a function; write module:function"),
+    ("no_such_module:tx", "ModuleNotFoundError"),
+    ("MODULE:absent",     "AttributeError"),
+    ("MODULE:nothing",    "MODULE:nothing gives 3, which is not an optax optimizer"),
+])  # fmt: skip
 def test_an_optimizer_that_is_none_is_refused_without_a_traceback(optimizer, message, folder):
     options = ("--format", "dcp", "--optimizer", optimizer.replace("MODULE", folder))
     assert message.replace("MODULE", folder) in run(

@@ -61,17 +61,14 @@ def test_an_emulator_of_google_is_asked_where_it_is(monkeypatch):
     assert "http://127.0.0.1:9" in str(open_store("gs", "bucket").config)
 
 
-@pytest.mark.parametrize(
-    ("text", "url"),
-    [
-        ("s3://bucket/a b/c#d%20e", "s3://bucket/a b/c#d%20e"),
-        ("s3:/bucket/a/", "s3://bucket/a"),  # as pathlib makes it
-        ("S3A://bucket", "s3://bucket"),
-        ("gcs://bucket/a", "gs://bucket/a"),
-        ("abfss://box@home.dfs.core.windows.net/a", "abfs://box@home.dfs.core.windows.net/a"),
-        ("https://host:8/a%20b/c", "https://host:8/a%20b/c"),
-    ],
-)
+@pytest.mark.parametrize(("text", "url"), [
+    ("s3://bucket/a b/c#d%20e", "s3://bucket/a b/c#d%20e"),
+    ("s3:/bucket/a/", "s3://bucket/a"),  # as pathlib makes it
+    ("S3A://bucket", "s3://bucket"),
+    ("gcs://bucket/a", "gs://bucket/a"),
+    ("abfss://box@home.dfs.core.windows.net/a", "abfs://box@home.dfs.core.windows.net/a"),
+    ("https://host:8/a%20b/c", "https://host:8/a%20b/c"),
+])  # fmt: skip
 def test_a_url_names_the_same_when_it_is_read_back(text, url, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "K")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "S")

@@ -42,18 +42,9 @@ def test_a_format_reads_through_files(path):
         assert list(reaches_past(ast.parse(path.read_text()))) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import mmap",
-        "from pathlib import Path",
-        "open(path)",
-        "os.open(path, 0)",
-        "np.memmap(path)",
-        "list(folder.iterdir())",
-        "path.open('rb')",
-        "folder.glob('*.pt')",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "import mmap", "from pathlib import Path", "open(path)", "os.open(path, 0)", "np.memmap(path)",
+    "list(folder.iterdir())", "path.open('rb')", "folder.glob('*.pt')",
+])  # fmt: skip
 def test_what_reaches_past_is_found(text):
     assert list(reaches_past(ast.parse(text)))

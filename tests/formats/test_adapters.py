@@ -252,18 +252,12 @@ FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
         lambda a: a.update({f"{Q}.lora_A.weight": np.zeros((4, 15), np.float32)}),
         "not for this base",
     ),
-    "not gathered": (
-        lambda a: a.update({f"{Q}.lora_A.weight": np.zeros((0,), np.float32)}),
-        "not gathered",
-    ),
+    "not gathered": (lambda a: a.update({f"{Q}.lora_A.weight": np.zeros((0,), np.float32)}), "not gathered"),
     "no such weight": (
         lambda a: a.update({k.replace("layers.0", "layers.7"): v for k, v in a.items()}),
         "the base has no model.layers.7.*it has model.layers.1",
     ),
-    "no prefix": (
-        lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}),
-        "not a tensor of",
-    ),
+    "no prefix": (lambda a: a.update({"q.lora_A.weight": a[f"{Q}.lora_A.weight"]}), "not a tensor of"),
     "other method": (
         lambda a: a.update({f"{Q}.lora_E": a[f"{Q}.lora_A.weight"]}),
         "lora_E is not a tensor of a LoRA adapter",
@@ -282,7 +276,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
         ),
         r"if tokens were added, merge the adapter into its base with peft \(merge_and_unload\)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -352,13 +346,10 @@ def test_a_square_weight_is_not_taken_for_a_conv1d_where_the_base_has_linears(
 
 UNDECIDED = {
     "square": ({"up": (2, 6, 6)}, ["up"], "which are square: nothing stored tells whether rows"),
-    "two alike": (
-        {"up": (2, 6, 8), "down": (2, 6, 8)},
-        ["up", "down"],
-        "the parameters .*up, .*down in 2 orders, by their shapes, and nothing stored tells which",
-    ),
+    "two alike": ({"up": (2, 6, 8), "down": (2, 6, 8)}, ["up", "down"],
+        "the parameters .*up, .*down in 2 orders, by their shapes, and nothing stored tells which"),
     "of another base": ({"up": (2, 6, 5)}, ["up"], "fit no parameters .*: the adapter is not for"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNDECIDED)

@@ -147,13 +147,10 @@ def rewritten(path: Path, old: bytes, new: bytes) -> None:
             archive.writestr(info.filename, data.replace(old, new) if is_pickle else data)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "opcode", "match"),
-    [
-        ("extra_state", b"last_epoch", b"K", r"last_epoch is 2, but 1 in extra_state_world_size_2"),
-        ("optim", b"\x02\x00\x00\x00lr", b"G", r"param_groups\[0\]\.lr is .*not of one step"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "key", "opcode", "match"), [
+    ("extra_state", b"last_epoch", b"K", r"last_epoch is 2, but 1 in extra_state_world_size_2"),
+    ("optim", b"\x02\x00\x00\x00lr", b"G", r"param_groups\[0\]\.lr is .*not of one step"),
+])  # fmt: skip
 def test_ranks_of_another_step_or_run_are_refused(actor, kind, key, opcode, match):
     path = actor / f"{kind}_world_size_2_rank_1.pt"
     with zipfile.ZipFile(path) as archive:
@@ -395,19 +392,13 @@ def test_the_mesh_of_every_version_of_torch_says_which_rank_is_where(mesh):
         spec_of(tensor, 5, read)
 
 
-@pytest.mark.parametrize(
-    ("placements", "match"),
-    [
-        ((placed("Partial"), placed("Replicate")), "each rank has a summand of it"),
-        ((placed("Replicate"), placed("Shard", dim=2)), "sharded on axis 2, but has 2"),
-        (
-            (placed("Replicate"), placed("_StridedShard", dim=0, split_factor=0)),
-            "split factor of 0",
-        ),
-        ((placed("Replicate"),), "needs as many placements"),
-        ((placed("Replicate"), 3), "should be a Shard or Replicate"),
-    ],
-)
+@pytest.mark.parametrize(("placements", "match"), [
+    ((placed("Partial"), placed("Replicate")), "each rank has a summand of it"),
+    ((placed("Replicate"), placed("Shard", dim=2)), "sharded on axis 2, but has 2"),
+    ((placed("Replicate"), placed("_StridedShard", dim=0, split_factor=0)), "split factor of 0"),
+    ((placed("Replicate"),), "needs as many placements"),
+    ((placed("Replicate"), 3), "should be a Shard or Replicate"),
+])  # fmt: skip
 def test_placements_that_cannot_be_put_together_are_refused(placements, match):
     tensor = dtensor({"mesh": stored(GRID), "_coordinate_on_dim": [0, 0]}, placements)
     with pytest.raises(FormatError, match=match):

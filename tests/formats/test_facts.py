@@ -59,68 +59,27 @@ def less(found: bytes) -> bytes:
 
 DIFFERING = [
     # ZeRO-3 with a plain optimizer has nothing else that tells of its step.
-    (
-        "deepspeed/z3_bf16_dp2",
-        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "lr",
-        r"lr is 0\.0012",
-    ),
-    (
-        "deepspeed/z1_fp32_dp2_sgd",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "lr",
-        r"param_groups\[0\]\.lr is",
-    ),
-    (
-        "deepspeed/z3_fp16_dp2_subgroups",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "cur_iter",
-        "cur_iter is 4, but 5",
-    ),
-    (
-        "deepspeed/z1_fp16_dp2",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "last_overflow_iter",
-        "iter is 1, but 2",
-    ),
+    ("deepspeed/z3_bf16_dp2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "lr", r"lr is 0\.0012"),
+    ("deepspeed/z1_fp32_dp2_sgd", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "lr",
+     r"param_groups\[0\]\.lr is"),
+    ("deepspeed/z3_fp16_dp2_subgroups", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "cur_iter",
+     "cur_iter is 4, but 5"),
+    ("deepspeed/z1_fp16_dp2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "last_overflow_iter",
+     "iter is 1, but 2"),
     ("deepspeed/z2_bf16_dp3", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "lr", r"lr is"),
-    (
-        "deepspeed/tp2_dp2_z1_fp32",
-        "mp_rank_01_model_states.pt",
-        "last_batch_iteration",
-        "iteration is 3, but 4",
-    ),
-    (
-        "deepspeed/tp2_dp2_z3_bf16",
-        "zero_pp_rank_1_mp_rank_01_model_states.pt",
-        "global_steps",
-        "steps is 4, but 5",
-    ),
-    (
-        "deepspeed/moe_ep2_dp2_z0_fp32",
-        "expp_rank_1_mp_rank_00_optim_states.pt",
-        "lr",
-        r"param_groups\[0\]\.lr is",
-    ),
-    (
-        "megatron/legacy_tp2_dp2_distopt_bf16",
-        "mp_rank_01/model_optim_rng.pt",
-        "max_lr",
-        r"group 0 of .*lr is 0\.0075",
-    ),
-    (
-        "megatron/legacy_tp2_fp16_scaler",
-        "mp_rank_01/model_optim_rng.pt",
-        "growth_tracker",
-        "tracker is 2, but 3",
-    ),
-    (
-        "megatron/legacy_tp1_pp2_vpp2_fp32",
-        "mp_rank_00_001/model_optim_rng.pt",
-        "num_steps",
-        "num_steps is 11, but 12",
-    ),
-]
+    ("deepspeed/tp2_dp2_z1_fp32", "mp_rank_01_model_states.pt", "last_batch_iteration",
+     "iteration is 3, but 4"),
+    ("deepspeed/tp2_dp2_z3_bf16", "zero_pp_rank_1_mp_rank_01_model_states.pt", "global_steps",
+     "steps is 4, but 5"),
+    ("deepspeed/moe_ep2_dp2_z0_fp32", "expp_rank_1_mp_rank_00_optim_states.pt", "lr",
+     r"param_groups\[0\]\.lr is"),
+    ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_01/model_optim_rng.pt", "max_lr",
+     r"group 0 of .*lr is 0\.0075"),
+    ("megatron/legacy_tp2_fp16_scaler", "mp_rank_01/model_optim_rng.pt", "growth_tracker",
+     "tracker is 2, but 3"),
+    ("megatron/legacy_tp1_pp2_vpp2_fp32", "mp_rank_00_001/model_optim_rng.pt", "num_steps",
+     "num_steps is 11, but 12"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "name", "what", "words"), DIFFERING)
@@ -175,23 +134,20 @@ def test_a_scheduler_of_the_ranks_own_losses_is_no_fact(tmp_path):
         facts.state_all(second, "1.pt", "lr_scheduler", second.tree, among="all")
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "agree"),
-    [
-        (3, 3.0, True),
-        (3, 4, False),
-        (float("nan"), float("nan"), True),
-        (None, None, True),
-        (None, 1, False),
-        ("linear", "linear", True),
-        ("linear", "linear2", False),
-        ([1, 2], [1, 3], False),
-        (np.float32(5), np.float32(5), True),
-        (np.zeros(2), np.zeros(3), False),
-        ({"a": 1}, {"a": 1}, True),
-        ({"a": 1}, {"a": 2}, False),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "agree"), [
+    (3,             3.0,           True),
+    (3,             4,             False),
+    (float("nan"),  float("nan"),  True),
+    (None,          None,          True),
+    (None,          1,             False),
+    ("linear",      "linear",      True),
+    ("linear",      "linear2",     False),
+    ([1, 2],        [1, 3],        False),
+    (np.float32(5), np.float32(5), True),
+    (np.zeros(2),   np.zeros(3),   False),
+    ({"a": 1},      {"a": 1},      True),
+    ({"a": 1},      {"a": 2},      False),
+])  # fmt: skip
 def test_values_agree_if_they_are_one_number(tmp_path, first, second, agree):
     facts = Facts(tmp_path)
     facts.state("a.pt", "it", first)

@@ -115,13 +115,10 @@ def test_states_of_torchs_optimizers_have_the_shape_of_their_parameter_and_no_ot
     assert not tells_shape({"z": shape or (1,)})
 
 
-@pytest.mark.parametrize(
-    "factors",
-    [
-        lambda shape: {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]},
-        lambda shape: {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])},
-    ],
-)
+@pytest.mark.parametrize("factors", [
+    lambda shape: {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]},
+    lambda shape: {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])},
+])  # fmt: skip
 @given(st.data())
 def test_adafactors_factors_tell_the_matrix_and_never_a_vector(factors, data):
     shape = data.draw(st.lists(st.integers(2, 4), min_size=2, max_size=3).map(tuple))

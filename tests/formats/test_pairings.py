@@ -276,12 +276,8 @@ def zero0(folder: Path, module: dict[str, np.ndarray], optimizer: dict[str, Any]
     """A checkpoint of DeepSpeed without ZeRO, of one rank."""
     (folder / "global_step3").mkdir()
     about = {
-        "ds_config": {},
-        "ds_version": "0.19.8",
-        "dp_world_size": 1,
-        "mp_world_size": 1,
-        "buffer_names": [],
-    }
+        "ds_config": {}, "ds_version": "0.19.8", "dp_world_size": 1, "mp_world_size": 1, "buffer_names": [],
+    }  # fmt: skip
     save(
         {"module": module, "optimizer": optimizer, **about},
         folder / "global_step3" / "mp_rank_00_model_states.pt",
@@ -581,55 +577,28 @@ def test_lists_of_names_pair_what_deepspeed_numbers_experts_of_all_ranks_in_one_
     assert {leaf.label.partition("/")[0] for leaf in apart.leaves} == {"param", "other"}
 
 
-@pytest.mark.parametrize(
-    ("case", "change", "why"),
-    [
-        (
-            "z0_fp32_dp2",
-            lambda lists: lists[:1],
-            r"1 lists for 2 groups \(groups of 11 \+ 20 parameters\)",
-        ),
-        (
-            "z0_fp32_dp2",
-            lambda lists: [lists[0], lists[1][1:]],
-            "the group from number 11 on has 20 parameters, but 19 names",
-        ),
-        (
-            "z0_fp32_dp2",
-            lambda lists: [lists[0], ["lost", *lists[1][1:]]],
-            "lost is not a parameter here",
-        ),
-        (
-            "z0_fp32_dp2",
-            lambda lists: [lists[0][::-1], lists[1]],
-            r"exp_avg of number 1 has shape \[8, 16\]",
-        ),
-        (
-            "moe_ep2_dp2_z0_fp32",
-            lambda lists: [*lists[:3], lists[3][1:]],
-            "the group from number 32 on has 4 parameters, but 3 names",
-        ),
-        (
-            "moe_ep2_dp2_z0_fp32",
-            lambda lists: [*lists[1::-1], *lists[2:]],
-            "the group from number 0 on has 10 .*, but 18 names",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "change", "why"), [
+    ("z0_fp32_dp2", lambda lists: lists[:1], r"1 lists for 2 groups \(groups of 11 \+ 20 parameters\)"),
+    ("z0_fp32_dp2",
+     lambda lists: [lists[0], lists[1][1:]], "the group from number 11 on has 20 parameters, but 19 names"),
+    ("z0_fp32_dp2", lambda lists: [lists[0], ["lost", *lists[1][1:]]], "lost is not a parameter here"),
+    ("z0_fp32_dp2", lambda lists: [lists[0][::-1], lists[1]], r"exp_avg of number 1 has shape \[8, 16\]"),
+    ("moe_ep2_dp2_z0_fp32",
+     lambda lists: [*lists[:3], lists[3][1:]], "the group from number 32 on has 4 parameters, but 3 names"),
+    ("moe_ep2_dp2_z0_fp32",
+     lambda lists: [*lists[1::-1], *lists[2:]], "the group from number 0 on has 10 .*, but 18 names"),
+])  # fmt: skip
 def test_lists_for_deepspeed_that_do_not_fit_say_where(case, change, why):
     with pytest.raises(FormatError, match=rf"_states\.pt: optimizer_groups does not fit: .*{why}"):
         ucp.open(DEEPSPEED / case, optimizer_groups=change(decay_lists(case)))
 
 
-@pytest.mark.parametrize(
-    ("lists", "why"),
-    [
-        ([["a", "b"], []], r"2 lists for 1 groups"),
-        ([["a"]], r"group 0 has 5 elements, the parameters listed for it 2"),
-        ([["a", "c"]], r"c is not a parameter of the module"),
-        ([["b", "a"]], r"group 0 does not have the master of b at 0 of its 5"),
-    ],
-)
+@pytest.mark.parametrize(("lists", "why"), [
+    ([["a", "b"], []], r"2 lists for 1 groups"),
+    ([["a"]],          r"group 0 has 5 elements, the parameters listed for it 2"),
+    ([["a", "c"]],     r"c is not a parameter of the module"),
+    ([["b", "a"]],     r"group 0 does not have the master of b at 0 of its 5"),
+])  # fmt: skip
 def test_lists_for_a_buffer_of_masters_that_do_not_fit_say_where(tmp_path, lists, why):
     masters = {"a": np.full(2, 1, np.float32), "b": np.full(3, 2, np.float32)}
     module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
@@ -729,29 +698,14 @@ def test_what_was_said_is_kept_in_the_result_and_is_part_of_what_a_conversion_is
     assert said.save(stopped).source["optimizer_groups"] == "module-order"
 
 
-@pytest.mark.parametrize(
-    ("case", "options", "why"),
-    [
-        (
-            "deepspeed/z1_bf16_dp2",
-            {},
-            "no optimizer here has states whose parameters are not known",
-        ),
-        (
-            "deepspeed/z0_fp32_dp2",
-            {"weights_only": True},
-            "weights_only leaves the optimizer aside",
-        ),
-        ("torch/dcp_named_optimizer/ckpt", {}, "no optimizer here"),
-        ("torch/hf_llama/ckpt", {}, "no optimizer here"),
-        ("megatron/legacy_tp1_pp1_fp32/ckpt", {}, "no optimizer here"),
-        (
-            "pairings/torch_plain/ckpt.pt",
-            {"weights_only": True},
-            "weights_only leaves the optimizer aside",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "options", "why"), [
+    ("deepspeed/z1_bf16_dp2",             {}, "no optimizer here has states whose parameters are not known"),
+    ("deepspeed/z0_fp32_dp2",             {"weights_only": True}, "weights_only leaves the optimizer aside"),
+    ("torch/dcp_named_optimizer/ckpt",    {}, "no optimizer here"),
+    ("torch/hf_llama/ckpt",               {}, "no optimizer here"),
+    ("megatron/legacy_tp1_pp1_fp32/ckpt", {}, "no optimizer here"),
+    ("pairings/torch_plain/ckpt.pt",      {"weights_only": True}, "weights_only leaves the optimizer aside"),
+])  # fmt: skip
 def test_a_word_that_would_change_nothing_is_refused(case, options, why):
     for word in ("module-order", [["a"]]):
         with pytest.raises(FormatError, match=f"optimizer_groups has no effect, because {why}"):
@@ -765,25 +719,16 @@ def test_a_universal_checkpoint_needs_no_word(tmp_path):
         ucp.open(tmp_path / "out", optimizer_groups="module-order")
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda names: [names[:-1]], r"group 0 .*has 27 parameters, but 26 names"),
-        (lambda names: [names, []], r"2 lists for the groups of optimizer has 27"),
-        (
-            lambda names: [["model.nothing", *names[1:]]],
-            r"model\.nothing is not a parameter of the model",
-        ),
-        (
-            lambda names: [[*names[1:], names[0]]],
-            r"exp_avg of 0 in optimizer has shape \[6, 4\], but layers\.0\.",
-        ),
-        (
-            lambda names: [[*names[:-1], "head.weight"]],
-            r"has shape|two names for optimizer are one tensor",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda names: [names[:-1]], r"group 0 .*has 27 parameters, but 26 names"),
+    (lambda names: [names, []], r"2 lists for the groups of optimizer has 27"),
+    (lambda names: [["model.nothing", *names[1:]]], r"model\.nothing is not a parameter of the model"),
+    (
+        lambda names: [[*names[1:], names[0]]],
+        r"exp_avg of 0 in optimizer has shape \[6, 4\], but layers\.0\.",
+    ),
+    (lambda names: [[*names[:-1], "head.weight"]], r"has shape|two names for optimizer are one tensor"),
+])  # fmt: skip
 def test_lists_that_do_not_fit_say_where(change, why):
     names = Case("pairings/torch_plain").about["groups"][0]
     with pytest.raises(FormatError, match=rf"ckpt\.pt: optimizer_groups does not fit: .*({why})"):

@@ -177,17 +177,9 @@ def flipped(copy_of: Callable[[str], Path], kind: str, element: int) -> tuple[Pa
         "zero-0": ("deepspeed/z0_bf16_dp1", Z1_COPY, f"module/{EMBEDDING}"),
         "zero-1": ("deepspeed/z1_bf16_dp2", Z1_COPY, f"module/{EMBEDDING}"),
         "zero-2": ("deepspeed/z2_bf16_dp3", Z1_COPY, f"module/{EMBEDDING}"),
-        "universal folder": (
-            "deepspeed_universal/tp2_dp1_z1_fp32_gqa",
-            f"{EMBEDDING}/fp32.pt",
-            "param",
-        ),
-        "legacy": (
-            "megatron/legacy_tp2_dp2_distopt_bf16",
-            "mp_rank_00/model_optim_rng.pt",
-            embedding,
-        ),
-    }[kind]
+        "universal folder": ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", f"{EMBEDDING}/fp32.pt", "param"),
+        "legacy": ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_00/model_optim_rng.pt", embedding),
+    }[kind]  # fmt: skip
     folder = copy_of(case)
     flip(one(folder, name), key, element)
     return folder, one(folder, name).name
@@ -232,15 +224,12 @@ def test_a_flipped_bit_outside_of_the_sample_is_refused_in_full(copy_of, kind):
     assert name in refusal(folder, verify="full")
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        ("deepspeed/z1_bf16_dp2", Z1.format(1)),
-        ("deepspeed/z3_bf16_dp2", Z1.format(0)),
-        ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_01/distrib_optim.pt"),
-        ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", f"{EMBEDDING}/exp_avg_sq.pt"),
-    ],
-)
+@pytest.mark.parametrize(("case", "name"), [
+    ("deepspeed/z1_bf16_dp2",                   Z1.format(1)),
+    ("deepspeed/z3_bf16_dp2",                   Z1.format(0)),
+    ("megatron/legacy_tp2_dp2_distopt_bf16",    "mp_rank_01/distrib_optim.pt"),
+    ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", f"{EMBEDDING}/exp_avg_sq.pt"),
+])  # fmt: skip
 def test_a_flipped_bit_of_a_moment_is_refused_in_full_by_its_checksum(copy_of, case, name):
     folder = copy_of(case)
     path = one(folder, name)

@@ -25,11 +25,8 @@ from servers.fault_proxy import depth
 CASES = every()
 # One of each format, whose stored arrays are those of TensorStore's drivers too.
 OVER_HTTP = [
-    "deepspeed/z2_bf16_dp3",
-    "torch/hf_llama",
-    "torch/dcp_objects",
-    "megatron/legacy_tp2_fp16_scaler",
-]
+    "deepspeed/z2_bf16_dp3", "torch/hf_llama", "torch/dcp_objects", "megatron/legacy_tp2_fp16_scaler",
+]  # fmt: skip
 OVER_HTTP += [
     "jax/orbax05-manager_items",
     "jax/orbax06-processes_ocdbt",

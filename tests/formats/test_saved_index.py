@@ -149,19 +149,16 @@ def test_a_damaged_index_is_refused_or_is_what_it_was(tmp_path):
             assert facts(ucp.open(index)) == want
 
 
-@pytest.mark.parametrize(
-    "listing",
-    [
-        Listing(found={"/a": FileInfo("a", -1, "")}),
-        Listing(infos={"/a": FileInfo("a", 1, "", "door")}),
-        Listing(folders={"/a": {"../etc/passwd": FileInfo("a", 1, "")}}),
-        Listing(folders={"/a": {"b/c": FileInfo("a/b/c", 1, "")}}),
-        Listing(folders={"/a": {"..": FileInfo("a", 1, "")}}),
-        Listing(below={"/a": [FileInfo("a/../../b", 1, "")]}),
-        Listing(below={"/": [FileInfo("/etc/passwd", 1, "")]}),
-        Listing(ranges={("/a", "", 0, 8): b"short"}),
-    ],
-)
+@pytest.mark.parametrize("listing", [
+    Listing(found={"/a": FileInfo("a", -1, "")}),
+    Listing(infos={"/a": FileInfo("a", 1, "", "door")}),
+    Listing(folders={"/a": {"../etc/passwd": FileInfo("a", 1, "")}}),
+    Listing(folders={"/a": {"b/c": FileInfo("a/b/c", 1, "")}}),
+    Listing(folders={"/a": {"..": FileInfo("a", 1, "")}}),
+    Listing(below={"/a": [FileInfo("a/../../b", 1, "")]}),
+    Listing(below={"/": [FileInfo("/etc/passwd", 1, "")]}),
+    Listing(ranges={("/a", "", 0, 8): b"short"}),
+])  # fmt: skip
 def test_an_answer_that_no_files_give_is_refused(listing, tmp_path):
     (tmp_path / "a.ucp-index").write_bytes(index_of(str(tmp_path), listing))
     with pytest.raises(FormatError, match=r"a\.ucp-index is not an index"):

@@ -139,13 +139,10 @@ def test_zero_3_keeps_the_weights_in_these_files_and_says_so(tmp_path):
         ucp.open(folder, weights_only=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "file"),
-    [
-        ("deepspeed/z0_fp32_dp2", "mp_rank_00_model_states.pt"),
-        ("deepspeed/z1_bf16_dp2", "*rank_1_mp_rank_00_optim*"),
-    ],
-)
+@pytest.mark.parametrize(("case", "file"), [
+    ("deepspeed/z0_fp32_dp2", "mp_rank_00_model_states.pt"),
+    ("deepspeed/z1_bf16_dp2", "*rank_1_mp_rank_00_optim*"),
+])  # fmt: skip
 def test_a_state_that_is_left_aside_is_not_verified(case, file, tmp_path):
     folder = Case(case).copied(tmp_path / "c")
     want = arrays(ucp.open(folder, weights_only=True))

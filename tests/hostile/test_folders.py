@@ -25,42 +25,22 @@ CASES = [
     *(
         Case(name)
         for name in (
-            "deepspeed/z1_bf16_dp2",
-            "deepspeed/z0_bf16_dp1",
-            "deepspeed_universal/z3_bf16_dp2_frozen_tied",
-            "deepspeed_writers/nvme_z3_small_dp2",
-            "dtensors/accelerate_llama",
-            "dtensors/verl_llama",
-            "gguf/qwen2_split",
-            "jax/orbax01110-manager_step",
-            "jax/orbax01110-pytree_values_ocdbt_zarr3",
-            "jax/orbax0128-flax_msgpack_file",
-            "jax/orbax05-aggregate",
-            "jax/orbax05-flax_chunked",
-            "jax/orbax05-flax_msgpack",
-            "jax/orbax05-paxml",
-            "jax/orbax05-t5x",
-            "megatron/dist_pp2_vpp2_fp32",
-            "megatron/legacy_ep2_moe_seq_distopt_fp32",
-            "megatron/torch_dcp_te_bf16",
-            "torch/dcp_file_per_item",
-            "torch/dcp_hf_consolidated",
-            "torch/hf_llama",
-            "trainers/accelerate_bin",
-            "trainers/accelerate_two_proof",
-            "trainers/lightning_gan",
+            "deepspeed/z1_bf16_dp2", "deepspeed/z0_bf16_dp1", "deepspeed_universal/z3_bf16_dp2_frozen_tied",
+            "deepspeed_writers/nvme_z3_small_dp2", "dtensors/accelerate_llama", "dtensors/verl_llama",
+            "gguf/qwen2_split", "jax/orbax01110-manager_step", "jax/orbax01110-pytree_values_ocdbt_zarr3",
+            "jax/orbax0128-flax_msgpack_file", "jax/orbax05-aggregate", "jax/orbax05-flax_chunked",
+            "jax/orbax05-flax_msgpack", "jax/orbax05-paxml", "jax/orbax05-t5x", "megatron/dist_pp2_vpp2_fp32",
+            "megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron/torch_dcp_te_bf16",
+            "torch/dcp_file_per_item", "torch/dcp_hf_consolidated", "torch/hf_llama",
+            "trainers/accelerate_bin", "trainers/accelerate_two_proof", "trainers/lightning_gan",
             "trainers/small_llama",
         )
     )
-]
+]  # fmt: skip
 PLAIN = [
-    "adapters/lora/adapter",
-    "folders/diffusers_idx/ckpt",
-    "folders/hf_bin_noindex/ckpt",
-    "megatron/old0153_tp2_zarr_fp32/ckpt",
-    "orbax/ocdbt",
-    "orbax/plain",
-]
+    "adapters/lora/adapter", "folders/diffusers_idx/ckpt", "folders/hf_bin_noindex/ckpt",
+    "megatron/old0153_tp2_zarr_fp32/ckpt", "orbax/ocdbt", "orbax/plain",
+]  # fmt: skip
 
 
 @pytest.fixture(params=[*CASES, *PLAIN, "universal"], ids=str)

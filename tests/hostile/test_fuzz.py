@@ -51,18 +51,15 @@ def test_hostile_inputs_are_read_or_refused_and_nothing_in_them_is_called():
         assert "'refused'" in line, line
 
 
-@pytest.mark.parametrize(
-    ("load", "seen"),
-    [
-        ("Unpickler(io.BytesIO(data)).load()", "the trap was called"),
-        ("__import__('sched')", "import ('sched'"),
-        ("exec('1')", "exec (<code object"),
-        ("open('written', 'w').close()", "open ('written', 'w')"),
-        ("{}['key']", "KeyError: 'key'"),
-        ("bytes(300 << 20)", "MemoryError"),
-        ("all(True for _ in iter(int, 1))", "more than 2 seconds"),
-    ],
-)
+@pytest.mark.parametrize(("load", "seen"), [
+    ("Unpickler(io.BytesIO(data)).load()", "the trap was called"),
+    ("__import__('sched')",                "import ('sched'"),
+    ("exec('1')",                          "exec (<code object"),
+    ("open('written', 'w').close()",       "open ('written', 'w')"),
+    ("{}['key']",                          "KeyError: 'key'"),
+    ("bytes(300 << 20)",                   "MemoryError"),
+    ("all(True for _ in iter(int, 1))",    "more than 2 seconds"),
+])  # fmt: skip
 def test_the_fuzzer_sees_what_must_not_happen(load, seen, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, said = fuzz(*((3,) if "iter" in load else (400, "--start", 100)), load=load)

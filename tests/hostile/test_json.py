@@ -48,13 +48,9 @@ VALUES = {
 }
 REFUSED = [name for name in VALUES if "deep" in name or "pair" in name]
 COMMANDS = {
-    "inspect": [],
-    "inspect --json": [],
-    "diff": ["{}"],
-    "report": ["-o", "{}.html"],
-    "convert": ["{}.out"],
+    "inspect": [], "inspect --json": [], "diff": ["{}"], "report": ["-o", "{}.html"], "convert": ["{}.out"],
     "export": ["{}.out"],
-}
+}  # fmt: skip
 
 
 def with_value(text: bytes, value: str) -> bytes:

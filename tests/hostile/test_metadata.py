@@ -84,22 +84,16 @@ OURS: dict[str, Callable[[dict], Any]] = {
     "no array of a leaf": lambda content: content["arrays"].pop("a") and None,
     "an array of no leaf": lambda content: content["arrays"].update(z=content["arrays"]["a"]),
     "a leaf twice": lambda content: content["leaves"].append(content["leaves"][0]),
-    "two leaves of one array": (
-        lambda content: content["leaves"].append({**content["leaves"][0], "path": ["z"]})
-    ),
-    "a leaf below a leaf": (
-        lambda content: content["leaves"].append({"path": ["a", "b"], "name": "x", "kind": "none"})
-    ),
+    "two leaves of one array": lambda content: content["leaves"].append({**content["leaves"][0],
+        "path": ["z"]}),
+    "a leaf below a leaf": lambda content: content["leaves"].append({"path": ["a", "b"], "name": "x",
+        "kind": "none"}),
     "a list without its first item": lambda content: content["leaves"].remove(leaf(content, "b.0")),
     "a list with a name": at("b.1", path=["b", {"kind": "list", "name": "x"}]),
     "a list and a dict": at("b.1", path=["b", "x"]),
     "a list with a negative place": at("b.1", path=["b", {"kind": "list", "name": -1}]),
-    "keys that differ in type": (
-        lambda content: content["leaves"].extend(
-            {"path": [key], "name": f"x{key}", "kind": "none"}
-            for key in ("0", {"kind": "dict", "name": 0})
-        )
-    ),
+    "keys that differ in type": lambda content: content["leaves"].extend({"path": [key], "name": f"x{key}",
+        "kind": "none"} for key in ("0", {"kind": "dict", "name": 0})),
     "a sharding that is not there": at("a", sharding=3),
     "a sharding before the first": at("a", sharding=-1),
     "a dtype of objects": at("a", dtype="object"),
@@ -144,7 +138,7 @@ OURS: dict[str, Callable[[dict], Any]] = {
     "files that are numbers": top(files={"_METADATA": 1}),
     "groups without settings": top(groups=[{"params": ["a"]}]),
     "groups of numbers": top(groups=[1]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", OURS.values(), ids=OURS.keys())
@@ -181,58 +175,29 @@ STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
     "a flag that is a text": ("_METADATA", top(use_ocdbt="no")),
     "metadata of users that are a list": ("_METADATA", top(custom_metadata=[1])),
     "nothing but a list": ("_METADATA", lambda content: [content]),
-    "a key that is a number": (
-        "_METADATA",
-        stock_entry("rate", key_metadata=[{"key": 1, "key_type": 2}]),
-    ),
-    "a key of no type": (
-        "_METADATA",
-        stock_entry("rate", key_metadata=[{"key": "rate", "key_type": 9}]),
-    ),
-    "a place that is a name": (
-        "_METADATA",
-        stock_entry("rate", key_metadata=[{"key": "x", "key_type": 1}]),
-    ),
-    "a place before the first": (
-        "_METADATA",
-        stock_entry("rate", key_metadata=[{"key": "-1", "key_type": 1}]),
-    ),
-    "a place of other digits": (
-        "_METADATA",
-        stock_entry("rate", key_metadata=[{"key": "²", "key_type": 1}]),
-    ),
+    "a key that is a number": ("_METADATA", stock_entry("rate", key_metadata=[{"key": 1, "key_type": 2}])),
+    "a key of no type": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "rate", "key_type": 9}])),
+    "a place that is a name": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "x", "key_type": 1}])),
+    "a place before the first": ("_METADATA",
+        stock_entry("rate", key_metadata=[{"key": "-1", "key_type": 1}])),
+    "a place of other digits": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "²", "key_type": 1}])),
     "keys that are a text": ("_METADATA", stock_entry("rate", key_metadata="rate")),
-    "a leaf below a leaf": (
-        "_METADATA",
-        stock_entry(
-            "rate", key_metadata=[{"key": "step", "key_type": 2}, {"key": "x", "key_type": 2}]
-        ),
-    ),
-    "a leaf of no type": (
-        "_METADATA",
-        stock_entry("rate", value_metadata={"value_type": "pickle"}),
-    ),
-    "a leaf that is a text and is none": (
-        "_METADATA",
-        stock_entry("rate", value_metadata={"value_type": "string"}),
-    ),
-    "a number that is an array": (
-        "_METADATA",
-        stock_entry("kernel", value_metadata={"value_type": "scalar"}),
-    ),
-    "a list without its second item": (
-        "_METADATA",
-        lambda content: content["tree_metadata"].pop("('opt', '1', 'zeros')") and None,
-    ),
+    "a leaf below a leaf": ("_METADATA",
+        stock_entry("rate", key_metadata=[{"key": "step", "key_type": 2}, {"key": "x", "key_type": 2}])),
+    "a leaf of no type": ("_METADATA", stock_entry("rate", value_metadata={"value_type": "pickle"})),
+    "a leaf that is a text and is none": ("_METADATA",
+        stock_entry("rate", value_metadata={"value_type": "string"})),
+    "a number that is an array": ("_METADATA",
+        stock_entry("kernel", value_metadata={"value_type": "scalar"})),
+    "a list without its second item": ("_METADATA",
+        lambda content: content["tree_metadata"].pop("('opt', '1', 'zeros')") and None),
     "texts that are numbers": ("_strings.json", lambda content: {"note": 1}),
     "texts that are a list": ("_strings.json", lambda content: ["note"]),
     "a name of a sharding that is not base64": ("_sharding", lambda content: {"é": "{}"}),
     "a sharding that is a list": ("_sharding", lambda content: {"cmF0ZQ==": []}),
     "a sharding that is not JSON": ("_sharding", lambda content: {"cmF0ZQ==": "{"}),
-    "a sharding without a mesh": (
-        "_sharding",
-        lambda content: {"cmF0ZQ==": '{"sharding_type": "NamedSharding"}'},
-    ),
+    "a sharding without a mesh": ("_sharding",
+        lambda content: {"cmF0ZQ==": '{"sharding_type": "NamedSharding"}'}),
     "a mesh of texts": (
         "_sharding",
         lambda content: {
@@ -248,15 +213,12 @@ STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
         },
     ),
     "kinds of keys that are numbers": ("array_metadatas/process_0", lambda content: [1]),
-    "arrays that are a text": (
-        "array_metadatas/process_0",
-        lambda content: {"array_metadatas": "x"},
-    ),
+    "arrays that are a text": ("array_metadatas/process_0", lambda content: {"array_metadatas": "x"}),
     "an array of a dtype of objects": ("rate/.zarray", top(dtype="|O")),
     "an array of another rank": ("rate/.zarray", top(shape=[3], chunks=[3, 3])),
     "an array that is negative": ("rate/.zarray", top(shape=[-3], chunks=[3])),
     "an array of another version": ("rate/.zarray", top(zarr_format=9)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("file", "change"), STOCK.values(), ids=STOCK.keys())
@@ -306,13 +268,10 @@ def test_a_target_says_which_key_a_leaf_is_not(ours):
         ucp.open(ours).plan(content)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"!array": "A", "dtype": "float32", "shape": [1]},
-        {"!array": "AAAA", "dtype": "O", "shape": [1]},
-    ],
-)
+@pytest.mark.parametrize("value", [
+    {"!array": "A", "dtype": "float32", "shape": [1]},
+    {"!array": "AAAA", "dtype": "O", "shape": [1]},
+])  # fmt: skip
 def test_an_extra_that_is_no_value_is_left_out_of_an_export_with_its_reason(tmp_path, value):
     path = ucp.Checkpoint.of({"param": {"w": np.ones(2, np.float32)}}).save(tmp_path / "c").path
     resealed(Path(path), top(extras={"mp_rank_00_model_states.pt": {"x": value}}))

@@ -22,27 +22,13 @@ from jax_ucp.layout.box import Box
 from jax_ucp.universal.ocdbt import MANIFEST_FILE, ValueRange, index_parts
 
 OUTSIDE = [
-    "../victim/a",
-    "a/../../victim/a",
-    "/{victim}/a",
-    "../../{name}/victim/a",
-    "..",
-    ".",
-    "",
-    "a//b",
-    "./a",
+    "../victim/a", "a/../../victim/a", "/{victim}/a", "../../{name}/victim/a", "..", ".", "", "a//b", "./a",
     "a\\b",
-]
+]  # fmt: skip
 OUTSIDE += [
-    "ucp.json",
-    "_METADATA",
-    "ucp.pack_0",
-    "ucp-ledger.jsonl",
-    "manifest.ocdbt/a",
-    "a\0b",
-    "x" * 300,
+    "ucp.json", "_METADATA", "ucp.pack_0", "ucp-ledger.jsonl", "manifest.ocdbt/a", "a\0b", "x" * 300,
     "a.__lock",
-]
+]  # fmt: skip
 
 
 @pytest.fixture

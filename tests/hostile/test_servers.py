@@ -155,29 +155,26 @@ def test_a_redirect_that_leads_elsewhere_or_nowhere_is_one_error(kind, location,
 HUB = ("huggingface.co", "*.hf.co")
 
 
-@pytest.mark.parametrize(
-    ("url", "location", "found"),
-    [
-        ("https://a.org/x", "/y", "https://a.org/y"),
-        ("https://a.org/x", "https://a.org:443/y", "https://a.org:443/y"),
-        ("http://a.org/x", "https://a.org/y", "https://a.org/y"),
-        ("https://a.org/x", "http://a.org/y", "redirects lead to https"),
-        ("https://a.org/x", "https://a.org:8443/y", "another host"),
-        ("https://a.org/x", "https://b.a.org/y", "another host"),
-        ("https://a.org/x", "https://A.org/y", "https://A.org/y"),
-        ("https://a.org/x", "https://a.org@b.org/y", "another host"),
-        ("https://a.org/x", "//cas-bridge.xethub.hf.co/y", "https://cas-bridge.xethub.hf.co/y"),
-        ("https://a.org/x", "https://evilhf.co/y", "another host"),
-        ("https://a.org/x", "https://huggingface.co.evil.org/y", "another host"),
-        ("https://1.1.1.1/x", "https://127.0.0.1/y", "a private network"),
-        ("https://1.1.1.1/x", "https://169.254.169.254/y", "a private network"),
-        ("https://1.1.1.1/x", "https://[fe80::1]/y", "a private network"),
-        ("https://1.1.1.1/x", "https://10.1.2.3/y", "a private network"),
-        ("https://127.0.0.1/x", "https://10.1.2.3/y", "https://10.1.2.3/y"),
-        ("https://a.org/x", None, "https://a.org/x"),
-        ("https://a.org/x", "https://a.org:port/", "not an address"),
-    ],
-)
+@pytest.mark.parametrize(("url", "location", "found"), [
+    ("https://a.org/x",     "/y", "https://a.org/y"),
+    ("https://a.org/x",     "https://a.org:443/y", "https://a.org:443/y"),
+    ("http://a.org/x",      "https://a.org/y", "https://a.org/y"),
+    ("https://a.org/x",     "http://a.org/y", "redirects lead to https"),
+    ("https://a.org/x",     "https://a.org:8443/y", "another host"),
+    ("https://a.org/x",     "https://b.a.org/y", "another host"),
+    ("https://a.org/x",     "https://A.org/y", "https://A.org/y"),
+    ("https://a.org/x",     "https://a.org@b.org/y", "another host"),
+    ("https://a.org/x",     "//cas-bridge.xethub.hf.co/y", "https://cas-bridge.xethub.hf.co/y"),
+    ("https://a.org/x",     "https://evilhf.co/y", "another host"),
+    ("https://a.org/x",     "https://huggingface.co.evil.org/y", "another host"),
+    ("https://1.1.1.1/x",   "https://127.0.0.1/y", "a private network"),
+    ("https://1.1.1.1/x",   "https://169.254.169.254/y", "a private network"),
+    ("https://1.1.1.1/x",   "https://[fe80::1]/y", "a private network"),
+    ("https://1.1.1.1/x",   "https://10.1.2.3/y", "a private network"),
+    ("https://127.0.0.1/x", "https://10.1.2.3/y", "https://10.1.2.3/y"),
+    ("https://a.org/x",     None, "https://a.org/x"),
+    ("https://a.org/x",     "https://a.org:port/", "not an address"),
+])  # fmt: skip
 def test_where_redirects_may_lead(url, location, found, monkeypatch):
     monkeypatch.setenv(ALLOWED_HOSTS, "127.0.0.1,169.254.169.254,fe80::1,10.*")
 

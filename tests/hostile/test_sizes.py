@@ -65,24 +65,21 @@ def claim(
     return resealed(saved(path, {"a": np.arange(6, dtype=np.float32).reshape(2, 3)}), change)
 
 
-@pytest.mark.parametrize(
-    ("shape", "outer", "inner"),
-    [
-        ([10**8, 3], [1, 3], [1, 3]),  # so many chunks
-        ([2**33, 3], [2**33, 3], [1, 3]),  # so many inner ones
-        ([2**32, 2**32], [2**32, 2**32], [2**32, 2**32]),  # more bytes than any number in C
-        ([2**31, 2**31], [2**31, 2**31], [2**31, 2**31]),
-        ([2**62, 1], [1, 1], [1, 1]),
-        # none at all, of a length that only itself divides
-        ([0, 2**61 - 1], [1, 2**61 - 1], [1, 2**61 - 1]),
-        ([2, 3], [2**61, 3], [2**61, 3]),  # a chunk that reaches far past the array
-        ([2, 3], [2**40, 3], [1, 3]),
-        ([2, 3], [2, 3], [2, 0]),
-        ([2, 3], [0, 3], [2, 3]),
-        ([2, 3], [2, 3], [2, 2]),
-        ([2] * 40, [2] * 40, [2] * 40),
-    ],
-)
+@pytest.mark.parametrize(("shape", "outer", "inner"), [
+    ([10**8, 3],     [1, 3],         [1, 3]),  # so many chunks
+    ([2**33, 3],     [2**33, 3],     [1, 3]),  # so many inner ones
+    ([2**32, 2**32], [2**32, 2**32], [2**32, 2**32]),  # more bytes than any number in C
+    ([2**31, 2**31], [2**31, 2**31], [2**31, 2**31]),
+    ([2**62, 1],     [1, 1],         [1, 1]),
+    # none at all, of a length that only itself divides
+    ([0, 2**61 - 1], [1, 2**61 - 1], [1, 2**61 - 1]),
+    ([2, 3],         [2**61, 3],     [2**61, 3]),  # a chunk that reaches far past the array
+    ([2, 3],         [2**40, 3],     [1, 3]),
+    ([2, 3],         [2, 3],         [2, 0]),
+    ([2, 3],         [0, 3],         [2, 3]),
+    ([2, 3],         [2, 3],         [2, 2]),
+    ([2] * 40,       [2] * 40,       [2] * 40),
+])  # fmt: skip
 def test_ours_says_more_than_it_has(tmp_path, shape, outer, inner):
     with pytest.raises(UCPError):
         all_of_it(claim(tmp_path / "c", shape, outer, inner))
@@ -110,17 +107,14 @@ def test_ours_says_that_a_mesh_has_devices_without_end(tmp_path):
         all_of_it(path)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "about"),
-    [
-        ({"shape": [2**60], "chunks": [2**20]}, {}),  # all of it a fill value
-        ({"shape": [2**60], "chunks": [2**20]}, {"store_array_data_equal_to_fill_value": True}),
-        ({"shape": [2**31, 2**31], "chunks": [1, 2**31]}, {}),
-        ({"shape": [2**32, 2**32], "chunks": [2**32, 2**32]}, {}),
-        ({"shape": [2**40], "chunks": [2**40], "compressor": None}, {}),
-        ({"shape": [4], "chunks": [2**50]}, {}),  # a chunk that is larger than the array
-    ],
-)
+@pytest.mark.parametrize(("metadata", "about"), [
+    ({"shape": [2**60], "chunks": [2**20]}, {}),  # all of it a fill value
+    ({"shape": [2**60], "chunks": [2**20]}, {"store_array_data_equal_to_fill_value": True}),
+    ({"shape": [2**31, 2**31], "chunks": [1, 2**31]}, {}),
+    ({"shape": [2**32, 2**32], "chunks": [2**32, 2**32]}, {}),
+    ({"shape": [2**40], "chunks": [2**40], "compressor": None}, {}),
+    ({"shape": [4], "chunks": [2**50]}, {}),  # a chunk that is larger than the array
+])  # fmt: skip
 def test_stock_s_metadata_say_more_than_is_stored(tmp_path, metadata, about):
     with pytest.raises(UCPError):
         all_of_it(plain_stock(tmp_path / "c", {"a": metadata}, **about))
@@ -240,22 +234,16 @@ def megatron_zarr(tmp_path):
 def test_megatron_s_args_say_more_ranks_than_any_run_has(kind):
     with pytest.raises(FormatError, match="model-parallel ranks"):
         Args({f"{kind}_parallel_size": 10**12})
-    Args(
-        {
-            "tensor_model_parallel_size": 8,
-            "pipeline_model_parallel_size": 64,
-            "expert_model_parallel_size": 128,
-        }
-    )
+    Args({
+        "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 64,
+        "expert_model_parallel_size": 128,
+    })  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("shard-99999999999-model-00001-of-99999999999", "none has one called model-00002-of-"),
-        ("shard-99999999999-model-00001-of-00001", "that of rank 1 is not there"),
-    ],
-)
+@pytest.mark.parametrize(("name", "why"), [
+    ("shard-99999999999-model-00001-of-99999999999", "none has one called model-00002-of-"),
+    ("shard-99999999999-model-00001-of-00001", "that of rank 1 is not there"),
+])  # fmt: skip
 def test_a_file_name_may_have_any_number_in_it(name, why):
     tensors = {"w": [(f"{name}.safetensors", Box.whole((2, 2)))]}
     with pytest.raises(FormatError, match=why):

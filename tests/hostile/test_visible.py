@@ -21,24 +21,13 @@ from jax_ucp.sharding.fit import warn_given_up
 from jax_ucp.text import visible, visible_lines
 
 HOSTILE = [
-    "w\x1b[31mred",
-    "w\x1b]0;title\x07",
-    "w\x1b]52;c;cm0gLXJm\x07",
-    "w\u202egnp.exe",
-    "w\x9b31m",
-    "w\r\x08x",
+    "w\x1b[31mred", "w\x1b]0;title\x07", "w\x1b]52;c;cm0gLXJm\x07", "w\u202egnp.exe", "w\x9b31m", "w\r\x08x",
     "w\u2066x",
-]
+]  # fmt: skip
 HOSTILE += [
-    "[/a]",
-    "[bold red]zz",
-    "\\[/foo]bar",
-    "[link=https://x]y[/link]",
-    ":bomb:",
-    "a\nfaults: 0",
-    "\u2028x",
+    "[/a]", "[bold red]zz", "\\[/foo]bar", "[link=https://x]y[/link]", ":bomb:", "a\nfaults: 0", "\u2028x",
     "\ue000x",
-]
+]  # fmt: skip
 
 
 def run(*args: object) -> tuple[int, str]:

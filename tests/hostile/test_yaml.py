@@ -22,29 +22,16 @@ def aliases(levels: int) -> str:
 
 
 BOMBS = {
-    "aliases": aliases(12),
-    "one alias": "sizes: &a {x: 1}\nmore: *a",
-    "merged": "a: &a {x: 1}\nb: {<<: *a}",
-    "lists": "a: " + "[" * 400_000,
-    "mappings": "a: " + "{a: " * 100_000,
-    "blocks": "- " * 400_000,
-    "keys": "? " * 300_000,
-    "base 60": "a: 1" + ":1" * 100_000,
-    "long": "a: x\n" * 400_000,
-    "text": "a: '" + "x" * 20_000 + "'",
-    "digits": "sizes: {a: " + "9" * 9_000 + "}",
-    "hexadecimal": "sizes: {a: 0x" + "f" * 9_000 + "}",
-    "date": "a: 2001-99-99",
-    "NUL": "a: \0",
-    "escape": "a: \x1b[31m",
-    "surrogate": "a: \ud800",
-    "number for a name": "1: 2",
-    "list for a name": "? [a, b]\n: 1",
-    "set": "!!set {a, b}",
-    "code": "a: !!python/object/apply:os.system [x]",
-    "two documents": "a: 1\n---\nb: 2",
+    "aliases": aliases(12), "one alias": "sizes: &a {x: 1}\nmore: *a", "merged": "a: &a {x: 1}\nb: {<<: *a}",
+    "lists": "a: " + "[" * 400_000, "mappings": "a: " + "{a: " * 100_000, "blocks": "- " * 400_000,
+    "keys": "? " * 300_000, "base 60": "a: 1" + ":1" * 100_000, "long": "a: x\n" * 400_000,
+    "text": "a: '" + "x" * 20_000 + "'", "digits": "sizes: {a: " + "9" * 9_000 + "}",
+    "hexadecimal": "sizes: {a: 0x" + "f" * 9_000 + "}", "date": "a: 2001-99-99", "NUL": "a: \0",
+    "escape": "a: \x1b[31m", "surrogate": "a: \ud800", "number for a name": "1: 2",
+    "list for a name": "? [a, b]\n: 1", "set": "!!set {a, b}",
+    "code": "a: !!python/object/apply:os.system [x]", "two documents": "a: 1\n---\nb: 2",
     "binary": "a: !!binary '\xff'",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
@@ -64,15 +51,12 @@ def test_an_error_quotes_little_of_what_it_refuses():
         assert max(map(len, str(refused.value).splitlines())) < 1000
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(" * 5000,
-        "(" * 100 + "a" + ")" * 100,
-        " ".join(f"(a{i} + b{i})" for i in range(40)),
-        "a " * 400,
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "(" * 5000,
+    "(" * 100 + "a" + ")" * 100,
+    " ".join(f"(a{i} + b{i})" for i in range(40)),
+    "a " * 400,
+])  # fmt: skip
 def test_axes_of_any_depth_and_any_number_of_parts_are_refused(text):
     with pytest.raises(SpecError):
         axes.parse(text)

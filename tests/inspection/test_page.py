@@ -23,17 +23,10 @@ CASE = DATA / "deepspeed" / "z1_bf16_dp2"
 PARTS = files("jax_ucp.inspection.page_parts")
 
 HOSTILE = [
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    '"><svg onload=alert(1)>',
-    "<!--<script>",
-    "]]><b>",
-    "&lt;b&gt;",
-    "' onfocus='alert(1)",
-    "w\u202egnp.exe\x1b[31m",
-    "{{constructor}}",
+    "</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", '"><svg onload=alert(1)>',
+    "<!--<script>", "]]><b>", "&lt;b&gt;", "' onfocus='alert(1)", "w\u202egnp.exe\x1b[31m", "{{constructor}}",
     "__proto__",
-]
+]  # fmt: skip
 
 
 class _Reader(HTMLParser):

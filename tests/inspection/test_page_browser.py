@@ -27,14 +27,9 @@ pytestmark = pytest.mark.slow
 DATA = Path(__file__).parents[1] / "data"
 CASE = DATA / "deepspeed" / "z1_bf16_dp2"
 HOSTILE = [
-    "</script><script>window.hacked=1</script>",
-    "<img src=http://example.invalid/x onerror=window.hacked=2>",
-    '"><svg onload=window.hacked=3>',
-    "<!--<script>",
-    'a" style="position:fixed',
-    "constructor",
-    "__proto__",
-]
+    "</script><script>window.hacked=1</script>", "<img src=http://example.invalid/x onerror=window.hacked=2>",
+    '"><svg onload=window.hacked=3>', "<!--<script>", 'a" style="position:fixed', "constructor", "__proto__",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

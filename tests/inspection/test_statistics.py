@@ -224,13 +224,9 @@ def test_moments_of_optax_go_to_the_parameter_with_their_path():
     array = np.ones(3, np.float32)
     tree = {
         "params": {"a": {"kernel": array}, "b": array},
-        "opt_state": {
-            "0": {
-                "mu": {"a": {"kernel": array}, "b": array},
-                "nu": {"a": {"kernel": array}, "b": array},
-            }
-        },
-    }
+        "opt_state": {"0": {"mu": {"a": {"kernel": array}, "b": array}, "nu": {"a": {"kernel": array},
+            "b": array}}},
+    }  # fmt: skip
     checkpoint = ucp.Checkpoint.of(tree)
     groups = together(checkpoint.leaves, checkpoint.params, {})
     labels = [[leaf.label for leaf in group.leaves] for group in groups]

@@ -18,22 +18,19 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.strided import MOST_READ, hull, part
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("a (b c", r"character 3: this parenthesis is never closed"),
-        ("a) b", r"character 2: a parenthesis is closed that was not opened"),
-        ("a + b", r"character 3: parts side by side stand in parentheses"),
-        ("(a + )", r"character 6: there is nothing to the left of this"),
-        ("()", r"character 2: there is nothing to the left of this"),
-        ("(a ...)", r"character 4: `\.\.\.` stands for whole axes"),
-        ("... a ...", r"`\.\.\.` can be there only once"),
-        ("heads 2 half", r"character 7: an axis of length 2 needs a name"),
-        ("a, b", r"character 2: ',' is not an axis"),
-        ("a (b a)", r"a is there twice"),
-        ("((q d) + k) d", r"d is there twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "fault"), [
+    ("a (b c",        r"character 3: this parenthesis is never closed"),
+    ("a) b",          r"character 2: a parenthesis is closed that was not opened"),
+    ("a + b",         r"character 3: parts side by side stand in parentheses"),
+    ("(a + )",        r"character 6: there is nothing to the left of this"),
+    ("()",            r"character 2: there is nothing to the left of this"),
+    ("(a ...)",       r"character 4: `\.\.\.` stands for whole axes"),
+    ("... a ...",     r"`\.\.\.` can be there only once"),
+    ("heads 2 half",  r"character 7: an axis of length 2 needs a name"),
+    ("a, b",          r"character 2: ',' is not an axis"),
+    ("a (b a)",       r"a is there twice"),
+    ("((q d) + k) d", r"d is there twice"),
+])  # fmt: skip
 def test_what_is_not_in_the_notation_is_refused_with_its_place(text, fault):
     with pytest.raises(SpecError, match=fault):
         parse(text)
@@ -237,28 +234,15 @@ def one(length):
     return Known(length, "given")
 
 
-@pytest.mark.parametrize(
-    ("claims", "known", "fault"),
-    [
-        ([claim("w", "a b", (2, 3, 4))], {}, r"w has 3 axes, \[2, 3, 4\], but `a b` names 2"),
-        (
-            [claim("w", "(a b)", (12,))],
-            {},
-            r"w: axis 0 has length 12 .* leaves the length of a and b open",
-        ),
-        (
-            [claim("w", "(a b)", (12,))],
-            {"a": one(5)},
-            r"axis 0 is `\(a b\)` with a = 5 \(given\), but .* has 12 there",
-        ),
-        ([claim("w", "(a + b)", (3,))], {"a": one(5)}, r"no length of b makes that fit"),
-        (
-            [claim("w", "a", (3,)), claim("v", "a", (4,))],
-            {},
-            r"v: axis 0 is `a` = 3 with a = 3 \(axis 0 of w, \[3\]\)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("claims", "known", "fault"), [
+    ([claim("w", "a b", (2, 3, 4))], {}, r"w has 3 axes, \[2, 3, 4\], but `a b` names 2"),
+    ([claim("w", "(a b)", (12,))], {}, r"w: axis 0 has length 12 .* leaves the length of a and b open"),
+    ([claim("w", "(a b)", (12,))], {"a": one(5)},
+     r"axis 0 is `\(a b\)` with a = 5 \(given\), but .* has 12 there"),
+    ([claim("w", "(a + b)", (3,))], {"a": one(5)}, r"no length of b makes that fit"),
+    ([claim("w", "a", (3,)), claim("v", "a", (4,))], {},
+     r"v: axis 0 is `a` = 3 with a = 3 \(axis 0 of w, \[3\]\)"),
+])  # fmt: skip
 def test_lengths_that_do_not_fit_are_told_with_where_they_come_from(claims, known, fault):
     faults = infer(claims, known).faults
     assert len(faults) == 1

@@ -235,36 +235,17 @@ def test_check_names_every_fault_at_once():
     assert "hole: [3:4, 0:4] is in no shard" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "shards", "message"),
-    [
-        (Unique(), [(2,), (2,)], "Unique needs 1 shard, found 2"),
-        (
-            Replicated(),
-            [(2,), (3,)],
-            r"shard 1 has shape \(3,\), but its replica, shard 0, has \(2,\)",
-        ),
-        (
-            Sharded(0),
-            [(2, 4), (2, 5)],
-            r"shard 1 has shape \(2, 5\) where its neighbours leave \(2, 4\)",
-        ),
-        (Sharded(2), [(2, 4)], "there is no axis 2"),
-        (Sharded(0, 1, grid=(2, 2)), [(2, 4)], "needs 4 shards, found 1"),
-        (
-            Fused(0, {"q": 4, "k": 2}),
-            [(3, 8), (2, 8)],
-            r"needs 3 rows on axis 0 of shard 1.*\(2, 8\).*whole",
-        ),
-        (Fused(0, {"q": 4, "k": 1}), [(3, 8)] * 2, "1 rows of k cannot be cut evenly over 2 ranks"),
-        (
-            Padded(Sharded(0), 0, 101),
-            [(50, 2), (50, 2)],
-            r"the shards hold \(100, 2\), .*\(101, 2\)",
-        ),
-        (Padded(Sharded(0), 0, 9, 12), [(5, 2), (5, 2)], "the shards have 10 rows"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "shards", "message"), [
+    (Unique(), [(2,), (2,)], "Unique needs 1 shard, found 2"),
+    (Replicated(), [(2,), (3,)], r"shard 1 has shape \(3,\), but its replica, shard 0, has \(2,\)"),
+    (Sharded(0), [(2, 4), (2, 5)], r"shard 1 has shape \(2, 5\) where its neighbours leave \(2, 4\)"),
+    (Sharded(2), [(2, 4)], "there is no axis 2"),
+    (Sharded(0, 1, grid=(2, 2)), [(2, 4)], "needs 4 shards, found 1"),
+    (Fused(0, {"q": 4, "k": 2}), [(3, 8), (2, 8)], r"needs 3 rows on axis 0 of shard 1.*\(2, 8\).*whole"),
+    (Fused(0, {"q": 4, "k": 1}), [(3, 8)] * 2, "1 rows of k cannot be cut evenly over 2 ranks"),
+    (Padded(Sharded(0), 0, 101), [(50, 2), (50, 2)], r"the shards hold \(100, 2\), .*\(101, 2\)"),
+    (Padded(Sharded(0), 0, 9, 12), [(5, 2), (5, 2)], "the shards have 10 rows"),
+])  # fmt: skip
 def test_shards_that_do_not_fit_are_refused_with_the_numbers(pattern, shards, message):
     with pytest.raises(LayoutError, match=message):
         pattern.join(shards)

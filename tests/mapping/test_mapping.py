@@ -78,73 +78,41 @@ def test_backwards_the_shapes_come_out_again():
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "faults"),
-    [
-        ("- 1", ["should be a mapping of sections"]),
-        ("rules: []", ["my.yaml:1: 'rules' is not a section"]),
-        ("leaves: {a: b}\nsizes: [a]", ["sizes should be a mapping", "leaves should be a list"]),
-        (
-            "sizes: {a b: 1, c: 'x+'}",
-            ["'a b' is not a name for a size", "sizes: c: 'x+' is not a size"],
-        ),
-        ("leaves:\n- {param: a}", ["my.yaml:2: a rule lacks leaf"]),
-        ("leaves:\n- {param: a, leaf: b, axis: x}", ["my.yaml:2: a rule has no field 'axis'"]),
-        (
-            "leaves:\n- {param: a, axes: x y, leaf: {b: x}}",
-            ["a has the axes x, y, but no leaf has just these: b lacks y"],
-        ),
-        (
-            "leaves:\n- {param: a, axes: x, leaf: {b: x z}}",
-            ["a has the axes x, but no leaf has just these: b has z besides"],
-        ),
-        (
-            "leaves:\n- {param: a, axes: (q + k), leaf: {b: q}}",
-            ["a has the axes k, but no leaf has just these"],
-        ),
-        (
-            "leaves:\n- {param: 'a.{i}', axes: x, leaf: {b: x}}",
-            ["a.{i} has the axes i, x, but no leaf"],
-        ),
-        ("leaves:\n- {param: 'a.{i}', axes: i x, leaf: b}", ["a.{i} has i in its name already"]),
-        (
-            "leaves:\n- {param: {a: x, b: x}, leaf: {c: x}}",
-            ["the axes x are named 2 times, in a and b"],
-        ),
-        (
-            "leaves:\n- {param: {'a.{i}': x, b: y}, leaf: {c: x}}",
-            ["should have the same placeholders"],
-        ),
-        ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is not a placeholder"]),
-        ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
-        ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
-        ("leaves:\n- {param: a, leaf: 'b//c'}", ["keys with one slash between them, not 'b//c'"]),
-        ("leaves:\n- {param: {a: x}, axes: x, leaf: b}", ["axes are for a param that is one name"]),
-        ("leaves:\n- {param: a, leaf: b, scale: 0}", ["scale should not be 0"]),
-        ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
-        ("leaves:\n- {param: a, leaf: b, optional: 1}", ["optional is true or false, not 1"]),
-        ("leaves:\n- {param: a, leaf: b, cast: int8}", ["cast is the name of a floating dtype"]),
-        (
-            "leaves:\n- {param: {a: x, b: y}, leaf: {c: (x + y)}, tied: {d: x}}",
-            ["what is tied is a copy of one"],
-        ),
-        (
-            "leaves:\n- {param: a, axes: x y, leaf: b, tied: {c: x}}",
-            ["c is tied, so it should name the axes that a names"],
-        ),
-        ("skip:\n- {param: a}", ["my.yaml:2: what is skipped lacks reason"]),
-        ("skip:\n- {param: 'a{x', reason: r}", ["a brace in 'a{x' is not closed"]),
-        ("skip:\n- {param: a, reason: ''}", ["has a param, which is a name, and a reason"]),
-        (
-            "leaves:\n- {param: a.{i}, leaf: b}",
-            ["my.yaml is not YAML", "quote a name that has braces"],
-        ),
-        (
-            "leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}",
-            ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "faults"), [
+    ("- 1", ["should be a mapping of sections"]),
+    ("rules: []", ["my.yaml:1: 'rules' is not a section"]),
+    ("leaves: {a: b}\nsizes: [a]", ["sizes should be a mapping", "leaves should be a list"]),
+    ("sizes: {a b: 1, c: 'x+'}", ["'a b' is not a name for a size", "sizes: c: 'x+' is not a size"]),
+    ("leaves:\n- {param: a}", ["my.yaml:2: a rule lacks leaf"]),
+    ("leaves:\n- {param: a, leaf: b, axis: x}", ["my.yaml:2: a rule has no field 'axis'"]),
+    ("leaves:\n- {param: a, axes: x y, leaf: {b: x}}",
+     ["a has the axes x, y, but no leaf has just these: b lacks y"]),
+    ("leaves:\n- {param: a, axes: x, leaf: {b: x z}}",
+     ["a has the axes x, but no leaf has just these: b has z besides"]),
+    ("leaves:\n- {param: a, axes: (q + k), leaf: {b: q}}", ["a has the axes k, but no leaf has just these"]),
+    ("leaves:\n- {param: 'a.{i}', axes: x, leaf: {b: x}}", ["a.{i} has the axes i, x, but no leaf"]),
+    ("leaves:\n- {param: 'a.{i}', axes: i x, leaf: b}", ["a.{i} has i in its name already"]),
+    ("leaves:\n- {param: {a: x, b: x}, leaf: {c: x}}", ["the axes x are named 2 times, in a and b"]),
+    ("leaves:\n- {param: {'a.{i}': x, b: y}, leaf: {c: x}}", ["should have the same placeholders"]),
+    ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is not a placeholder"]),
+    ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
+    ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
+    ("leaves:\n- {param: a, leaf: 'b//c'}", ["keys with one slash between them, not 'b//c'"]),
+    ("leaves:\n- {param: {a: x}, axes: x, leaf: b}", ["axes are for a param that is one name"]),
+    ("leaves:\n- {param: a, leaf: b, scale: 0}", ["scale should not be 0"]),
+    ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
+    ("leaves:\n- {param: a, leaf: b, optional: 1}", ["optional is true or false, not 1"]),
+    ("leaves:\n- {param: a, leaf: b, cast: int8}", ["cast is the name of a floating dtype"]),
+    ("leaves:\n- {param: {a: x, b: y}, leaf: {c: (x + y)}, tied: {d: x}}", ["what is tied is a copy of one"]),
+    ("leaves:\n- {param: a, axes: x y, leaf: b, tied: {c: x}}",
+     ["c is tied, so it should name the axes that a names"]),
+    ("skip:\n- {param: a}", ["my.yaml:2: what is skipped lacks reason"]),
+    ("skip:\n- {param: 'a{x', reason: r}", ["a brace in 'a{x' is not closed"]),
+    ("skip:\n- {param: a, reason: ''}", ["has a param, which is a name, and a reason"]),
+    ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces"]),
+    ("leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}",
+     ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"]),
+])  # fmt: skip
 def test_what_is_no_mapping_is_refused_with_every_fault_and_its_line(text, faults):
     with pytest.raises(SpecError) as error:
         mapping(text)
@@ -227,20 +195,14 @@ def test_a_quotient_in_sizes_must_be_whole():
     )
 
 
-@pytest.mark.parametrize(
-    ("names", "fault"),
-    [
-        ({"h.3.q.weight": (8, 8)}, "h.2.q.weight is not there"),
-        ({"h.999999999.q.weight": (8, 8)}, "and 999999994 more of h.{layer}.q.weight"),
-        (
-            {f"h.{'9' * 5000}.q.weight": (8, 8)},
-            "stacks {layer} of h.{layer}.q.weight, but finds 999",
-        ),
-        ({"h.x.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds x there"),
-        ({"h.01.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds 01 there"),
-        ({"h.2.q.weight": (8, 8)}, "the number of {layer}"),  # gate and up have two layers
-    ],
-)
+@pytest.mark.parametrize(("names", "fault"), [
+    ({"h.3.q.weight": (8, 8)},             "h.2.q.weight is not there"),
+    ({"h.999999999.q.weight": (8, 8)},     "and 999999994 more of h.{layer}.q.weight"),
+    ({f"h.{'9' * 5000}.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds 999"),
+    ({"h.x.q.weight": (8, 8)},             "stacks {layer} of h.{layer}.q.weight, but finds x there"),
+    ({"h.01.q.weight": (8, 8)},            "stacks {layer} of h.{layer}.q.weight, but finds 01 there"),
+    ({"h.2.q.weight": (8, 8)},             "the number of {layer}"),  # gate and up have two layers
+])  # fmt: skip
 def test_stacking_needs_every_number_from_zero(names, fault):
     assert any(fault in line for line in faults_of(shapes=names))
 

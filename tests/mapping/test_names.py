@@ -41,24 +41,10 @@ def test_ranges_that_meet_claim_every_number_once(dense, layers):
         assert sum(claim is not None for claim in claims) == (number < dense + layers)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        "{3}",
-        "{+3}",
-        "{+a}",
-        "{a*b*c}",
-        "{6*block+}",
-        "{6*block+block}",
-        "{a+b+c}",
-        "{a b}",
-        "{*b}",
-        "{a",
-        "a}",
-        "{é}",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "{}", "{3}", "{+3}", "{+a}", "{a*b*c}", "{6*block+}", "{6*block+block}", "{a+b+c}", "{a b}", "{*b}", "{a",
+    "a}", "{é}",
+])  # fmt: skip
 def test_what_is_no_placeholder_is_refused(text):
     with pytest.raises(SpecError, match=r"placeholder|brace"):
         parse_name(text)

@@ -21,14 +21,9 @@ DATA = Path(__file__).parent.parent / "data"
 LLAMA31_V4 = {
     "rope_parameters": None,
     "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-}
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
 
 
 def rope(kind, **more):
@@ -41,227 +36,71 @@ REFUSED = [
     ("torch/hf_llama", "hf-llama-to-maxtext", {}, "rope", 'rope_parameters.rope_type = "default"'),
     ("maxtext/llama31", "hf-llama2-to-maxtext", {}, "rope", 'rope_parameters.rope_type = "llama3"'),
     ("maxtext/gemma2", "hf-gemma2-to-tunix", {"query_pre_attn_scalar": 144}, "query_scale", "144"),
-    (
-        "maxtext/gemma2",
-        "hf-gemma2-to-maxtext",
-        {"layer_types": ["full_attention"] * 4},
-        "layers",
-        "full_attention",
-    ),
-    (
-        "maxtext/gemma3",
-        "hf-gemma3-to-maxtext",
-        {"layer_types": ["sliding_attention"] * 8},
-        "layers",
-        "sliding_attention",
-    ),
+    ("maxtext/gemma2", "hf-gemma2-to-maxtext", {"layer_types": ["full_attention"] * 4}, "layers",
+     "full_attention"),
+    ("maxtext/gemma3", "hf-gemma3-to-maxtext", {"layer_types": ["sliding_attention"] * 8}, "layers",
+     "sliding_attention"),
     ("maxtext/gemma3", "hf-gemma3-to-tunix", {"final_logit_softcapping": 30.0}, "softcap", "30.0"),
     ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", {"swiglu_limit": 5.0}, "activation", "5.0"),
     ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", rope("linear", factor=4.0), "rope", "linear"),
-    (
-        "maxtext/deepseek3",
-        "hf-deepseek3-to-maxtext",
-        {"rope_parameters": {"mscale_all_dim": 0.5}},
-        "rope",
-        "mscale_all_dim = 0.5",
-    ),
-    (
-        "maxtext/deepseek3",
-        "hf-deepseek3-to-maxtext",
-        {"norm_topk_prob": False},
-        "norm_topk_prob",
-        "false",
-    ),
-    (
-        "maxtext/llama31",
-        "hf-llama-to-maxtext",
-        {"rope_parameters": {"factor": 32.0}},
-        "rope",
-        "factor = 32.0",
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama2-to-maxtext",
-        rope("linear", factor=4.0),
-        "rope",
-        'rope_type = "linear"',
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama2-to-maxtext",
-        rope("yarn", factor=4.0),
-        "rope",
-        'rope_type = "yarn"',
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama2-to-maxtext",
-        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope",
-        'rope_scaling.type = "linear"',
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama-to-tunix",
-        {},
-        "rope_theta",
-        "rope_parameters.rope_theta = 10000.0",
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama-to-tunix",
-        rope("dynamic", factor=2.0),
-        "rope",
-        'rope_type = "dynamic"',
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama2-to-maxtext",
-        {"hidden_act": "gelu"},
-        "activation",
-        'hidden_act = "gelu"',
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama2-to-maxtext",
-        {"model_type": "granite"},
-        "family",
-        'model_type = "granite"',
-    ),
+    ("maxtext/deepseek3", "hf-deepseek3-to-maxtext", {"rope_parameters": {"mscale_all_dim": 0.5}}, "rope",
+     "mscale_all_dim = 0.5"),
+    ("maxtext/deepseek3", "hf-deepseek3-to-maxtext", {"norm_topk_prob": False}, "norm_topk_prob", "false"),
+    ("maxtext/llama31", "hf-llama-to-maxtext", {"rope_parameters": {"factor": 32.0}}, "rope",
+     "factor = 32.0"),
+    ("torch/hf_llama", "hf-llama2-to-maxtext", rope("linear", factor=4.0), "rope", 'rope_type = "linear"'),
+    ("torch/hf_llama", "hf-llama2-to-maxtext", rope("yarn", factor=4.0), "rope", 'rope_type = "yarn"'),
+    ("torch/hf_llama", "hf-llama2-to-maxtext",
+     {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope",
+     'rope_scaling.type = "linear"'),
+    ("torch/hf_llama", "hf-llama-to-tunix", {}, "rope_theta", "rope_parameters.rope_theta = 10000.0"),
+    ("torch/hf_llama", "hf-llama-to-tunix", rope("dynamic", factor=2.0), "rope", 'rope_type = "dynamic"'),
+    ("torch/hf_llama", "hf-llama2-to-maxtext", {"hidden_act": "gelu"}, "activation", 'hidden_act = "gelu"'),
+    ("torch/hf_llama", "hf-llama2-to-maxtext", {"model_type": "granite"}, "family", 'model_type = "granite"'),
     ("torch/hf_llama", "hf-llama2-to-maxtext", {"model_type": None}, "family", "no model_type"),
     ("torch/hf_gemma", "hf-llama-to-tunix", {}, "family", 'model_type = "gemma"'),
     ("torch/hf_gemma", "hf-llama2-to-maxtext", {}, "family", 'model_type = "gemma"'),
-    (
-        "torch/hf_gemma",
-        "hf-gemma-to-tunix",
-        {"hidden_act": "relu"},
-        "activation",
-        'hidden_act = "relu"',
-    ),
-    (
-        "torch/hf_gemma",
-        "hf-gemma-to-tunix",
-        {"hidden_activation": "gelu"},
-        "activation",
-        'hidden_activation = "gelu"',
-    ),
+    ("torch/hf_gemma", "hf-gemma-to-tunix", {"hidden_act": "relu"}, "activation", 'hidden_act = "relu"'),
+    ("torch/hf_gemma", "hf-gemma-to-tunix", {"hidden_activation": "gelu"}, "activation",
+     'hidden_activation = "gelu"'),
     ("torch/hf_gemma", "hf-gemma-to-tunix", {"rms_norm_eps": 1e-5}, "eps", "rms_norm_eps = 1e-05"),
-    (
-        "torch/hf_gemma",
-        "hf-gemma-to-tunix",
-        {"tie_word_embeddings": False},
-        "tied",
-        "tie_word_embeddings = false",
-    ),
-    (
-        "torch/hf_gemma",
-        "hf-gemma-to-tunix",
-        {"rope_theta": 1e6, "rope_parameters": None},
-        "rope_theta",
-        "1000000.0",
-    ),
-    (
-        "torch/hf_gemma",
-        "hf-gemma-to-tunix",
-        {"use_bidirectional_attention": True},
-        "causal",
-        "attention = true",
-    ),
-    (
-        "torch/hf_qwen2",
-        "hf-qwen2-to-maxtext",
-        rope("yarn", factor=4.0),
-        "rope",
-        'rope_type = "yarn"',
-    ),
-    (
-        "torch/hf_qwen2",
-        "hf-qwen2-to-tunix",
-        {"use_sliding_window": True, "sliding_window": 8},
-        "sliding_window",
-        "= 8",
-    ),
-    (
-        "torch/hf_qwen3",
-        "hf-qwen3-to-maxtext",
-        {"attention_bias": True},
-        "bias",
-        "attention_bias = true",
-    ),
-    (
-        "torch/hf_qwen3",
-        "hf-qwen3-to-tunix",
-        {"attention_bias": True},
-        "bias",
-        "attention_bias = true",
-    ),
-    (
-        "torch/hf_qwen3_moe",
-        "hf-qwen3-moe-to-maxtext",
-        {},
-        "norm_topk_prob",
-        "norm_topk_prob = false",
-    ),
-    (
-        "torch/hf_qwen3_moe",
-        "hf-qwen3-moe-to-tunix",
-        {"norm_topk_prob": None},
-        "norm_topk_prob",
-        "no norm_topk_prob",
-    ),
-    (
-        "torch/hf_mixtral",
-        "hf-mixtral-to-maxtext",
-        {"sliding_window": 8},
-        "sliding_window",
-        "sliding_window = 8",
-    ),
-    (
-        "maxtext/mistral",
-        "hf-mistral-to-maxtext",
-        {"sliding_window": 32},
-        "sliding_window",
-        "sliding_window = 32",
-    ),
-    (
-        "torch/hf_gpt2",
-        "hf-gpt2-to-flax",
-        {"scale_attn_weights": False},
-        "scaling",
-        "scale_attn_weights = false",
-    ),
-    (
-        "torch/hf_gpt2",
-        "hf-gpt2-to-flax",
-        {"scale_attn_by_inverse_layer_idx": True},
-        "scaling",
-        "layer_idx = true",
-    ),
-]
+    ("torch/hf_gemma", "hf-gemma-to-tunix", {"tie_word_embeddings": False}, "tied",
+     "tie_word_embeddings = false"),
+    ("torch/hf_gemma", "hf-gemma-to-tunix", {"rope_theta": 1e6, "rope_parameters": None}, "rope_theta",
+     "1000000.0"),
+    ("torch/hf_gemma", "hf-gemma-to-tunix", {"use_bidirectional_attention": True}, "causal",
+     "attention = true"),
+    ("torch/hf_qwen2", "hf-qwen2-to-maxtext", rope("yarn", factor=4.0), "rope", 'rope_type = "yarn"'),
+    ("torch/hf_qwen2", "hf-qwen2-to-tunix", {"use_sliding_window": True, "sliding_window": 8},
+     "sliding_window", "= 8"),
+    ("torch/hf_qwen3", "hf-qwen3-to-maxtext", {"attention_bias": True}, "bias", "attention_bias = true"),
+    ("torch/hf_qwen3", "hf-qwen3-to-tunix", {"attention_bias": True}, "bias", "attention_bias = true"),
+    ("torch/hf_qwen3_moe", "hf-qwen3-moe-to-maxtext", {}, "norm_topk_prob", "norm_topk_prob = false"),
+    ("torch/hf_qwen3_moe", "hf-qwen3-moe-to-tunix", {"norm_topk_prob": None}, "norm_topk_prob",
+     "no norm_topk_prob"),
+    ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": 8}, "sliding_window",
+     "sliding_window = 8"),
+    ("maxtext/mistral", "hf-mistral-to-maxtext", {"sliding_window": 32}, "sliding_window",
+     "sliding_window = 32"),
+    ("torch/hf_gpt2", "hf-gpt2-to-flax", {"scale_attn_weights": False}, "scaling",
+     "scale_attn_weights = false"),
+    ("torch/hf_gpt2", "hf-gpt2-to-flax", {"scale_attn_by_inverse_layer_idx": True}, "scaling",
+     "layer_idx = true"),
+]  # fmt: skip
 # What is said in other words, or does not matter, is accepted.
 ACCEPTED = [
     ("maxtext/llama31", "hf-llama-to-maxtext", LLAMA31_V4),
-    (
-        "torch/hf_llama",
-        "hf-llama2-to-maxtext",
-        {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None},
-    ),
-    (
-        "torch/hf_llama",
-        "hf-llama2-to-maxtext",
-        {"hidden_act": "swish", "attention_bias": None, "mlp_bias": None},
-    ),
+    ("torch/hf_llama", "hf-llama2-to-maxtext",
+     {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None}),
+    ("torch/hf_llama", "hf-llama2-to-maxtext",
+     {"hidden_act": "swish", "attention_bias": None, "mlp_bias": None}),
     ("torch/hf_llama", "hf-llama-to-tunix", {"rope_parameters": None, "rope_theta": 1000000}),
-    (
-        "torch/hf_gemma",
-        "hf-gemma-to-tunix",
-        {"hidden_act": "gelu", "tie_word_embeddings": None},
-    ),
+    ("torch/hf_gemma", "hf-gemma-to-tunix", {"hidden_act": "gelu", "tie_word_embeddings": None}),
     ("torch/hf_qwen2", "hf-qwen2-to-tunix", {"use_sliding_window": False, "sliding_window": 8}),
     # as long as its positions
     ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": 64}),
     ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": None}),
-]
+]  # fmt: skip
 
 
 def model(folder, case, changes, without=()):
@@ -303,19 +142,16 @@ def test_a_config_that_says_the_same_otherwise_is_accepted(case, mapping, change
     assert ucp.open(model(tmp_path / "model", case, changes)).map(mapping).leaves
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"rotary_interleaved": True}, "rope"),
-        ({"rotary_percent": 0.5}, "rope"),
-        ({"use_rope_scaling": True}, "rope"),
-        ({"layernorm_zero_centered_gamma": True}, "norm"),
-        ({"apply_residual_connection_post_layernorm": True}, "norm"),
-        ({"window_size": [128, 0]}, "attention"),
-        ({"squared_relu": True}, "activation"),
-        ({"moe_router_score_function": "sigmoid"}, "router"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "name"), [
+    ({"rotary_interleaved": True}, "rope"),
+    ({"rotary_percent": 0.5}, "rope"),
+    ({"use_rope_scaling": True}, "rope"),
+    ({"layernorm_zero_centered_gamma": True}, "norm"),
+    ({"apply_residual_connection_post_layernorm": True}, "norm"),
+    ({"window_size": [128, 0]}, "attention"),
+    ({"squared_relu": True}, "activation"),
+    ({"moe_router_score_function": "sigmoid"}, "router"),
+])  # fmt: skip
 def test_megatrons_arguments_say_what_the_reference_transformer_does_not_do(changes, name):
     checkpoint = ucp.open(
         DATA / "megatron" / "dist_tp2_gqa_swiglu_qknorm_fp32" / "ckpt", sizes={"vocab": 100}
@@ -326,19 +162,16 @@ def test_megatrons_arguments_say_what_the_reference_transformer_does_not_do(chan
         checkpoint.map("megatron-gpt-to-reference")
 
 
-@pytest.mark.parametrize(
-    ("case", "mapping", "fits"),
-    [
-        ("torch/hf_llama", "hf-llama-to-maxtext", "hf-llama2-to-maxtext"),
-        ("maxtext/llama31", "hf-llama2-to-maxtext", "hf-llama-to-maxtext"),
-        ("maxtext/mistral", "hf-llama-to-maxtext", "hf-mistral-to-maxtext"),
-        ("maxtext/llama2", "hf-mistral-to-maxtext", "hf-llama2-to-maxtext"),
-        ("torch/hf_gemma", "hf-llama-to-tunix", "hf-gemma-to-tunix"),
-        ("torch/hf_gemma", "hf-gemma-7b-to-tunix", "hf-gemma-to-tunix"),
-        ("torch/hf_gemma_mha", "hf-gemma-to-tunix", "hf-gemma-7b-to-tunix"),
-        ("torch/hf_qwen2", "hf-qwen3-to-tunix", "hf-qwen2-to-tunix"),
-    ],
-)
+@pytest.mark.parametrize(("case", "mapping", "fits"), [
+    ("torch/hf_llama",     "hf-llama-to-maxtext",   "hf-llama2-to-maxtext"),
+    ("maxtext/llama31",    "hf-llama2-to-maxtext",  "hf-llama-to-maxtext"),
+    ("maxtext/mistral",    "hf-llama-to-maxtext",   "hf-mistral-to-maxtext"),
+    ("maxtext/llama2",     "hf-mistral-to-maxtext", "hf-llama2-to-maxtext"),
+    ("torch/hf_gemma",     "hf-llama-to-tunix",     "hf-gemma-to-tunix"),
+    ("torch/hf_gemma",     "hf-gemma-7b-to-tunix",  "hf-gemma-to-tunix"),
+    ("torch/hf_gemma_mha", "hf-gemma-to-tunix",     "hf-gemma-7b-to-tunix"),
+    ("torch/hf_qwen2",     "hf-qwen3-to-tunix",     "hf-qwen2-to-tunix"),
+])  # fmt: skip
 def test_the_refusal_names_the_mapping_of_the_package_that_fits(case, mapping, fits):
     checkpoint = ucp.open(DATA / case / "ckpt")
     with pytest.raises(LayoutError, match=rf"; {fits} fits this model; to vouch"):
@@ -412,15 +245,12 @@ def test_a_given_config_that_contradicts_the_stored_one_is_refused():
     checkpoint.map("hf-llama2-to-maxtext", config={"num_attention_heads": 4, "eos_token_id": 7})
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (b"[1]", "is not a model's config"),
-        (b"{", "cannot be read"),
-        (b"\xff", "cannot be read"),
-        (None, "No such file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (b"[1]",  "is not a model's config"),
+    (b"{",    "cannot be read"),
+    (b"\xff", "cannot be read"),
+    (None,    "No such file"),
+])  # fmt: skip
 def test_what_is_no_config_is_refused(text, said, tmp_path):
     path = tmp_path / "my.json"
     if text is not None:
@@ -519,22 +349,16 @@ def test_config_and_assume_go_with_a_mapping(tmp_path):
     assert "no.json cannot be read as a model's config" in missing
 
 
-@pytest.mark.parametrize(
-    ("requires", "fault"),
-    [
-        ("{a: b}", "requires should be a list"),
-        ("[{name: a, that: b == 1}]", "a requirement lacks reason"),
-        ("[{name: a, that: b == 1, reason: r, why: s}]", "a requirement has no field 'why'"),
-        ("[{name: '', that: b == 1, reason: r}]", "the name of a requirement is a text, not ''"),
-        ("[{name: a, that: b == 1, reason: 3}]", "the reason of a requirement is a text, not 3"),
-        ("[{name: a, that: true, reason: r}]", "a condition is a text, not True"),
-        ("[{name: a, that: b = 1, reason: r}]", "'b = 1' is not a condition"),
-        (
-            "[{name: a, that: b, reason: r}, {name: a, that: c, reason: r}]",
-            "two requirements are named 'a'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("requires", "fault"), [
+    ("{a: b}", "requires should be a list"),
+    ("[{name: a, that: b == 1}]", "a requirement lacks reason"),
+    ("[{name: a, that: b == 1, reason: r, why: s}]", "a requirement has no field 'why'"),
+    ("[{name: '', that: b == 1, reason: r}]", "the name of a requirement is a text, not ''"),
+    ("[{name: a, that: b == 1, reason: 3}]", "the reason of a requirement is a text, not 3"),
+    ("[{name: a, that: true, reason: r}]", "a condition is a text, not True"),
+    ("[{name: a, that: b = 1, reason: r}]", "'b = 1' is not a condition"),
+    ("[{name: a, that: b, reason: r}, {name: a, that: c, reason: r}]", "two requirements are named 'a'"),
+])  # fmt: skip
 def test_requirements_that_are_none_are_refused_when_the_mapping_is_read(requires, fault):
     with pytest.raises(SpecError) as error:
         ucp.Mapping.parse(f"requires: {requires}\nleaves: [{{param: a, leaf: b}}]", "my.yaml")
@@ -544,36 +368,22 @@ def test_requirements_that_are_none_are_refused_when_the_mapping_is_read(require
 # By mapping, a digest of its requirements with those of `requirements.yaml` written out. Whoever
 # changes a requirement that several mappings share sees here which mappings change with it.
 REQUIREMENTS = {
-    "gguf-gemma-to-hf": "7f9a05fe382f9208",
-    "gguf-gemma2-to-hf": "dc9ce2b4196026c3",
-    "gguf-gemma3-to-hf": "a41508757850dce3",
-    "gguf-llama-to-hf": "a4ab40d86f8a28b8",
-    "gguf-mixtral-to-hf": "2de729ae755ede2a",
-    "gguf-qwen2-to-hf": "a1adaf949ed3f238",
-    "gguf-qwen3-moe-to-hf": "c1a047d54a1eb7a3",
-    "gguf-qwen3-to-hf": "2e19c470f1478d32",
-    "hf-deepseek3-to-maxtext": "a716f20f8faa5c35",
-    "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6",
-    "hf-gemma-to-tunix": "eea93f4d767766e3",
-    "hf-gemma2-to-maxtext": "afda51f82a034160",
-    "hf-gemma2-to-tunix": "7e068db903477c27",
-    "hf-gemma3-to-maxtext": "9cbdee102082b86d",
-    "hf-gemma3-to-tunix": "8b75487721044cad",
-    "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
-    "hf-gpt2-to-flax": "1628ce7b71f89e4e",
-    "hf-llama-to-maxtext": "47113e84c36f385d",
-    "hf-llama-to-tunix": "7c97939be21d3f66",
-    "hf-llama2-to-maxtext": "15b6351fae7a1413",
-    "hf-mistral-to-maxtext": "c2d1e57550edfde8",
-    "hf-mixtral-to-maxtext": "f0526fde23b85910",
-    "hf-qwen2-to-maxtext": "8ff51d8fc291efa6",
-    "hf-qwen2-to-tunix": "212360a80fee2e59",
-    "hf-qwen3-moe-to-maxtext": "a0556ebfed402dbb",
-    "hf-qwen3-moe-to-tunix": "a1931ecb60b564c4",
-    "hf-qwen3-to-maxtext": "d8634fd7da0596c8",
-    "hf-qwen3-to-tunix": "6fd39447adb9a817",
+    "gguf-gemma-to-hf": "7f9a05fe382f9208", "gguf-gemma2-to-hf": "dc9ce2b4196026c3",
+    "gguf-gemma3-to-hf": "a41508757850dce3", "gguf-llama-to-hf": "a4ab40d86f8a28b8",
+    "gguf-mixtral-to-hf": "2de729ae755ede2a", "gguf-qwen2-to-hf": "a1adaf949ed3f238",
+    "gguf-qwen3-moe-to-hf": "c1a047d54a1eb7a3", "gguf-qwen3-to-hf": "2e19c470f1478d32",
+    "hf-deepseek3-to-maxtext": "a716f20f8faa5c35", "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6",
+    "hf-gemma-to-tunix": "eea93f4d767766e3", "hf-gemma2-to-maxtext": "afda51f82a034160",
+    "hf-gemma2-to-tunix": "7e068db903477c27", "hf-gemma3-to-maxtext": "9cbdee102082b86d",
+    "hf-gemma3-to-tunix": "8b75487721044cad", "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
+    "hf-gpt2-to-flax": "1628ce7b71f89e4e", "hf-llama-to-maxtext": "47113e84c36f385d",
+    "hf-llama-to-tunix": "7c97939be21d3f66", "hf-llama2-to-maxtext": "15b6351fae7a1413",
+    "hf-mistral-to-maxtext": "c2d1e57550edfde8", "hf-mixtral-to-maxtext": "f0526fde23b85910",
+    "hf-qwen2-to-maxtext": "8ff51d8fc291efa6", "hf-qwen2-to-tunix": "212360a80fee2e59",
+    "hf-qwen3-moe-to-maxtext": "a0556ebfed402dbb", "hf-qwen3-moe-to-tunix": "a1931ecb60b564c4",
+    "hf-qwen3-to-maxtext": "d8634fd7da0596c8", "hf-qwen3-to-tunix": "6fd39447adb9a817",
     "megatron-gpt-to-reference": "02347f50df1ee698",
-}
+}  # fmt: skip
 
 
 def requirements_digest(mapping):

@@ -137,16 +137,13 @@ def test_weights_are_taken_out_of_a_run_by_their_label(tmp_path):
         checkpoint.map(path, config={"layers": 6})
 
 
-@pytest.mark.parametrize(
-    ("variants", "said"),
-    [
-        ("{flat: {blocks: layers}}", "no leaf of .* begins with blocks/"),
-        ("{flat: {}}", "a variant has a name"),
-        ("[1]", "a variant has a name"),
-        ("{'a b': {net: x}}", "a variant has a name"),
-        ("{flat: {'net/blocks/{i}': net/b}}", "but no leaf has just these"),
-    ],
-)
+@pytest.mark.parametrize(("variants", "said"), [
+    ("{flat: {blocks: layers}}", "no leaf of .* begins with blocks/"),
+    ("{flat: {}}", "a variant has a name"),
+    ("[1]", "a variant has a name"),
+    ("{'a b': {net: x}}", "a variant has a name"),
+    ("{flat: {'net/blocks/{i}': net/b}}", "but no leaf has just these"),
+])  # fmt: skip
 def test_variants_that_are_none_are_refused_when_the_mapping_is_read(variants, said):
     text = SCANNED.replace(
         'variants:\n  unscanned: {"net/blocks/{i}": "net/layers_{2*block+i}"}',

@@ -23,35 +23,24 @@ ADAMS = {
     "warm-up, mask": optax.adamw(RATE, weight_decay=0.1, mask={"w": True, "b": False}),
     "moments in bfloat16": optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
     "moments in float16": optax.adamw(1e-3, mu_dtype=jnp.float16),
-    "clipped": optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(0.01), optax.adam(1e-3)
-    ),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(0.01), optax.adam(1e-3)),
     "decay through the gradient": optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-3)),
     "gathered": optax.MultiSteps(optax.adam(1e-3), 4),
     "injected": optax.inject_hyperparams(optax.adamw)(RATE),
-    "frozen": optax.partition(
-        {"a": optax.adamw(1e-3), "f": optax.set_to_zero()}, {"w": "a", "b": "f"}
-    ),
+    "frozen": optax.partition({"a": optax.adamw(1e-3), "f": optax.set_to_zero()}, {"w": "a", "b": "f"}),
     "lamb": optax.lamb(1e-3),
     "lion": optax.lion(1e-3),
-}
+}  # fmt: skip
 OTHERS = {
     "adamax": (optax.adamax(1e-3), "exp_avg_sq", "b and 1 more"),
     "adamaxw": (optax.adamaxw(RATE), "exp_avg_sq", "b and 1 more"),
     "yogi": (optax.yogi(1e-3), "exp_avg_sq", "b and 1 more"),
     "adopt": (optax.contrib.adopt(1e-3), "exp_avg", "b and 1 more"),
-    "adopt, not clipped": (
-        optax.contrib.adopt(1e-3, use_clipping=False),
-        "exp_avg",
-        "b and 1 more",
-    ),
-    "one of two": (
-        optax.partition({"a": optax.adamw(1e-3), "y": optax.yogi(1e-3)}, {"w": "a", "b": "y"}),
-        "exp_avg_sq",
-        "b",
-    ),
+    "adopt, not clipped": (optax.contrib.adopt(1e-3, use_clipping=False), "exp_avg", "b and 1 more"),
+    "one of two": (optax.partition({"a": optax.adamw(1e-3), "y": optax.yogi(1e-3)}, {"w": "a", "b": "y"}),
+        "exp_avg_sq", "b"),
     "gathered": (optax.MultiSteps(optax.yogi(1e-3), 3), "exp_avg_sq", "b and 1 more"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ADAMS)

@@ -74,24 +74,16 @@ def lion(states: States, t: int) -> None:
 ADAMW = optax.adamw(LR, B1, B2, EPS, weight_decay=DECAY)
 OPTIMIZERS: dict[str, tuple[Callable[[States, int], None], optax.GradientTransformation]] = {
     "adamw": (adamw, ADAMW),
-    "adam, decay in the gradient": (
-        adam,
-        optax.chain(optax.add_decayed_weights(DECAY), optax.adam(LR, B1, B2, EPS)),
-    ),
+    "adam, decay in the gradient": (adam,
+        optax.chain(optax.add_decayed_weights(DECAY), optax.adam(LR, B1, B2, EPS))),
     "sgd": (sgd, optax.sgd(LR, B1)),
     "sgd, nesterov": (sgd_nesterov, optax.sgd(LR, B1, nesterov=True)),
     "lion": (lion, optax.lion(LR, B1, B2, weight_decay=DECAY)),
     "in a chain, with a schedule": (adamw, optax.chain(optax.clip_by_global_norm(1e9), ADAMW)),
-    "injected hyperparameters": (
-        adamw,
-        optax.inject_hyperparams(optax.adamw)(LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY),
-    ),
-    "an injected schedule": (
-        adamw,
-        optax.inject_hyperparams(optax.adamw)(
-            lambda _: LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY
-        ),
-    ),
+    "injected hyperparameters": (adamw,
+        optax.inject_hyperparams(optax.adamw)(LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)),
+    "an injected schedule": (adamw,
+        optax.inject_hyperparams(optax.adamw)(lambda _: LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)),
     "several steps gathered": (adamw, optax.MultiSteps(ADAMW, 1).gradient_transformation()),
     "masks that leave all": (
         adamw,
@@ -111,7 +103,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[States, int], None], optax.GradientTransfo
             {"dense": {"kernel": "a", "bias": "b"}, "norm": {"scale": "b"}},
         ),
     ),
-}
+}  # fmt: skip
 
 
 def trained(update: Callable[[States, int], None], steps: int) -> States:
@@ -271,28 +263,14 @@ def test_what_cannot_be_filled_is_said_all_at_once():
     assert "does not say the steps of dense/bias; give step=" in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("tx", "change", "message"),
-    [
-        (
-            optax.amsgrad(LR),
-            {},
-            "is a ScaleByAmsgradState, and nothing says which state of torch it is",
-        ),
-        (
-            ADAMW,
-            {"step": {"dense/bias": np.float32(2)}},
-            "steps differ: 2 of dense/bias, 3 of dense/kernel",
-        ),
-        (ADAMW, {"step": {"dense/bias": np.float32(2.5)}}, "2.5, which is not a number of steps"),
-        (optax.sgd(LR, B1), {}, "has no momentum_buffer of dense/kernel"),
-        (
-            ADAMW,
-            {"param": {"dense/bias": np.zeros(5, np.float32)}},
-            r"shape \(4,\) in the model, \(5,\) in the checkpoint",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tx", "change", "message"), [
+    (optax.amsgrad(LR), {}, "is a ScaleByAmsgradState, and nothing says which state of torch it is"),
+    (ADAMW, {"step": {"dense/bias": np.float32(2)}}, "steps differ: 2 of dense/bias, 3 of dense/kernel"),
+    (ADAMW, {"step": {"dense/bias": np.float32(2.5)}}, "2.5, which is not a number of steps"),
+    (optax.sgd(LR, B1), {}, "has no momentum_buffer of dense/kernel"),
+    (ADAMW, {"param": {"dense/bias": np.zeros(5, np.float32)}},
+     r"shape \(4,\) in the model, \(5,\) in the checkpoint"),
+])  # fmt: skip
 def test_a_state_that_would_be_wrong_is_refused(tx, change, message):
     states, params = trained(adamw, 3), nested(trained(adamw, 3)["param"])
     for key, values in change.items():

@@ -18,16 +18,12 @@ OTHERS = {
     "with one more": optax.chain(optax.clip_by_global_norm(1.0), ADAMW, optax.clip(1.0)),
     "without the schedule": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "of another kind": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(SCHEDULE)),
-    "of the same moments under other names": optax.chain(
-        optax.clip_by_global_norm(1.0), optax.sgd(SCHEDULE, 0.9)
-    ),
-    "of another dtype": optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, mu_dtype=jnp.bfloat16)
-    ),
-    "of some parameters": optax.chain(
-        optax.clip_by_global_norm(1.0), optax.masked(ADAMW, of_matrices)
-    ),
-}
+    "of the same moments under other names": optax.chain(optax.clip_by_global_norm(1.0),
+        optax.sgd(SCHEDULE, 0.9)),
+    "of another dtype": optax.chain(optax.clip_by_global_norm(1.0),
+        optax.adamw(SCHEDULE, mu_dtype=jnp.bfloat16)),
+    "of some parameters": optax.chain(optax.clip_by_global_norm(1.0), optax.masked(ADAMW, of_matrices)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -41,51 +37,20 @@ def test_the_state_of_another_optimizer_is_refused(other):
 
 COUNTED = "opt_state/1/0/count"
 WRONG = [
-    (
-        "chain",
-        "opt_state/1/0/nu/dense/bias",
-        lambda _: None,
-        "dense/bias: the optimizer has it, the checkpoint not",
-    ),
-    (
-        "chain",
-        "opt_state/1/0/mu/embed",
-        np.transpose,
-        r"has float32 \(6, 4\), the checkpoint float32 \(4, 6\)",
-    ),
-    (
-        "chain",
-        "params/dense/bias",
-        lambda _: None,
-        "mu/dense/bias: the checkpoint has it, the optimizer not",
-    ),
-    (
-        "chain",
-        COUNTED,
-        lambda n: n + 1,
-        f"opt_state/1/2/count counts 5, but {COUNTED} has 6 updates of dense/bias",
-    ),
-    (
-        "chain",
-        "opt_state/1/2/count",
-        lambda n: n - 5,
-        rf"counts 0, but {COUNTED} has 5 .* give step=5",
-    ),
+    ("chain", "opt_state/1/0/nu/dense/bias",
+     lambda _: None, "dense/bias: the optimizer has it, the checkpoint not"),
+    ("chain", "opt_state/1/0/mu/embed", np.transpose,
+     r"has float32 \(6, 4\), the checkpoint float32 \(4, 6\)"),
+    ("chain", "params/dense/bias", lambda _: None, "mu/dense/bias: the checkpoint has it, the optimizer not"),
+    ("chain", COUNTED,
+     lambda n: n + 1, f"opt_state/1/2/count counts 5, but {COUNTED} has 6 updates of dense/bias"),
+    ("chain", "opt_state/1/2/count", lambda n: n - 5, rf"counts 0, but {COUNTED} has 5 .* give step=5"),
     ("inject_hyperparams", "opt_state/count", lambda n: n + 1, "opt_state/count counts 6"),
     ("MultiSteps", "opt_state/gradient_step", lambda n: n + 1, "opt_state/gradient_step counts 6"),
-    (
-        "MultiSteps",
-        "opt_state/mini_step",
-        lambda n: n + 3,
-        "mini_step is 3: gradients are being gathered",
-    ),
-    (
-        "bare",
-        "opt_state/0/count",
-        lambda n: n + (1 << 24),
-        "16777221, which float32 does not hold; give step_dtype=",
-    ),
-]
+    ("MultiSteps", "opt_state/mini_step", lambda n: n + 3, "mini_step is 3: gradients are being gathered"),
+    ("bare", "opt_state/0/count",
+     lambda n: n + (1 << 24), "16777221, which float32 does not hold; give step_dtype="),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrap", "label", "change", "message"), WRONG)
@@ -149,14 +114,11 @@ def test_moments_of_one_parameter_in_two_states_are_refused():
         twice.torch_states(tx)
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"opt_state": "optimizer"}, "has nothing at optimizer; it has opt_state, params, step"),
-        ({"params": "model"}, "has nothing at model"),
-        ({"params": "step"}, "has no parameters at step"),
-    ],
-)
+@pytest.mark.parametrize(("said", "message"), [
+    ({"opt_state": "optimizer"}, "has nothing at optimizer; it has opt_state, params, step"),
+    ({"params": "model"},        "has nothing at model"),
+    ({"params": "step"},         "has no parameters at step"),
+])  # fmt: skip
 def test_a_label_at_which_there_is_nothing_is_refused(said, message):
     checkpoint = ucp.Checkpoint.of(tree_of(trained("adam"), ADAMW))
     with pytest.raises(TreeMismatch, match=message):

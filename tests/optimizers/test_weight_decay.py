@@ -20,13 +20,8 @@ from jax_ucp.optimizers.weight_decay import decays_of
 DEEPSPEED = sorted({*names_of("deepspeed")} - {"z1_fp32_dp2_elastic"})
 UNIVERSAL = DATA / "deepspeed_universal"
 DCP = [
-    "fsdp2_dp4_uneven",
-    "fsdp2_tp_2x2",
-    "fsdp2_dp2_bf16_flatopt",
-    "hsdp_2x2",
-    "titan_flat",
-    "titan_prefixed",
-]
+    "fsdp2_dp4_uneven", "fsdp2_tp_2x2", "fsdp2_dp2_bf16_flatopt", "hsdp_2x2", "titan_flat", "titan_prefixed",
+]  # fmt: skip
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 WEIGHTS = {"w": True, "b": False}
 TRAINED = {"exp_avg", "momentum_buffer"}
@@ -83,45 +78,25 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
     assert list(mapped.groups) == [Group(("stacked",), {"lr": 1}), Group(("c/d",), {"lr": 2})]
 
 
-@pytest.mark.parametrize(
-    ("tx", "w", "b"),
-    [
-        (optax.adamw(1e-3, mask=WEIGHTS), "in proportion", "none"),
-        (optax.adamw(optax.linear_schedule(0, 1, 10)), "in proportion", "in proportion"),
-        (optax.adam(1e-3), "none", "none"),
-        (
-            optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)),
-            "through the gradient",
-            "none",
+@pytest.mark.parametrize(("tx", "w", "b"), [
+    (optax.adamw(1e-3, mask=WEIGHTS), "in proportion", "none"),
+    (optax.adamw(optax.linear_schedule(0, 1, 10)), "in proportion", "in proportion"),
+    (optax.adam(1e-3), "none", "none"),
+    (optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)), "through the gradient", "none"),
+    (optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3, mask=WEIGHTS)), "in proportion", "none"),
+    (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9)), "in proportion", "in proportion"),
+    (optax.MultiSteps(optax.adamw(1e-3, mask=WEIGHTS), 4), "in proportion", "none"),
+    (optax.inject_hyperparams(optax.adamw)(1e-3, mask=WEIGHTS), "in proportion", "none"),
+    (
+        optax.adamw(
+            1e-3, mask=lambda tree: {k: p.ndim > 1 and p.size > 1 for k, p in tree.items()}
         ),
-        (
-            optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3, mask=WEIGHTS)),
-            "in proportion",
-            "none",
-        ),
-        (
-            optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9)),
-            "in proportion",
-            "in proportion",
-        ),
-        (optax.MultiSteps(optax.adamw(1e-3, mask=WEIGHTS), 4), "in proportion", "none"),
-        (optax.inject_hyperparams(optax.adamw)(1e-3, mask=WEIGHTS), "in proportion", "none"),
-        (
-            optax.adamw(
-                1e-3, mask=lambda tree: {k: p.ndim > 1 and p.size > 1 for k, p in tree.items()}
-            ),
-            "in proportion",
-            "none",
-        ),
-        (
-            optax.partition(
-                {"on": optax.adamw(1e-3), "off": optax.set_to_zero()}, {"w": "on", "b": "off"}
-            ),
-            "in proportion",
-            "none",
-        ),
-    ],
-)
+        "in proportion",
+        "none",
+    ),
+    (optax.partition({"on": optax.adamw(1e-3), "off": optax.set_to_zero()}, {"w": "on", "b": "off"}),
+     "in proportion", "none"),
+])  # fmt: skip
 def test_an_optimizer_is_seen_to_decay(tx, w, b):
     assert decays_of(tx, PARAMS) == {"w": w, "b": b}
 

@@ -89,79 +89,53 @@ def test_sizes_are_the_arithmetic_they_look_like(a: int, b: int, c: int):
     assert names_in("a * (b + 1)") == {"a", "b"}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os')",
-        "a.b",
-        "a[0]",
-        "f(a)",
-        "a ** 9",
-        "-a",
-        "a / b",
-        "1.5",
-        "'x'",
-        "a if b else c",
-        "",
-        "a b",
-        "lambda: 1",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "__import__('os')", "a.b", "a[0]", "f(a)", "a ** 9", "-a", "a / b", "1.5", "'x'", "a if b else c", "",
+    "a b", "lambda: 1",
+])  # fmt: skip
 def test_nothing_but_sums_products_and_quotients_is_a_size(text):
     with pytest.raises(SpecError, match="is not a size"):
         size_of(text, {"a": 2, "b": 1, "c": 1})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("7 // 2", "not divisible"),
-        ("a // 0", "not divisible"),
-        ("2 - a", "is -1"),
-        ("b + 1", "the size 'b . 1': 'b' has no number; give it in sizes"),
-        (True, "not True"),
-        ("1+" * 200 + "1", "characters"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("7 // 2",         "not divisible"),
+    ("a // 0",         "not divisible"),
+    ("2 - a",          "is -1"),
+    ("b + 1",          "the size 'b . 1': 'b' has no number; give it in sizes"),
+    (True,             "not True"),
+    ("1+" * 200 + "1", "characters"),
+])  # fmt: skip
 def test_a_size_that_is_no_number_of_rows_is_refused(text, message):
     with pytest.raises(SpecError, match=message):
         size_of(text, {"a": 3})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("shards: [{param: a, pattern: shraded}]", "spec.yaml:1: 'shraded' is not a pattern"),
-        (
-            "shards:\n- {param: a, pattern: {sharded: -1}}",
-            "spec.yaml:2: an axis is a number from 0",
-        ),
-        ("shards:\n- {param: a, pattern: {sharded: [0, 1]}}", "spec.yaml:2: .*needs a grid"),
-        ("shards:\n- {param: a, pattern: {sharded: 0, fused: {}}}", "a pattern is one of"),
-        ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 'x+'}}}}", "is not a size"),
-        (
-            "shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 1}, whole: [k]}}}",
-            "whole names",
-        ),
-        ("shards:\n- {param: a, pattern: {fused: {axis: 0, part: {q: 1}}}}", "lacks parts"),
-        ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: 3}}}", "mapping of names"),
-        ("shards:\n- {param: a, pattern: {sharded: 0, padded: {axis: 0}}}", "padded lacks to"),
-        ("shards:\n- {param: a, pattern: {replicated: 3}}", "says nothing more"),
-        ("shards:\n- {param: a}", "lacks pattern"),
-        ("shards:\n- {param: a, pattern: unique, wen: x}", "no field 'wen'"),
-        ("shards:\n- {param: a, pattern: unique, when: a or b}", "when should be a name"),
-        ("shards:\n- {param: 'a{', pattern: unique}", "a brace"),
-        ("shards:\n- {param: '{0}', pattern: unique}", "not a placeholder"),
-        ("shards: 3", "should be a list"),
-        ("sizes: [a]", "should be a mapping"),
-        ("sizes: {a: b c}", "sizes: a: "),
-        ("\nshrads: []", "spec.yaml:2: 'shrads' is not a section"),
-        ("extends: nothing", "no spec 'nothing'"),
-        ("shards: [{param: a, param: b, pattern: unique}]", "'param' is there twice"),
-        ("[1]", "should be a mapping"),
-        ("a: [", "is not YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("shards: [{param: a, pattern: shraded}]", "spec.yaml:1: 'shraded' is not a pattern"),
+    ("shards:\n- {param: a, pattern: {sharded: -1}}", "spec.yaml:2: an axis is a number from 0"),
+    ("shards:\n- {param: a, pattern: {sharded: [0, 1]}}", "spec.yaml:2: .*needs a grid"),
+    ("shards:\n- {param: a, pattern: {sharded: 0, fused: {}}}", "a pattern is one of"),
+    ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 'x+'}}}}", "is not a size"),
+    ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 1}, whole: [k]}}}", "whole names"),
+    ("shards:\n- {param: a, pattern: {fused: {axis: 0, part: {q: 1}}}}", "lacks parts"),
+    ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: 3}}}", "mapping of names"),
+    ("shards:\n- {param: a, pattern: {sharded: 0, padded: {axis: 0}}}", "padded lacks to"),
+    ("shards:\n- {param: a, pattern: {replicated: 3}}", "says nothing more"),
+    ("shards:\n- {param: a}", "lacks pattern"),
+    ("shards:\n- {param: a, pattern: unique, wen: x}", "no field 'wen'"),
+    ("shards:\n- {param: a, pattern: unique, when: a or b}", "when should be a name"),
+    ("shards:\n- {param: 'a{', pattern: unique}", "a brace"),
+    ("shards:\n- {param: '{0}', pattern: unique}", "not a placeholder"),
+    ("shards: 3", "should be a list"),
+    ("sizes: [a]", "should be a mapping"),
+    ("sizes: {a: b c}", "sizes: a: "),
+    ("\nshrads: []", "spec.yaml:2: 'shrads' is not a section"),
+    ("extends: nothing", "no spec 'nothing'"),
+    ("shards: [{param: a, param: b, pattern: unique}]", "'param' is there twice"),
+    ("[1]", "should be a mapping"),
+    ("a: [", "is not YAML"),
+])  # fmt: skip
 def test_what_is_not_in_the_language_is_refused_with_its_line(tmp_path, text, message):
     (tmp_path / "spec.yaml").write_text(text)
     with pytest.raises(SpecError, match=message):
@@ -214,14 +188,8 @@ def test_names_in_sizes_come_from_the_checkpoint_the_spec_and_the_spec_it_extend
         "decoder.layers.0.mlp.linear_fc2.weight": shards((3, 4), (3, 4)),
     }
     given = {
-        "heads": 2,
-        "query_groups": 1,
-        "head_dim": 8,
-        "width": 4,
-        "ffn": 99,
-        "swiglu": 0,
-        "down_is_cut": 0,
-    }
+        "heads": 2, "query_groups": 1, "head_dim": 8, "width": 4, "ffn": 99, "swiglu": 0, "down_is_cut": 0,
+    }  # fmt: skip
     found = layouts(spec, params, given)
     assert found["decoder.layers.0.mlp.linear_fc2.weight"].shape == (3, 8)
 

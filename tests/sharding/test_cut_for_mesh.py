@@ -21,13 +21,8 @@ from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.save import describe, take_snapshot
 
 SPECS = [
-    P(),
-    P("data"),
-    P(None, "model"),
-    P("data", "model"),
-    P(("model", "data")),
-    P("model", "data"),
-]
+    P(), P("data"), P(None, "model"), P("data", "model"), P(("model", "data")), P("model", "data"),
+]  # fmt: skip
 MESHES = [({"data": 4, "model": 2}, 1), ({"data": 2, "model": 16}, 8), ({"x": 3, "model": 4}, 12)]
 RULES = [(r"w$", P("data", "model")), (r"bits$", P("model", "x")), (r"b$", P("model"))]
 

@@ -62,17 +62,9 @@ def same(a: Any, b: Any) -> bool:
 
 DTYPES = [
     *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
-    *(
-        np.float16,
-        np.float32,
-        np.float64,
-        np.complex64,
-        np.complex128,
-        ml_dtypes.bfloat16,
-        ml_dtypes.int4,
-    ),
+    *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4),
     *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
-]
+]  # fmt: skip
 # What TensorStore has in its newer releases.
 NEW_DTYPES = (ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn)
 DTYPES += [dtype for dtype in NEW_DTYPES if hasattr(tensorstore, np.dtype(dtype).name)]
@@ -107,9 +99,8 @@ VALUES = {
     "np_bool": np.bool_(True),
     "array": np.arange(6, dtype=np.int16).reshape(2, 3),
     "device": jnp.arange(4.0),
-    "sharded": jax.device_put(
-        np.arange(16.0, dtype=np.float32).reshape(8, 2), NamedSharding(MESH, P("data", "model"))
-    ),
+    "sharded": jax.device_put(np.arange(16.0, dtype=np.float32).reshape(8, 2),
+        NamedSharding(MESH, P("data", "model"))),
     "key": jax.random.key(7),
     "rbg": jax.random.key(7, impl="rbg"),
     "keys": jax.random.split(jax.random.key(1), 4),
@@ -118,14 +109,11 @@ VALUES = {
     "point": Point(np.zeros(2), None),
     "train": Train(3, {"w": jnp.ones(2)}),
     "adam": optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init({"w": jnp.ones(3, jnp.bfloat16)}),
-    "masked": (
-        optax.masked(optax.adam(1e-3), {"w": True, "b": False}).init(
-            {"w": jnp.ones(2), "b": jnp.ones(1)}
-        )
-    ),
+    "masked": optax.masked(optax.adam(1e-3),
+        {"w": True, "b": False}).init({"w": jnp.ones(2), "b": jnp.ones(1)}),
     "dotted": {"a": {"b": np.float32(1)}, "a.b": np.float32(2), "a/b": {"c": np.ones(1)}, "": 3},
     "numbers": {0: np.ones(1), 10: np.ones(2)},
-}
+}  # fmt: skip
 
 
 def test_every_kind_of_leaf_comes_back_as_what_it_was(tmp_path):
@@ -347,17 +335,13 @@ def test_rules_that_do_nothing_are_reported_and_those_that_cannot_be_meant_are_r
         checkpoint.plan(cast=True)
 
 
-@pytest.mark.parametrize(
-    ("rule", "spec"),
-    [
-        (("w", "data"), r"PartitionSpec('data')"),
-        (("w", ("data", "model")), r"PartitionSpec('data', 'model')"),
-        (("w$", None), r"PartitionSpec(None)"),
-        (("w", (None, "data")), r"PartitionSpec(None, 'data')"),
-        (("v", [("data", "model"), None]), r"PartitionSpec(('data', 'model'), None)"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("rule", "spec"), [
+    (("w", "data"),                    r"PartitionSpec('data')"),
+    (("w", ("data", "model")),         r"PartitionSpec('data', 'model')"),
+    (("w$", None),                     r"PartitionSpec(None)"),
+    (("w", (None, "data")),            r"PartitionSpec(None, 'data')"),
+    (("v", [("data", "model"), None]), r"PartitionSpec(('data', 'model'), None)"),
+], ids=str)  # fmt: skip
 def test_a_rule_with_a_tuple_or_a_string_for_a_spec_is_refused(rule, spec, tmp_path):
     checkpoint = ucp.Checkpoint.of({"w": jnp.ones((8, 8))})
     for call in (
@@ -418,41 +402,35 @@ def test_integers_that_do_not_fit_are_refused_when_they_are_read(tmp_path):
         checkpoint.restore({"x": np.zeros(2, np.int32)}, cast=True)
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape", "mesh", "fitted"),
-    [
-        (("a", "b"), (8, 6), {"a": 4, "b": 2}, ("a", "b")),
-        ((("a", "b"),), (8,), {"a": 4, "b": 2}, (("a", "b"),)),
-        ((("a", "b"),), (12,), {"a": 4, "b": 2}, ("a",)),
-        ((("a", "b"),), (6,), {"a": 4, "b": 2}, ("b",)),
-        (("a", "a"), (8, 8), {"a": 2}, ("a", None)),
-        (("x", "a"), (8, 8), {"a": 2}, (None, "a")),
-        (("a", None), (7, 8), {"a": 2}, (None, None)),
-        ((None, ("c", "a")), (4, 8), {"a": 2, "c": 2}, (None, ("c", "a"))),
-        (("a",), (0,), {"a": 4}, ("a",)),
-        (("a",), (), {"a": 4}, ()),
-    ],
-)
+@pytest.mark.parametrize(("spec", "shape", "mesh", "fitted"), [
+    (("a", "b"),         (8, 6), {"a": 4, "b": 2}, ("a", "b")),
+    ((("a", "b"),),      (8,),   {"a": 4, "b": 2}, (("a", "b"),)),
+    ((("a", "b"),),      (12,),  {"a": 4, "b": 2}, ("a",)),
+    ((("a", "b"),),      (6,),   {"a": 4, "b": 2}, ("b",)),
+    (("a", "a"),         (8, 8), {"a": 2},         ("a", None)),
+    (("x", "a"),         (8, 8), {"a": 2},         (None, "a")),
+    (("a", None),        (7, 8), {"a": 2},         (None, None)),
+    ((None, ("c", "a")), (4, 8), {"a": 2, "c": 2}, (None, ("c", "a"))),
+    (("a",),             (0,),   {"a": 4},         ("a",)),
+    (("a",),             (),     {"a": 4},         ()),
+])  # fmt: skip
 def test_a_spec_is_fitted_as_written_here(spec, shape, mesh, fitted):
     assert fit_spec(spec, shape, mesh).spec == fitted
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"a": [1, {"b": object()}]}, r"a/1/b is a builtins\.object, which is not an array"),
-        ({"a": 2**70}, "a .*no 64-bit array holds"),
-        ({"a": np.array(["x"])}, "a has dtype <U1, which zarr v3"),
-        ({"a": b"bytes"}, r"a is a builtins\.bytes"),
-        ({(1, 2): 1}, r"the tree has the key .*strings and integers"),
-        (OrderedDict([(0, 1), ("0", 2)]), "differ only in type"),
-        ({"a": {0: 1, "0": 2}}, "a has keys that JAX cannot sort"),
-        ({"a": jax.ShapeDtypeStruct((2,), np.float32)}, "a is abstract"),
-        ({"a": np.ma.masked_array([1.0, 2.0], mask=[0, 1])}, r"a is a numpy\.ma\.MaskedArray"),
-        ({"a": {"b": "x"}, "a.b": "y"}, r"two strings would have one name on disk, 'a\.b'"),
-        ({"a": "\ud800"}, r"'a' has a key or a value that is not text"),
-    ],
-)
+@pytest.mark.parametrize(("tree", "message"), [
+    ({"a": [1, {"b": object()}]}, r"a/1/b is a builtins\.object, which is not an array"),
+    ({"a": 2**70}, "a .*no 64-bit array holds"),
+    ({"a": np.array(["x"])}, "a has dtype <U1, which zarr v3"),
+    ({"a": b"bytes"}, r"a is a builtins\.bytes"),
+    ({(1, 2): 1}, r"the tree has the key .*strings and integers"),
+    (OrderedDict([(0, 1), ("0", 2)]), "differ only in type"),
+    ({"a": {0: 1, "0": 2}}, "a has keys that JAX cannot sort"),
+    ({"a": jax.ShapeDtypeStruct((2,), np.float32)}, "a is abstract"),
+    ({"a": np.ma.masked_array([1.0, 2.0], mask=[0, 1])}, r"a is a numpy\.ma\.MaskedArray"),
+    ({"a": {"b": "x"}, "a.b": "y"}, r"two strings would have one name on disk, 'a\.b'"),
+    ({"a": "\ud800"}, r"'a' has a key or a value that is not text"),
+])  # fmt: skip
 def test_what_cannot_be_restored_as_what_it_was_is_refused_with_the_reason(tree, message):
     with pytest.raises(UnsupportedLeaf, match=message):
         ucp.args.Save(tree)

@@ -19,17 +19,10 @@ from jax_ucp.sharding.fit import fit_spec
 from workers.reads import bytes_read
 
 MESHES = {
-    "8": {"a": 8},
-    "4x2": {"a": 4, "b": 2},
-    "2x4": {"a": 2, "b": 4},
-    "1x8": {"a": 1, "b": 8},
-    "2x2x2": {"a": 2, "b": 2, "c": 2},
-    "c8": {"c": 8},
-    "4": {"a": 4},
-    "2x1": {"b": 2, "a": 1},
-    "3": {"a": 3},
+    "8": {"a": 8}, "4x2": {"a": 4, "b": 2}, "2x4": {"a": 2, "b": 4}, "1x8": {"a": 1, "b": 8},
+    "2x2x2": {"a": 2, "b": 2, "c": 2}, "c8": {"c": 8}, "4": {"a": 4}, "2x1": {"b": 2, "a": 1}, "3": {"a": 3},
     "1": {"a": 1},
-}
+}  # fmt: skip
 SPECS = [P(), P("a"), P(None, "a"), P("a", "b"), P(("a", "b")), P("b", ("c", "a"))]
 ARRAYS = {
     "even": np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32),

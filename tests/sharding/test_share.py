@@ -37,15 +37,9 @@ from jax_ucp.tree import Leaf
 SIZES = [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4}, {"a": 2, "b": 3}]
 SPECS = [(), ("a",), (None, "a"), ("b",), (None, "b"), (("b", "a"),), ("b", "c"), (None, None, "a")]
 DTYPES = [
-    np.float32,
-    ml_dtypes.bfloat16,
-    np.bool_,
-    np.int8,
-    np.float16,
-    ml_dtypes.float8_e4m3fn,
-    np.float64,
+    np.float32, ml_dtypes.bfloat16, np.bool_, np.int8, np.float16, ml_dtypes.float8_e4m3fn, np.float64,
     np.uint16,
-]
+]  # fmt: skip
 
 
 def mesh_of(sizes: dict[str, int], **more) -> Mesh:

@@ -612,13 +612,8 @@ def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_c
 
     def peak(budget: int) -> int:
         command = [
-            sys.executable,
-            "-c",
-            MEASURE,
-            str(tmp_path / "big"),
-            str(tmp_path / f"out{budget}"),
-            str(budget),
-        ]
+            sys.executable, "-c", MEASURE, str(tmp_path / "big"), str(tmp_path / f"out{budget}"), str(budget),
+        ]  # fmt: skip
         return int(
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
         )

@@ -173,25 +173,19 @@ def test_a_stack_without_one_of_its_files_is_not_opened(tmp_path):
         ucp.open(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda said: said["stacks"]["ucp.stack_0"].pop(), "has no leaf, or the leaf no array"),
-        (lambda said: said["stacks"]["ucp.stack_0"].append("step"), "an array twice|no array"),
-        (lambda said: said["stacks"].update({"ucp.stack_9": []}), "has arrays of 0 kinds"),
-        (lambda said: said["stacks"]["ucp.stack_0"].append("layers.layer_0.up"), "twice"),
-        (
-            lambda said: said["stacks"]["ucp.stack_0"].append(said["stacks"]["ucp.stack_1"].pop()),
-            "has arrays of 2 kinds",
-        ),
-        (lambda said: said.update(version=1), "has version 1, and 2 stacks"),
-        (lambda said: said.pop("stacks"), "has version 2, and 0 stacks"),
-        (
-            lambda said: said["arrays"]["ucp.stack_0"]["inner"].__setitem__(0, 5),
-            "of several arrays|inner",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda said: said["stacks"]["ucp.stack_0"].pop(), "has no leaf, or the leaf no array"),
+    (lambda said: said["stacks"]["ucp.stack_0"].append("step"), "an array twice|no array"),
+    (lambda said: said["stacks"].update({"ucp.stack_9": []}), "has arrays of 0 kinds"),
+    (lambda said: said["stacks"]["ucp.stack_0"].append("layers.layer_0.up"), "twice"),
+    (
+        lambda said: said["stacks"]["ucp.stack_0"].append(said["stacks"]["ucp.stack_1"].pop()),
+        "has arrays of 2 kinds",
+    ),
+    (lambda said: said.update(version=1), "has version 1, and 2 stacks"),
+    (lambda said: said.pop("stacks"), "has version 2, and 0 stacks"),
+    (lambda said: said["arrays"]["ucp.stack_0"]["inner"].__setitem__(0, 5), "of several arrays|inner"),
+])  # fmt: skip
 def test_stacks_that_no_writer_makes_are_refused(tmp_path, change, message):
     path = save(tmp_path, tree())
     said = json.loads((path / "ucp.json").read_bytes())

@@ -105,24 +105,18 @@ def out_of_memory(*args: object) -> None:
 
 # In which process something fails, and what.
 FAULTS = {
-    "process 1 has a full disk": (1, patch.object(LocalFiles, "write", full_disk)),
-    "process 0 has a full disk": (0, patch.object(LocalFiles, "write", full_disk)),
-    "process 0 cannot commit": (0, patch.object(handler, "commit_snapshot", full_disk)),
-    "process 1 has no memory for a copy": (
-        1,
-        patch.object(handler, "take_snapshot", out_of_memory),
-    ),
+    "process 1 has a full disk":          (1, patch.object(LocalFiles, "write", full_disk)),
+    "process 0 has a full disk":          (0, patch.object(LocalFiles, "write", full_disk)),
+    "process 0 cannot commit":            (0, patch.object(handler, "commit_snapshot", full_disk)),
+    "process 1 has no memory for a copy": (1, patch.object(handler, "take_snapshot", out_of_memory)),
     "process 1 has what cannot be saved": (1, patch.dict(SAVED, tree={**TREE, "bad": object()})),
     "process 0 has what cannot be saved": (0, patch.dict(SAVED, tree={**TREE, "bad": object()})),
-    "process 1 has another tree": (1, patch.dict(SAVED, tree={**TREE, "more": 5})),
-    "process 0 has another tree": (0, patch.dict(SAVED, tree={**TREE, "more": 5})),
-    "process 1 has another shape": (
-        1,
-        patch.dict(SAVED, tree={**TREE, "host": np.zeros(4, np.int8)}),
-    ),
-    "process 1 has another sharding": (1, patch.dict(SAVED, tree={**TREE, "w": replicated()})),
-    "process 1 is at another step": (1, patch.dict(SAVED, beyond=5)),
-}
+    "process 1 has another tree":         (1, patch.dict(SAVED, tree={**TREE, "more": 5})),
+    "process 0 has another tree":         (0, patch.dict(SAVED, tree={**TREE, "more": 5})),
+    "process 1 has another shape":        (1, patch.dict(SAVED, tree={**TREE, "host": np.zeros(4, np.int8)})),
+    "process 1 has another sharding":     (1, patch.dict(SAVED, tree={**TREE, "w": replicated()})),
+    "process 1 is at another step":       (1, patch.dict(SAVED, beyond=5)),
+}  # fmt: skip
 
 
 def met(save: Way, path: Path, process: int, fault: contextlib.AbstractContextManager) -> dict:

@@ -131,12 +131,8 @@ def faults_of(folder: Path) -> list[str]:
 # In dcp_no_collectives both ranks wrote items of equal sizes in equal order: nothing tells two such
 # files apart.
 SHARDED = (
-    "fsdp2_dp4_uneven",
-    "fsdp2_tp_2x2",
-    "dcp_zstd",
-    "dcp_no_collectives",
-    "dcp_file_per_item",
-)
+    "fsdp2_dp4_uneven", "fsdp2_tp_2x2", "dcp_zstd", "dcp_no_collectives", "dcp_file_per_item",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SHARDED)
@@ -375,21 +371,14 @@ def test_links_are_refused(writer, name):
         ucp.open(path.parent)
 
 
-@pytest.mark.parametrize(
-    ("shape", "boxes", "message"),
-    [
-        (
-            (0, 6),
-            [Box((0, 0), (0, 5))],
-            r"w has shape \[0, 6\], but its chunks end elsewhere on axis 1",
-        ),
-        ((4, 6), [], r"w has shape \[4, 6\], but by the metadata no chunk of it is in any file"),
-        ((4,), [Box((0, 0), (4, 6))], r"w has shape \[4\], but a chunk of \[4, 6\] at \[0, 0\]"),
-        ((-1,), [], r"w: \(-1,\) is not a shape"),
-        ((1 << 40, 1 << 40), [], "is not a shape"),
-        ((4, 6), [LEFT, Box((0, 3), (4, 7))], "outside the array"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "boxes", "message"), [
+    ((0, 6), [Box((0, 0), (0, 5))], r"w has shape \[0, 6\], but its chunks end elsewhere on axis 1"),
+    ((4, 6), [], r"w has shape \[4, 6\], but by the metadata no chunk of it is in any file"),
+    ((4,), [Box((0, 0), (4, 6))], r"w has shape \[4\], but a chunk of \[4, 6\] at \[0, 0\]"),
+    ((-1,), [], r"w: \(-1,\) is not a shape"),
+    ((1 << 40, 1 << 40), [], "is not a shape"),
+    ((4, 6), [LEFT, Box((0, 3), (4, 7))], "outside the array"),
+])  # fmt: skip
 def test_shapes_that_cannot_be_are_refused(tmp_path, shape, boxes, message):
     writer = Writer(tmp_path / "c")
     writer.declare("w", WHOLE.dtype, shape, boxes)
@@ -418,13 +407,10 @@ def test_objects_that_ask_for_code_or_are_made_of_data_are_left_out_and_noted(wr
     assert reasons["__0_0.distcp:run"] == reasons["__1_0.distcp:buffer"] == "skipped"
 
 
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ({"w": ("model", "v")}, "'w' was at \\('model', 'v'\\), which has another flattened name"),
-        ({"v": ("v",)}, "'w' is not in planner_data"),
-    ],
-)
+@pytest.mark.parametrize(("paths", "message"), [
+    ({"w": ("model", "v")}, "'w' was at \\('model', 'v'\\), which has another flattened name"),
+    ({"v": ("v",)}, "'w' is not in planner_data"),
+])  # fmt: skip
 def test_paths_that_contradict_the_names_are_refused(writer, paths, message):
     writer.paths = paths
     with pytest.raises(FormatError, match=message):
@@ -436,14 +422,11 @@ def test_paths_of_what_was_not_stored_are_no_harm(writer):
     assert [leaf.label for leaf in ucp.open(writer.finish()).leaves] == ["param/w"]
 
 
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a git-lfs pointer"),
-        (b"<!DOCTYPE html>\n<html></html>", "a web page"),
-        (b'{"error":"Repository not found"}', "an error that a server answered"),
-    ],
-)
+@pytest.mark.parametrize(("content", "what"), [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a git-lfs pointer"),
+    (b"<!DOCTYPE html>\n<html></html>", "a web page"),
+    (b'{"error":"Repository not found"}', "an error that a server answered"),
+])  # fmt: skip
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_file_that_stands_for_another_says_what_it_is(tmp_path, name, content, what):
     folder = Path(shutil.copytree(CASES / "torch" / "old_v260" / "ckpt", tmp_path / "c"))

@@ -37,22 +37,19 @@ def exchange(a: Path, b: Path) -> None:
     a.with_suffix(".x").rename(b)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        ("z3_bf16_dp2", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
-        ("z3_bf16_dp2", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        ("z3_bf16_dp3_offload", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
-        ("tp2_dp2_z1_fp32", "mp_rank_01_model_states.pt"),
-        ("tp2_dp2_z1_fp32", "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
-        ("tp2_dp2_z3_bf16", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
-        ("tp2_pp2_dp1_z1_bf16", "mp_rank_03_model_states.pt"),
-        ("tp2_pp2_dp1_z1_bf16", "layer_02-model_01-model_states.pt"),
-        ("pp2_dp2_z1_fp32", "layer_01-model_states.pt"),
-        ("moe_ep2_dp2_z1_bf16", "layer_0_expert_3_mp_rank_00_model_states.pt"),
-        ("moe_ep2_dp2_z0_fp32", "layer_0_expert_0_mp_rank_00_model_states.pt"),
-    ],
-)
+@pytest.mark.parametrize(("case", "name"), [
+    ("z3_bf16_dp2",         "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    ("z3_bf16_dp2",         "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    ("z3_bf16_dp3_offload", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+    ("tp2_dp2_z1_fp32",     "mp_rank_01_model_states.pt"),
+    ("tp2_dp2_z1_fp32",     "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+    ("tp2_dp2_z3_bf16",     "zero_pp_rank_1_mp_rank_01_model_states.pt"),
+    ("tp2_pp2_dp1_z1_bf16", "mp_rank_03_model_states.pt"),
+    ("tp2_pp2_dp1_z1_bf16", "layer_02-model_01-model_states.pt"),
+    ("pp2_dp2_z1_fp32",     "layer_01-model_states.pt"),
+    ("moe_ep2_dp2_z1_bf16", "layer_0_expert_3_mp_rank_00_model_states.pt"),
+    ("moe_ep2_dp2_z0_fp32", "layer_0_expert_0_mp_rank_00_model_states.pt"),
+])  # fmt: skip
 def test_a_missing_file_is_named(deepspeed_copy, case, name):
     folder = deepspeed_copy(case)
     (folder / name).unlink()
@@ -60,18 +57,11 @@ def test_a_missing_file_is_named(deepspeed_copy, case, name):
         ucp.open(folder)
 
 
-@pytest.mark.parametrize(
-    ("case", "theirs", "name"),
-    [
-        ("z3_bf16_dp2", "z3_bf16_dp3_offload", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        ("tp2_dp2_z1_fp32", "tp2_dp1_z1_fp32_gqa", "mp_rank_01_model_states.pt"),
-        (
-            "z3_fp16_dp2_subgroups",
-            "autoep2_dp4_z3_fp32",
-            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "theirs", "name"), [
+    ("z3_bf16_dp2",           "z3_bf16_dp3_offload", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    ("tp2_dp2_z1_fp32",       "tp2_dp1_z1_fp32_gqa", "mp_rank_01_model_states.pt"),
+    ("z3_fp16_dp2_subgroups", "autoep2_dp4_z3_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+])  # fmt: skip
 def test_a_file_of_another_run_is_named(deepspeed_copy, case, theirs, name):
     folder = deepspeed_copy(case)
     shutil.copy(DATA / theirs / "global_step5" / name, folder / name)
@@ -79,26 +69,14 @@ def test_a_file_of_another_run_is_named(deepspeed_copy, case, theirs, name):
         ucp.open(folder)
 
 
-@pytest.mark.parametrize(
-    ("case", "a", "b"),
-    [
-        (
-            "autoep2_dp4_z3_fp32",
-            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_3_mp_rank_00_optim_states.pt",
-        ),
-        (
-            "pp2_dp2_z1_fp32",
-            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_0_mp_rank_01_optim_states.pt",
-        ),
-        (
-            "tp2_dp2_z1_fp32",
-            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "a", "b"), [
+    ("autoep2_dp4_z3_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+     "zero_pp_rank_3_mp_rank_00_optim_states.pt"),
+    ("pp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+     "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+    ("tp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+     "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+])  # fmt: skip
 def test_files_of_two_ranks_exchanged_are_refused(deepspeed_copy, case, a, b):
     folder = deepspeed_copy(case)
     exchange(folder / a, folder / b)
@@ -106,22 +84,13 @@ def test_files_of_two_ranks_exchanged_are_refused(deepspeed_copy, case, a, b):
         ucp.open(folder)
 
 
-@pytest.mark.parametrize(
-    ("case", "a", "b"),
-    [
-        (
-            "tp2_dp2_z1_fp32",
-            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_0_mp_rank_01_optim_states.pt",
-        ),
-        ("pp2_dp1_z1_fp16_untied", "layer_01-model_states.pt", "layer_02-model_states.pt"),
-        (
-            "moe_ep2_dp2_z1_bf16",
-            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "a", "b"), [
+    ("tp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+     "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+    ("pp2_dp1_z1_fp16_untied", "layer_01-model_states.pt", "layer_02-model_states.pt"),
+    ("moe_ep2_dp2_z1_bf16", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+     "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+])  # fmt: skip
 def test_exchanged_files_of_the_same_shapes_are_refused_or_fail_verify(deepspeed_copy, case, a, b):
     folder = deepspeed_copy(case)
     exchange(folder / a, folder / b)
@@ -229,12 +198,8 @@ def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_fac
     folder = tmp_path_factory.mktemp("z0") / "global_step3"
     folder.mkdir()
     about = {
-        "ds_config": {},
-        "ds_version": "0.19.8",
-        "dp_world_size": 1,
-        "mp_world_size": 1,
-        "buffer_names": [],
-    }
+        "ds_config": {}, "ds_version": "0.19.8", "dp_world_size": 1, "mp_world_size": 1, "buffer_names": [],
+    }  # fmt: skip
     save({"module": module, "optimizer": optimizer, **about}, folder / "mp_rank_00_model_states.pt")
     checkpoint = ucp.open(folder)
     told = {name: group.settings["lr"] for group in checkpoint.groups for name in group.params}
@@ -271,17 +236,14 @@ def info(**change) -> TensorParallel:
     return TensorParallel({**INFO, **change}, 2, "file.pt", {})
 
 
-@pytest.mark.parametrize(
-    ("name", "slices", "shape", "second"),
-    [
-        ("norm.weight", (3,), (3,), ["[0:3]"]),
-        ("a.down", (4, 3), (4, 6), ["[0:4, 3:6]"]),
-        ("a.up", (4, 3), (8, 3), ["[4:8, 0:3]"]),
-        ("a.gate_up", (4, 3), (8, 3), ["[2:4, 0:3]", "[6:8, 0:3]"]),
-        ("a.qkv", (6, 3), (12, 3), ["[4:8, 0:3]", "[10:12, 0:3]"]),
-        ("embed.weight", (4, 3), (5, 3), ["[4:5, 0:3]"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "slices", "shape", "second"), [
+    ("norm.weight",  (3,),   (3,),    ["[0:3]"]),
+    ("a.down",       (4, 3), (4, 6),  ["[0:4, 3:6]"]),
+    ("a.up",         (4, 3), (8, 3),  ["[4:8, 0:3]"]),
+    ("a.gate_up",    (4, 3), (8, 3),  ["[2:4, 0:3]", "[6:8, 0:3]"]),
+    ("a.qkv",        (6, 3), (12, 3), ["[4:8, 0:3]", "[10:12, 0:3]"]),
+    ("embed.weight", (4, 3), (5, 3),  ["[4:5, 0:3]"]),
+])  # fmt: skip
 def test_each_list_of_patterns_joins_slices_in_its_way(name, slices, shape, second):
     layout = info().layout(name, [slices, slices])
     layout.check()
@@ -309,13 +271,10 @@ def test_before_version_0_4_sub_params_are_counted_or_measured_and_cut_evenly():
         uneven.layout("qkv", [(3, 3), (3, 3)])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"universal_checkpoint_version": 0.5}, "version 0.5"),
-        ({"affine_map": {"version": 2, "params": {}}}, "affine maps of version 2"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"universal_checkpoint_version": 0.5}, "version 0.5"),
+    ({"affine_map": {"version": 2, "params": {}}}, "affine maps of version 2"),
+])  # fmt: skip
 def test_versions_newer_than_known_are_refused(change, message):
     with pytest.raises(FormatError, match=message):
         info(**change)
@@ -337,19 +296,12 @@ def test_lists_with_a_pattern_for_each_parameter_are_not_walked_through_for_each
     def each(names):
         return [f"^{re.escape(name)}$" for name in names]
 
-    parallel = TensorParallel(
-        {
-            "parameter_with_row_parallelism_patterns": each(rows),
-            "tp_replicated_parameter_patterns": each(replicas),
-            "parameter_with_sub_params": [
-                {"patterns": [pattern], "shape": (2, -1), "partition_dim": 0}
-                for pattern in each(parts)
-            ],
-        },
-        2,
-        "f",
-        {},
-    )
+    parallel = TensorParallel({
+        "parameter_with_row_parallelism_patterns": each(rows),
+        "tp_replicated_parameter_patterns": each(replicas),
+        "parameter_with_sub_params": [{"patterns": [pattern], "shape": (2, -1),
+            "partition_dim": 0} for pattern in each(parts)],
+    }, 2, "f", {})  # fmt: skip
     begin = time.process_time()
     for names, shape in ((rows, (4, 4)), (replicas, (4, 2)), (parts, (8, 2))):
         assert {parallel.layout(name, [(4, 2)] * 2).shape for name in names} == {shape}
@@ -399,16 +351,10 @@ def test_an_affine_map_of_boxes_is_a_layout():
     assert [str(f.target) for f in layout.fragments] == ["[0:4, 0:2]", "[0:4, 2:4]"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"scale": 0.5},
-        {"source": [0, [1, 4]]},
-        {"source": [0, [8, 1]]},
-        {"source": [3, [4, 1]]},
-        {"dest": [0, [1, 2]]},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"scale": 0.5}, {"source": [0, [1, 4]]}, {"source": [0, [8, 1]]}, {"source": [3, [4, 1]]},
+    {"dest": [0, [1, 2]]},
+])  # fmt: skip
 def test_an_affine_piece_that_is_no_box_is_refused(change):
     with pytest.raises(FormatError, match="not a box, or is scaled"):
         affine_layout(affine(**change), [(4, 2), (4, 2)], "w")
@@ -465,11 +411,8 @@ def test_a_box_of_a_row_parallel_parameter_reads_the_same_as_the_whole():
 # Tensor parallelism of which the files say nothing: the user's spec does.
 
 WITHOUT_INFO = [
-    "tp2_dp2_z1_fp32",
-    "tp2_dp1_z1_fp32_gqa",
-    "tp2_dp2_z1_bf16_swiglu",
-    "autotp2_dp2_z3_bf16",
-]
+    "tp2_dp2_z1_fp32", "tp2_dp1_z1_fp32_gqa", "tp2_dp2_z1_bf16_swiglu", "autotp2_dp2_z3_bf16",
+]  # fmt: skip
 WITHOUT_INFO += ["tp2_pp2_dp1_z1_bf16"]
 
 
@@ -537,24 +480,14 @@ shards:
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            "*.{linear}.bias",
-            "*.dense.bias",
-            r"query_key_value\.bias is claimed by no rule[\s\S]*dense_4h_to_h\.bias",
-        ),
-        (
-            "*.dense.weight",
-            "*.dens.weight",
-            r"mine\.yaml:9: '\*\.dens\.weight' claims no parameter",
-        ),
-        ("*.dense.weight", "*.weight", r"dense_4h_to_h\.weight is claimed by 2 rules"),
-        ("{sharded: 1}", "{sharded: 2}", r"dense\.weight.*[\s\S]*mp_rank_01"),
-        ("to: vocab", "to: words", "'words' has no number"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("*.{linear}.bias", "*.dense.bias",
+     r"query_key_value\.bias is claimed by no rule[\s\S]*dense_4h_to_h\.bias"),
+    ("*.dense.weight", "*.dens.weight", r"mine\.yaml:9: '\*\.dens\.weight' claims no parameter"),
+    ("*.dense.weight", "*.weight", r"dense_4h_to_h\.weight is claimed by 2 rules"),
+    ("{sharded: 1}", "{sharded: 2}", r"dense\.weight.*[\s\S]*mp_rank_01"),
+    ("to: vocab", "to: words", "'words' has no number"),
+])  # fmt: skip
 def test_a_spec_for_deepspeed_is_strict(tmp_path, old, new, message):
     (tmp_path / "mine.yaml").write_text(SHORT.replace(old, new, 1))
     with pytest.raises(LayoutError, match=message):

@@ -113,14 +113,11 @@ def test_a_swap_file_that_is_missing_or_cut_is_refused_by_name(copy_of):
         ucp.open(folder)
 
 
-@pytest.mark.parametrize(
-    ("case", "files"),
-    [
-        ("deepspeed_writers/mics_shard2_dp4", "*_optim_states.pt"),
-        ("deepspeed/z3_bf16_dp2_frozen_tied", "*_model_states.pt"),
-        ("deepspeed/moe_ep2_dp2_z0_fp32", "expp_rank_*"),
-    ],
-)
+@pytest.mark.parametrize(("case", "files"), [
+    ("deepspeed_writers/mics_shard2_dp4", "*_optim_states.pt"),
+    ("deepspeed/z3_bf16_dp2_frozen_tied", "*_model_states.pt"),
+    ("deepspeed/moe_ep2_dp2_z0_fp32",     "expp_rank_*"),
+])  # fmt: skip
 def test_ranks_that_were_exchanged_are_refused_by_the_names_inside(case, files, copy_of):
     folder = copy_of(case)
     first, second = sorted(folder.glob(f"*/{files}"))

@@ -139,40 +139,17 @@ HOSTILE = {
     "a key that is there twice": b"\x82\xa1a\x01\xa1a\x02",
     "two values": packed({"a": 1}) + packed({"b": 1}),
     "a code of none": b"\x81\xa1a\xc1",
-    "chunks of other dtypes": packed(
-        {
-            "a": {
-                "__msgpack_chunked_array__": True,
-                "shape": {"0": 2},
-                "chunks": {"0": array([1], "int8", b"a"), "1": array([1], "uint8", b"a")},
-            }
-        }
-    ),
-    "chunks of another size": packed(
-        {
-            "a": {
-                "__msgpack_chunked_array__": True,
-                "shape": {"0": 3},
-                "chunks": {"0": array([1], "int8", b"a")},
-            }
-        }
-    ),
-    "chunks that are not numbered": packed(
-        {
-            "a": {
-                "__msgpack_chunked_array__": True,
-                "shape": {"0": 1},
-                "chunks": {"1": array([1], "int8", b"a")},
-            }
-        }
-    ),
-    "chunks whose mark is another": packed(
-        {"a": {"__msgpack_chunkee_array__": True, "shape": {}, "chunks": {}}}
-    ),
-    "chunks with something else": packed(
-        {"a": {"__msgpack_chunked_array__": True, "shape": {}, "chunks": {}, "x": 1}}
-    ),
-}
+    "chunks of other dtypes": packed({"a": {"__msgpack_chunked_array__": True, "shape": {"0": 2},
+        "chunks": {"0": array([1], "int8", b"a"), "1": array([1], "uint8", b"a")}}}),
+    "chunks of another size": packed({"a": {"__msgpack_chunked_array__": True, "shape": {"0": 3},
+        "chunks": {"0": array([1], "int8", b"a")}}}),
+    "chunks that are not numbered": packed({"a": {"__msgpack_chunked_array__": True, "shape": {"0": 1},
+        "chunks": {"1": array([1], "int8", b"a")}}}),
+    "chunks whose mark is another": packed({"a": {"__msgpack_chunkee_array__": True, "shape": {},
+        "chunks": {}}}),
+    "chunks with something else": packed({"a": {"__msgpack_chunked_array__": True, "shape": {}, "chunks": {},
+        "x": 1}}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -318,19 +295,13 @@ def _spec(tree: dict) -> dict:
 
 
 T5X_FAULTS = {
-    "another shape": (
-        lambda tree: _spec(tree)["metadata"].update(shape=[4, 4]),
-        "they are of two saves",
-    ),
+    "another shape": (lambda tree: _spec(tree)["metadata"].update(shape=[4, 4]), "they are of two saves"),
     "another dtype": (lambda tree: _spec(tree).update(dtype="bfloat16"), "they are of two saves"),
     "a path that leads out": (
         lambda tree: _spec(tree)["kvstore"].update(path="../x"),
         "not a name of a file",
     ),
-    "an absolute path": (
-        lambda tree: _spec(tree)["kvstore"].update(path="/etc"),
-        "not a name of a file",
-    ),
+    "an absolute path": (lambda tree: _spec(tree)["kvstore"].update(path="/etc"), "not a name of a file"),
     "another driver": (
         lambda tree: _spec(tree).update(driver="n5"),
         "checkpoint has a TensorStore spec that is of 'n5'",
@@ -342,7 +313,7 @@ T5X_FAULTS = {
     "no shape": (lambda tree: _spec(tree)["metadata"].pop("shape"), "is not as T5X writes it"),
     "a version that T5X no longer reads": (lambda tree: tree.update(version=1), "is of version 1"),
     "an array that is not there": (lambda tree: _spec(tree)["kvstore"].update(path="lost"), "lost"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", T5X_FAULTS)

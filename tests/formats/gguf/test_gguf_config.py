@@ -67,16 +67,10 @@ def test_the_factors_of_llama_3_1_give_its_settings(tmp_path, factor):
     }
 
 
-@pytest.mark.parametrize(
-    "factors",
-    [
-        llama3_factors(8.0, original=4096),
-        llama3_factors(8.0) * np.float32(1.001),
-        llama3_factors(8.0)[:4],
-        np.zeros(8),
-        np.full(8, np.nan),
-    ],
-)
+@pytest.mark.parametrize("factors", [
+    llama3_factors(8.0, original=4096), llama3_factors(8.0) * np.float32(1.001), llama3_factors(8.0)[:4],
+    np.zeros(8), np.full(8, np.nan),
+])  # fmt: skip
 def test_other_factors_are_refused_where_a_mapping_would_leave_them_out(tmp_path, factors):
     checkpoint = opened(tmp_path, factors=factors)
     assert checkpoint.config["rope_parameters"]["rope_type"] == "rope_freqs.weight"
@@ -84,27 +78,20 @@ def test_other_factors_are_refused_where_a_mapping_would_leave_them_out(tmp_path
         checkpoint.map("gguf-llama-to-hf")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes", "why"),
-    [
-        ("mamba", {}, "'mamba' says nothing here"),
-        ("llama", {"logit_scale": ("f32", 2.0)}, "'logit_scale' is not known here"),
-        ("llama", {"attention__sliding_window": ("u32", 8)}, "'attention.sliding_window' is not"),
-        ("llama", {"attention__head_count": (["u32"], [2, 4])}, "not a number that holds for all"),
-        ("llama", {"attention__head_count": None}, "attention.head_count is not a length"),
-        ("llama", {"block_count": ("i32", -1)}, "block_count is not a length"),
-        ("llama", {"attention__value_length": ("u32", 8)}, "differ in length"),
-        (
-            "llama",
-            {"tensor_data_layout": ("str", "reference")},
-            "tensor_data_layout is 'reference'",
-        ),
-        ("llama", {"rope__freq_base": ("f32", float("nan"))}, "rope.freq_base is not a number"),
-        ("gemma2", {}, "attn_logit_softcapping is missing"),
-        ("gemma3", {}, "attention.sliding_window is missing"),
-        ("qwen2", {"rope__freq_base_swa": ("f32", 1e4)}, "rope.freq_base_swa is not known here"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "changes", "why"), [
+    ("mamba",  {}, "'mamba' says nothing here"),
+    ("llama",  {"logit_scale": ("f32", 2.0)}, "'logit_scale' is not known here"),
+    ("llama",  {"attention__sliding_window": ("u32", 8)}, "'attention.sliding_window' is not"),
+    ("llama",  {"attention__head_count": (["u32"], [2, 4])}, "not a number that holds for all"),
+    ("llama",  {"attention__head_count": None}, "attention.head_count is not a length"),
+    ("llama",  {"block_count": ("i32", -1)}, "block_count is not a length"),
+    ("llama",  {"attention__value_length": ("u32", 8)}, "differ in length"),
+    ("llama",  {"tensor_data_layout": ("str", "reference")}, "tensor_data_layout is 'reference'"),
+    ("llama",  {"rope__freq_base": ("f32", float("nan"))}, "rope.freq_base is not a number"),
+    ("gemma2", {}, "attn_logit_softcapping is missing"),
+    ("gemma3", {}, "attention.sliding_window is missing"),
+    ("qwen2",  {"rope__freq_base_swa": ("f32", 1e4)}, "rope.freq_base_swa is not known here"),
+])  # fmt: skip
 def test_where_a_key_is_not_known_no_config_is_made_and_a_note_says_which(
     tmp_path, architecture, changes, why
 ):
@@ -115,28 +102,15 @@ def test_where_a_key_is_not_known_no_config_is_made_and_a_note_says_which(
         checkpoint.map("gguf-llama-to-hf")
 
 
-@pytest.mark.parametrize(
-    ("changes", "rope"),
-    [
-        ({"rope__freq_base": None}, {"rope_type": "default", "rope_theta": 10000.0}),
-        (
-            {"rope__scaling__type": ("str", "none")},
-            {"rope_type": "default", "rope_theta": 500000.0},
-        ),
-        (
-            {"rope__scaling__type": ("str", "linear"), "rope__scaling__factor": ("f32", 4.0)},
-            {"rope_type": "linear", "rope_theta": 500000.0, "factor": 4.0},
-        ),
-        (
-            {"rope__scaling__factor": ("f32", 4.0)},
-            {"rope_type": "unsaid", "rope_theta": 500000.0, "factor": 4.0},
-        ),
-        (
-            {"rope__dimension_count": ("u32", 4)},
-            {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.25},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "rope"), [
+    ({"rope__freq_base": None}, {"rope_type": "default", "rope_theta": 10000.0}),
+    ({"rope__scaling__type": ("str", "none")}, {"rope_type": "default", "rope_theta": 500000.0}),
+    ({"rope__scaling__type": ("str", "linear"), "rope__scaling__factor": ("f32", 4.0)},
+     {"rope_type": "linear", "rope_theta": 500000.0, "factor": 4.0}),
+    ({"rope__scaling__factor": ("f32", 4.0)}, {"rope_type": "unsaid", "rope_theta": 500000.0, "factor": 4.0}),
+    ({"rope__dimension_count": ("u32", 4)},
+     {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.25}),
+])  # fmt: skip
 def test_the_rotation_is_what_the_keys_say(tmp_path, changes, rope):
     assert opened(tmp_path, **changes).config["rope_parameters"] == rope
 

@@ -178,10 +178,8 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "an empty key": (Written({"": ("u8", 1)}, [W]).data(), "is called ''"),
     "a key of bytes": (Written({b"\xff": ("u8", 1)}, [W]).data(), "is called b'"),
     "a tensor twice": (Written({}, [W, W]).data(), "the tensor 'w' is there twice"),
-    "a type that is none": (
-        Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x0d\0\0\0" + bytes(200),
-        "has the type 13",
-    ),
+    "a type that is none": (Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x0d\0\0\0" + bytes(200),
+        "has the type 13"),
     "an array in an array": (
         Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x09\0\0\0\x09\0\0\0" + bytes(200),
         "an array of the type 9",
@@ -202,10 +200,8 @@ FAULTS: dict[str, tuple[bytes, str]] = {
         + bytes(200),
         "counts [0-9]+ strings",
     ),
-    "a boolean of 2": (
-        Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x07\0\0\0\2" + bytes(200),
-        "neither 0 nor 1",
-    ),
+    "a boolean of 2": (Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x07\0\0\0\2" + bytes(200),
+        "neither 0 nor 1"),
     "no alignment": (Written({"general.alignment": ("u32", 0)}, [W]).data(), "no power of two"),
     "an odd alignment": (Written({"general.alignment": ("u32", 24)}, [W]).data(), "no power of"),
     "a text as alignment": (Written({"general.alignment": ("str", "8")}, [W]).data(), "is '8'"),
@@ -218,28 +214,16 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "a removed type": (Written({}, [Tensor("w", (32,), 4, bytes(16))]).data(), "has the type 4,"),
     "half a block": (Written({}, [Tensor("w", (48, 2), 2, bytes(54))]).data(), "not whole blocks"),
     "a block of no axis": (Written({}, [Tensor("w", (), 2, bytes(18))]).data(), "not whole blocks"),
-    "not aligned": (
-        Written({}, [W, Tensor("v", (4,), 0, bytes(16), 68)]).data(),
-        "and begins at byte",
-    ),
-    "an overlap": (
-        Written({}, [W, Tensor("v", (4,), 0, bytes(16), 0)]).data(),
-        "and begins at byte",
-    ),
-    "a gap": (
-        Written({}, [W, Tensor("v", (4,), 0, bytes(16), 128)]).data(),
-        "and begins at byte 128",
-    ),
-    "far away": (
-        Written({}, [Tensor("w", (4,), 0, bytes(16), 1 << 63)]).data(),
-        "and begins at byte",
-    ),
+    "not aligned": (Written({}, [W, Tensor("v", (4,), 0, bytes(16), 68)]).data(), "and begins at byte"),
+    "an overlap": (Written({}, [W, Tensor("v", (4,), 0, bytes(16), 0)]).data(), "and begins at byte"),
+    "a gap": (Written({}, [W, Tensor("v", (4,), 0, bytes(16), 128)]).data(), "and begins at byte 128"),
+    "far away": (Written({}, [Tensor("w", (4,), 0, bytes(16), 1 << 63)]).data(), "and begins at byte"),
     "bytes behind": (Written({}, [W]).data() + bytes(40), "has 40 bytes more"),
     "no tensors": (Written({"k": ("u8", 1)}).data(), "has no tensors"),
     "a pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs pointer"),
     "a page": (b"<!DOCTYPE html><html><body>404</body></html>", "it is a web page"),
     "a part": (Written({"split.count": ("u16", 3)}, [W]).data(), "one of 3 parts by its split.co"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -286,16 +270,13 @@ def test_parts_are_one_checkpoint(tmp_path):
     assert len(checkpoint.extras) == 3
 
 
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        ({1: {"split.no": ("u16", 2)}}, "00002-of-00003.gguf says split.no 2 of split.count 3"),
-        ({2: {"split.count": ("u16", 4)}}, "00003-of-00003.gguf says split.no 2 of split.count 4"),
-        ({0: {"split.count": ("u16", 2)}}, "is one of 2 parts by its split.count, and of 3 by its"),
-        ({1: {"split.tensors.count": ("i32", 4)}}, "counts 4 tensors in all parts.* have 3"),
-        ({0: {"split.count": ("str", "3")}}, "is one of '3' parts"),
-    ],
-)
+@pytest.mark.parametrize(("counts", "message"), [
+    ({1: {"split.no": ("u16", 2)}},            "00002-of-00003.gguf says split.no 2 of split.count 3"),
+    ({2: {"split.count": ("u16", 4)}},         "00003-of-00003.gguf says split.no 2 of split.count 4"),
+    ({0: {"split.count": ("u16", 2)}},         "is one of 2 parts by its split.count, and of 3 by its"),
+    ({1: {"split.tensors.count": ("i32", 4)}}, "counts 4 tensors in all parts.* have 3"),
+    ({0: {"split.count": ("str", "3")}},       "is one of '3' parts"),
+])  # fmt: skip
 def test_parts_of_several_splits_are_refused(tmp_path, counts, message):
     with pytest.raises(FormatError, match=message):
         ucp.open(split(tmp_path, counts=counts))

@@ -29,20 +29,12 @@ from torch_writer import save as torch_save
 
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 NAMES = {
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "bfloat16": "BF16",
-    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "bfloat16": "BF16", "float16": "F16",
     "float32": "F32",
-}
+}  # fmt: skip
 NAMES |= {
-    "int8": "I8",
-    "uint8": "U8",
-    "int16": "I16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-}
+    "int8": "I8", "uint8": "U8", "int16": "I16", "int32": "I32", "uint32": "U32", "int64": "I64",
+}  # fmt: skip
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], **dtypes: str) -> None:
@@ -69,122 +61,44 @@ def of(dtype: object, *shape: int) -> np.ndarray:
 
 # By scheme: the tensors of one weight, and how it is called.
 SCHEMES: dict[str, tuple[str, dict[str, np.ndarray]]] = {
-    "block scales": (
-        "m.weight",
-        {"m.weight": of(F8, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)},
-    ),
-    "block scales of experts": (
-        "e.up",
-        {"e.up": of(F8, 2, 4, 8), "e.up_scale_inv": of(np.float32, 2, 1, 1)},
-    ),
-    "cast without its scales": (
-        "m.weight",
-        {"m.weight": of(BF16, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)},
-    ),
-    "scales": (
-        "m.weight",
-        {
-            "m.weight": of(F8, 4, 8),
-            "m.weight_scale": of(np.float32, 4, 1),
-            "m.input_scale": of(np.float32),
-        },
-    ),
-    "int8 with scales": (
-        "m.weight",
-        {"m.weight": of(np.int8, 4, 8), "m.weight_scale": of(np.float16, 4, 1)},
-    ),
-    "NVFP4": (
-        "m.weight",
-        {
-            "m.weight": of(np.uint8, 4, 8),
-            "m.weight_scale": of(F8, 4, 1),
-            "m.weight_scale_2": of(np.float32),
-            "m.input_scale": of(np.float32),
-        },
-    ),
-    "a scale beside": (
-        "m.weight",
-        {"m.weight": of(F8, 4, 8), "m.scale": of(ml_dtypes.float8_e8m0fnu, 1, 1)},
-    ),
-    "compressed-tensors, packed": (
-        "m.weight",
-        {
-            "m.weight_packed": of(np.int32, 4, 2),
-            "m.weight_scale": of(BF16, 4, 1),
-            "m.weight_zero_point": of(np.int32, 1, 1),
-            "m.weight_shape": of(np.int64, 2),
-        },
-    ),
-    "GPTQ": (
-        "m.weight",
-        {
-            "m.qweight": of(np.int32, 2, 8),
-            "m.qzeros": of(np.int32, 1, 1),
-            "m.scales": of(np.float16, 1, 8),
-            "m.g_idx": of(np.int32, 16),
-        },
-    ),
-    "AWQ": (
-        "m.weight",
-        {
-            "m.qweight": of(np.int32, 16, 1),
-            "m.qzeros": of(np.int32, 1, 1),
-            "m.scales": of(np.float16, 1, 8),
-        },
-    ),
-    "MXFP4": (
-        "e.up",
-        {"e.up_blocks": of(np.uint8, 2, 4, 3, 16), "e.up_scales": of(np.uint8, 2, 4, 3)},
-    ),
-    "bitsandbytes int8": (
-        "m.weight",
-        {
-            "m.weight": of(np.int8, 4, 8),
-            "m.SCB": of(np.float32, 4),
-            "m.weight_format": of(np.uint8),
-        },
-    ),
-    "bitsandbytes nf4": (
-        "m.weight",
-        {
-            "m.weight": of(np.uint8, 16, 1),
-            "m.weight.absmax": of(np.uint8, 1),
-            "m.weight.quant_map": of(np.float32, 16),
-            "m.weight.nested_absmax": of(np.float32, 1),
-            "m.weight.nested_quant_map": of(np.float32, 256),
-            "m.weight.quant_state.bitsandbytes__nf4": of(np.uint8, 80),
-        },
-    ),
-    "bitsandbytes nf4 in bfloat16": (
-        "m.weight",
-        {
-            "m.weight": of(BF16, 8, 1),
-            "m.weight.absmax": of(np.float32, 1),
-            "m.weight.quant_map": of(np.float32, 16),
-        },
-    ),
-    "MLX": (
-        "m.weight",
-        {"m.weight": of(np.uint32, 4, 2), "m.scales": of(BF16, 4, 1), "m.biases": of(BF16, 4, 1)},
-    ),
+    "block scales": ("m.weight", {"m.weight": of(F8, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)}),
+    "block scales of experts": ("e.up", {"e.up": of(F8, 2, 4, 8), "e.up_scale_inv": of(np.float32, 2, 1, 1)}),
+    "cast without its scales": ("m.weight",
+        {"m.weight": of(BF16, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)}),
+    "scales": ("m.weight", {"m.weight": of(F8, 4, 8), "m.weight_scale": of(np.float32, 4, 1),
+        "m.input_scale": of(np.float32)}),
+    "int8 with scales": ("m.weight", {"m.weight": of(np.int8, 4, 8), "m.weight_scale": of(np.float16, 4, 1)}),
+    "NVFP4": ("m.weight", {"m.weight": of(np.uint8, 4, 8), "m.weight_scale": of(F8, 4, 1),
+        "m.weight_scale_2": of(np.float32), "m.input_scale": of(np.float32)}),
+    "a scale beside": ("m.weight", {"m.weight": of(F8, 4, 8), "m.scale": of(ml_dtypes.float8_e8m0fnu, 1, 1)}),
+    "compressed-tensors, packed": ("m.weight",
+        {"m.weight_packed": of(np.int32, 4, 2), "m.weight_scale": of(BF16, 4, 1),
+        "m.weight_zero_point": of(np.int32, 1, 1), "m.weight_shape": of(np.int64, 2)}),
+    "GPTQ": ("m.weight", {"m.qweight": of(np.int32, 2, 8), "m.qzeros": of(np.int32, 1, 1),
+        "m.scales": of(np.float16, 1, 8), "m.g_idx": of(np.int32, 16)}),
+    "AWQ": ("m.weight", {"m.qweight": of(np.int32, 16, 1), "m.qzeros": of(np.int32, 1, 1),
+        "m.scales": of(np.float16, 1, 8)}),
+    "MXFP4": ("e.up", {"e.up_blocks": of(np.uint8, 2, 4, 3, 16), "e.up_scales": of(np.uint8, 2, 4, 3)}),
+    "bitsandbytes int8": ("m.weight",
+        {"m.weight": of(np.int8, 4, 8), "m.SCB": of(np.float32, 4), "m.weight_format": of(np.uint8)}),
+    "bitsandbytes nf4": ("m.weight",
+        {"m.weight": of(np.uint8, 16, 1), "m.weight.absmax": of(np.uint8, 1),
+        "m.weight.quant_map": of(np.float32, 16), "m.weight.nested_absmax": of(np.float32, 1),
+        "m.weight.nested_quant_map": of(np.float32, 256),
+        "m.weight.quant_state.bitsandbytes__nf4": of(np.uint8, 80)}),
+    "bitsandbytes nf4 in bfloat16": ("m.weight",
+        {"m.weight": of(BF16, 8, 1), "m.weight.absmax": of(np.float32, 1),
+        "m.weight.quant_map": of(np.float32, 16)}),
+    "MLX": ("m.weight", {"m.weight": of(np.uint32, 4, 2), "m.scales": of(BF16, 4, 1),
+        "m.biases": of(BF16, 4, 1)}),
     "EETQ": ("m.weight", {"m.weight": of(np.int8, 8, 4), "m.weight_scales": of(np.float16, 4)}),
-    "quanto": (
-        "m.weight",
-        {"m.weight._data": of(np.int8, 4, 8), "m.weight._scale": of(np.float32, 4, 1)},
-    ),
-    "HQQ": (
-        "m.weight",
-        {"m.W_q": of(np.uint8, 4, 8), "m.scale": of(np.float16, 8), "m.zero": of(np.float16, 8)},
-    ),
-    "torchao": (
-        "m.weight",
-        {"m._weight_qdata": of(F8, 4, 8), "m._weight_scale": of(np.float32, 4, 1)},
-    ),
-    "torchao int4": (
-        "m.weight",
-        {"m._weight_qdata": of(np.int32, 4, 1), "m._weight_scale_and_zero": of(BF16, 1, 4, 2)},
-    ),
-}
+    "quanto": ("m.weight", {"m.weight._data": of(np.int8, 4, 8), "m.weight._scale": of(np.float32, 4, 1)}),
+    "HQQ": ("m.weight", {"m.W_q": of(np.uint8, 4, 8), "m.scale": of(np.float16, 8),
+        "m.zero": of(np.float16, 8)}),
+    "torchao": ("m.weight", {"m._weight_qdata": of(F8, 4, 8), "m._weight_scale": of(np.float32, 4, 1)}),
+    "torchao int4": ("m.weight", {"m._weight_qdata": of(np.int32, 4, 1),
+        "m._weight_scale_and_zero": of(BF16, 1, 4, 2)}),
+}  # fmt: skip
 PLAIN = {"norm.weight": of(BF16, 8), "norm.scale": of(np.float32, 8), "m.bias": of(np.float32, 4)}
 
 
@@ -333,17 +247,9 @@ def test_the_tree_of_a_jax_program_is_refused_by_open_and_comes_back_to_that_pro
 # What is no quantised weight.
 
 WORDS = (
-    "weight",
-    "scale",
-    "scales",
-    "weight_scale",
-    "weight_scales",
-    "blocks",
-    "biases",
-    "kernel",
-    "zero",
+    "weight", "scale", "scales", "weight_scale", "weight_scales", "blocks", "biases", "kernel", "zero",
     "qweight",
-)
+)  # fmt: skip
 FLOATS = (np.float32, np.float16, BF16, np.float64)
 
 

@@ -290,13 +290,10 @@ def test_the_order_does_not_depend_on_the_order_of_names(model_type, data):
     assert layers == sorted(layers, key=int)
 
 
-@pytest.mark.parametrize(
-    ("names", "why"),
-    [
-        (["a.weight", "b.weight"], "the order of a, b in a module is not known"),
-        (["layers.0.q_proj.w", "layers.0.new.w"], "the order of new, q_proj"),
-    ],
-)
+@pytest.mark.parametrize(("names", "why"), [
+    (["a.weight", "b.weight"], "the order of a, b in a module is not known"),
+    (["layers.0.q_proj.w", "layers.0.new.w"], "the order of new, q_proj"),
+])  # fmt: skip
 def test_modules_that_a_class_has_not_have_no_order(names, why):
     with pytest.raises(Undecided, match=why):
         in_order_of("llama", names)

@@ -150,18 +150,12 @@ class Folder:
 
 
 EXTRA = (
-    "tokenizer.json",
-    "._model-00001-of-00002.safetensors",
-    "._model.safetensors",
-    "model.safetensors.part",
-)
+    "tokenizer.json", "._model-00001-of-00002.safetensors", "._model.safetensors", "model.safetensors.part",
+)  # fmt: skip
 EXTRA += (
-    "optimizer.pt",
-    "generation_config.json",
-    "README.md",
-    ".gitattributes",
+    "optimizer.pt", "generation_config.json", "README.md", ".gitattributes",
     "model-00002-of-00003.safetensors.tmp",
-)
+)  # fmt: skip
 VERSIONS = st.sampled_from([None, 0, 1])
 
 
@@ -339,17 +333,14 @@ def test_a_file_that_an_index_names_among_others_is_refused_by_itself(tmp_path):
         ucp.open(tmp_path / "first.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("mine", "others"),
-    [
-        ("model_world_size_8_rank_3.pt", ()),
-        ("pytorch_model_world_size_2_rank_1.bin", ()),
-        ("consolidated.00.pth", ("consolidated.01.pth",)),
-        ("model_rank0.pt", ("model_rank1.pt",)),
-        ("checkpoint-shard0.pt", ("checkpoint-shard1.pt",)),
-        ("pytorch_model_fsdp_rank0.bin", ("pytorch_model_fsdp_rank1.bin",)),
-    ],
-)
+@pytest.mark.parametrize(("mine", "others"), [
+    ("model_world_size_8_rank_3.pt",          ()),
+    ("pytorch_model_world_size_2_rank_1.bin", ()),
+    ("consolidated.00.pth",                   ("consolidated.01.pth",)),
+    ("model_rank0.pt",                        ("model_rank1.pt",)),
+    ("checkpoint-shard0.pt",                  ("checkpoint-shard1.pt",)),
+    ("pytorch_model_fsdp_rank0.bin",          ("pytorch_model_fsdp_rank1.bin",)),
+])  # fmt: skip
 def test_what_one_rank_wrote_is_refused_where_there_are_others(tmp_path, mine, others):
     for name in (mine, *others):
         write_torch(tmp_path / name, tensors(0))
@@ -371,19 +362,16 @@ OF_LLAMA = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changed", "params", "is_part"),
-    [
-        ({}, PARAMS, False),
-        ({}, {**PARAMS, "vocab_size": -1}, False),
-        ({"layers.0.attention.wq.weight": (12, 8)}, {**PARAMS, "head_dim": 6}, False),
-        ({"tok_embeddings.weight": (32, 4)}, None, True),
-        ({"tok_embeddings.weight": (16, 8), "output.weight": (16, 8)}, PARAMS, True),
-        ({"layers.0.attention.wq.weight": (4, 8)}, {**PARAMS, "vocab_size": -1}, True),
-        ({"layers.0.attention.wq.weight": (8, 8)}, {**PARAMS, "head_dim": 6}, True),
-        ({}, [], False),
-    ],
-)
+@pytest.mark.parametrize(("changed", "params", "is_part"), [
+    ({}, PARAMS, False),
+    ({}, {**PARAMS, "vocab_size": -1}, False),
+    ({"layers.0.attention.wq.weight": (12, 8)}, {**PARAMS, "head_dim": 6}, False),
+    ({"tok_embeddings.weight": (32, 4)}, None, True),
+    ({"tok_embeddings.weight": (16, 8), "output.weight": (16, 8)}, PARAMS, True),
+    ({"layers.0.attention.wq.weight": (4, 8)}, {**PARAMS, "vocab_size": -1}, True),
+    ({"layers.0.attention.wq.weight": (8, 8)}, {**PARAMS, "head_dim": 6}, True),
+    ({}, [], False),
+])  # fmt: skip
 def test_one_rank_s_file_of_llama_without_the_others_is_refused(tmp_path, changed, params, is_part):
     shapes = OF_LLAMA | changed
     path = tmp_path / "consolidated.00.pth"

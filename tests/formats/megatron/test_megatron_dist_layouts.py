@@ -156,15 +156,12 @@ def layers_of_chunks(fields: dict) -> list[range]:
     return [chunk.layers for chunk in stage_chunks(Args(fields)).values()]
 
 
-@pytest.mark.parametrize(
-    ("layout", "p", "sizes"),
-    [
-        ("Et*3|(tt|)*4,m|L", 7, [3, 2, 2, 2, 2, 0, 0]),
-        ("Et|tt|t|L", 2, [1, 2, 1, 0]),
-        ([["embedding", "decoder"], ["decoder"] * 2 + ["mtp", "loss"]], 2, [1, 2]),
-        ("E|(t|)*3 L", 5, [0, 1, 1, 1, 0]),
-    ],
-)
+@pytest.mark.parametrize(("layout", "p", "sizes"), [
+    ("Et*3|(tt|)*4,m|L", 7, [3, 2, 2, 2, 2, 0, 0]),
+    ("Et|tt|t|L", 2, [1, 2, 1, 0]),
+    ([["embedding", "decoder"], ["decoder"] * 2 + ["mtp", "loss"]], 2, [1, 2]),
+    ("E|(t|)*3 L", 5, [0, 1, 1, 1, 0]),
+])  # fmt: skip
 def test_a_layout_says_the_layers_of_each_chunk(layout, p, sizes):
     fields = {"pipeline_model_parallel_size": p, "pipeline_model_parallel_layout": layout}
     chunks = stage_chunks(Args(fields))

@@ -120,15 +120,10 @@ def test_a_gate_of_another_shape_than_its_up_is_refused():
         join_gated(halves)
 
 
-@pytest.mark.parametrize(
-    ("format", "kind"),
-    [
-        ("fsdp_dtensor", "pipeline_model"),
-        ("torch_dcp", "pipeline_model"),
-        ("torch_dcp", "tensor_model"),
-        ("torch_dcp", "expert_model"),
-    ],
-)
+@pytest.mark.parametrize(("format", "kind"), [
+    ("fsdp_dtensor", "pipeline_model"), ("torch_dcp", "pipeline_model"), ("torch_dcp", "tensor_model"),
+    ("torch_dcp", "expert_model"),
+])  # fmt: skip
 def test_ranks_that_called_different_tensors_alike_are_refused(format, kind):
     args = {"ckpt_format": format, f"{kind}_parallel_size": 2}
     with pytest.raises(FormatError, match=f"{kind}_parallel_size is 2.*lost.*torch_dist"):

@@ -95,43 +95,30 @@ def test_what_is_accepted_is_stored_as_it_is(name, ranks, shards, count, unit, g
     assert not refused or name in refused
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"{LAYER}.self_attention.linear_kv_down_proj.weight",
-        f"{LAYER}.mixer.in_proj.weight",
-        "mtp.layers.0.eh_proj.weight",
-        "embedding.word_embeddings.weight",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    f"{LAYER}.self_attention.linear_kv_down_proj.weight", f"{LAYER}.mixer.in_proj.weight",
+    "mtp.layers.0.eh_proj.weight", "embedding.word_embeddings.weight",
+])  # fmt: skip
 def test_a_length_that_args_do_not_say_is_refused(name):
     args = Args({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2})
     with pytest.raises(FormatError, match="not known here"):
         check_gtp(args, WHERE, {name: (64, 64)})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"{LAYER}.input_layernorm.weight",
-        f"{LAYER}.mlp.router.weight",
-        f"{LAYER}.mlp.linear_fc1.bias",
-        "embedding.position_embeddings.weight",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    f"{LAYER}.input_layernorm.weight", f"{LAYER}.mlp.router.weight", f"{LAYER}.mlp.linear_fc1.bias",
+    "embedding.position_embeddings.weight",
+])  # fmt: skip
 def test_what_every_rank_has_whole_has_no_padding(name):
     args = Args({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2})
     check_gtp(args, WHERE, {name: (7, 3) if "layernorm" not in name else (7,)})
 
 
-@pytest.mark.parametrize(
-    ("case", "file", "said"),
-    [
-        ("dist_tp2_pp1_bf16", "common.pt", r"word_embeddings\.weight has 112 rows .* 32"),
-        ("dist_tp2_gqa_swiglu_qknorm_fp32", "common.pt", r"gated layer|word_embeddings"),
-        ("legacy_tp2_pp1_bf16", "mp_rank_00/model_optim_rng.pt", r"shards of one rank alone"),
-    ],
-)
+@pytest.mark.parametrize(("case", "file", "said"), [
+    ("dist_tp2_pp1_bf16",               "common.pt", r"word_embeddings\.weight has 112 rows .* 32"),
+    ("dist_tp2_gqa_swiglu_qknorm_fp32", "common.pt", r"gated layer|word_embeddings"),
+    ("legacy_tp2_pp1_bf16",             "mp_rank_00/model_optim_rng.pt", r"shards of one rank alone"),
+])  # fmt: skip
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_a_checkpoint_of_such_ranks_is_refused(megatron_copy, case, file, said, weights_only):
     folder = megatron_copy(case)

@@ -251,21 +251,12 @@ def test_groups_that_shapes_tell_apart_are_read_whatever_they_are_for(tmp_path, 
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("split", "why"),
-    [
-        # a rate for each layer
-        (lambda n: n.partition(".mlp")[0].partition(".self")[0], "several ways"),
-        (
-            lambda n: 2 if "input_layernorm" in n else n.endswith(("norm.weight", "bias")),
-            "several ways",
-        ),
-        (
-            lambda n: "frozen" if "layers.0" in n else n.endswith("norm.weight"),
-            "some may be frozen",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("split", "why"), [
+    # a rate for each layer
+    (lambda n: n.partition(".mlp")[0].partition(".self")[0],                         "several ways"),
+    (lambda n: 2 if "input_layernorm" in n else n.endswith(("norm.weight", "bias")), "several ways"),
+    (lambda n: "frozen" if "layers.0" in n else n.endswith("norm.weight"),           "some may be frozen"),
+])  # fmt: skip
 def test_groups_that_shapes_do_not_tell_keep_their_states_apart(
     tmp_path, monkeypatch, kind, split, why
 ):

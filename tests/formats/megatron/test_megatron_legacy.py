@@ -247,15 +247,12 @@ def test_the_walk_gives_the_buckets_of_the_worked_example():
     assert buckets == [3328, 6304]
 
 
-@pytest.mark.parametrize(
-    ("t", "p", "e", "etp", "want"),
-    [
-        (2, 1, 1, None, [(0, 0, 0, 0), (1, 0, 0, 1)]),
-        (1, 2, 1, 1, [(0, 0, 0, 0), (0, 1, 0, 0)]),
-        (2, 1, 2, 1, [(0, 0, 0, 0), (1, 0, 1, 0)]),
-        (2, 1, 2, 2, [(0, 0, 0, 0), (1, 0, 0, 1), (0, 0, 1, 0), (1, 0, 1, 1)]),
-    ],
-)
+@pytest.mark.parametrize(("t", "p", "e", "etp", "want"), [
+    (2, 1, 1, None, [(0, 0, 0, 0), (1, 0, 0, 1)]),
+    (1, 2, 1, 1,    [(0, 0, 0, 0), (0, 1, 0, 0)]),
+    (2, 1, 2, 1,    [(0, 0, 0, 0), (1, 0, 1, 0)]),
+    (2, 1, 2, 2,    [(0, 0, 0, 0), (1, 0, 0, 1), (0, 0, 1, 0), (1, 0, 1, 1)]),
+])  # fmt: skip
 def test_ranks_that_write_files_are_the_first_of_each_pipeline_stage(t, p, e, etp, want):
     degrees = {"tensor": t, "pipeline": p, "expert": e}
     args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()} | {

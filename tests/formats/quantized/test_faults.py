@@ -220,14 +220,11 @@ def test_a_block_structure_that_is_no_pair_of_lengths_is_refused_as_it_stands(bl
         ucp.open(path, dequantize="bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("case", "changed_to"),
-    [
-        ("fp8_block_32", {"weight_block_size": [33, 32]}),
-        ("fp8_block_32", {"weight_block_size": [32, 40]}),
-        ("gptq_4", {"group_size": 33}),
-    ],
-)
+@pytest.mark.parametrize(("case", "changed_to"), [
+    ("fp8_block_32", {"weight_block_size": [33, 32]}),
+    ("fp8_block_32", {"weight_block_size": [32, 40]}),
+    ("gptq_4",       {"group_size": 33}),
+])  # fmt: skip
 def test_a_block_that_gives_as_many_scales_and_other_numbers_is_refused(case, changed_to, tmp_path):
     def without_order(arrays: dict[str, np.ndarray]) -> None:
         for name in [name for name in arrays if name.endswith(".g_idx")]:

@@ -55,15 +55,12 @@ def test_parts_are_mapped_only_where_they_were_asked_for_and_only_by_a_mapping_t
         ucp.Mapping.load(MAPPING).inverse()
 
 
-@pytest.mark.parametrize(
-    ("case", "why"),
-    [
-        ("ct_int8_packed", "codes of other schemes are packed"),
-        ("torchao_int8", "codes of other schemes are packed"),
-        ("ct_fp8_block", "`one` = 1"),
-        ("ct_fp8_tensor", "codes of other schemes are packed"),
-    ],
-)
+@pytest.mark.parametrize(("case", "why"), [
+    ("ct_int8_packed", "codes of other schemes are packed"),
+    ("torchao_int8",   "codes of other schemes are packed"),
+    ("ct_fp8_block",   "`one` = 1"),
+    ("ct_fp8_tensor",  "codes of other schemes are packed"),
+])  # fmt: skip
 def test_scales_of_another_kind_do_not_fit(case, why):
     checkpoint = ucp.open(DATA / case / "ckpt", dequantize=False)
     with pytest.raises(LayoutError, match=why):

@@ -150,19 +150,11 @@ def test_parts_whose_axes_are_others_are_refused_even_where_the_lengths_agree(sc
         for role in made.parts
         if role.endswith(
             (
-                "scale",
-                "scales",
-                "scale_inv",
-                "SCB",
-                "absmax",
-                "map",
-                "zero_point",
-                "qzeros",
-                "scale_2",
+                "scale", "scales", "scale_inv", "SCB", "absmax", "map", "zero_point", "qzeros", "scale_2",
                 "g_idx",
             )
         )
-    )
+    )  # fmt: skip
     role = data.draw(st.sampled_from(roles))
     array = made.parts[role]
     made.parts[role] = changed = data.draw(st.sampled_from(other_shapes(array)))

@@ -81,29 +81,22 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "message"),
-    [
-        (
-            {"a": entry(0, 4, [4]), "b": entry(5, 8, [3])},
-            b"x" * 8,
-            "b begins at byte 5 of the data, but 4",
-        ),
-        ({"a": entry(0, 4, [4]), "b": entry(3, 8, [5])}, b"x" * 8, "b begins at byte 3"),
-        ({"a": entry(0, 4, [3])}, b"x" * 4, "a of U8 .* which is not its size"),
-        ({"a": entry(0, 4, [4])}, b"x" * 3, "has .* bytes, but its header describes"),
-        ({"a": entry(0, 4, [4])}, b"x" * 5, "has .* bytes, but its header describes"),
-        ({"a": entry(0, 4, [-4])}, b"x" * 4, r"a has shape \[-4\]"),
-        ({"a": entry(0, 4, [8], "F3")}, b"x" * 4, "a has dtype F3"),
-        ({"a": entry(0, 4, [7], "F4")}, b"x" * 4, "a of F4 .* which is not its size"),
-        ({"a": {"dtype": "U8"}}, b"", "a should have dtype, shape and data_offsets"),
-        ({"__metadata__": {"a": 1}}, b"", "__metadata__ should map strings to strings"),
-        (b'{"a": 1, "a": 2}', b"", "a name occurs twice"),
-        (b"[]", b"", "the header is not a JSON object"),
-        (b"{" * 60_000, b"", "the header is not as the format has it"),
-        ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}, b"", "holds one rank's parts of tensors"),
-    ],
-)
+@pytest.mark.parametrize(("header", "data", "message"), [
+    ({"a": entry(0, 4, [4]), "b": entry(5, 8, [3])}, b"x" * 8, "b begins at byte 5 of the data, but 4"),
+    ({"a": entry(0, 4, [4]), "b": entry(3, 8, [5])}, b"x" * 8, "b begins at byte 3"),
+    ({"a": entry(0, 4, [3])}, b"x" * 4, "a of U8 .* which is not its size"),
+    ({"a": entry(0, 4, [4])}, b"x" * 3, "has .* bytes, but its header describes"),
+    ({"a": entry(0, 4, [4])}, b"x" * 5, "has .* bytes, but its header describes"),
+    ({"a": entry(0, 4, [-4])}, b"x" * 4, r"a has shape \[-4\]"),
+    ({"a": entry(0, 4, [8], "F3")}, b"x" * 4, "a has dtype F3"),
+    ({"a": entry(0, 4, [7], "F4")}, b"x" * 4, "a of F4 .* which is not its size"),
+    ({"a": {"dtype": "U8"}}, b"", "a should have dtype, shape and data_offsets"),
+    ({"__metadata__": {"a": 1}}, b"", "__metadata__ should map strings to strings"),
+    (b'{"a": 1, "a": 2}', b"", "a name occurs twice"),
+    (b"[]", b"", "the header is not a JSON object"),
+    (b"{" * 60_000, b"", "the header is not as the format has it"),
+    ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}, b"", "holds one rank's parts of tensors"),
+])  # fmt: skip
 def test_a_file_that_breaks_a_rule_of_the_format_is_refused(tmp_path, header, data, message):
     path = write(tmp_path / "x.safetensors", header, data)
     with pytest.raises(FormatError, match=message):

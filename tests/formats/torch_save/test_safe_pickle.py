@@ -78,20 +78,16 @@ def test_subclasses_of_dict_become_dicts(protocol):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.float64(0.25),
-        np.int32(-7),
-        np.bool_(True),
-        np.complex64(1 + 2j),
-        np.arange(6, dtype=np.uint32).reshape(2, 3),
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.zeros((0, 3), np.float16),
-        np.array(5, np.int8),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("value", [
+    np.float64(0.25),
+    np.int32(-7),
+    np.bool_(True),
+    np.complex64(1 + 2j),
+    np.arange(6, dtype=np.uint32).reshape(2, 3),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.zeros((0, 3), np.float16),
+    np.array(5, np.int8),
+], ids=repr)  # fmt: skip
 def test_numpy_numbers_and_arrays_keep_dtype_shape_and_bytes(value, protocol):
     # numpy pickles contiguous arrays at protocol 5 out of band, which torch.save never asks for.
     state = pickle.dumps(value, 4 if isinstance(value, np.ndarray) else protocol)
@@ -116,16 +112,12 @@ def test_arrays_of_text_are_text(array):
     np.testing.assert_array_equal(loaded[0], array, strict=True)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array([None, {"a": 1}, 2.5], dtype=object),
-        np.arange(3, dtype=">i4"),
-        np.array(["2026-01-02"], "M8[s]"),
-        np.zeros(2, [("a", "f4")]),
-    ],
-    ids=["object", "big-endian", "time", "fields"],
-)
+@pytest.mark.parametrize("array", [
+    np.array([None, {"a": 1}, 2.5], dtype=object),
+    np.arange(3, dtype=">i4"),
+    np.array(["2026-01-02"], "M8[s]"),
+    np.zeros(2, [("a", "f4")]),
+], ids=["object", "big-endian", "time", "fields"])  # fmt: skip
 def test_an_array_of_anything_but_numbers_and_text_stays_closed_wherever_it_is_held(array):
     first, again, (inner,), number = load(pickle.dumps([array, array, (array,), 7], 2))
     assert isinstance(first, Opaque)
@@ -204,10 +196,7 @@ ALIKE = [b"\x8a\x10" + (2**70 + i * (2**61 - 1)).to_bytes(16, "little") for i in
 HOSTILE = {
     "a call of os.system": (b"cos\nsystem\n" + RUN + b"\x85R.", "'os.system'"),
     "a call of builtins.eval": (b"c__builtin__\neval\n" + RUN + b"\x85R.", "'__builtin__.eval'"),
-    "the same by STACK_GLOBAL": (
-        text("os") + text("system") + b"\x93" + RUN + b"\x85R.",
-        "'os.system'",
-    ),
+    "the same by STACK_GLOBAL": (text("os") + text("system") + b"\x93" + RUN + b"\x85R.", "'os.system'"),
     "a dotted name under a known module": (
         text("argparse") + text("Namespace.__init__.__globals__") + b"\x93.",
         "'argparse.Namespace.__init__.__globals__'",
@@ -222,10 +211,8 @@ HOSTILE = {
         b"c__builtin__\ngetattr\ncnumpy\nndarray\n" + text("dump") + b"\x86R.",
         "getattr with arguments it does not take",
     ),
-    "a codec other than latin1": (
-        b"c_codecs\nencode\n" + text("x") + text("rot13") + b"\x86R.",
-        "_codecs.encode with arguments it does not take",
-    ),
+    "a codec other than latin1": (b"c_codecs\nencode\n" + text("x") + text("rot13") + b"\x86R.",
+        "_codecs.encode with arguments it does not take"),
     "INST": (b"(ios\nsystem\n.", "opcode INST"),
     "OBJ": (b"(cargparse\nNamespace\no.", "opcode OBJ"),
     "NEWOBJ_EX": (b"cargparse\nNamespace\n)}\x92.", "opcode NEWOBJ_EX"),
@@ -234,10 +221,7 @@ HOSTILE = {
     "REDUCE without a tuple": (b"cargparse\nNamespace\n]R.", "calls 'argparse.Namespace'"),
     "REDUCE on a mentioned class": (b"cnumpy\nndarray\n)R.", "calls 'numpy.ndarray'"),
     "BUILD on a dict": (b"}}b.", "gives a state to a dict"),
-    "BUILD on a constructor": (
-        b"cargparse\nNamespace\n}b.",
-        "gives a state to the name argparse.Namespace",
-    ),
+    "BUILD on a constructor": (b"cargparse\nNamespace\n}b.", "gives a state to the name argparse.Namespace"),
     "BUILD twice": (b"cargparse\nNamespace\n)\x81}b}b.", "gives a state to a Record"),
     "EXT1": (b"\x82\x01.", "opcode EXT1"),
     "EXT4": (b"\x84\x01\x00\x00\x00.", "opcode EXT4"),
@@ -250,19 +234,11 @@ HOSTILE = {
         "fills a ndarray",
     ),
     "a list as a dict key": (b"}]K\x01s.", "a list inside a dict key"),
-    "a dict key that hashes 2**60 parts": (
-        b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.",
-        "64 or more parts",
-    ),
-    "a set element that hashes 2**60 parts": (
-        b"\x8f()" + b"q\x00h\x00\x86" * 60 + b"\x90.",
-        "64 or more parts",
-    ),
+    "a dict key that hashes 2**60 parts": (b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.", "64 or more parts"),
+    "a set element that hashes 2**60 parts": (b"\x8f()" + b"q\x00h\x00\x86" * 60 + b"\x90.",
+        "64 or more parts"),
     "a frozenset of lists": (b"(]\x91.", "a list inside a dict key or set"),
-    "a frozenset that hashes 2**60 parts": (
-        b"()" + b"q\x00h\x00\x86" * 60 + b"\x91.",
-        "64 or more parts",
-    ),
+    "a frozenset that hashes 2**60 parts": (b"()" + b"q\x00h\x00\x86" * 60 + b"\x91.", "64 or more parts"),
     "a numpy scalar of two": (
         b"cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\n"
         + text("f4")
@@ -271,24 +247,16 @@ HOSTILE = {
     ),
     "a list that contains itself": (b"]q\x00h\x00a.", "contains itself"),
     "a tuple that contains itself": (b"]q\x00h\x00\x85a.", "contains itself"),
-    "a record that contains itself": (
-        b"cargparse\nNamespace\n)\x81q\x00}" + text("me") + b"h\x00sb.",
-        "contains itself",
-    ),
+    "a record that contains itself": (b"cargparse\nNamespace\n)\x81q\x00}" + text("me") + b"h\x00sb.",
+        "contains itself"),
     "lists nested 200,000 deep": (b"]" * 200_000 + b"a" * 199_999 + b".", "nested"),
     "tuples nested 200,000 deep": (b")" + b"\x85" * 200_000 + b".", "nested"),
-    "tuples that share their way to 2**60 nodes": (
-        b"]" + b"q\x00h\x00\x86" * 60 + b".",
-        "counting shared ones wherever",
-    ),
-    "a module of 2**60 parts": (
-        b")" + b"q\x00h\x00\x86" * 60 + text("n") + b"\x93.",
-        "asks for a str of a tuple",
-    ),
-    "a module that is a list 3,000 deep": (
-        b"]" * 3000 + b"a" * 2999 + text("n") + b"\x93.",
-        "asks for a str of a list",
-    ),
+    "tuples that share their way to 2**60 nodes": (b"]" + b"q\x00h\x00\x86" * 60 + b".",
+        "counting shared ones wherever"),
+    "a module of 2**60 parts": (b")" + b"q\x00h\x00\x86" * 60 + text("n") + b"\x93.",
+        "asks for a str of a tuple"),
+    "a module that is a list 3,000 deep": (b"]" * 3000 + b"a" * 2999 + text("n") + b"\x93.",
+        "asks for a str of a list"),
     "a name that is a number": (text("m") + b"K\x01\x93.", "asks for an int of a str"),
     "a text of a megabyte that is mentioned 100,000 times": (
         b"](" + text("A" * (1 << 20)) + b"q\x01" + b"h\x01" * 100_000 + b"e.",
@@ -307,28 +275,15 @@ HOSTILE = {
         + b"e.",
         "counting shared ones wherever",
     ),
-    "20 keys of a dict that have one hash": (
-        b"}(" + b"N".join(ALIKE) + b"N" + b"u.",
-        "same hash",
-    ),
-    "20 elements of a set that have one hash": (
-        b"\x8f(" + b"".join(ALIKE) + b"\x90.",
-        "same hash",
-    ),
-    "a set called on 20 elements that have one hash": (
-        b"cbuiltins\nset\n](" + b"".join(ALIKE) + b"e\x85R.",
-        "same hash",
-    ),
-    "a frozenset of tuples that have one hash": (
-        b"(" + b"\x85".join(ALIKE) + b"\x85" + b"\x91.",
-        "same hash",
-    ),
+    "20 keys of a dict that have one hash": (b"}(" + b"N".join(ALIKE) + b"N" + b"u.", "same hash"),
+    "20 elements of a set that have one hash": (b"\x8f(" + b"".join(ALIKE) + b"\x90.", "same hash"),
+    "a set called on 20 elements that have one hash": (b"cbuiltins\nset\n](" + b"".join(ALIKE) + b"e\x85R.",
+        "same hash"),
+    "a frozenset of tuples that have one hash": (b"(" + b"\x85".join(ALIKE) + b"\x85" + b"\x91.",
+        "same hash"),
     "a flood of marks": (b"(" * 1_000_000 + b".", "open marks"),
-    "an integer of a megabyte": (
-        b"\x8b\x40\x42\x0f\x00" + b"\x01" * 1_000_000 + b".",
-        "integer of",
-    ),
-}
+    "an integer of a megabyte": (b"\x8b\x40\x42\x0f\x00" + b"\x01" * 1_000_000 + b".", "integer of"),
+}  # fmt: skip
 
 
 @pytest.mark.timeout(20)
@@ -387,14 +342,11 @@ def test_a_memo_index_of_four_billion_costs_no_memory():
 
 
 SHARED = {
-    "Counter": (
-        b"ccollections\nCounter\n",
-        b"}(" + b"".join(number + b"N" for number in NUMBERS) + b"u",
-    ),
-    "set": (b"cbuiltins\nset\n", b"](" + b"".join(NUMBERS) + b"e"),
+    "Counter":   (b"ccollections\nCounter\n", b"}(" + b"".join(number + b"N" for number in NUMBERS) + b"u"),
+    "set":       (b"cbuiltins\nset\n", b"](" + b"".join(NUMBERS) + b"e"),
     "bytearray": (b"cbuiltins\nbytearray\n", b"B" + struct.pack("<I", 50_000) + bytes(50_000)),
-    "path": (b"cpathlib\nPosixPath\n", text("a/" * 25_000)),
-}
+    "path":      (b"cpathlib\nPosixPath\n", text("a/" * 25_000)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SHARED)

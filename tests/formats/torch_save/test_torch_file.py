@@ -72,13 +72,8 @@ def tensor(
     stored: bytes = storage(), offset: object = 0, shape=(2, 3), strides=(3, 1), *more: bytes
 ) -> bytes:
     args = (
-        stored,
-        plain(offset),
-        plain(shape),
-        plain(strides),
-        plain(False),
-        call("collections.OrderedDict"),
-    )
+        stored, plain(offset), plain(shape), plain(strides), plain(False), call("collections.OrderedDict"),
+    )  # fmt: skip
     return call("torch._utils._rebuild_tensor_v2", *args, *more)
 
 
@@ -139,17 +134,10 @@ def test_empty_boxes_and_boxes_outside_are_told_apart():
             file.read("a", box)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        *(("Float", np.float32), ("Short", np.int16), ("Byte", np.uint8)),
-        *(
-            ("ComplexFloat", np.complex64),
-            ("ComplexDouble", np.complex128),
-            ("BFloat16", ml_dtypes.bfloat16),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), [
+    *(("Float", np.float32), ("Short", np.int16), ("Byte", np.uint8)),
+    *(("ComplexFloat", np.complex64), ("ComplexDouble", np.complex128), ("BFloat16", ml_dtypes.bfloat16)),
+])  # fmt: skip
 def test_a_big_endian_file_has_the_same_values(save, kind, dtype):
     values = (
         np.arange(6) * 300 + 1j * np.arange(6) if np.dtype(dtype).kind == "c" else np.arange(6) * 40
@@ -171,19 +159,8 @@ def test_everything_that_is_no_tensor_is_plain_data():
         value for _, value in walk(file.tree) if not isinstance(value, StoredTensor | np.dtype)
     ]
     plain_types = {
-        dict,
-        list,
-        tuple,
-        set,
-        str,
-        int,
-        float,
-        bool,
-        type(None),
-        bytes,
-        bytearray,
-        complex,
-    }
+        dict, list, tuple, set, str, int, float, bool, type(None), bytes, bytearray, complex,
+    }  # fmt: skip
     assert {type(value) for value in values} <= plain_types
     assert set(node(file)) >= {"model", "optimizer", "nested", "rng"}
 
@@ -335,19 +312,16 @@ def test_zip64_sizes_and_offsets_are_read(save, monkeypatch):
 # What is refused.
 
 EXOTIC = {
-    "complex32.pt": (FormatError, r"'c': torch\.complex32 has no numpy equivalent"),
-    "conj.pt": (FormatError, r"'c': it is a lazy view \(conj\)"),
-    "neg.pt": (FormatError, r"'n': it is a lazy view \(neg\)"),
-    "meta.pt": (FormatError, r"'m': it is on the meta device"),
-    "quantized.pt": (FormatError, r"'q': it is quantized"),
+    "complex32.pt":  (FormatError, r"'c': torch\.complex32 has no numpy equivalent"),
+    "conj.pt":       (FormatError, r"'c': it is a lazy view \(conj\)"),
+    "neg.pt":        (FormatError, r"'n': it is a lazy view \(neg\)"),
+    "meta.pt":       (FormatError, r"'m': it is on the meta device"),
+    "quantized.pt":  (FormatError, r"'q': it is quantized"),
     "sparse_coo.pt": (FormatError, r"'s': it is sparse"),
     "sparse_csr.pt": (FormatError, r"'s': it is sparse"),
-    "storage.pt": (FormatError, r"'s': a bare storage[\s\S]*'ts': a bare storage"),
-    "subclass.pt": (
-        FormatError,
-        r"'t': it is a __main__\.SubT, a kind of tensor that is not known here",
-    ),
-}
+    "storage.pt":    (FormatError, r"'s': a bare storage[\s\S]*'ts': a bare storage"),
+    "subclass.pt":   (FormatError, r"'t': it is a __main__\.SubT, a kind of tensor that is not known here"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", EXOTIC)
@@ -486,16 +460,11 @@ def test_a_file_that_lost_bytes_in_the_middle_is_refused_or_the_same(tmp_path):
 SMALL = [
     (DATA / case).read_bytes()
     for case in (
-        "torchsave/dtypes.pt",
-        "torchsave/views.pt",
-        "torchsave_variants/proto5.pt",
-        "torchsave_variants/deflated.pt",
-        "torchsave_variants/nocrc.pt",
-        "torchsave_exotic/numpy.pt",
-        "torchsave_exotic/namespace.pt",
-        "torchsave_exotic/param_with_state.pt",
+        "torchsave/dtypes.pt", "torchsave/views.pt", "torchsave_variants/proto5.pt",
+        "torchsave_variants/deflated.pt", "torchsave_variants/nocrc.pt", "torchsave_exotic/numpy.pt",
+        "torchsave_exotic/namespace.pt", "torchsave_exotic/param_with_state.pt",
     )
-]
+]  # fmt: skip
 
 
 @pytest.mark.timeout(60)
@@ -555,71 +524,28 @@ DAMAGES: dict[str, tuple[Callable[[bytes], int], int, bytes, str]] = {
     "encrypted in the directory": (lambda c: central(c, STORAGE), 8, b"\x01\x00", "encrypted"),
     "encrypted in the local header": (lambda c: local(c, STORAGE), 6, b"\x01\x00", "disagree"),
     "patched": (lambda c: central(c, STORAGE), 8, b"\x20\x00", "encrypted"),
-    "another method in the directory": (
-        lambda c: central(c, STORAGE),
-        10,
-        b"\x0c\x00",
-        "method 12",
-    ),
+    "another method in the directory": (lambda c: central(c, STORAGE), 10, b"\x0c\x00", "method 12"),
     "deflated in the local header": (lambda c: local(c, STORAGE), 8, b"\x08\x00", "disagree"),
     "deflated in both": (lambda c: central(c, STORAGE), 10, b"\x08\x00", "disagree"),
     "another CRC": (lambda c: central(c, STORAGE), 16, b"abcd", "disagree"),
-    "a smaller stored size": (
-        lambda c: central(c, STORAGE),
-        20,
-        b"\x10\x00\x00\x00",
-        "16 bytes stored for 24",
-    ),
-    "other sizes in the directory": (
-        lambda c: central(c, STORAGE),
-        20,
-        b"\x10\x00\x00\x00" * 2,
-        "disagree",
-    ),
-    "other sizes in the local header": (
-        lambda c: local(c, STORAGE),
-        18,
-        b"\x10\x00\x00\x00" * 2,
-        "disagree",
-    ),
-    "a size beyond the file": (
-        lambda c: central(c, STORAGE),
-        20,
-        b"\xfe\xff\xff\xff" * 2,
-        "runs past",
-    ),
-    "a zip64 size that is not there": (
-        lambda c: central(c, STORAGE),
-        20,
-        b"\xff\xff\xff\xff" * 2,
-        "zip64",
-    ),
+    "a smaller stored size": (lambda c: central(c, STORAGE), 20, b"\x10\x00\x00\x00",
+        "16 bytes stored for 24"),
+    "other sizes in the directory": (lambda c: central(c, STORAGE), 20, b"\x10\x00\x00\x00" * 2, "disagree"),
+    "other sizes in the local header": (lambda c: local(c, STORAGE), 18, b"\x10\x00\x00\x00" * 2, "disagree"),
+    "a size beyond the file": (lambda c: central(c, STORAGE), 20, b"\xfe\xff\xff\xff" * 2, "runs past"),
+    "a zip64 size that is not there": (lambda c: central(c, STORAGE), 20, b"\xff\xff\xff\xff" * 2, "zip64"),
     "another disk": (lambda c: central(c, STORAGE), 34, b"\x01\x00", "another disk"),
-    "the header of another member": (
-        lambda c: central(c, STORAGE),
-        42,
-        b"\x00\x00\x00\x00",
-        "disagree",
-    ),
+    "the header of another member": (lambda c: central(c, STORAGE), 42, b"\x00\x00\x00\x00", "disagree"),
     "no header": (lambda c: central(c, STORAGE), 42, b"\x01\x00\x00\x00", "no local header"),
-    "another name in the local header": (
-        lambda c: local(c, STORAGE),
-        30,
-        b"hand/data/1",
-        "disagree",
-    ),
+    "another name in the local header": (lambda c: local(c, STORAGE), 30, b"hand/data/1", "disagree"),
     "a longer local name": (lambda c: local(c, STORAGE), 26, b"\xff\xff", "runs past"),
     "several disks": (lambda c: len(c) - 22, 4, b"\x01\x00", "several disks"),
     "entries on another disk": (lambda c: len(c) - 22, 8, b"\x01\x00", "several disks"),
     "an absurd count": (lambda c: len(c) - 22, 8, b"\x00\x80" * 2, "claims 32768 entries"),
     "one entry less": (lambda c: len(c) - 22, 8, b"\x01\x00" * 2, "more than the 1 entries"),
-    "a directory elsewhere": (
-        lambda c: len(c) - 22,
-        16,
-        b"\x00\x00\x00\x00",
-        "does not end at its end record",
-    ),
-}
+    "a directory elsewhere": (lambda c: len(c) - 22, 16, b"\x00\x00\x00\x00",
+        "does not end at its end record"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DAMAGES)

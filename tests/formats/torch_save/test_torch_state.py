@@ -239,16 +239,13 @@ def test_content_decides_and_not_the_name(tmp_path):
         ucp.open(tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize(
-    ("name", "tree"),
-    [
-        ("mp_rank_00_model_states.pt", {"module": {}}),
-        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", {}),
-        ("layer_03-model_00-model_states.pt", {}),
-        ("model_optim_rng.pt", {"model": {}}),
-        ("renamed.pt", {"module": {}, "ds_version": "0.15"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "tree"), [
+    ("mp_rank_00_model_states.pt", {"module": {}}),
+    ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", {}),
+    ("layer_03-model_00-model_states.pt", {}),
+    ("model_optim_rng.pt", {"model": {}}),
+    ("renamed.pt", {"module": {}, "ds_version": "0.15"}),
+])  # fmt: skip
 def test_what_one_rank_wrote_of_a_checkpoint_is_none(tmp_path, name, tree):
     save({"w": np.zeros(2, np.float32), **tree}, tmp_path / name)
     with pytest.raises(
@@ -265,14 +262,11 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
 
 def test_an_object_made_of_data_is_left_out_and_noted(tmp_path, monkeypatch):
     held = Instance("argparse.Namespace", {"buffer": np.zeros(100, np.float32)})
-    save(
-        {
-            "w": np.ones(2, np.float32),
-            "run": held,
-            "small": Instance("argparse.Namespace", {"lr": 1}),
-        },
-        tmp_path / "x.pt",
-    )
+    save({
+        "w":     np.ones(2, np.float32),
+        "run":   held,
+        "small": Instance("argparse.Namespace", {"lr": 1}),
+    }, tmp_path / "x.pt")  # fmt: skip
     assert ucp.open(tmp_path / "x.pt").extras["x.pt"]["run"]["fields"]["buffer"]["shape"] == [100]
     assert_accounted_for(ucp.open(tmp_path / "x.pt"))
     monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 399)

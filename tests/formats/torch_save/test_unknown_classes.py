@@ -142,27 +142,17 @@ def renamed(path: Path, old: str, new: str) -> None:
 
 
 MOVED = {
-    "deepspeed/z1_bf16_dp2": (
-        "global_step5/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    ),
-    "deepspeed/z3_fp16_dp2_subgroups": (
-        "global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    ),
-    "deepspeed/z2_fp32_dp3_roundrobin": (
-        "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-    ),
-    "megatron/legacy_tp2_dp2_distopt_bf16": (
-        "iter_0000003/mp_rank_01/model_optim_rng.pt",
-        "megatron.core.transformer.enums.AttnBackend",
-    ),
-    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16": (
-        "iter_0000003/common.pt",
-        "megatron.core.transformer.enums.AttnBackend",
-    ),
-}
+    "deepspeed/z1_bf16_dp2": ("global_step5/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "deepspeed.utils.tensor_fragment.fragment_address"),
+    "deepspeed/z3_fp16_dp2_subgroups": ("global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    "deepspeed/z2_fp32_dp3_roundrobin": ("global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    "megatron/legacy_tp2_dp2_distopt_bf16": ("iter_0000003/mp_rank_01/model_optim_rng.pt",
+        "megatron.core.transformer.enums.AttnBackend"),
+    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16": ("iter_0000003/common.pt",
+        "megatron.core.transformer.enums.AttnBackend"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MOVED)
@@ -444,12 +434,8 @@ class Pickler(pickle._Pickler):
         args, state, items, entries = obj.parts
         kind = Global(*self.name.rsplit(".", 1))
         return (
-            kind,
-            args,
-            state,
-            iter(items) if items else None,
-            iter(entries.items()) if entries else None,
-        )
+            kind, args, state, iter(items) if items else None, iter(entries.items()) if entries else None,
+        )  # fmt: skip
 
 
 @given(
@@ -471,22 +457,10 @@ def test_an_object_of_any_class_keeps_what_it_was_made_from(
     assert as_json(made, "file", no_tensor)["!opaque"] == name
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        bool,
-        len,
-        iter,
-        int,
-        float,
-        lambda x: x["a"],
-        lambda x: 1 in x,
-        lambda x: x.fields,
-        lambda x: [][x],
-        np.asarray,
-    ],
-    ids=["bool", "len", "iter", "int", "float", "[]", "in", "attribute", "index", "array"],
-)
+@pytest.mark.parametrize("use", [
+    bool, len, iter, int, float, lambda x: x["a"], lambda x: 1 in x, lambda x: x.fields, lambda x: [][x],
+    np.asarray,
+], ids=["bool", "len", "iter", "int", "float", "[]", "in", "attribute", "index", "array"])  # fmt: skip
 def test_what_is_closed_cannot_be_used_as_a_value(use):
     made = Opaque("a.B", where="x.pt: args/n")
     with pytest.raises(
@@ -505,31 +479,17 @@ def test_members_of_an_enum_and_classes_inside_others_are_names():
 
 
 RUNS = (
-    "os.system",
-    "posix.system",
-    "nt.system",
-    "subprocess.Popen",
-    "builtins.eval",
-    "builtins.exec",
+    "os.system", "posix.system", "nt.system", "subprocess.Popen", "builtins.eval", "builtins.exec",
     "__builtin__.exec",
-)
+)  # fmt: skip
 RUNS += (
-    "builtins.__import__",
-    "builtins.open",
-    "io.open",
-    "_io.open",
-    "importlib.import_module",
+    "builtins.__import__", "builtins.open", "io.open", "_io.open", "importlib.import_module",
     "runpy.run_path",
-)
+)  # fmt: skip
 RUNS += (
-    "pickle.loads",
-    "_pickle.loads",
-    "marshal.loads",
-    "shutil.rmtree",
-    "socket.socket",
-    "ctypes.CDLL",
+    "pickle.loads", "_pickle.loads", "marshal.loads", "shutil.rmtree", "socket.socket", "ctypes.CDLL",
     "sys.exit",
-)
+)  # fmt: skip
 RUNS += ("webbrowser.open", "code.interact", "pty.spawn", "commands.getoutput", "cPickle.loads")
 RUNS += ("types.FunctionType.__call__", "a.b\\n", "a..b", "1a.b", f"{'a' * 300}.b")
 
