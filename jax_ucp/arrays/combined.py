@@ -6,12 +6,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jax_ucp.arrays.checks import Check, Extent, passed_on
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.layout.box import Box
+
+if TYPE_CHECKING:
+    from jax_ucp.arrays.extents import StoredArray
 
 
 class Combined(ArraySource):
@@ -58,6 +62,10 @@ class Combined(ArraySource):
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         source, inner = self._places[key]
         source.read_into(inner, boxes, outs)
+
+    def stored(self, key: str) -> StoredArray | np.ndarray | None:
+        source, inner = self._places[key]
+        return source.stored(inner)
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         source, inner = self._places[key]

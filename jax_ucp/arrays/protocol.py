@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from jax_ucp.errors import FormatError
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks, whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.tree import MAX_ARRAY_BYTES, MAX_AXES
+
+if TYPE_CHECKING:
+    from jax_ucp.arrays.extents import StoredArray
 
 BLOCK_BYTES = 32 << 20
 # Limits of one read of arrays in the same storage unit: bytes, and number of arrays.
@@ -128,6 +131,12 @@ class ArraySource(Protocol):
         """
         file, _, item = key.partition(":")
         yield Piece(file, item, box, box)
+
+    def stored(self, key: str) -> StoredArray | np.ndarray | None:
+        """Where an array lies in a file as it is, or its elements, if no file has them as an array;
+        None where it has to be decoded.
+        """
+        return None
 
     def checks(self, extent: Extent) -> Iterable[Check]:
         """Checks of the source's own arrays, by checksums or stored copies; none by default."""

@@ -28,7 +28,7 @@ from jax_ucp.arrays.proved import ProvedReads
 from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
 from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
 from jax_ucp.files.listing import Asked, counting
-from jax_ucp.files.path import file_path, target_path
+from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats import saved_index
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, export_target, plan_export
 from jax_ucp.formats.huggingface.given_config import require_tied
@@ -62,6 +62,7 @@ from jax_ucp.universal.copy import (
     plan_copy,
     require_target,
 )
+from jax_ucp.universal.linking import LinkPlan, link, plan_link, with_checksums
 from jax_ucp.universal.step import write_step
 
 if TYPE_CHECKING:
@@ -106,6 +107,25 @@ def require_mesh(mesh: object, rules: Sequence[Rule], hosts: int) -> None:
     """Raises ValueError for rules or hosts without a mesh."""
     if mesh is None and (rules or hosts != 1):
         raise ValueError("rules= and hosts= are for a mesh: give mesh= too")
+
+
+def _written(
+    path: str | os.PathLike[str],
+    write: Callable[[FilePath], object],
+    step: int | None,
+    item: str | None,
+) -> Checkpoint:
+    """What `write` wrote to a path, opened; with `step`, as an item of that step of the run there.
+
+    Raises ValueError for an item without a step.
+    """
+    target = target_path(path)
+    if item is not None and step is None:
+        raise ValueError(f"item={item!r} names an item of a step: give step= too")
+    if step is None:
+        write(target)
+        return opened(path)
+    return opened(str(write_step(target, step, "default" if item is None else item, write)))
 
 
 class Checkpoint:
@@ -778,13 +798,8 @@ class Checkpoint:
         Examples:
             >>> ucp.open("tests/data/deepspeed/z1_bf16_dp2").save("converted")  # doctest: +SKIP
         """
-        target = target_path(path)
-        if item is not None and step is None:
-            raise ValueError(f"item={item!r} names an item of a step: give step= too")
-        laid_out = self
-        if root is not None or variables:
-            to = "param" if root is None else root
-            laid_out = self._view(partial(rerooted, root=to, variables=variables))
+        target_path(path)
+        laid_out = self._laid_out(root, variables)
         plan = laid_out.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         if plan.notes:
             from jax_ucp.sharding.fit import warn_given_up
@@ -792,12 +807,92 @@ class Checkpoint:
             warn_given_up(plan.notes, stacklevel=2)
 
         workers = Workers(executor, laid_out._opener)
+        is_noted = step is not None
         write = partial(copy, laid_out._contents, plan, progress=progress, workers=workers)
-        if step is None:
-            write(target)
-            return opened(path)
-        name = "default" if item is None else item
-        return opened(str(write_step(target, step, name, partial(write, is_noted=True))))
+        return _written(path, partial(write, is_noted=is_noted), step, item)
+
+    def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
+        """The checkpoint with its parameters at `root`, each in a node `value` if `variables`."""
+        if root is None and not variables:
+            return self
+        to = "param" if root is None else root
+        return self._view(partial(rerooted, root=to, variables=variables))
+
+    def plan_link(
+        self,
+        path: str | os.PathLike[str],
+        budget_bytes: int = DEFAULT_BUDGET,
+    ) -> LinkPlan:
+        """The plan of a `link` with the same arguments: the arrays that stay in their files, and
+        those that are copied, with the reasons.
+
+        Args:
+            path: as for `link`.
+            budget_bytes: as for `link`.
+
+        Returns:
+            The plan; nothing is read or written for it.
+
+        Raises:
+            FileExistsError: if `path` is in use.
+            UnsupportedPath: where stock Orbax could not reach the files from `path`.
+            QuantizedWeights: where weights are stored as codes.
+        """
+        require_values(self._contents, self.leaves)
+        return plan_link(self._contents, target_path(path), budget_bytes)
+
+    def link(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        checksum: bool = False,
+        budget_bytes: int = DEFAULT_BUDGET,
+        progress: Callable[[CopyBlock], None] = lambda block: None,
+        root: str | None = None,
+        variables: bool = False,
+        step: int | None = None,
+        item: str | None = None,
+    ) -> Checkpoint:
+        """Write a checkpoint to `path` whose arrays stay in this one's files, and open it there.
+
+        Stock Orbax restores it, on any mesh, from the original files. Arrays that do not lie there
+        as runs of elements are copied beside the link (`plan_link` says which, and why). The files
+        must stay as they are: `open` refuses the link where one has changed, stock Orbax does not
+        look.
+
+        Args:
+            path: a new folder, from which symbolic links lead to the files. In a bucket, a folder
+                in which the files are, and nothing else; on a disk that may be too, and takes no
+                symbolic links.
+            checksum: read every linked byte once, and record the CRC-32 of each chunk, with which
+                `verify` and conversions compare.
+            budget_bytes: as for `save`.
+            progress: called with each block that is copied.
+            root: as for `save`.
+            variables: as for `save`.
+            step: as for `save`.
+            item: as for `save`.
+
+        Returns:
+            The link, opened.
+
+        Raises:
+            FileExistsError: if `path` is in use.
+            UnsupportedPath: where stock Orbax could not reach the files from `path`.
+            CorruptData: if the source contradicts itself or changes meanwhile.
+            QuantizedWeights: where weights are stored as codes.
+            ValueError: for an item without a step.
+
+        Examples:
+            >>> ucp.open("tests/data/torch/hf_llama/ckpt").link("linked")  # doctest: +SKIP
+        """
+        laid_out = self._laid_out(root, variables)
+
+        def write(target: FilePath) -> None:
+            plan = laid_out.plan_link(str(target), budget_bytes)
+            link(with_checksums(plan) if checksum else plan, target, progress, step is not None)
+
+        return _written(path, write, step, item)
 
     def save_share(
         self,

@@ -26,6 +26,11 @@ class ByteRange(Protocol):
     size: int
     is_remote: bool = False
 
+    @property
+    def place(self) -> tuple[FilePath, FileInfo, int] | None:
+        """The file that has the bytes in their order, and where they begin; None of others."""
+        return None
+
     @abstractmethod
     def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
         """Fill each array, of any strides, with the bytes from its position on.
@@ -92,6 +97,10 @@ class FileRange(ByteRange):
         rest = self.file.size - self._offset
         self.size = rest if length is None else min(length, rest)
 
+    @property
+    def place(self) -> tuple[FilePath, FileInfo, int]:
+        return self._path, self.file, self._offset
+
     def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
         for start, out in reads:
             if start < 0 or start + out.nbytes > self.size:
@@ -118,6 +127,10 @@ class EdgesInMemory(ByteRange):
         self._kept: dict[int, np.ndarray] = {at: np.empty(length, np.uint8) for at in starts}
         inner.read_into(list(self._kept.items()))
         self._starts = sorted(self._kept)
+
+    @property
+    def place(self) -> tuple[FilePath, FileInfo, int] | None:
+        return self._inner.place
 
     def read_heads(self, starts: Sequence[int], length: int) -> list[bytes]:
         if not self.is_remote:

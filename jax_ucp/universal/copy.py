@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -252,13 +252,19 @@ class UniversalTarget(Target[CopyBlock]):
 
     @cached_property
     def _identity(self) -> str:
+        return digest(repr(self._made_of()).encode())
+
+    def _made_of(self) -> tuple[object, ...]:
+        """All that the identity depends on."""
         plan = self.plan
-        identity = (self.contents.identity(), sorted(plan.chunks.items()), len(plan.packs))
-        return digest(repr(identity).encode())
+        return self.contents.identity(), sorted(plan.chunks.items()), len(plan.packs)
 
     @cached_property
     @gc_paused()
     def _commit(self) -> Commit:
+        return self._made_commit()
+
+    def _made_commit(self) -> Commit:
         """The commit that makes the copy a checkpoint."""
         contents, plan = self.contents, self.plan
         outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
@@ -374,7 +380,11 @@ class UniversalTarget(Target[CopyBlock]):
         if note is not None:
             store.directory.write(RESULT_FILE, [note], durable=True)
         store.add(written)
+        self.prepare()
         self._commit.write(store, is_shared)
+
+    def prepare(self) -> None:
+        """Write what the checkpoint needs beside its files, before it is committed."""
 
     def is_result(self, identity: str) -> bool:
         folder = self.path.folder()
@@ -399,13 +409,19 @@ def copy(
         run(copy_of, workers)
 
 
-def require_target(contents: Contents, target: FilePath) -> None:
-    """Raise FileExistsError if a copy can be neither written to `target` nor continued there."""
+def require_target(
+    contents: Contents, target: FilePath, beside: Collection[str] = frozenset()
+) -> None:
+    """Raise FileExistsError if a copy can be neither written to `target` nor continued there.
+
+    What `beside` names may be in the folder.
+    """
     looks = [target.is_file, lambda: {child.name for child in target.children()}]
     is_file, names = each_file(target.files, lambda look: look(), looks)
     # A copy that was stopped after its commit may still have its ledger: it is continued like any
     # other.
     is_begun = LEDGER_FILE in names
+    names = names - set(beside)
     if METADATA_FILE in names and not is_begun:
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
     require_outside(target, contents)

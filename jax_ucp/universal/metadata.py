@@ -25,8 +25,8 @@ from jax_ucp.tree import (
     SavedSharding,
 )
 
-# Stacks came with the second version; a file without any has the first.
-VERSION, LATEST = 1, 2
+# Stacks came with the second version, links with the third; a file without any has the first.
+VERSION, STACKED, LATEST = 1, 2, 3
 
 
 # Values in `extras` and `source` are walked recursively too. Pickles may be 100 deep, a level of
@@ -58,13 +58,39 @@ class ArrayRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     crcs: bytes = b""
 
 
+class SourceFile(msgspec.Struct, frozen=True, gc=False):
+    """A file with elements of linked arrays: its name below the checkpoint's folder, and its bytes
+    and version when it was linked.
+    """
+
+    name: str
+    size: _Length
+    version: str
+
+
+class LinkedArray(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """An array that lies in other files: the shape of its chunks, which divides that of the array,
+    the axes of a chunk from the slowest to the fastest, and for each chunk, in row-major order of
+    the grid, the number of its file and the byte at which it begins.
+
+    A chunk is one run of little-endian elements. `crcs` has the CRC-32 of each, four little-endian
+    bytes; or nothing.
+    """
+
+    chunk: _Lengths
+    order: _Lengths
+    places: tuple[tuple[_Length, _Length], ...]
+    crcs: bytes = b""
+
+
 @dataclass(frozen=True)
 class Metadata:
     """The content of `ucp.json`.
 
     `files` maps every other file that is not array data to the digest of its bytes; `source`
     describes the checkpoint that this one was imported from. `stacks` has the names of the arrays
-    of each stack, in order; `arrays` then has the stack, and not its arrays.
+    of each stack, in order; `arrays` then has the stack, and not its arrays. `linked` has the
+    arrays that lie in the files `sources`; `arrays` does not have them.
     """
 
     leaves: tuple[Leaf, ...]
@@ -74,6 +100,13 @@ class Metadata:
     extras: dict[str, Any] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
     stacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    linked: dict[str, LinkedArray] = field(default_factory=dict)
+    sources: tuple[SourceFile, ...] = ()
+
+    @property
+    def version(self) -> Literal[1, 2, 3]:
+        """The first version of the format that can say this."""
+        return LATEST if self.linked else STACKED if self.stacks else VERSION
 
 
 class _FileLeaf(msgspec.Struct, omit_defaults=True, gc=False):
@@ -107,8 +140,10 @@ class _MetadataFile(msgspec.Struct):
     extras: dict[str, Any]
     groups: tuple[Group, ...]
     stacks: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
+    linked: dict[str, LinkedArray] | msgspec.UnsetType = msgspec.UNSET
+    sources: tuple[SourceFile, ...] | msgspec.UnsetType = msgspec.UNSET
     format: Literal["jax-ucp"] = "jax-ucp"
-    version: Literal[1, 2] = VERSION
+    version: Literal[1, 2, 3] = VERSION
     digest: str = ""
 
 
@@ -153,7 +188,9 @@ def encode(metadata: Metadata) -> bytes:
             metadata.extras,
             metadata.groups,
             metadata.stacks or msgspec.UNSET,
-            version=LATEST if metadata.stacks else VERSION,
+            metadata.linked or msgspec.UNSET,
+            metadata.sources or msgspec.UNSET,
+            version=metadata.version,
         )
     )
     return bare.removesuffix(_seal("")) + _seal(digest(bare))
@@ -192,10 +229,12 @@ def decode(data: bytes, where: str) -> Metadata:
         raise FormatError(
             f"{where} says what jax_ucp does not write, though its digest is right: {error}"
         ) from None
-    stacks = file.stacks or {}
-    if bool(stacks) != (file.version > VERSION):
-        raise FormatError(f"{where} has version {file.version}, and {len(stacks)} stacks")
-    return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups, stacks)
+    about = file.files, file.source, file.extras, file.groups
+    also = file.stacks or {}, file.linked or {}, file.sources or ()
+    metadata = Metadata(leaves, file.arrays, *about, *also)
+    if metadata.version != file.version:
+        raise FormatError(f"{where} has version {file.version}, and the content of another")
+    return metadata
 
 
 class _Keys(dict[str | Key, Key]):

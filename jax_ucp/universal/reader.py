@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jax_ucp.arrays.beside import MARKERS, items_beside
 from jax_ucp.arrays.checks import Check, Extent
 from jax_ucp.arrays.contents import About, Contents, Item
+from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.jobs.ledger import RESULT_FILE
+from jax_ucp.universal.linked import LinkedChunks, source_folders
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.orbax_tree import TREE_FILE
 from jax_ucp.universal.packs import pack_name
@@ -44,17 +46,19 @@ def open_universal(path: FilePath, options: Options) -> Contents:
     if missing:
         _refuse(metadata, store, missing)
     folder, mark = path.folder(), f"{COMPANIONS}/"
+    arrays = Unstacked(store, metadata.stacks) if metadata.stacks else store
+    linked = LinkedChunks(metadata, folder) if metadata.linked else None
     companions = [name for name in metadata.files if name.startswith(mark)]
     return Contents(
         "universal",
         str(path),
         metadata.leaves,
-        Unstacked(store, metadata.stacks) if metadata.stacks else store,
+        Evaluated({**expressions(arrays), **linked.values()}) if linked else arrays,
         inventory,
         metadata.extras,
         metadata.groups,
         source=metadata.source,
-        checks=partial(_checks, metadata, store),
+        checks=partial(_checks, metadata, store, linked),
         about=_about(metadata.source),
         companions={name.removeprefix(mark): FilePath(folder, name) for name in companions},
     )
@@ -84,7 +88,11 @@ def _about(source: Mapping[str, Any]) -> About:
     )
 
 
-def _checks(metadata: Metadata, store: ZarrStore, extent: Extent) -> Iterator[Check]:
+def _checks(
+    metadata: Metadata, store: ZarrStore, linked: LinkedChunks | None, extent: Extent
+) -> Iterator[Check]:
+    if linked is not None:
+        yield from linked.checks(extent)
     # every read compares the crc32c of what it reads; digests are of whole chunks
     if extent == "sample":
         return
@@ -125,7 +133,7 @@ def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
     """The names in a checkpoint's own folder."""
     files = {METADATA_FILE, RESULT_FILE, *metadata.files, *metadata.arrays}
     files |= {pack_name(number) for number in {number for number, _ in store.places.values()}}
-    return {name.partition("/")[0] for name in files} | MARKERS
+    return {name.partition("/")[0] for name in files} | MARKERS | source_folders(metadata.sources)
 
 
 def _fault(metadata: Metadata, store: ZarrStore) -> str | None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -39,6 +38,7 @@ from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, r
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import Leaf
+from jax_ucp.universal.linked import NOT_LINKED, Linked
 from jax_ucp.universal.metadata import ArrayRecord, Metadata, decode, digest, encode
 from jax_ucp.universal.ocdbt import MANIFEST_FILE, Value, ValueRange, index_parts
 from jax_ucp.universal.orbax_tree import TREE_FILE
@@ -47,7 +47,6 @@ from jax_ucp.universal.shard_codec import (
     CRC,
     OuterChunk,
     chunk_bytes,
-    has_index,
     read_at_once,
     read_shard,
     read_unit,
@@ -64,6 +63,7 @@ from jax_ucp.universal.stacks import (
     stack_info,
 )
 from jax_ucp.universal.validation import check_metadata, storable
+from jax_ucp.universal.zarr_files import chunk_name, zarr_json
 
 METADATA_FILE = "ucp.json"
 COMPANIONS = "ucp.companions"  # a folder of the files that go with a model
@@ -78,9 +78,6 @@ class Beside(NamedTuple):
 
     digest: str
     file: FileInfo | None
-
-
-_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
 class ZarrStore(Watched):
@@ -432,31 +429,6 @@ def _with_read_unit(info: ArrayInfo, chunks: Chunks) -> ArrayInfo:
     return replace(info, chunk=read_unit(chunks, info.dtype.itemsize))
 
 
-def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
-    """The zarr v3 metadata of an array in a universal checkpoint."""
-    data_bytes = _BYTES if info.dtype.itemsize > 1 else {"name": "bytes"}  # one byte has no order
-    codecs = [data_bytes, {"name": "crc32c"}]
-    if has_index(chunks):
-        index = {"index_codecs": [_BYTES, {"name": "crc32c"}]}  # at the end, the default
-        inner = {"chunk_shape": chunks.inner, "codecs": codecs}
-        codecs = [{"name": "sharding_indexed", "configuration": inner | index}]
-    return {
-        "shape": info.shape,
-        "data_type": info.dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks.outer}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": codecs,
-    }
-
-
-@functools.lru_cache(maxsize=1024)
-def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
-    """The content of the `zarr.json` of an array."""
-    fill = {"b": False, "c": [0.0, 0.0]}.get(info.dtype.kind, 0)
-    about = {"zarr_format": 3, "node_type": "array", "fill_value": fill}
-    return msgspec.json.encode(zarr_metadata(info, chunks) | about)
-
-
 def require_storable(label: str, dtype: np.dtype) -> None:
     if not storable(dtype):
         raise UnsupportedLeaf(
@@ -477,13 +449,14 @@ class Commit:
     extras: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Group] = ()
     stacks: Stacks = field(default_factory=dict)
+    linked: Linked = NOT_LINKED
 
     def prepare(self, store: ZarrStore) -> None:
         """Write the files beside the arrays, except the last one. The store must have the places of
         all packed chunks; the chunks themselves need not be written yet.
         """
         early = {name: [data] for name, data in self.files.items() if name != TREE_FILE}
-        beside = _index(store, self.stacks) | early
+        beside = _index(store, self.stacks, self.linked) | early
         each_file(store.directory, lambda name: store.write_beside(name, *beside[name]), beside)
 
     @gc_paused()
@@ -514,6 +487,8 @@ class Commit:
             dict(self.extras),
             tuple(self.groups),
             {stack: tuple(names) for stack, names in self.stacks.items()},
+            dict(self.linked.arrays),
+            tuple(self.linked.sources),
         )
         if faults := verify_files(metadata, store):
             shared = f" {SHARED_STORAGE}" if is_shared else ""
@@ -541,25 +516,30 @@ def is_committed(directory: Files) -> bool:
     return None not in found
 
 
-def _index(store: ZarrStore, stacks: Stacks) -> dict[str, list[bytes]]:
+def _index(store: ZarrStore, stacks: Stacks, linked: Linked) -> dict[str, list[bytes]]:
     """The files by which stock Orbax finds every array, in parts; empty if an index cannot have so
     many entries.
     """
-    if not is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
+    if not linked.arrays and not is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
         return {}
-    parts, manifest = index_parts(INDEX_FILE, _index_entries(store, stacks))
+    parts, manifest = index_parts(INDEX_FILE, _index_entries(store, stacks, linked))
     return {INDEX_FILE: parts, MANIFEST_FILE: [manifest]}
 
 
-def _index_entries(store: ZarrStore, stacks: Stacks) -> Iterator[tuple[bytes, Value]]:
+def _index_entries(
+    store: ZarrStore, stacks: Stacks, linked: Linked
+) -> Iterator[tuple[bytes, Value]]:
     """Each key of the index with its value, in order: a `zarr.json`, or the range of an outer
     chunk. The arrays of a stack have entries of their own.
     """
     homes = {name: (stack, i) for stack, names in stacks.items() for i, name in enumerate(names)}
     keys = [key for key in store.arrays() if key not in stacks]
     # an array's keys begin with its name and a slash: no key of another sorts between them
-    for key in sorted([*keys, *homes], key="{}/".format):
-        values = _values_of_member(store, *homes[key]) if key in homes else _values(store, key)
+    for key in sorted([*keys, *homes, *linked.arrays], key="{}/".format):
+        if key in linked.arrays:
+            values = linked.values(key)
+        else:
+            values = _values_of_member(store, *homes[key]) if key in homes else _values(store, key)
         found = {f"{key}/{name}".encode(): value for name, value in values}
         yield from ((name, found[name]) for name in sorted(found))
 
@@ -748,13 +728,6 @@ def _description_faults(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
                 f"{store.directory}/{key} was not stored as the {info.dtype} array of shape"
                 f" {list(info.shape)} that {METADATA_FILE} says: its zarr.json had another digest"
             )
-
-
-def chunk_name(place: Sequence[int]) -> str:
-    """The file of an outer chunk inside its array's directory: zarr v3's default key encoding,
-    separator `.`.
-    """
-    return ".".join(["c", *map(str, place)])
 
 
 @functools.lru_cache(maxsize=64)

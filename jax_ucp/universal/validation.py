@@ -22,6 +22,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.json_text import is_shallow
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import MAX_ARRAY_BYTES, Leaf, SavedSharding, is_leaf_name, tree_fault
+from jax_ucp.universal.linked import linked_fault
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH, ArrayRecord, Metadata
 from jax_ucp.universal.shard_codec import CRC_BYTES
 from jax_ucp.universal.stacks import stack_name
@@ -71,7 +72,9 @@ def _faults(metadata: Metadata) -> Iterator[str]:
                 " its own"
             )
         seen.add(name)
-    alone = metadata.arrays.keys() - metadata.stacks.keys()
+    if metadata.arrays.keys() & metadata.linked.keys():
+        yield "an array is linked, and stored too"
+    alone = (metadata.arrays.keys() - metadata.stacks.keys()) | metadata.linked.keys()
     stacked = Counter(itertools.chain.from_iterable(metadata.stacks.values()))
     if stray := alone ^ (set(names) - stacked.keys()):
         yield f"the array {min(stray)!r:.200} has no leaf, or the leaf no array"
@@ -80,9 +83,13 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     for leaf in metadata.leaves:
         if fault := leaf_fault(leaf):
             yield f"{leaf.name!r:.200} is {fault}"
-        if leaf.name in alone and (fault := array_fault(leaf.shape, metadata.arrays[leaf.name])):
+        if leaf.name in metadata.arrays and (
+            fault := array_fault(leaf.shape, metadata.arrays[leaf.name])
+        ):
             yield f"{leaf.name!r:.200} {fault}"
     yield from _stack_faults(metadata)
+    if fault := linked_fault(metadata):
+        yield f"it is a link, and {fault}"
 
 
 def _stack_faults(metadata: Metadata) -> Iterator[str]:

@@ -19,7 +19,7 @@ from jax_ucp.errors import CorruptData
 from jax_ucp.files import remote
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes
 from jax_ucp.sharding import reads, save
-from jax_ucp.universal.store import chunk_name
+from jax_ucp.universal.zarr_files import chunk_name
 from remote_files import counted
 from servers.fault_proxy import depth
 

@@ -18,7 +18,8 @@ from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.universal import shard_codec as shard_file
-from jax_ucp.universal.store import ZarrStore, zarr_metadata
+from jax_ucp.universal.store import ZarrStore
+from jax_ucp.universal.zarr_files import zarr_metadata
 
 DTYPES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),

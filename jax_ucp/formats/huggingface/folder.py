@@ -179,7 +179,7 @@ def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> 
     Beside those that are not `of_torch`, and have no files that are called so, also what else
     torch's users save.
     """
-    files = [child.name for child in path.children() if not child.is_dir()]
+    files = [info.name for info in path.folder().list() if info.kind == "file"]
     files = [name for name in files if name not in kept]
     by_kind: dict[str, list[str]] = {_WEIGHTS_BESIDE: [], _TRAINER: []}
     for name in files:

@@ -1,0 +1,160 @@
+"""Grids of an array of which each chunk is one run of bytes in a file, as a link needs them.
+
+An array lies in strided blocks: boxes of it whose elements are at even distances in a file. A chunk
+of a regular grid is a run if, with its axes in one order, the same for all chunks, its elements
+follow one another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax_ucp.errors import LayoutError
+from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.fragments import Shape
+
+# A reader fetches a whole chunk for any part of it. Below the first it asks too often, and above
+# the second it reads too much that it does not want.
+LEAST_BYTES, MOST_BYTES = 256 << 10, 8 << 20
+
+# Many chunks of fewer bytes would be read more slowly than a copy.
+SHORT_BYTES, MANY = 16 << 10, 256
+
+
+class StridedBlock(NamedTuple):
+    """A box of an array in a file: the number of the file, the byte of the box's first element, and
+    the distance in bytes between elements along each axis.
+    """
+
+    box: Box
+    file: int
+    offset: int
+    strides: tuple[int, ...]
+
+    def at(self, start: Sequence[int]) -> int:
+        """The byte of an element of the box."""
+        steps = zip(start, self.box.start, self.strides, strict=True)
+        return self.offset + sum((a - b) * stride for a, b, stride in steps)
+
+    def part(self, box: Box) -> StridedBlock:
+        """A box inside this one."""
+        return StridedBlock(box, self.file, self.at(box.start), self.strides)
+
+    def shift(self, by: Sequence[int]) -> StridedBlock:
+        """The same bytes in an array in which the box is elsewhere."""
+        return self._replace(box=self.box.shift(by))
+
+    def is_run(self, itemsize: int) -> bool:
+        """Whether the elements follow one another in the row-major order of the box."""
+        dense = row_major(self.box.shape, itemsize)
+        sides = zip(self.box.shape, self.strides, dense, strict=True)
+        return all(n == 1 or stride == want for n, stride, want in sides)
+
+
+class RunGrid(NamedTuple):
+    """A grid of an array: the shape of its chunks, which divides that of the array, the axes of a
+    chunk from the slowest to the fastest in a file, and for each chunk, in row-major order of the
+    grid, the number of the file and the byte at which it begins.
+    """
+
+    chunk: Shape
+    order: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The distance in bytes between elements along each axis of an array in row-major order.
+
+    >>> row_major((4, 3, 2), 2)
+    (12, 4, 2)
+    """
+    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
+
+
+def row_major_blocks(
+    shape: Shape, first: int, stop: int, file: int, offset: int, itemsize: int
+) -> list[StridedBlock]:
+    """The elements `first` to `stop` of an array in row-major order, which follow one another in a
+    file from the byte `offset` on.
+    """
+    found: list[StridedBlock] = []
+    for box in range_boxes(shape, first, stop):
+        found.append(StridedBlock(box, file, offset, row_major(shape, itemsize)))
+        offset += box.size * itemsize
+    return found
+
+
+def run_grid(shape: Shape, itemsize: int, blocks: Sequence[StridedBlock]) -> RunGrid:
+    """The grid of an array, which `blocks` tile, of the largest chunks up to MOST_BYTES that are
+    each one run.
+
+    Raises LayoutError, with the reason, where there is none, or only one of many short runs.
+
+    >>> rows = StridedBlock(Box((0, 0), (4, 3)), 0, 100, (3, 1))
+    >>> run_grid((4, 3), 1, [rows])
+    RunGrid(chunk=(4, 3), order=(0, 1), places=((0, 100),))
+    >>> columns = StridedBlock(Box((0, 0), (3, 4)), 0, 100, (1, 3))
+    >>> run_grid((3, 4), 1, [columns])
+    RunGrid(chunk=(3, 4), order=(1, 0), places=((0, 100),))
+    """
+    edges = [
+        math.gcd(
+            n,
+            *{block.box.start[axis] for block in blocks},
+            *{block.box.stop[axis] for block in blocks},
+        )
+        for axis, n in enumerate(shape)
+    ]
+    chunk, fastest_first, nbytes = [1] * len(shape), list[int](), itemsize
+    while nbytes < MOST_BYTES:
+        found = (
+            axis
+            for axis, n in enumerate(edges)
+            if n > 1
+            and axis not in fastest_first
+            and all(block.strides[axis] == nbytes for block in blocks)
+        )
+        if (axis := next(found, None)) is None:
+            break
+        fastest_first.append(axis)
+        chunk[axis] = _length(edges[axis], nbytes)
+        nbytes *= chunk[axis]
+        if chunk[axis] < edges[axis]:
+            break
+    count = math.prod(shape) // math.prod(chunk)
+    if nbytes < SHORT_BYTES and count > MANY:
+        raise LayoutError(f"its elements lie in {count} runs, the longest of {nbytes} bytes")
+    rest = [axis for axis in range(len(shape)) if axis not in fastest_first]
+    return RunGrid(tuple(chunk), (*rest, *reversed(fastest_first)), _places(shape, chunk, blocks))
+
+
+def _length(most: int, nbytes: int) -> int:
+    """The divisor of `most` that so many parts of `nbytes` make a chunk of: the largest of at most
+    MOST_BYTES, or where that has fewer than LEAST_BYTES, the smallest that has as many.
+    """
+    small = [n for n in range(1, math.isqrt(most) + 1) if most % n == 0]
+    divisors = sorted({*small, *(most // n for n in small)})
+    within = [n for n in divisors if n * nbytes <= MOST_BYTES]
+    if within and (within[-1] == most or within[-1] * nbytes >= LEAST_BYTES):
+        return within[-1]
+    return next(n for n in divisors if n * nbytes >= LEAST_BYTES or n == most)
+
+
+def _places(
+    shape: Shape, chunk: Sequence[int], blocks: Sequence[StridedBlock]
+) -> tuple[tuple[int, int], ...]:
+    grid = [n // c for n, c in zip(shape, chunk, strict=True)]
+    steps = row_major(grid, 1)
+    places: list[tuple[int, int] | None] = [None] * math.prod(grid)
+    for block in blocks:
+        starts = zip(block.box.start, block.box.stop, chunk, strict=True)
+        for start in itertools.product(*(range(a, b, c) for a, b, c in starts)):
+            number = sum(a // c * step for a, c, step in zip(start, chunk, steps, strict=True))
+            places[number] = block.file, block.at(start)
+    known = [place for place in places if place is not None]
+    if len(known) < len(places):
+        raise LayoutError("some of its elements are in no file")
+    return tuple(known)

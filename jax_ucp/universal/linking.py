@@ -1,0 +1,229 @@
+"""Links to the arrays of any checkpoint: what lies in its files as runs of elements stays there,
+and the rest is copied. Stock Orbax reads both by one index.
+
+TensorStore takes no `..` in a key. So the files lie below the link's folder; or on a disk, below a
+symbolic link in it. Facts: `tensorstore/kvstore/file/util.cc` and
+`tensorstore/kvstore/ocdbt/io/indirect_data_kvstore_driver.cc`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from jax_ucp.arrays.budget import DEFAULT_BUDGET, run_bounded
+from jax_ucp.arrays.checks import Check, Extent, require
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.evaluate import expressions
+from jax_ucp.arrays.strided_blocks import StridedBlocks
+from jax_ucp.arrays.value import Array
+from jax_ucp.errors import LayoutError, UnsupportedPath
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import FileInfo
+from jax_ucp.files.ranges import FileRange
+from jax_ucp.jobs.run import run
+from jax_ucp.layout.runs import RunGrid, run_grid
+from jax_ucp.tree import Leaf
+from jax_ucp.universal.copy import CopyBlock, CopyPlan, UniversalTarget, plan_copy, require_target
+from jax_ucp.universal.linked import CRC, LINK_FOLDER, Linked, source_folders
+from jax_ucp.universal.metadata import LinkedArray, SourceFile
+from jax_ucp.universal.ocdbt import MAX_ENTRIES
+from jax_ucp.universal.orbax_tree import orbax_files
+from jax_ucp.universal.store import Commit, array_info
+from jax_ucp.universal.validation import storable
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """What a link has of a checkpoint: `linked`, which stays in its files, and a copy of the rest.
+
+    `copied` has the reason why each other array is copied, by name. `folders` are the symbolic
+    links that the target needs, and where each leads. `files` are those of `linked.sources`.
+    """
+
+    contents: Contents
+    linked: Linked
+    files: Sequence[tuple[FilePath, FileInfo]]
+    folders: Mapping[str, str]
+    copied: Mapping[str, str]
+    copy: CopyPlan
+
+    @property
+    def linked_bytes(self) -> int:
+        """The bytes that stay where they are."""
+        return sum(info.nbytes for info in self.linked.infos.values())
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that are written to the target."""
+        return self.copy.write_bytes
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """The number of arrays that are copied, by reason."""
+        return dict(Counter(self.copied.values()).most_common())
+
+
+def plan_link(contents: Contents, target: FilePath, budget_bytes: int = DEFAULT_BUDGET) -> LinkPlan:
+    """The arrays that can be linked from `target`, each as a grid of runs, and a plan for the copy
+    of the others. Reads nothing.
+
+    Raises UnsupportedPath where the files cannot be reached from the target.
+    """
+    blocks, arrays = StridedBlocks(), expressions(contents.arrays)
+    grids: dict[str, RunGrid] = {}
+    copied: dict[str, str] = {}
+    for leaf in contents.leaves:
+        if leaf.has_array:
+            try:
+                grids[leaf.name] = _grid(leaf, arrays[leaf.name], blocks)
+            except LayoutError as error:
+                copied[leaf.name] = str(error)
+    if sum(len(grid.places) + 1 for grid in grids.values()) > MAX_ENTRIES:
+        raise LayoutError(
+            f"{contents.path}: its arrays lie in more than {MAX_ENTRIES} runs, which no index has:"
+            " convert it"
+        )
+    names, folders = _names(contents, target, [path for path, _ in blocks.files])
+    sources = [
+        SourceFile(name, info.size, info.version)
+        for name, (_, info) in zip(names, blocks.files, strict=True)
+    ]
+    linked = Linked(
+        {name: LinkedArray(grid.chunk, grid.order, grid.places) for name, grid in grids.items()},
+        {
+            leaf.name: array_info(leaf.shape, leaf.dtype)
+            for leaf in contents.leaves
+            if leaf.name in grids
+        },
+        sources,
+    )
+    rest = _only(contents, copied)
+    return LinkPlan(contents, linked, blocks.files, folders, copied, plan_copy(rest, budget_bytes))
+
+
+def _grid(leaf: Leaf, array: Array, blocks: StridedBlocks) -> RunGrid:
+    if not math.prod(leaf.shape):
+        raise LayoutError("it has no elements")
+    if not storable(array.info.dtype):
+        raise LayoutError(f"zarr has no {array.info.dtype}")
+    return run_grid(leaf.shape, array.info.dtype.itemsize, blocks.of(array))
+
+
+def _only(contents: Contents, names: Mapping[str, str]) -> Contents:
+    """The contents without the arrays that are linked, and with the checks of the others."""
+
+    def checks(extent: Extent) -> Iterator[Check]:
+        return contents.proofs(names, extent)
+
+    leaves = [leaf for leaf in contents.leaves if not leaf.has_array or leaf.name in names]
+    return replace(contents, leaves=leaves, checks=checks)
+
+
+def _names(
+    contents: Contents, target: FilePath, files: Sequence[FilePath]
+) -> tuple[list[str], dict[str, str]]:
+    """The name of each file below the target, and the symbolic links for that."""
+    names: list[str] = []
+    folders: dict[str, str] = {}
+    root = f"{str(target).rstrip('/')}/"
+    for path in files:
+        url = str(path)
+        if path.files.is_remote == target.files.is_remote and url.startswith(root):
+            names.append(url.removeprefix(root))
+            continue
+        if path.files.is_remote or target.files.is_remote:
+            raise UnsupportedPath(
+                f"{target} cannot link to {path}: in a bucket the files of a link lie below it,"
+                " since stock Orbax reads no others. Give a target that the source is in, and"
+                " nothing else, or convert the source"
+            )
+        folder = str(contents.path).rstrip("/")
+        if not url.startswith(f"{folder}/"):
+            folder = os.path.dirname(url)
+        folder_name = folders.setdefault(folder, f"{LINK_FOLDER}{len(folders)}")
+        names.append(f"{folder_name}/{url.removeprefix(folder).lstrip('/')}")
+    return names, {name: folder for folder, name in folders.items()}
+
+
+class LinkTarget(UniversalTarget):
+    """A link: a copy of what cannot be linked, and the commit of all."""
+
+    def __init__(
+        self,
+        plan: LinkPlan,
+        path: FilePath,
+        on_block: Callable[[CopyBlock], object] = lambda block: None,
+        is_noted: bool = False,
+    ):
+        super().__init__(_only(plan.contents, plan.copied), plan.copy, path, on_block, is_noted)
+        self._link = plan
+
+    def _made_of(self) -> tuple[object, ...]:
+        return *super()._made_of(), sorted(self._link.linked.arrays.items())
+
+    def _made_commit(self) -> Commit:
+        linked, leaves = self._link.linked, self._link.contents.leaves
+        outer = {name: chunks.outer for name, chunks in self.plan.chunks.items()}
+        outer |= {name: array.chunk for name, array in linked.arrays.items()}
+        copied = super()._made_commit()
+        files = {**copied.files, **orbax_files(leaves, outer, ocdbt=True)}
+        return replace(copied, leaves=leaves, files=files, linked=linked)
+
+    def require_free(self, is_shared: bool) -> None:
+        require_target(self.contents, self.path, self._beside)
+
+    @property
+    def _beside(self) -> set[str]:
+        """The names in the target's folder that lead to the files."""
+        return source_folders(self._link.linked.sources)
+
+    def prepare(self) -> None:
+        for name, folder in self._link.folders.items():
+            link = str(self.path / name)
+            if not os.path.islink(link) or os.readlink(link) != folder:
+                os.symlink(folder, link)
+
+
+def link(
+    plan: LinkPlan,
+    target: FilePath,
+    progress: Callable[[CopyBlock], object] = lambda block: None,
+    is_noted: bool = False,
+) -> None:
+    """Make a link at `target` by the plan. What the source stores twice is compared: of what is
+    copied all, of what is linked a sample.
+    """
+    for check in plan.contents.proofs(plan.linked.arrays, "sample"):
+        require(check)
+    run(LinkTarget(plan, target, progress, is_noted))
+
+
+def with_checksums(plan: LinkPlan) -> LinkPlan:
+    """The plan with the CRC-32 of each linked run, for which all of them are read once."""
+    linked = plan.linked
+    data = [FileRange(path, file=info) for path, info in plan.files]
+    crcs = {name: np.zeros(len(array.places), CRC) for name, array in linked.arrays.items()}
+
+    def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
+        for name, array in linked.arrays.items():
+            nbytes = math.prod(array.chunk) * linked.infos[name].dtype.itemsize
+            for i, (file, offset) in enumerate(array.places):
+                yield nbytes, partial(sum_into, crcs[name], i, data[file], offset, nbytes)
+
+    def sum_into(sums: np.ndarray, i: int, file: FileRange, offset: int, nbytes: int) -> None:
+        sums[i] = zlib.crc32(file.read(offset, offset + nbytes))
+
+    run_bounded(jobs(), plan.copy.budget_bytes, any(file.is_remote for file in data))
+    arrays = {
+        name: LinkedArray(array.chunk, array.order, array.places, crcs[name].tobytes())
+        for name, array in linked.arrays.items()
+    }
+    return replace(plan, linked=replace(linked, arrays=arrays))
