@@ -1,5 +1,10 @@
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,6 +40,23 @@ DEFAULT = ("universal/test_shares.py", "universal/test_small_arrays.py", "univer
 
 
 ORBAX = tuple(map(int, version("orbax-checkpoint").split(".")[:2]))
+
+
+@pytest.fixture(scope="session")
+def stock() -> Iterator[Callable[..., dict[str, Any]]]:
+    """What stock Orbax makes of a path, in a process without jax_ucp: `arrays` or `error`."""
+    command = [sys.executable, "-W", "ignore", str(TESTS / "workers" / "stock.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+
+        def restore(path: Path, mesh: Sequence[int] = (), api: str = "v0") -> dict[str, Any]:
+            asked = {"path": str(path), "mesh": mesh, "api": api}
+            print(json.dumps(asked), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield restore
+        process.stdin.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,6 @@ from workers.stock import digests
 WORKERS = Path(__file__).parent / "workers"
 FLIPS = 200
 KILLS = 50
-
-
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Callable[[Path], dict[str, Any]]]:
-    """What stock Orbax makes of a path, in a process without jax_ucp: `arrays` or `error`."""
-    command = [sys.executable, "-W", "ignore", str(WORKERS / "stock.py")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-
-        def restore(path: Path) -> dict[str, Any]:
-            print(path, file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())
-
-        yield restore
-        process.stdin.close()
 
 
 def save_with_manager(root: Path, step: int, tree: Any) -> Path:

@@ -79,6 +79,15 @@ class Arguments(SimpleNamespace):
         return {"sizes": lengths, "config": self.config, "assume": self.assume}
 
     @property
+    def layout(self) -> dict[str, Any]:
+        """The arguments for a framework's loader of `Checkpoint.save`, those that are given."""
+        if self.item is not None and self.to_step is None:
+            raise click.UsageError("--item goes with --to-step: give that too")
+        variables = self.variables or None
+        given = {"root": self.root, "variables": variables, "step": self.to_step, "item": self.item}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def save_mesh(self) -> dict[str, Any]:
         """The arguments for a mesh of `Checkpoint.save`."""
         if self.mesh is None:

@@ -9,7 +9,7 @@ from functools import partial
 import click
 
 from jax_ucp.cli.command import Arguments, command
-from jax_ucp.cli.options import BUDGET, JSON, MESH, SHARE, SOURCE, WORKERS, argument, option
+from jax_ucp.cli.options import BUDGET, JSON, LAYOUT, MESH, SHARE, SOURCE, WORKERS, argument
 from jax_ucp.cli.output import console, print_json, print_share, progress, to_stderr
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
@@ -21,14 +21,7 @@ from jax_ucp.inspection.words import size
     "Convert to the universal format.",
     argument("source"),
     argument("target"),
-    option("--root", "LABEL", "Where the parameters go in the tree; default: param."),
-    option("--variables", None, "Put each parameter into a node `value`, as Flax NNX stores it."),
-    option(
-        "--to-step",
-        click.IntRange(0),
-        "TARGET is the folder of a run: add the checkpoint to it as this step.",
-    ),
-    option("--item", "NAME", "With --to-step: the name of the item; default: default."),
+    *LAYOUT,
     *MESH,
     *SOURCE,
     BUDGET,
@@ -49,10 +42,8 @@ def convert(args: Arguments) -> None:
     --root params --to-step 0 --item items. tunix: --root "" --variables --to-step 0 --item
     model_params.
     """
-    if args.item is not None and args.to_step is None:
-        raise click.UsageError("--item goes with --to-step: give that too")
-    is_placed = args.root is not None or args.variables or args.to_step is not None
-    if args.share and (args.executor or is_placed):
+    layout = args.layout
+    if args.share and (args.executor or layout):
         raise click.UsageError(
             "--worker goes with none of --workers, --scheduler, --root, --variables and --to-step"
         )
@@ -76,10 +67,7 @@ def convert(args: Arguments) -> None:
             save = partial(
                 checkpoint.save,
                 executor=args.executor,
-                root=args.root,
-                variables=args.variables,
-                step=args.to_step,
-                item=args.item,
+                **layout,
             )
         result = save(
             args.target,

@@ -17,6 +17,7 @@ from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
 from jax_ucp.cli.index import index
 from jax_ucp.cli.inspect import inspect
+from jax_ucp.cli.link import link
 from jax_ucp.cli.map import map_
 from jax_ucp.cli.mappings import mappings
 from jax_ucp.cli.output import to_stderr
@@ -32,6 +33,7 @@ STOPPED = 130
 _NOTHING_WRITTEN = "nothing was written; run it again"
 _AGAIN = {
     "convert": "TARGET is not a checkpoint yet; run the same command again to continue",
+    "link": "TARGET is not a checkpoint yet; run the same command again to continue",
     "export": "nothing was written to TARGET; the same command starts over",
 }
 
@@ -72,7 +74,7 @@ def main() -> None:
     """
 
 
-for command in (inspect, plan, map_, mappings, convert, export, verify, diff, report, index):
+for command in (inspect, plan, map_, mappings, convert, link, export, verify, diff, report, index):
     main.add_command(command)
 
 if __name__ == "__main__":

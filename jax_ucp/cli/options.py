@@ -130,6 +130,18 @@ MESH = (
     ),
 )
 
+# Where a checkpoint goes for a framework's own loader.
+LAYOUT = (
+    option("--root", "LABEL", "Where the parameters go in the tree; default: param."),
+    option("--variables", None, "Put each parameter into a node `value`, as Flax NNX stores it."),
+    option(
+        "--to-step",
+        click.IntRange(0),
+        "TARGET is the folder of a run: add the checkpoint to it as this step.",
+    ),
+    option("--item", "NAME", "With --to-step: the name of the item; default: default."),
+)
+
 WORKERS = (
     option(
         "--workers",

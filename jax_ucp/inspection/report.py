@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Fit, Rule
     from jax_ucp.sharding.reads import HostMesh
     from jax_ucp.universal.copy import CopyPlan
+    from jax_ucp.universal.linking import LinkPlan
 
 Report = dict[str, Any]
 
@@ -63,6 +64,26 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
             if leaf.has_array
         ],
         "not_mapped": [item for item in inventory_of(checkpoint) if item["status"] != "mapped"],
+    }
+
+
+def link_plan(checkpoint: Checkpoint, target: str, plan: LinkPlan) -> Report:
+    """What of a checkpoint stays in its files, and what is copied, with the reasons."""
+    return {
+        "path": checkpoint.path,
+        "target": target,
+        "linked": {
+            "arrays": len(plan.linked.arrays),
+            "bytes": plan.linked_bytes,
+            "chunks": sum(len(array.places) for array in plan.linked.arrays.values()),
+            "files": len(plan.files),
+        },
+        "copied": {
+            "arrays": len(plan.copied),
+            "bytes": plan.copied_bytes,
+            "reasons": plan.reasons,
+        },
+        "notes": list(checkpoint.notes),
     }
 
 

@@ -75,7 +75,8 @@ def plan_link(contents: Contents, target: FilePath, budget_bytes: int = DEFAULT_
     """The arrays that can be linked from `target`, each as a grid of runs, and a plan for the copy
     of the others. Reads nothing.
 
-    Raises UnsupportedPath where the files cannot be reached from the target.
+    Raises UnsupportedPath where the files cannot be reached from the target, FileExistsError where
+    it is in use.
     """
     blocks, arrays = StridedBlocks(), expressions(contents.arrays)
     grids: dict[str, RunGrid] = {}
@@ -106,6 +107,7 @@ def plan_link(contents: Contents, target: FilePath, budget_bytes: int = DEFAULT_
         sources,
     )
     rest = _only(contents, copied)
+    require_target(rest, target, source_folders(sources))
     return LinkPlan(contents, linked, blocks.files, folders, copied, plan_copy(rest, budget_bytes))
 
 
