@@ -115,7 +115,7 @@ def _written(
     step: int | None,
     item: str | None,
 ) -> Checkpoint:
-    """What `write` wrote to a path, opened; with `step`, as an item of that step of the run there.
+    """The checkpoint that `write` wrote to a path; with `step`, an item of that step of the run.
 
     Raises ValueError for an item without a step.
     """

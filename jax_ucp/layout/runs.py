@@ -100,35 +100,24 @@ def run_grid(shape: Shape, itemsize: int, blocks: Sequence[StridedBlock]) -> Run
     >>> run_grid((3, 4), 1, [columns])
     RunGrid(chunk=(3, 4), order=(1, 0), places=((0, 100),))
     """
+    # where a block stops, others start, or the array ends
     edges = [
-        math.gcd(
-            n,
-            *{block.box.start[axis] for block in blocks},
-            *{block.box.stop[axis] for block in blocks},
-        )
-        for axis, n in enumerate(shape)
+        math.gcd(n, *{block.box.start[axis] for block in blocks}) for axis, n in enumerate(shape)
     ]
     chunk, fastest_first, nbytes = [1] * len(shape), list[int](), itemsize
     while nbytes < MOST_BYTES:
-        found = (
-            axis
-            for axis, n in enumerate(edges)
-            if n > 1
-            and axis not in fastest_first
-            and all(block.strides[axis] == nbytes for block in blocks)
-        )
+        rest = [axis for axis in range(len(shape)) if axis not in fastest_first]
+        found = (a for a in rest if all(block.strides[a] == nbytes for block in blocks))
         if (axis := next(found, None)) is None:
             break
         fastest_first.append(axis)
         chunk[axis] = _length(edges[axis], nbytes)
         nbytes *= chunk[axis]
-        if chunk[axis] < edges[axis]:
-            break
     count = math.prod(shape) // math.prod(chunk)
     if nbytes < SHORT_BYTES and count > MANY:
         raise LayoutError(f"its elements lie in {count} runs, the longest of {nbytes} bytes")
-    rest = [axis for axis in range(len(shape)) if axis not in fastest_first]
-    return RunGrid(tuple(chunk), (*rest, *reversed(fastest_first)), _places(shape, chunk, blocks))
+    slow = (axis for axis in range(len(shape)) if axis not in fastest_first)
+    return RunGrid(tuple(chunk), (*slow, *reversed(fastest_first)), _places(shape, chunk, blocks))
 
 
 def _length(most: int, nbytes: int) -> int:
@@ -138,7 +127,7 @@ def _length(most: int, nbytes: int) -> int:
     small = [n for n in range(1, math.isqrt(most) + 1) if most % n == 0]
     divisors = sorted({*small, *(most // n for n in small)})
     within = [n for n in divisors if n * nbytes <= MOST_BYTES]
-    if within and (within[-1] == most or within[-1] * nbytes >= LEAST_BYTES):
+    if within and within[-1] * nbytes >= LEAST_BYTES:
         return within[-1]
     return next(n for n in divisors if n * nbytes >= LEAST_BYTES or n == most)
 

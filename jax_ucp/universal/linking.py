@@ -42,10 +42,10 @@ from jax_ucp.universal.validation import storable
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What a link has of a checkpoint: `linked`, which stays in its files, and a copy of the rest.
+    """The arrays of a checkpoint that a link leaves in their files, and the copy of the others.
 
-    `copied` has the reason why each other array is copied, by name. `folders` are the symbolic
-    links that the target needs, and where each leads. `files` are those of `linked.sources`.
+    `linked` are those that stay, in `files`. `copied` has the reason why each other array is
+    copied, by name. `folders` are the symbolic links that the target needs, and where each leads.
     """
 
     contents: Contents

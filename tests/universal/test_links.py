@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_ucp as ucp
+import links_table
 from cases import Case, every
 from handler_cases import stock_warns
 from hostile_files import resealed
@@ -120,6 +121,18 @@ def test_files_that_are_not_those_that_were_linked_are_refused_by_name(said, tmp
     assert "link or convert its source again" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("is gone", "Not enough data"), ("it has 7 bytes", "Requested byte range")],
+)
+def test_what_stock_orbax_says_of_a_file_that_is_lost(change, said, tmp_path, stock):
+    hf = LLAMA.copied(tmp_path / "hf")
+    ucp.open(hf).link(tmp_path / "link")
+    (name,) = [name for name in CHANGES if name.endswith(change)]
+    CHANGES[name](hf / FILE)
+    assert said in stock(tmp_path / "link")["error"]
+
+
 def test_a_bit_that_changes_under_the_version_is_found_by_the_checksum(tmp_path):
     hf = LLAMA.copied(tmp_path / "hf")
     file = hf / FILE
@@ -208,3 +221,9 @@ def test_a_stopped_link_is_no_checkpoint_and_the_same_call_makes_it(tmp_path, mo
     with pytest.raises(FileNotFoundError):
         ucp.open(tmp_path / "link")
     assert arrays_of(mapped.link(tmp_path / "link")) == arrays_of(mapped)
+
+
+def test_the_page_has_the_table_that_a_run_prints():
+    page = links_table.PAGE.read_text()
+    assert links_table.HEAD in page
+    assert [row for row in links_table.rows() if row not in page] == []
