@@ -12,7 +12,7 @@ import jax_ucp as ucp
 import links_table
 from cases import Case, every
 from handler_cases import stock_warns
-from hostile_files import resealed
+from hostile.files import resealed
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.handler.versions import HAS_V1
 from workers.stock import digests
