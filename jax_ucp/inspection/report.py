@@ -68,7 +68,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
 
 
 def link_plan(checkpoint: Checkpoint, target: str, plan: LinkPlan) -> Report:
-    """What of a checkpoint stays in its files, and what is copied, with the reasons."""
+    """The numbers of arrays and bytes that a link leaves in their files, and copies, with reasons."""
     return {
         "path": checkpoint.path,
         "target": target,

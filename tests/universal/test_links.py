@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -33,7 +34,7 @@ def link_of(case: Case, path: Path, **options) -> ucp.Checkpoint:
         return case.open(weights_only=True).link(path, **options)
 
 
-def wrong_in(answer: dict[str, dict[str, str]], want: dict[str, str]) -> dict[str, str]:
+def wrong_in(answer: dict[str, Any], want: dict[str, str]) -> dict[str, str]:
     """What stock Orbax restored otherwise; numbers, which are no arrays here, may be so there."""
     found = answer.get("arrays", {})
     return {name: answer.get("error", "") for name in want if found.get(name) != want[name]}
