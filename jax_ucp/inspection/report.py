@@ -68,7 +68,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
 
 
 def link_plan(checkpoint: Checkpoint, target: str, plan: LinkPlan) -> Report:
-    """The numbers of arrays and bytes that a link leaves in their files, and copies, with reasons."""
+    """The arrays and bytes that a link leaves in their files, and those that it copies, and why."""
     return {
         "path": checkpoint.path,
         "target": target,
