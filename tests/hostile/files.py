@@ -18,6 +18,7 @@ import xxhash
 
 import jax_ucp as ucp
 from cases import DATA
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, ValueRange, index_parts
 
 STOCK = DATA / "orbax"
 MEMORY_BYTES = 1 << 30
@@ -35,9 +36,13 @@ def resealed(path: Path, change: Callable[[Any], Any]) -> Path:
     file = path / "ucp.json"
     content = json.loads(file.read_bytes())
     content = change(content) or content
-    bare = json.dumps({**content, "digest": ""}, separators=(",", ":")).encode()
-    file.write_bytes(bare.removesuffix(b'"}') + xxhash.xxh3_64_hexdigest(bare).encode() + b'"}')
+    file.write_bytes(sealed(json.dumps({**content, "digest": ""}, separators=(",", ":")).encode()))
     return path
+
+
+def sealed(bare: bytes) -> bytes:
+    """A `ucp.json` that ends with an empty digest, with the right one."""
+    return bare.removesuffix(b'"}') + xxhash.xxh3_64_hexdigest(bare).encode() + b'"}'
 
 
 def without_crcs(content: Any) -> None:
@@ -117,6 +122,18 @@ def write_zarr(folder: Path, data: np.ndarray, **metadata: Any) -> None:
         **metadata,
     }
     ts.open({**spec, "metadata": about}).result().write(data).result()
+
+
+def write_database(folder: Path, values: dict[str, bytes], file: str = "data") -> None:
+    """An OCDBT database, whose values are said to lie in `file`."""
+    entries, end = list[tuple[bytes, ValueRange]](), 0
+    for key, value in values.items():
+        entries.append((key.encode(), ValueRange(file, end, len(value))))
+        end += len(value)
+    parts, manifest = index_parts("node", sorted(entries))
+    (folder / "data").write_bytes(b"".join(values.values()))
+    (folder / "node").write_bytes(b"".join(parts))
+    (folder / MANIFEST_FILE).write_bytes(manifest)
 
 
 def tree_of_files(path: Path) -> dict[str, bytes]:

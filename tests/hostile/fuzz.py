@@ -24,7 +24,6 @@ import traceback
 import types
 import unicodedata
 import warnings
-import zipfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -37,13 +36,13 @@ import jax
 import msgspec
 import numpy as np
 import tensorstore as ts
-from click.testing import CliRunner
 
 import jax_ucp as ucp
-from cases import DATA
+from cases import DATA, copied
+from commands import outcome
 from hostile import inputs
+from hostile.files import write_database
 from jax_ucp.arrays.checks import verdicts
-from jax_ucp.cli.main import main as jax_ucp_command
 from jax_ucp.codecs import unpickle as safe_pickle
 from jax_ucp.codecs.json_values import as_json
 from jax_ucp.codecs.tensor_names import NAMES, Storage, StorageClass
@@ -60,71 +59,46 @@ from jax_ucp.layout.box import Box
 from jax_ucp.mapping.rules import Mapping, shipped
 from jax_ucp.shard_spec.notation import built_in, parse
 from jax_ucp.universal import packs
-from jax_ucp.universal.ocdbt import MANIFEST_FILE, ValueRange, index_parts
+from jax_ucp.universal.ocdbt import MANIFEST_FILE
 from spec_writer import to_yaml
 
-ROOT = Path(ucp.__file__).parent
+MODELS = Path(ucp.__file__).parent / "mapping" / "models"
 MEMORY_BYTES = 256 << 20
 MAX_TABLE_BYTES = 4 << 20
 SECONDS = 20
 BOMB_BYTES = 1 << 20
 CASES = (
-    "deepspeed/z0_bf16_dp1",
-    "deepspeed/z1_bf16_dp2",
-    "deepspeed/z3_fp16_dp2_subgroups",
-    "deepspeed/tp2_dp1_z1_fp32_gqa",
-)
-CASES += (
-    "deepspeed/autoep2_dp4_z3_fp32",
-    "deepspeed/moe_ep2_dp2_z0_fp32",
-    "deepspeed/tp2_pp2_dp1_z1_bf16",
-)
-CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "torch/hf_llama")
-CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_moe_grouped_bf16")
-CASES += ("megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16")
-CASES += ("megatron/legacy_te_muon_bf16", "megatron/fsdp_dtensor_te_moe_ep2_bf16")
-CASES += ("torch/dcp_zstd", "torch/dcp_hf_sharded")
-CASES += ("trainers/small_llama", "trainers/accelerate_two_proof")
-CASES += ("dtensors/verl_llama", "dtensors/verl_fsdp1_orig_3", "dtensors/accelerate_llama")
-CASES += ("deepspeed_writers/muon_z2_odd_dp4", "deepspeed_writers/bnb_adamw8bit_z2_dp3")
-CASES += ("deepspeed_writers/nvme_z3_small_dp2", "deepspeed_writers/mics_shard2_dp4")
-STOCK_CASES = ("orbax/ocdbt", "orbax/plain", "orbax/zarr3/state")
-STOCK_CASES += ("jax/orbax05-aggregate", "jax/orbax05-processes_unmerged", "jax/orbax05-t5x")
-STOCK_CASES += ("jax/orbax05-paxml", "jax/orbax05-flax_msgpack")
-MSGPACK_FILES = ("orbax0128-flax_msgpack_file/ckpt", "orbax05-flax_chunked/ckpt")
-MSGPACK_FILES += ("orbax05-flax_msgpack/ckpt/checkpoint_9",)
+    "deepspeed/z0_bf16_dp1", "deepspeed/z1_bf16_dp2", "deepspeed/z3_fp16_dp2_subgroups",
+    "deepspeed/tp2_dp1_z1_fp32_gqa", "deepspeed/autoep2_dp4_z3_fp32", "deepspeed/moe_ep2_dp2_z0_fp32",
+    "deepspeed/tp2_pp2_dp1_z1_bf16", "deepspeed_universal/tp2_dp1_z1_fp32_gqa", "torch/hf_llama",
+    "megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_moe_grouped_bf16",
+    "megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16",
+    "megatron/legacy_te_muon_bf16", "megatron/fsdp_dtensor_te_moe_ep2_bf16", "torch/dcp_zstd",
+    "torch/dcp_hf_sharded", "trainers/small_llama", "trainers/accelerate_two_proof", "dtensors/verl_llama",
+    "dtensors/verl_fsdp1_orig_3", "dtensors/accelerate_llama", "deepspeed_writers/muon_z2_odd_dp4",
+    "deepspeed_writers/bnb_adamw8bit_z2_dp3", "deepspeed_writers/nvme_z3_small_dp2",
+    "deepspeed_writers/mics_shard2_dp4",
+)  # fmt: skip
+STOCK_CASES = (
+    "orbax/ocdbt", "orbax/plain", "orbax/zarr3/state", "jax/orbax05-aggregate", "jax/orbax05-t5x",
+    "jax/orbax05-processes_unmerged", "jax/orbax05-paxml", "jax/orbax05-flax_msgpack",
+)  # fmt: skip
+MSGPACK_FILES = (
+    "orbax0128-flax_msgpack_file/ckpt", "orbax05-flax_chunked/ckpt",
+    "orbax05-flax_msgpack/ckpt/checkpoint_9",
+)  # fmt: skip
 STATES = ("param", "exp_avg")
 COMMANDS = ("inspect", "plan", "verify", "convert", "diff", "report", "export")
 # The files of a stock checkpoint that are JSON, by how their names end.
 JSON_FILES = ("_METADATA", "_sharding", "_strings.json", "process_0", ".zarray", "zarr.json")
+QUANTIZED_FILES = ("model.safetensors", "config.json")
 
 FORBIDDEN = {
-    "import",
-    "exec",
-    "pickle.find_class",
-    "marshal.loads",
-    "code.__new__",
-    "function.__new__",
-}
-FORBIDDEN |= {
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.remove",
-    "os.rename",
-    "os.mkdir",
-    "os.putenv",
-}
-FORBIDDEN |= {
-    "subprocess.Popen",
-    "socket.__new__",
-    "socket.connect",
-    "ctypes.dlopen",
-    "shutil.rmtree",
-    "os.chmod",
-}
-FORBIDDEN |= {"os.rmdir", "os.truncate", "os.link", "os.symlink"}
+    "import", "exec", "pickle.find_class", "marshal.loads", "code.__new__", "function.__new__",
+    "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.remove", "os.rename", "os.mkdir", "os.putenv",
+    "os.chmod", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree", "subprocess.Popen",
+    "socket.__new__", "socket.connect", "ctypes.dlopen",
+}  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 Read = Callable[[], object]
@@ -164,9 +138,8 @@ class Guard:
         where = _place(event, args)
         if isinstance(where, int) or str(where).startswith(self.targets):
             return  # an int is a file that is open already
-        writes = event == "open" and (
-            set(str(args[1] or "")) & set("wax+") or int(args[2] or 0) & WRITING
-        )
+        mode, flags = args[1:3] if event == "open" else ("", 0)
+        writes = set(str(mode or "")) & set("wax+") or int(flags or 0) & WRITING
         if event in FORBIDDEN or writes:
             self.seen.append(f"{event} {args[:2]!r:.200}")
 
@@ -183,6 +156,21 @@ class Guard:
         finally:
             self.watching = False
             signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def storage(persistent_id: Any, nbytes: int = 1 << 20) -> object:
+    match persistent_id:
+        case ("storage", StorageClass() as kind, str(key), str(), int()):
+            return Storage(key, kind, nbytes)
+    raise FormatError("no storage")
+
+
+def read_pickle(data: bytes) -> None:
+    """The object of a pickle, walked through and as JSON."""
+    tree = safe_pickle.load(data, NAMES, storage)
+    for _ in safe_pickle.walk(tree):
+        pass
+    json.dumps(as_json(tree, "file", lambda key, box: np.zeros(1)))
 
 
 def read_file(path: Path) -> None:
@@ -235,111 +223,83 @@ def read_ours(path: Path, target: Path) -> None:
 
 def renaming_nothing(checkpoint: ucp.Checkpoint) -> Mapping:
     """The mapping in which each parameter is a leaf of its own name."""
-    return Mapping.from_dict(
-        {"leaves": [{"param": name, "leaf": name} for name in checkpoint.params]}
-    )
+    return Mapping.from_dict({"leaves": [{"param": x, "leaf": x} for x in checkpoint.params]})
 
 
 def run_command(path: Path, target: Path, command: str) -> None:
     """A command, which ends with a message for a person: no traceback, and nothing that a
     terminal obeys.
     """
-    more = {
-        "convert": [str(target)],
-        "export": [str(target)],
-        "inspect": ["--all"],
-        "diff": [str(path)],
-        "report": ["-o", f"{target}.html"],
-    }.get(command, [])
-    result = CliRunner().invoke(jax_ucp_command, [command, str(path), *more])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    if strange := [c for c in result.output if not c.isprintable() and c != "\n"]:
-        raise AssertionError(f"{command} prints {strange[:8]!r}")
-    if result.exit_code:
+    more = {"inspect": ["--all"], "diff": [str(path)], "report": ["-o", f"{target}.html"]}
+    more |= {"convert": [str(target)], "export": [str(target)]}
+    code, _ = outcome(command, path, *more.get(command, []))
+    if code:
         raise FormatError("as the command says")
 
 
-@contextmanager
-def replaced(path: Path, data: bytes) -> Iterator[None]:
-    before = path.read_bytes()
-    path.write_bytes(data)
-    try:
-        yield
-    finally:
-        path.write_bytes(before)
-
-
-QUANTIZED_FILES = ("model.safetensors", "config.json")
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 class Targets:
-    """What is fuzzed. Each method makes an input from a generator, and gives what reads it;
-    files lie in `work`.
+    """What is fuzzed. Each of `SHARES` is a method that makes an input from a generator, writes its
+    files in `work`, and gives what reads it; `undo` gives the files back what they had.
     """
 
     def __init__(self, work: Path):
-        self.work = work
-        self.pickles_of_torch = [
-            raw for path in sorted(DATA.glob("torch/torchsave*/*.pt")) for raw in _data_pkl(path)
-        ]
-        self.legacy_files = [
-            path.read_bytes() for path in sorted(DATA.glob("torch/torchsave_legacy/*.pt"))
-        ]
+        self.work, self.target = work, work / "target"
+        self.before: dict[Path, bytes] = {}
+        saved = sorted(DATA.glob("torch/torchsave*/*.pt"))
+        self.trees = [tree for path in saved for tree in _data_pkl(path.read_bytes())]
+        self.legacy = [path.read_bytes() for path in saved if "legacy" in path.parent.name]
         self.quantized_cases = sorted(DATA.glob("quantized/*/ckpt"))
         self.adapter_cases = sorted(DATA.glob("adapters/*/adapter/adapter_model.safetensors"))
-        self.folders = [self._copied(DATA / case) for case in CASES]
         self.dcp = work / "dcp"
         self.dcp_items = self._dcp()
-        self.folders.append(self.dcp)
-        self.target = work / "target"
-        self.ours = [
-            self._ours("plain", 1000),
-            self._ours("packed", 2),
-            self._imported(),
-            *self._models(),
-        ]
-        self.stock = [self._copied(DATA / case) for case in STOCK_CASES]
-        self.databases = [
-            _entries(folder) for folder in self.stock if (folder / MANIFEST_FILE).exists()
-        ]
+        self.folders = [*map(self._copied, CASES), self.dcp]
+        self.ours = [self._ours("plain", 1000), self._ours("packed", 2), self._imported()]
+        self.ours += [self._model("plain"), self._model("packed")]
+        self.stock = list(map(self._copied, STOCK_CASES))
+        self.databases = [x for x in self.stock if (x / MANIFEST_FILE).exists()]
         self.indexed = [self._index(folder) for folder in [*self.folders[:3], self.dcp]]
         self.packed = [(DATA / "jax" / name).read_bytes() for name in MSGPACK_FILES]
-        self.texts = [
-            (Mapping.parse, (ROOT / "mapping" / "models" / f"{name}.yaml").read_text())
-            for name in shipped()
-        ]
-        self.texts += [
-            (parse, to_yaml(built_in("megatron"))),
-            (parse, "extends: megatron\nsizes: {heads: 4}\n"),
-        ]
+        self.texts = [(Mapping.parse, (MODELS / f"{x}.yaml").read_text()) for x in shipped()]
+        self.texts += [(parse, to_yaml(built_in("megatron")))]
+        self.texts += [(parse, "extends: megatron\nsizes: {heads: 4}\n")]
 
-    def _copied(self, case: Path) -> Path:
-        folder = self.work / case.parent.name / case.name
-        shutil.copytree(case, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
+    def put(self, path: str | Path, data: bytes) -> Path:
+        """The path of a file in `work`, which now has other bytes."""
+        path = self.work / path
+        if path.exists():
+            self.before.setdefault(path, path.read_bytes())
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    def undo(self) -> None:
+        while self.before:
+            path, data = self.before.popitem()
+            path.write_bytes(data)
+
+    def _copied(self, case: str) -> Path:
+        folder = copied(DATA / case, self.work / case)
         return folder / "ckpt" if (folder / "ckpt").is_dir() else folder
 
     def _dcp(self) -> dict[str, tuple[str, int, int]]:
         """A DCP checkpoint of a tensor in two chunks and an object; where each of its items
         lies.
         """
-        self.dcp.mkdir()
-        items: dict[str, tuple[str, int, int]] = {}
-        file = b""
-        for name, tree, members in (
-            ("w0", inputs.tensor("0", (2, 3)), [("archive/data/0", bytes(24))]),
-            ("w1", inputs.tensor("0", (3, 3)), [("archive/data/0", bytes(36))]),
-            ("epoch", {"epoch": 3}, []),
-        ):
-            item = inputs.zip_file(
-                Random(0), [("archive/data.pkl", inputs.pickled(tree)), *members], lies=0
-            )
+        file, items = b"", dict[str, tuple[str, int, int]]()
+        stored = {"w0": (inputs.tensor("0", (2, 3)), 24), "w1": (inputs.tensor("0", (3, 3)), 36)}
+        for name, (tree, nbytes) in (stored | {"epoch": ({"epoch": 3}, 0)}).items():
+            members = [("archive/data.pkl", inputs.pickled(tree))]
+            members += [("archive/data/0", bytes(nbytes))] if nbytes else []
+            item = inputs.zip_file(Random(0), members, lies=0)
             items[name] = "__0_0.distcp", len(file), len(item)
             file += item
-        (self.dcp / "__0_0.distcp").write_bytes(file)
-        (self.dcp / ".metadata").write_bytes(
-            inputs.pickled(inputs.dcp_metadata(items, (5, 3), (2, 3)))
-        )
+        self.put(self.dcp / "__0_0.distcp", file)
+        tables = inputs.dcp_metadata(items, (5, 3), (2, 3))
+        self.put(self.dcp / ".metadata", inputs.pickled(tables))
         return items
 
     def _ours(self, name: str, pack_from: int) -> Path:
@@ -347,13 +307,12 @@ class Targets:
         are so many.
         """
         param = {"w": np.arange(24, dtype=np.float32).reshape(6, 4), "b": np.ones(3, np.int8)}
-        tree: dict[str, Any] = {"param": param, "exp_avg": {"w": np.zeros((6, 4), np.float32)}}
-        tree["other"] = [
-            jax.device_put(np.arange(4.0, dtype=np.float32), ONE_DEVICE),
-            {"step": 3, "rate": 0.5},
-        ]
-        tree["other"] += [np.float32(1), True, 1j, "text", None, {}, (), jax.random.key(1)]
+        on_device = jax.device_put(np.arange(4.0, dtype=np.float32), ONE_DEVICE)
+        other = [on_device, {"step": 3, "rate": 0.5}, np.float32(1), True, 1j, "text", None, {}, ()]
+        other.append(jax.random.key(1))
+        moments = {"w": np.zeros((6, 4), np.float32)}
         usual, packs.PACK_FROM = packs.PACK_FROM, pack_from
+        tree = {"param": param, "exp_avg": moments, "other": other}
         ucp.CheckpointHandler().save(self.work / name, ucp.args.Save(tree))
         packs.PACK_FROM = usual
         return self.work / name
@@ -365,86 +324,13 @@ class Targets:
         checkpoint = ucp.open(DATA / "deepspeed/tp2_dp1_z1_fp32_gqa")
         return Path(checkpoint.map(renaming_nothing(checkpoint)).save(self.work / "imported").path)
 
-    def _models(self) -> Iterator[Path]:
-        """Universal checkpoints of parameters and moments only, which can be mapped and
+    def _model(self, name: str) -> Path:
+        """A universal checkpoint of parameters and moments only, which can be mapped and
         exported.
         """
-        for name in ("plain", "packed"):
-            tree = ucp.open(self.work / name).restore()
-            ucp.CheckpointHandler().save(
-                self.work / f"{name}_model", ucp.args.Save({k: tree[k] for k in STATES})
-            )
-            yield self.work / f"{name}_model"
-
-    @contextmanager
-    def universal(self, rng: Random) -> Iterator[Read]:
-        """A universal checkpoint whose `ucp.json` says something else, under the right digest;
-        or another file does.
-        """
-        folder = rng.choice(self.ours)
-        path = folder / "ucp.json"
-        if rng.random() < 0.85:
-            data = inputs.sealed(inputs.spoilt_json(rng, path.read_bytes()))
-        else:
-            path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-            data = inputs.noise(rng, path.read_bytes())
-        with replaced(path, data):
-            yield self._done(rng, folder)
-
-    @contextmanager
-    def orbax(self, rng: Random) -> Iterator[Read]:
-        """A checkpoint of stock Orbax, of which one file says something else, or the database
-        has other entries.
-        """
-        folder = rng.choice(self.stock)
-        if rng.random() < 0.3:
-            folder = self.work / "orbax_db"
-            self._database(rng, folder)
-            yield self._done(rng, folder)
-            return
-        path = rng.choice(
-            sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-        )
-        if path.name.endswith(JSON_FILES):
-            data = inputs.spoilt_json(rng, path.read_bytes())
-        elif path.name.startswith("checkpoint"):
-            data = inputs.spoilt_msgpack(rng, path.read_bytes())
-        else:
-            data = rng.choice([inputs.noise, inputs.spoilt_node])(rng, path.read_bytes())
-        with replaced(path, data):
-            yield self._done(rng, folder)
-
-    @contextmanager
-    def msgpack_files(self, rng: Random) -> Iterator[Read]:
-        """A file of Flax that says something else."""
-        path = self.work / "x.msgpack"
-        path.write_bytes(inputs.spoilt_msgpack(rng, rng.choice(self.packed)))
-        yield self._done(rng, path)
-
-    @contextmanager
-    def indexes(self, rng: Random) -> Iterator[Read]:
-        """A saved index that says something else: in its file, in what the checkpoint's files
-        answered, or in their bytes.
-        """
-        index = rng.choice(self.indexed)
-        body = msgspec.msgpack.decode(zlib.decompress(index.removeprefix(saved_index.MAGIC)))
-        way = rng.random()
-        if way < 0.2:
-            data = inputs.noise(rng, index)
-        else:
-            if way < 0.5:
-                body["listing"] = inputs.noise(rng, body["listing"])
-            else:
-                listing = Listing.decode(body["listing"])
-                question = rng.choice(list(listing.ranges))
-                whole = listing.ranges[question]
-                spoilt = inputs.noise(rng, whole)[: len(whole)]
-                listing.ranges[question] = spoilt.ljust(len(whole), b"\0")
-                body["listing"] = listing.encode()
-            data = saved_index.MAGIC + zlib.compress(msgspec.msgpack.encode(body))
-        path = self.work / "x.ucp-index"
-        path.write_bytes(data)
-        yield lambda: read_folder(path)
+        tree, path = ucp.open(self.work / name).restore(), self.work / f"{name}_model"
+        ucp.CheckpointHandler().save(path, ucp.args.Save({state: tree[state] for state in STATES}))
+        return path
 
     def _index(self, folder: Path) -> bytes:
         index = self.work / "index.ucp-index"
@@ -452,14 +338,50 @@ class Targets:
         ucp.open(index)  # which lets msgspec evaluate our own annotations
         return index.read_bytes()
 
-    def _database(self, rng: Random, folder: Path) -> None:
-        """A stock checkpoint in `folder`, with some keys or values of its database changed."""
-        at = rng.randrange(len(self.databases))
+    def _done(self, rng: Random, path: Path, read: Read | None = None, often: float = 0.15) -> Read:
+        """A command with a checkpoint, or else all that is done with one that has a tree."""
+        shutil.rmtree(self.target, ignore_errors=True)
+        if rng.random() < often:
+            command = rng.choice(COMMANDS)
+            return lambda: run_command(path, self.target, command)
+        return read or (lambda: read_ours(path, self.target))
+
+    def universal(self, rng: Random) -> Read:
+        """A universal checkpoint whose `ucp.json` says something else, under the right digest;
+        or another file does.
+        """
+        folder = rng.choice(self.ours)
+        path, change = folder / "ucp.json", inputs.spoilt_metadata
+        if rng.random() > 0.85:
+            path, change = rng.choice(files_of(folder)), inputs.noise
+        self.put(path, change(rng, path.read_bytes()))
+        return self._done(rng, folder)
+
+    def orbax(self, rng: Random) -> Read:
+        """A checkpoint of stock Orbax, of which one file says something else, or the database
+        has other entries.
+        """
+        folder = rng.choice(self.stock)
+        if rng.random() < 0.3:
+            return self._done(rng, self._database(rng, rng.choice(self.databases)))
+        path = rng.choice([path for path in files_of(folder) if path.stat().st_size])
+        change = rng.choice([inputs.noise, inputs.spoilt_node])
+        if path.name.endswith(JSON_FILES):
+            change = inputs.spoilt_json
+        elif path.name.startswith("checkpoint"):
+            change = inputs.spoilt_msgpack
+        self.put(path, change(rng, path.read_bytes()))
+        return self._done(rng, folder)
+
+    def _database(self, rng: Random, source: Path) -> Path:
+        """A copy of a stock checkpoint with some keys or values of its database changed."""
+        folder = self.work / "orbax_db"
         shutil.rmtree(folder, ignore_errors=True)
-        source = [folder for folder in self.stock if (folder / MANIFEST_FILE).exists()][at]
         ignored = shutil.ignore_patterns("d", "ocdbt.process_*", MANIFEST_FILE)
         shutil.copytree(source, folder, ignore=ignored)
-        values = dict(self.databases[at])
+        store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{source}/"}).result()
+        keys = store.list().result()
+        values = {key.decode(): bytes(store.read(key).result().value) for key in keys}
         for _ in range(rng.choice([1, 1, 2])):
             key = rng.choice(sorted(values))
             if key.endswith(JSON_FILES):
@@ -468,215 +390,171 @@ class Targets:
                 values[key] = inputs.noise(rng, values[key]) or b" "
             else:
                 values[f"../{key}"] = values.pop(key)
-        file, entries = "data", dict[str, ValueRange]()
+        file = "data"
         if rng.random() < 0.1:
             file = rng.choice(["../plain/ucp.json", "/etc/passwd", "a/../../x", "x" * 300])
-        end = 0
-        for key, value in values.items():
-            entries[key], end = ValueRange(file, end, len(value)), end + len(value)
-        parts, manifest = index_parts(
-            "node", sorted((key.encode(), at) for key, at in entries.items())
-        )
-        (folder / "data").write_bytes(b"".join(values.values()))
-        (folder / "node").write_bytes(b"".join(parts))
-        (folder / MANIFEST_FILE).write_bytes(manifest)
+        write_database(folder, values, file)
+        return folder
 
-    def _done(self, rng: Random, folder: Path) -> Read:
-        shutil.rmtree(self.target, ignore_errors=True)
-        if rng.random() < 0.15:
-            command = rng.choice(COMMANDS)
-            return lambda: run_command(folder, self.target, command)
-        return lambda: read_ours(folder, self.target)
+    def msgpack_files(self, rng: Random) -> Read:
+        """A file of Flax that says something else."""
+        data = inputs.spoilt_msgpack(rng, rng.choice(self.packed))
+        return self._done(rng, self.put("x.msgpack", data))
 
-    @contextmanager
-    def yaml_texts(self, rng: Random) -> Iterator[Read]:
+    def indexes(self, rng: Random) -> Read:
+        """A saved index that says something else: in its file, in what the checkpoint's files
+        answered, or in their bytes.
+        """
+        data = rng.choice(self.indexed)
+        body = msgspec.msgpack.decode(zlib.decompress(data.removeprefix(saved_index.MAGIC)))
+        way = rng.random()
+        if way < 0.2:
+            data = inputs.noise(rng, data)
+        else:
+            if way < 0.5:
+                body["listing"] = inputs.noise(rng, body["listing"])
+            else:
+                listing = Listing.decode(body["listing"])
+                question = rng.choice(list(listing.ranges))
+                whole = listing.ranges[question]
+                noisy = inputs.noise(rng, whole)[: len(whole)].ljust(len(whole), b"\0")
+                listing.ranges[question] = noisy
+                body["listing"] = listing.encode()
+            data = saved_index.MAGIC + zlib.compress(msgspec.msgpack.encode(body))
+        path = self.put("x.ucp-index", data)
+        return lambda: read_folder(path)
+
+    def yaml_texts(self, rng: Random) -> Read:
         read, text = rng.choice(self.texts)
         other = inputs.spoilt_yaml(rng, text)
-        yield lambda: read(other)
+        return lambda: read(other)
 
-    @contextmanager
-    def pickles(self, rng: Random) -> Iterator[Read]:
+    def pickles(self, rng: Random) -> Read:
         way = rng.random()
         if way < 0.35:
             data = inputs.program(rng)
         elif way < 0.75:
-            data = inputs.mutated_pickle(rng, rng.choice(self.pickles_of_torch))
+            data = inputs.mutated_pickle(rng, rng.choice(self.trees))
         elif way < 0.85:
-            data = inputs.noise(rng, rng.choice(self.pickles_of_torch))
+            data = inputs.noise(rng, rng.choice(self.trees))
         elif way < 0.998:
             tree = {"w": inputs.tensor("0", (2, 3)), "args": [1, ("a", 2.5), {3: "b"}]}
             data = inputs.pickled(inputs.spoilt(rng, tree))
         else:
             data = inputs.bomb(rng, BOMB_BYTES)
+        return lambda: read_pickle(data)
 
-        def storage(persistent_id: Any) -> object:
-            match persistent_id:
-                case ("storage", StorageClass() as kind, str(key), str(), int()):
-                    return Storage(key, kind, 1 << 20)
-            raise FormatError("no storage")
-
-        def read() -> None:
-            tree = safe_pickle.load(data, NAMES, storage)
-            for _ in safe_pickle.walk(tree):
-                pass
-            json.dumps(as_json(tree, "file", lambda key, box: np.zeros(1)))
-
-        yield read
-
-    @contextmanager
-    def torch_files(self, rng: Random) -> Iterator[Read]:
+    def torch_files(self, rng: Random) -> Read:
         way = rng.random()
         if way < 0.05:
-            data = inputs.noise(rng, rng.choice(self.legacy_files))
+            data = inputs.noise(rng, rng.choice(self.legacy))
         else:
-            tree = {
-                "w": inputs.tensor("0", (2, 3)),
-                "b": inputs.tensor("1", (4,), "torch.ByteStorage"),
-            }
+            other = inputs.tensor("1", (4,), "torch.ByteStorage")
+            tree = {"w": inputs.tensor("0", (2, 3)), "b": other}
             data = inputs.pickled(inputs.spoilt(rng, tree) if way < 0.4 else tree)
             data = inputs.bomb(rng, BOMB_BYTES) if way > 0.998 else data
-            members = [
-                ("archive/data.pkl", data),
-                ("archive/data/0", bytes(range(24))),
-                ("archive/data/1", b"abcd"),
-            ]
-            members += [("archive/byteorder", b"little")]
+            members = [("archive/data.pkl", data), ("archive/data/0", bytes(range(24)))]
+            members += [("archive/data/1", b"abcd"), ("archive/byteorder", b"little")]
             if rng.random() < 0.1:
-                members += [
-                    rng.choice([*members, ("other/data.pkl", data), ("archive/data/\ud800", b"")])
-                ]
-            data = inputs.zip_file(
-                rng, members, lies=rng.choice([0, 1, 1, 1, 2, 3]) if way > 0.2 else 0
-            )
+                more = [("other/data.pkl", data), ("archive/data/\ud800", b"")]
+                members += [rng.choice([*members, *more])]
+            lies = rng.choice([0, 1, 1, 1, 2, 3]) if way > 0.2 else 0
+            data = inputs.zip_file(rng, members, lies)
             data = inputs.noise(rng, data) if rng.random() < 0.1 else data
-        path = self.work / "x.pt"
-        path.write_bytes(data)
-        yield lambda: read_file(path)
+        path = self.put("x.pt", data)
+        return lambda: read_file(path)
 
-    @contextmanager
-    def safetensors(self, rng: Random) -> Iterator[Read]:
+    def safetensors(self, rng: Random) -> Read:
         if rng.random() < 0.7:
-            path = self.work / "x.safetensors"
-            path.write_bytes(inputs.safetensors_file(rng))
-            yield lambda: read_file(path)
-            return
-        folder = self.work / "safetensors"
-        folder.mkdir(exist_ok=True)
-        (folder / "model.safetensors").write_bytes(inputs.safetensors_file(rng))
-        (folder / "model.safetensors.index.json").write_bytes(inputs.safetensors_index(rng))
-        (folder / "config.json").write_bytes(
-            inputs.weights_config(rng) if rng.random() < 0.3 else b"{}"
-        )
-        yield lambda: read_folder(folder, dequantize=False)
+            path = self.put("x.safetensors", inputs.safetensors_file(rng))
+            return lambda: read_file(path)
+        self.put("safetensors/model.safetensors", inputs.safetensors_file(rng))
+        self.put("safetensors/model.safetensors.index.json", inputs.safetensors_index(rng))
+        config = inputs.weights_config(rng) if rng.random() < 0.3 else b"{}"
+        folder = self.put("safetensors/config.json", config).parent
+        return lambda: read_folder(folder, dequantize=False)
 
-    @contextmanager
-    def quantized(self, rng: Random) -> Iterator[Read]:
+    def quantized(self, rng: Random) -> Read:
         """Weights as libraries of quantisation write them, of which the header, the config or the
         bytes lie.
         """
-        case = rng.choice(self.quantized_cases)
-        file, config = ((case / name).read_bytes() for name in QUANTIZED_FILES)
-        folder = self.work / "quantized"
-        folder.mkdir(exist_ok=True)
-        made = inputs.quantized_files(rng, file, config)
-        for name, data in zip(QUANTIZED_FILES, made, strict=True):
-            (folder / name).write_bytes(data)
-        yield lambda: read_folder(folder, dequantize=rng.choice(["bfloat16", "float32"]))
+        case, folder = rng.choice(self.quantized_cases), self.work / "quantized"
+        whole = [(case / name).read_bytes() for name in QUANTIZED_FILES]
+        for name, data in zip(QUANTIZED_FILES, inputs.quantized_files(rng, *whole), strict=True):
+            self.put(folder / name, data)
+        dtype = rng.choice(["bfloat16", "float32"])
+        return lambda: read_folder(folder, dequantize=dtype)
 
-    @contextmanager
-    def adapters(self, rng: Random) -> Iterator[Read]:
+    def adapters(self, rng: Random) -> Read:
         """Adapters as peft writes them, of which the header, the config or the bytes lie, merged
         into their base or another.
         """
         case = rng.choice(self.adapter_cases)
         base = (case if rng.random() < 0.8 else rng.choice(self.adapter_cases)).parents[1] / "base"
-        folder = self.work / "adapter"
-        folder.mkdir(exist_ok=True)
-        config = (case.parent / "adapter_config.json").read_bytes()
-        file, config = inputs.adapter_files(rng, case.read_bytes(), config)
-        (folder / case.name).write_bytes(file)
-        (folder / "adapter_config.json").write_bytes(config)
-        yield lambda: read_merged(base, folder)
+        config = case.with_name("adapter_config.json")
+        files = inputs.adapter_files(rng, case.read_bytes(), config.read_bytes())
+        for name, data in zip((case.name, config.name), files, strict=True):
+            self.put(f"adapter/{name}", data)
+        return lambda: read_merged(base, self.work / "adapter")
 
-    @contextmanager
-    def gguf(self, rng: Random) -> Iterator[Read]:
-        path = self.work / "x.gguf"
-        path.write_bytes(inputs.gguf_file(rng))
-        yield lambda: read_folder(path, dequantize=rng.choice(["bfloat16", "float32", False]))
+    def gguf(self, rng: Random) -> Read:
+        path = self.put("x.gguf", inputs.gguf_file(rng))
+        dtype = rng.choice(["bfloat16", "float32", False])
+        return lambda: read_folder(path, dequantize=dtype)
 
-    @contextmanager
-    def dcp_tables(self, rng: Random) -> Iterator[Read]:
+    def dcp_tables(self, rng: Random) -> Read:
         tree: Any = inputs.dcp_metadata(self.dcp_items, (5, 3), (2, 3))
         for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
             other = inputs.spoilt(rng, tree)
             with suppress(MemoryError):  # copies of copies of everything
                 tree = other if len(inputs.pickled(other)) < MAX_TABLE_BYTES else tree
         data = inputs.pickled(tree)
-        if rng.random() < 0.3:
-            data = inputs.mutated_pickle(rng, data)
-        with replaced(self.dcp / ".metadata", data):
-            yield (
-                (lambda: read_folder(self.dcp))
-                if rng.random() < 0.5
-                else (lambda: read_metadata(file_path(self.dcp)))
-            )
+        self.put("dcp/.metadata", inputs.mutated_pickle(rng, data) if rng.random() < 0.3 else data)
+        if rng.random() < 0.5:
+            return lambda: read_folder(self.dcp)
+        return lambda: read_metadata(file_path(self.dcp))
 
-    @contextmanager
-    def checkpoints(self, rng: Random) -> Iterator[Read]:
+    def checkpoints(self, rng: Random) -> Read:
         """Whole checkpoints of the trainers, with one file changed."""
         folder = rng.choice(self.folders)
-        path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-        before = path.read_bytes()
+        path = rng.choice(files_of(folder))
+        data = path.read_bytes()
         if path.suffix == ".pt" and rng.random() < 0.6:
-            data = _with_another_pickle(rng, before)
-        elif path.suffix in (".json", ".zarray") or path.name == ".zarray":
-            data = inputs.spoilt_json(rng, before)
+            data = _with_another_pickle(rng, data)
+        elif path.suffix == ".json" or path.name == ".zarray":
+            data = inputs.spoilt_json(rng, data)
         elif rng.random() < 0.95:
-            data = inputs.noise(rng, before)
+            data = inputs.noise(rng, data)
         else:
-            data = rng.choice([b"", b"{}", before + before, b"global_step9", b"\xff\xfe"])
-        with replaced(path, data):
-            if rng.random() < 0.7:
-                yield lambda: read_folder(folder)
-                return
-            shutil.rmtree(self.target, ignore_errors=True)
-            command = rng.choice(COMMANDS)
-            yield lambda: run_command(folder, self.target, command)
+            data = rng.choice([b"", b"{}", data + data, b"global_step9", b"\xff\xfe"])
+        self.put(path, data)
+        return self._done(rng, folder, lambda: read_folder(folder), often=0.3)
 
 
-def _entries(folder: Path) -> dict[str, bytes]:
-    """What the OCDBT database in a folder has, by key."""
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
-    return {key.decode(): bytes(store.read(key).result().value) for key in store.list().result()}
-
-
-def _data_pkl(path: Path) -> Iterator[bytes]:
-    members = _members(path.read_bytes()) if zipfile.is_zipfile(path) else []
-    yield from (raw for name, raw in members if name.endswith("/data.pkl"))
+def _data_pkl(data: bytes) -> list[bytes]:
+    members = _members(data) if data[:2] == b"PK" else []
+    return [raw for name, raw in members if name.endswith("/data.pkl")]
 
 
 def _members(data: bytes) -> list[tuple[str, bytes]]:
-    return [
-        (name, member_bytes(MemoryRange(data), at))
-        for name, at in zip_members(MemoryRange(data)).items()
-    ]
+    places = zip_members(MemoryRange(data)).items()
+    return [(name, member_bytes(MemoryRange(data), at)) for name, at in places]
 
 
 def _with_another_pickle(rng: Random, data: bytes) -> bytes:
     """The zip is right, so that what must refuse it is what reads the tree."""
     members = _members(data)
-    (pickle,) = (raw for name, raw in members if name.endswith("/data.pkl"))
+    (pickle,) = _data_pkl(data)
     other = inputs.mutated_pickle(rng, pickle)
-    return inputs.zip_file(
-        rng, [(n, other if raw is pickle else raw) for n, raw in members], lies=0
-    )
+    members = [(name, other if raw == pickle else raw) for name, raw in members]
+    return inputs.zip_file(rng, members, lies=0)
 
 
-# How many of a hundred inputs each target gets.
-SHARES = {"pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10}
-SHARES |= {"universal": 14, "orbax": 14, "msgpack_files": 10, "quantized": 10, "yaml_texts": 6}
-SHARES |= {"adapters": 8}
-SHARES |= {"gguf": 8, "indexes": 8}
+# How many of a hundred and more inputs each target gets.
+SHARES = {
+    "pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10, "universal": 14,
+    "orbax": 14, "msgpack_files": 10, "quantized": 10, "yaml_texts": 6, "adapters": 8, "gguf": 8, "indexes": 8,
+}  # fmt: skip
 
 
 def run(numbers: range, work: Path, family: str | None = None) -> int:
@@ -704,33 +582,30 @@ def run(numbers: range, work: Path, family: str | None = None) -> int:
     for number in numbers:
         rng = Random(number)
         name = rng.choice(names)
-        with getattr(targets, name)(rng) as read:
-            begin = time.process_time()
-            try:
-                with guard.over():
-                    read()
-                outcome = "read"
-            except UCPError:
-                outcome = "refused"
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                outcome, faults = "FAULT", faults + 1
-                if faults <= 20:
-                    print(
-                        f"input {number}"
-                        f" ({name}):\n{''.join(traceback.format_exception(error, limit=-8))}"
-                    )
-            slowest = max(slowest, (time.process_time() - begin, number))
+        read = getattr(targets, name)(rng)
+        begin = time.process_time()
+        try:
+            with guard.over():
+                read()
+            outcome = "read"
+        except UCPError:
+            outcome = "refused"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            outcome, faults = "FAULT", faults + 1
+            if faults <= 20:
+                shown = "".join(traceback.format_exception(error, limit=-8))
+                print(f"input {number} ({name}):\n{shown}")
+        slowest = max(slowest, (time.process_time() - begin, number))
+        targets.undo()
         outcomes[name][outcome] += 1
         while guard.seen:
             print(f"input {number} ({name}): {guard.seen.pop()}")
             faults += 1
     for name in dict.fromkeys(names):
-        print(
-            f"{name:12} {sum(outcomes[name].values()):>7} inputs",
-            dict(sorted(outcomes[name].items())),
-        )
+        count = outcomes[name]
+        print(f"{name:12} {count.total():>7} inputs", dict(sorted(count.items())))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     worst = f"slowest {slowest[0]:.2f} s of processor time (input {slowest[1]}), peak {peak} MiB"
     print(f"{len(numbers)} inputs, {faults} faults; {worst}")

@@ -29,14 +29,13 @@ from typing import Any
 
 import msgspec
 
-import gguf_writer
 import jax_ucp as ucp
+from gguf_writer import Tensor, Written
 from hostile import fuzz, inputs
-from hostile.files import STOCK, saved
+from hostile.files import STOCK, saved, sealed
 from jax_ucp.codecs import unpickle
 from jax_ucp.codecs.json_values import as_json
-from jax_ucp.codecs.tensor_names import Storage, StorageClass
-from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.errors import UCPError
 from jax_ucp.formats.dcp.metadata import _NAMES as PICKLE_NAMES
 from jax_ucp.inspection.report import inspection
 from jax_ucp.mapping.rules import Mapping
@@ -65,39 +64,36 @@ class Cost:
 
 @dataclass(frozen=True)
 class Family:
-    """A parser: what reads an input, and inputs by name, each for any number of bytes.
-
-    `atoms` are what random units are made of, and `wrap` makes an input of units.
-    """
+    """A parser: what reads an input, and inputs by name, each for any number of bytes."""
 
     read: Read
     inputs: dict[str, Make]
-    atoms: tuple[bytes, ...] = ()
-    wrap: Callable[[bytes], bytes] = bytes
 
 
-def repeated(unit: bytes, wrap: Callable[[bytes], bytes] = bytes) -> Make:
-    return lambda size: wrap(unit * (size // len(unit) + 1))
+def repeated(unit: bytes, before: bytes = b"", after: bytes = b"") -> Make:
+    return lambda size: before + unit * (size // len(unit) + 1) + after
 
 
-def counted(item: Callable[[int], str], wrap: Callable[[str], str], joint: str = ",") -> Make:
-    """An input of different items, by number."""
+def counted(item: str, before: str = "", after: str = "", joint: str = ",") -> Make:
+    """An input of different items; `%(i)d` in one is its number, `%(last)d` that of the one before."""
 
     def make(size: int) -> bytes:
-        count = size // (len(item(1000)) + len(joint)) + 1
-        return wrap(joint.join(map(item, range(count)))).encode()
+        count = size // (len(item % {"i": 1000, "last": 999}) + len(joint)) + 1
+        items = [item % {"i": i, "last": max(i - 1, 0)} for i in range(count)]
+        return (before + joint.join(items) + after).encode()
 
     return make
+
+
+def lines(item: str, before: str = "", after: str = "") -> Make:
+    return counted(item, before, after, "\n")
 
 
 # Pickles
 
 
 def storage(persistent_id: Any) -> object:
-    match persistent_id:
-        case ("storage", StorageClass() as kind, str(key), str(), int()):
-            return Storage(key, kind, 1 << 40)
-    raise FormatError("no storage")
+    return fuzz.storage(persistent_id, 1 << 40)
 
 
 def read_pickle(data: bytes) -> None:
@@ -109,22 +105,16 @@ def read_pickle(data: bytes) -> None:
     msgspec.json.encode(as_json(tree, "file", lambda key, box: (_ for _ in ()).throw(UCPError())))
 
 
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
+text = inputs.opcodes
 
 
 def name(dotted: str) -> bytes:
-    module, _, last = dotted.rpartition(".")
-    return f"c{module}\n{last}\n".encode()
-
-
-def integer(n: int) -> bytes:
-    return b"J" + struct.pack("<i", n)
+    return inputs.opcodes(inputs.Global(dotted))
 
 
 def large_values(size: int) -> dict[str, bytes]:
     """Values that take so many bytes of a pickle."""
-    numbers = [integer(i) for i in range(size // 5)]
+    numbers = [b"J" + struct.pack("<i", i) for i in range(size // 5)]
     long = [b"\x8a\x10" + (i * ((1 << 61) - 1)).to_bytes(16, "little") for i in range(size // 18)]
     return {
         "list": b"](" + b"".join(numbers) + b"e",
@@ -189,46 +179,33 @@ def with_large(kind: str, unit: bytes, head: bytes = b"") -> Make:
 STORED = b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
 SHAPE = b"K\x01\x85"
 VIEW_ARGS = b"(" + STORED + b"K\x00" + SHAPE + SHAPE + b"\x89}t"
-VIEW = name("torch._utils._rebuild_tensor_v2") + VIEW_ARGS + b"R"
-ARRAY = name("numpy._core.multiarray._reconstruct") + name("numpy.ndarray")
-ARRAY += b"K\x00\x85C\x01b\x87R"
+REBUILD = name("torch._utils._rebuild_tensor_v2")
+VIEW = REBUILD + VIEW_ARGS + b"R"
 DTYPE = name("numpy.dtype") + text("S9") + b"\x89\x88\x87R"
 L, T = b"h\x01", b"h\x02"
 GENERIC = [b")", T, L + L + b"\x86", L + text("latin1") + b"\x86", L + b"K\x01\x86"]
 GENERIC += [b"](e\x85", L, b"G" + bytes(8) + b"G" + bytes(8) + b"\x86", b"N\x85"]
+FLOAT = name("torch.float32")
+STATEFUL = L, L + L + b"\x86", b"}"
 PARTICULAR: dict[str, list[bytes]] = {
     "_rebuild_tensor": [b"(" + STORED + b"K\x00" + L + L + b"t", b"(" + STORED + b"K\x00))t"],
-    "_rebuild_tensor_v2": [
-        b"(" + STORED + b"K\x00" + L + L + b"\x89}t",
-        b"(" + STORED + b"K\x00" + SHAPE + SHAPE + b"\x89}" + L + b"t",
-        VIEW_ARGS,
-    ],
+    "_rebuild_tensor_v2": [b"(" + STORED + b"K\x00" + L + L + b"\x89}t",
+        b"(" + STORED + b"K\x00" + SHAPE + SHAPE + b"\x89}" + L + b"t", VIEW_ARGS],
     "_rebuild_tensor_v3": [
-        b"(" + STORED + b"K\x00" + L + L + b"\x89}" + name("torch.float32") + b"t",
-        b"(" + STORED + b"K\x00" + SHAPE + SHAPE + b"\x89}" + name("torch.float32") + b"t",
+        b"(" + STORED + b"K\x00" + axes + axes + b"\x89}" + FLOAT + b"t" for axes in (L, SHAPE)
     ],
     "_rebuild_parameter": [VIEW + b"\x89" + L + b"\x87"],
-    "_rebuild_parameter_with_state": [
-        b"(" + VIEW + b"\x89}" + state + b"t" for state in (L, L + L + b"\x86", b"}")
-    ],
-    "_rebuild_device_tensor_from_cpu_tensor": [
-        b"(" + VIEW + name("torch.float32") + L + b"\x89t",
-    ],
+    "_rebuild_parameter_with_state": [b"(" + VIEW + b"\x89}" + state + b"t" for state in STATEFUL],
+    "_rebuild_device_tensor_from_cpu_tensor": [b"(" + VIEW + FLOAT + L + b"\x89t"],
     "_rebuild_from_type_v2": [
-        b"("
-        + name("torch._utils._rebuild_tensor_v2")
-        + name("torch.Tensor")
-        + VIEW_ARGS
-        + state
-        + b"t"
-        for state in (L, L + L + b"\x86", b"}")
+        b"(" + REBUILD + name("torch.Tensor") + VIEW_ARGS + state + b"t" for state in STATEFUL
     ],
     "scalar": [DTYPE + b"C\x09" + bytes(9) + b"\x86"],
     "_reconstruct": [name("numpy.ndarray") + b"K\x00\x85C\x01b\x87"],
     "dtype": [text("f4") + b"\x89\x88\x87", L + b"\x89\x88\x87"],
     "getattr": [name("a.B") + text("c") + b"\x86", name("a.B") + L + b"\x86"],
     "Size": [L + b"\x85"],
-}
+}  # fmt: skip
 STATES = [b"", L + b"b", L + L + b"\x86b", b"(K\x01" + SHAPE + DTYPE + b"\x89" + L + b"tb"]
 STATES += [b"(K\x01" + L + DTYPE + b"\x89" + L + b"tb", b"(K\x03" + text("<") + b"NNN" + L + b"tb"]
 
@@ -278,7 +255,7 @@ def _memoised(kind: str, call: bytes) -> Make:
 
 
 def opened(folder: Path, file: str) -> Read:
-    """What is done with a checkpoint of which one file is the input: opened, and told about."""
+    """What is done with a checkpoint of which one file is the input."""
 
     def read(data: bytes) -> None:
         (folder / file).write_bytes(data)
@@ -300,231 +277,172 @@ def one_file(path: Path) -> Read:
 
 def zip_file(members: list[tuple[bytes, bytes]], extra: int = 0) -> bytes:
     """A zip file of stored members with extra fields of so many bytes."""
-    body, directory = b"", b""
-    pieces, entries, at = [], [], 0
     field = struct.pack("<2H", 0x4246, extra) + bytes(extra) if extra else b""
-    for title, data in members:
-        crc = inputs.zlib.crc32(data)
-        sizes = crc, len(data), len(data)
-        local = struct.pack(
-            "<4s3H2H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, *sizes, len(title), len(field)
-        )
-        local += title + field + data
-        about = struct.pack("<4s4H2H3L2H", b"PK\1\2", 20, 20, 0, 0, 0, 0, *sizes, len(title), 0)
-        entries.append(about + struct.pack("<3H2L", 0, 0, 0, 0, at) + title)
-        pieces.append(local)
-        at += len(local)
-    body, directory = b"".join(pieces), b"".join(entries)
-    count = min(len(members), 0xFFFE)
-    return (
-        body
-        + directory
-        + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(directory), len(body), 0)
-    )
+    return b"".join(map(bytes, inputs.zip_records(members, extra=field)))
 
 
-def members(size: int, title: int = 8, data: bytes = b"") -> list[tuple[bytes, bytes]]:
-    each = 76 + 2 * title + len(data)
-    pickled = inputs.pickled({"w": inputs.tensor("0", (2,))})
-    others = [(b"a/data/%0*d" % (title, i), data) for i in range(1, size // each)]
-    return [(b"a/data.pkl", pickled), (b"a/data/0", bytes(8)), *others]
+ONE_TENSOR = inputs.pickled({"w": inputs.tensor("0", (2,))})
 
 
-def zip_inputs() -> dict[str, Make]:
-    return {
-        "empty members": lambda size: zip_file(members(size)),
-        "a long name among many": lambda size: zip_file(
-            [*members(size // 2), (b"a/" + b"x" * min(size // 4, 60_000), b"")]
-        ),
-        "long names": lambda size: zip_file(members(size, 5_000)),
-        "extra fields": lambda size: zip_file(members(size // 20), 1_000),
-        "a storage named again and again": lambda size: zip_file(
-            [
-                (b"a/data.pkl", inputs.pickled([inputs.tensor("0", (2,))] * (size // 120))),
-                (b"a/data/0", bytes(8)),
-            ]
-        ),
-    }
+def members(size: int, title: int = 8) -> list[tuple[bytes, bytes]]:
+    others = [(b"a/data/%0*d" % (title, i), b"") for i in range(1, size // (76 + 2 * title))]
+    return [(b"a/data.pkl", ONE_TENSOR), (b"a/data/0", bytes(8)), *others]
 
 
-def safetensors(header: bytes, data: int = 0) -> bytes:
-    return struct.pack("<Q", len(header)) + header + bytes(data)
+def among_many(size: int) -> bytes:
+    return zip_file([*members(size // 2), (b"a/" + b"x" * min(size // 4, 60_000), b"")])
 
 
-def of_header(header: str) -> str:
-    return safetensors(header.encode()).decode("latin1")
+def named_again(size: int) -> bytes:
+    tree = inputs.pickled([inputs.tensor("0", (2,))] * (size // 120))
+    return zip_file([(b"a/data.pkl", tree), (b"a/data/0", bytes(8))])
 
+
+ZIPS: dict[str, Make] = {
+    "empty members": lambda size: zip_file(members(size)),
+    "a long name among many": among_many,
+    "long names": lambda size: zip_file(members(size, 5_000)),
+    "extra fields": lambda size: zip_file(members(size // 20), 1_000),
+    "a storage named again and again": named_again,
+}
 
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 HEADERS: dict[str, Make] = {
-    "tensors": counted(lambda i: f'"w{i:06}":{EMPTY}', lambda body: "{" + body + "}"),
-    "dotted names": counted(
-        lambda i: f'"{"a." * 60}{i:06}":{EMPTY}', lambda body: "{" + body + "}"
-    ),
-    "layers": counted(lambda i: f'"m.layers.{i}.w":{EMPTY}', lambda body: "{" + body + "}"),
-    "metadata": counted(
-        lambda i: f'"k{i:06}":"v"', lambda body: '{"__metadata__":{' + body + f'}},"w":{EMPTY}}}'
-    ),
+    "tensors": counted('"w%(i)06d":' + EMPTY, "{", "}"),
+    "dotted names": counted(f'"{"a." * 60}%(i)06d":{EMPTY}', "{", "}"),
+    "layers": counted(f'"m.layers.%(i)d.w":{EMPTY}', "{", "}"),
+    "metadata": counted('"k%(i)06d":"v"', '{"__metadata__":{', f'}},"w":{EMPTY}}}'),
     "spaces": lambda size: b'{"w":' + EMPTY.encode() + b" " * size + b"}",
     "axes": lambda size: b'{"w":{"dtype":"F32","shape":[' + b"1," * (size // 2) + b"0]}}",
 }
 
-
-def json_values(item: Callable[[str], str]) -> dict[str, Make]:
-    """JSON texts, the value of each in an object as `item` has it."""
-    values: dict[str, Make] = {
-        "digits": lambda size: b"1" * size,
-        "digits of a fraction": lambda size: b"0." + b"7" * size,
-        "an exponent": lambda size: b"1e" + b"9" * size,
-        "a text": lambda size: b'"' + b"a" * size + b'"',
-        "escapes": repeated(b"\\u00e9", lambda body: b'"' + body + b'"'),
-        "surrogates": repeated(b"\\ud83d\\ude00", lambda body: b'"' + body + b'"'),
-        "letters": lambda size: b'"' + "\u00e9".encode() * (size // 2) + b'"',
-        "one wide letter": lambda size: b'"' + b"a" * size + "\U0001f600".encode() + b'"',
-        "nested": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
-        "nested a little": repeated(b"[" * 90 + b"]" * 90 + b",", lambda body: b"[" + body + b"0]"),
-        "unclosed": lambda size: b"[" * size,
-        "names": counted(lambda i: f'"{i:05}":0', lambda body: "{" + body + "}"),
-        "one name": repeated(b'"a":0,', lambda body: b"{" + body + b'"b":1}'),
-    }
-    for unit in (b"{},", b"[],", b"0,", b'"",', b"null,", b"1e9,", b'{"a":1},', b"-1.5,", b"NaN,"):
-        values[f"list of {unit.decode()}"] = repeated(unit, lambda body: b"[" + body + b"0]")
-
-    def of(make: Make) -> Make:
-        return lambda size: item("?").encode().replace(b"?", make(size))
-
-    return {title: of(make) for title, make in values.items()}
+JSON_VALUES: dict[str, Make] = {
+    "digits": lambda size: b"1" * size,
+    "digits of a fraction": lambda size: b"0." + b"7" * size,
+    "an exponent": lambda size: b"1e" + b"9" * size,
+    "a text": lambda size: b'"' + b"a" * size + b'"',
+    "escapes": repeated(b"\\u00e9", b'"', b'"'),
+    "surrogates": repeated(b"\\ud83d\\ude00", b'"', b'"'),
+    "letters": lambda size: b'"' + "\u00e9".encode() * (size // 2) + b'"',
+    "one wide letter": lambda size: b'"' + b"a" * size + "\U0001f600".encode() + b'"',
+    "nested": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
+    "nested a little": repeated(b"[" * 90 + b"]" * 90 + b",", b"[", b"0]"),
+    "unclosed": lambda size: b"[" * size,
+    "names": counted('"%(i)05d":0', "{", "}"),
+    "one name": repeated(b'"a":0,', b"{", b'"b":1}'),
+}
+for unit in (b"{},", b"[],", b"0,", b'"",', b"null,", b"1e9,", b'{"a":1},', b"-1.5,", b"NaN,"):
+    JSON_VALUES[f"list of {unit.decode()}"] = repeated(unit, b"[", b"0]")
 
 
-def msgpack_inputs() -> dict[str, Make]:
-    units = {"maps": b"\x80", "lists": b"\x90", "nothing": b"\xc0", "numbers": b"\x01"}
-    units |= {"texts": b"\xa1a", "empty texts": b"\xa0", "bytes": b"\xc4\x00"}
-    units |= {"tuples": b"\xc7\x01\x04\x90", "complex": b"\xc7\x03\x02\x92\x00\x00"}
-    units |= {"arrays": b"\xc7\x0b\x01\x93\x91\x00\xa5int32\xc4\x00"}
-    units |= {"scalars": b"\xc7\x0d\x03\x93\x90\xa4int8\xc4\x01a".replace(b"\x0d", b"\x0a")}
-
-    def listed(unit: bytes) -> Make:
-        def make(size: int) -> bytes:
-            count = size // len(unit)
-            return b"\x81\xa6params\xdd" + count.to_bytes(4, "big") + unit * count
-
-        return make
-
-    def named(size: int) -> bytes:
-        count = size // 8
-        keys = [b"\xa6" + b"%06d" % i + b"\xc0" for i in range(count)]
-        return b"\x81\xa6params\xdf" + count.to_bytes(4, "big") + b"".join(keys)
-
-    def axes(size: int) -> bytes:
-        shape = b"\xdd" + (size // 2).to_bytes(4, "big") + b"\x01" * (size // 2)
-        body = b"\x93" + shape + b"\xa5int32\xc4\x00"
-        return b"\x81\xa1a\xc9" + len(body).to_bytes(4, "big") + b"\x01" + body
-
-    deep = {"deep": lambda size: b"\x81\xa1a" * (size // 3), "names": named, "axes": axes}
-    return {**{title: listed(unit) for title, unit in units.items()}, **deep}
+def in_an_object(make: Make) -> Make:
+    return lambda size: b'{"model_type": "llama", "x": ' + make(size) + b"}"
 
 
-def gguf_inputs() -> dict[str, Make]:
-    head = {"general.architecture": ("str", "llama")}
-
-    def of(make: Callable[[int], tuple[dict[str, Any], list[gguf_writer.Tensor]]]) -> Make:
-        def file(size: int) -> bytes:
-            values, tensors = make(size)
-            return gguf_writer.Written({**head, **values}, tensors).data()
-
-        return file
-
-    def tensor(i: int) -> gguf_writer.Tensor:
-        return gguf_writer.Tensor(f"t{i:05}", [0], 0, b"", 0)
-
-    return {
-        "tensors": of(lambda size: ({}, [tensor(i) for i in range(size // 42)])),
-        "keys": of(lambda size: ({f"k{i:05}": ("u8", 1) for i in range(size // 19)}, [])),
-        "texts": of(lambda size: ({"x": (["str"], [""] * (size // 8))}, [])),
-        "numbers": of(lambda size: ({"x": (["u8"], [1] * size)}, [])),
-        "booleans": of(lambda size: ({"x": (["bool"], [True] * size)}, [])),
-        "a text": of(lambda size: ({"x": ("str", "a" * size)}, [])),
-        "a name": of(lambda size: ({"a" * size: ("u8", 1)}, [])),
-    }
+PACKED = {
+    "maps": b"\x80", "lists": b"\x90", "nothing": b"\xc0", "numbers": b"\x01", "texts": b"\xa1a",
+    "empty texts": b"\xa0", "bytes": b"\xc4\x00", "tuples": b"\xc7\x01\x04\x90",
+    "complex": b"\xc7\x03\x02\x92\x00\x00", "arrays": b"\xc7\x0b\x01\x93\x91\x00\xa5int32\xc4\x00",
+    "scalars": b"\xc7\x0a\x03\x93\x90\xa4int8\xc4\x01a",
+}  # fmt: skip
 
 
-# DCP: tables with many tensors or chunks, or values that many entries share
-
-
-def dcp_inputs() -> dict[str, Make]:
-    def tensors(size: int) -> bytes:
-        files = {f"w{i}": ("__0_0.distcp", 0, 1) for i in range(2)}
-        made = inputs.dcp_metadata({**files, "epoch": ("__0_0.distcp", 0, 1)}, (2, 3), (1, 1))
-        return inputs.pickled(made)
-
-    def chunks(size: int) -> bytes:
-        count = size // 300 + 1
-        files = {f"w{i}": ("__0_0.distcp", i, 1) for i in range(count)}
-        files["epoch"] = "__0_0.distcp", 0, 1
-        return inputs.pickled(inputs.dcp_metadata(files, (count, 3), (1,) * count))
-
-    return {"chunks": chunks, "few": tensors}
-
-
-def sealed(change: Callable[[Any, int], None], folder: Path) -> Make:
-    """A `ucp.json` of the checkpoint in a folder, changed."""
-    content = json.loads((folder / "ucp.json").read_bytes())
-
+def packed_list(unit: bytes) -> Make:
     def make(size: int) -> bytes:
-        changed = json.loads(json.dumps(content))
-        change(changed, size)
-        changed["digest"] = ""
-        return inputs.sealed(json.dumps(changed, separators=(",", ":")).encode())
+        count = size // len(unit)
+        return b"\x81\xa6params\xdd" + count.to_bytes(4, "big") + unit * count
 
     return make
 
 
+def packed_names(size: int) -> bytes:
+    keys = [b"\xa6%06d\xc0" % i for i in range(size // 8)]
+    return b"\x81\xa6params\xdf" + len(keys).to_bytes(4, "big") + b"".join(keys)
+
+
+def packed_axes(size: int) -> bytes:
+    shape = b"\xdd" + (size // 2).to_bytes(4, "big") + b"\x01" * (size // 2)
+    body = b"\x93" + shape + b"\xa5int32\xc4\x00"
+    return b"\x81\xa1a\xc9" + len(body).to_bytes(4, "big") + b"\x01" + body
+
+
+MSGPACK: dict[str, Make] = {title: packed_list(unit) for title, unit in PACKED.items()}
+MSGPACK["deep"] = lambda size: b"\x81\xa1a" * (size // 3)
+MSGPACK |= {"names": packed_names, "axes": packed_axes}
+
+
+def gguf(
+    values: Callable[[int], dict[str, Any]] = lambda size: {},
+    tensors: Callable[[int], list[Tensor]] = lambda size: [],
+) -> Make:
+    head = {"general.architecture": ("str", "llama")}
+    return lambda size: Written({**head, **values(size)}, tensors(size)).data()
+
+
+GGUF = {
+    "tensors": gguf(tensors=lambda n: [Tensor(f"t{i:05}", [0], 0, b"", 0) for i in range(n // 42)]),
+    "keys": gguf(lambda size: {f"k{i:05}": ("u8", 1) for i in range(size // 19)}),
+    "texts": gguf(lambda size: {"x": (["str"], [""] * (size // 8))}),
+    "numbers": gguf(lambda size: {"x": (["u8"], [1] * size)}),
+    "booleans": gguf(lambda size: {"x": (["bool"], [True] * size)}),
+    "a text": gguf(lambda size: {"x": ("str", "a" * size)}),
+    "a name": gguf(lambda size: {"a" * size: ("u8", 1)}),
+}
+
+
+def dcp(rows: int) -> bytes:
+    """A table of a tensor in so many chunks."""
+    files = {f"w{i}": ("__0_0.distcp", i, 1) for i in range(rows)} | {
+        "epoch": ("__0_0.distcp", 0, 1)
+    }
+    return inputs.pickled(inputs.dcp_metadata(files, (rows, 3), (1,) * rows))
+
+
+DCP: dict[str, Make] = {"chunks": lambda size: dcp(size // 300 + 1), "few": lambda size: dcp(2)}
+
+
+def nothing(name: str, *path: str) -> dict[str, Any]:
+    return {"path": [*path, name], "name": name, "kind": "none"}
+
+
 def universal_inputs(folder: Path) -> dict[str, Make]:
-    def leaves(content: Any, size: int) -> None:
-        content["leaves"] += [
-            {"path": [f"n{i}"], "name": f"n{i}", "kind": "none"} for i in range(size // 45)
-        ]
+    """A `ucp.json` of the checkpoint in a folder, with more in one of its tables."""
+    content = json.loads((folder / "ucp.json").read_bytes())
+    mesh = {"axis_names": ["x"], "axis_sizes": [1], "spec": ["x"], "device_ids": [0]}
+    deep = json.loads("[" * 300 + "0" + "]" * 300)
+    array, stored = next(iter(content["arrays"].items()))
 
-    def shardings(content: Any, size: int) -> None:
-        mesh = {"axis_names": ["x"], "axis_sizes": [1], "spec": ["x"], "device_ids": [0]}
-        content["shardings"] += [mesh] * (size // 70)
+    def of(key: str, change: Callable[[int], Any]) -> Make:
+        def make(size: int) -> bytes:
+            old, new = content[key], change(size)
+            changed = {**content, key: old + new if isinstance(old, list) else {**old, **new}}
+            text = json.dumps(changed | {"digest": ""}, separators=(",", ":"))
+            return sealed(text.encode())
 
-    def extras(content: Any, size: int) -> None:
-        content["extras"]["a"] = {"b": [[]] * (size // 3)}
+        return make
 
-    def deep(content: Any, size: int) -> None:
-        value: Any = 0
-        for _ in range(300):
-            value = [value]
-        content["extras"]["a"] = {"b": [value] * (size // 600)}
-
-    def digests(content: Any, size: int) -> None:
-        next(iter(content["arrays"].values()))["digests"] = ["0" * 16] * (size // 19)
-
-    def paths(content: Any, size: int) -> None:
-        content["leaves"] += [
-            {"path": ["d"] * 200 + [f"n{i}"], "name": f"n{i}", "kind": "none"}
-            for i in range(size // 850)
-        ]
-
-    changes = {"leaves": leaves, "shardings": shardings, "extras": extras, "deep": deep}
-    changes |= {"digests": digests, "paths": paths}
-    return {title: sealed(change, folder) for title, change in changes.items()}
+    return {
+        "leaves": of("leaves", lambda size: [nothing(f"n{i}") for i in range(size // 45)]),
+        "shardings": of("shardings", lambda size: [mesh] * (size // 70)),
+        "extras": of("extras", lambda size: {"a": {"b": [[]] * (size // 3)}}),
+        "deep": of("extras", lambda size: {"a": {"b": [deep] * (size // 600)}}),
+        "digests": of(
+            "arrays", lambda size: {array: stored | {"digests": ["0" * 16] * (size // 19)}}
+        ),
+        "paths": of("leaves", lambda n: [nothing(f"n{i}", *["d"] * 200) for i in range(n // 850)]),
+    }
 
 
 def stock_inputs(file: Path) -> dict[str, Make]:
     content = json.loads(file.read_bytes())
+    value = {"value_type": "None", "skip_deserialize": True}
+
+    def entry(name: str) -> dict[str, Any]:
+        return {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value}
 
     def entries(size: int) -> bytes:
-        entry = {
-            "key_metadata": [{"key": "?", "key_type": 2}],
-            "value_metadata": {"value_type": "None", "skip_deserialize": True},
-        }
-        text = json.dumps(entry)
-        made = {f"n{i}": json.loads(text.replace("?", f"n{i}")) for i in range(size // len(text))}
-        return json.dumps(
-            {**content, "tree_metadata": {**content["tree_metadata"], **made}}
-        ).encode()
+        made = {f"n{i}": entry(f"n{i}") for i in range(size // len(json.dumps(entry("?"))))}
+        return json.dumps({**content, "tree_metadata": content["tree_metadata"] | made}).encode()
 
     return {"entries": entries}
 
@@ -532,33 +450,38 @@ def stock_inputs(file: Path) -> dict[str, Make]:
 # Texts of people: mappings, specs, patterns
 
 YAML_ATOMS = (
-    *(b"- param: a\n  leaf: b\n", b"  ", b"- ", b"? ", b"a: ", b"a: 1\n", b"[", b"{", b"]", b"}"),
-    *(b",", b'"', b"'", b"\n", b"#x\n", b"|\n", b">\n", b"&a ", b"*a", b"!!int ", b"1:1", b"%"),
-    *(b"{a}", b"{a}.", b"x", b"\\u00e9", b"~", b"---\n", b"...\n", b"\t", b"sizes:\n", b"a*"),
-)
+    b"- param: a\n  leaf: b\n", b"  ", b"- ", b"? ", b"a: ", b"a: 1\n", b"[", b"{", b"]", b"}", b",", b'"',
+    b"'", b"\n", b"#x\n", b"|\n", b">\n", b"&a ", b"*a", b"!!int ", b"1:1", b"%", b"{a}", b"{a}.", b"x",
+    b"\\u00e9", b"~", b"---\n", b"...\n", b"\t", b"sizes:\n", b"a*",
+)  # fmt: skip
 
 
 def yaml_inputs(section: str) -> dict[str, Make]:
-    made: dict[str, Make] = {repr(atom): repeated(atom) for atom in YAML_ATOMS}
-    made["sizes"] = counted(lambda i: f"  s{i:05}: 1", lambda body: f"sizes:\n{body}\n", "\n")
-    made["sizes of sizes"] = counted(
-        lambda i: f"  s{i:05}: s{max(i - 1, 0):05}", lambda body: f"sizes:\n{body}\n", "\n"
-    )
-    made["a product"] = lambda size: b"sizes:\n  a: 2\n  b: " + b"a*" * (size // 2) + b"a\n"
-    made["sums"] = lambda size: (
-        b"sizes:\n"
-        + b"".join(b"  s%d: " % i + b"a + " * 2_000 + b"a\n" for i in range(size // 8_000))
-    )
-    rule = "- param: a{{i}}.b{i:05}\n  leaf: x{{i}}.b{i:05}"
-    made["rules"] = counted(lambda i: rule.format(i=i), lambda body: f"{section}:\n{body}\n", "\n")
-    made["placeholders"] = lambda size: (
-        f'{section}:\n- param: "{"{a}." * (size // 8)}w"\n  leaf: "{"{a}." * (size // 8)}w"\n'.encode()
-    )
-    made["axes"] = lambda size: (
-        f'{section}:\n- param: w\n  axes: "{"(a + " * (size // 8)}b{")" * (size // 8)}"\n'.encode()
-    )
-    made["long texts"] = repeated(b"- " + b"1:" * 4_900 + b"1\n")
-    return made
+    def placeholders(size: int) -> bytes:
+        many = "{a}." * (size // 8)
+        return f'{section}:\n- param: "{many}w"\n  leaf: "{many}w"\n'.encode()
+
+    def axes(size: int) -> bytes:
+        deep = "(a + " * (size // 8) + "b" + ")" * (size // 8)
+        return f'{section}:\n- param: w\n  axes: "{deep}"\n'.encode()
+
+    def sums(size: int) -> bytes:
+        return b"sizes:\n" + b"".join(
+            b"  s%d: %sa\n" % (i, b"a + " * 2_000) for i in range(size // 8_000)
+        )
+
+    rule = "- param: a{i}.b%(i)05d\n  leaf: x{i}.b%(i)05d"
+    return {
+        **{repr(atom): repeated(atom) for atom in YAML_ATOMS},
+        "sizes": lines("  s%(i)05d: 1", "sizes:\n", "\n"),
+        "sizes of sizes": lines("  s%(i)05d: s%(last)05d", "sizes:\n", "\n"),
+        "a product": lambda size: b"sizes:\n  a: 2\n  b: " + b"a*" * (size // 2) + b"a\n",
+        "sums": sums,
+        "rules": lines(rule, f"{section}:\n", "\n"),
+        "placeholders": placeholders,
+        "axes": axes,
+        "long texts": repeated(b"- " + b"1:" * 4_900 + b"1\n"),
+    }
 
 
 def match_patterns(data: bytes) -> None:
@@ -567,26 +490,29 @@ def match_patterns(data: bytes) -> None:
         patterns.matching(f"layers.{i}.weight")
 
 
+def dots(size: int) -> bytes:
+    made = [f"{i:016b}".replace("1", ".").replace("0", "l") for i in range(size // 17 + 1)]
+    return "\n".join(made).encode()
+
+
 PATTERNS: dict[str, Make] = {
-    "many": counted(lambda i: rf"layers\.{i}\.weight", str, "\n"),
-    "whole names": counted(lambda i: rf"^layers\.{i}\.weight$", str, "\n"),
-    "ends of names": counted(lambda i: rf"(.*\.)?({i}.weight)$", str, "\n"),
-    "numbers": counted(lambda i: rf"layers\.\d+{i}", str, "\n"),
-    "dots anywhere": counted(lambda i: f"{i:016b}".replace("1", ".").replace("0", "l"), str, "\n"),
-    "states": counted(lambda i: rf"(.*[al]){{9}}{i}", str, "\n"),
-    "empty steps": counted(lambda i: rf"(\w*){{300}}{i}", str, "\n"),
-    "repetitions": counted(lambda i: rf"(\w|.){{1,900}}{i}", str, "\n"),
+    "many": lines(r"layers\.%(i)d\.weight"),
+    "whole names": lines(r"^layers\.%(i)d\.weight$"),
+    "ends of names": lines(r"(.*\.)?(%(i)d.weight)$"),
+    "numbers": lines(r"layers\.\d+%(i)d"),
+    "dots anywhere": dots,
+    "states": lines(r"(.*[al]){9}%(i)d"),
+    "empty steps": lines(r"(\w*){300}%(i)d"),
+    "repetitions": lines(r"(\w|.){1,900}%(i)d"),
     "alternatives": lambda size: b"|".join([b"a"] * 400 + [b""]) + b"\na" * (size // 2),
 }
 
 
 def mapped(folder: Path) -> Read:
     """Names that a mapping's placeholders could part in many ways."""
-    mapping = folder / "many.yaml"
-    mapping.write_text('rules:\n- param: "{a}{b}{c}{d}x"\n  leaf: "{a}{b}{c}{d}x"\n')
 
     def read(data: bytes) -> None:
-        (folder / "m.safetensors").write_bytes(safetensors(data))
+        (folder / "m.safetensors").write_bytes(inputs.sized(data))
         for pattern in ("{a}.{b}.{c}.{d}.w", "{a}{b}x"):
             rule = {"param": pattern, "leaf": pattern}
             ucp.open(folder / "m.safetensors").map(Mapping.from_dict({"leaves": [rule]}))
@@ -607,75 +533,66 @@ def file_names(folder: Path) -> Read:
     return read
 
 
-NAMES: dict[str, Make] = {
-    title: counted(item, str, "\n")
-    for title, item in {
-        "ranks of ZeRO": lambda i: f"bf16_zero_pp_rank_{i}_mp_rank_00_optim_states.pt",
-        "ranks": lambda i: f"mp_rank_{i:02}_model_states.pt",
-        "layers": lambda i: f"layer_{i:02}-model_00-model_states.pt",
-        "experts": lambda i: f"layer_0_expert_{i}_mp_rank_00_model_states.pt",
-        "shards": lambda i: f"model-{i:05}-of-99999.safetensors",
-        "parts of shards": lambda i: f"shard-{i:05}-model-00001-of-00001.safetensors",
-        "ranks of FSDP": lambda i: f"model_world_size_9999_rank_{i}.pt",
-        "steps": lambda i: f"checkpoint_{i}",
-        "iterations": lambda i: f"iter_{i:07}",
-        "rank metadata": lambda i: f"__{i}.metadata",
-        "digits": lambda i: f"{i}" + "9" * 150,
-        "dashes": lambda i: "-" * 150 + f"{i}.safetensors",
-    }.items()
+FILE_NAMES: dict[str, Make] = {
+    "ranks of ZeRO": lines("bf16_zero_pp_rank_%(i)d_mp_rank_00_optim_states.pt"),
+    "ranks": lines("mp_rank_%(i)02d_model_states.pt"),
+    "layers": lines("layer_%(i)02d-model_00-model_states.pt"),
+    "experts": lines("layer_0_expert_%(i)d_mp_rank_00_model_states.pt"),
+    "shards": lines("model-%(i)05d-of-99999.safetensors"),
+    "parts of shards": lines("shard-%(i)05d-model-00001-of-00001.safetensors"),
+    "ranks of FSDP": lines("model_world_size_9999_rank_%(i)d.pt"),
+    "steps": lines("checkpoint_%(i)d"),
+    "iterations": lines("iter_%(i)07d"),
+    "rank metadata": lines("__%(i)d.metadata"),
+    "digits": lines("%(i)d" + "9" * 150),
+    "dashes": lines("-" * 150 + "%(i)d.safetensors"),
 }
 
 
 def families(work: Path, wanted: Sequence[str] = ()) -> dict[str, Family]:
     """The parsers that are wanted, or every one, with inputs; files lie in `work`."""
 
-    def folder(title: str) -> Path:
+    def folder(title: str, file: str = "", data: bytes = b"") -> Path:
         (work / title).mkdir()
+        if file:
+            (work / title / file).write_bytes(data)
         return work / title
 
-    config, adapter, index = folder("config"), folder("adapter"), folder("index")
-    for place in (config, index):
-        (place / "model.safetensors").write_bytes(safetensors(b'{"w":' + EMPTY.encode() + b"}"))
-    (adapter / "adapter_model.safetensors").write_bytes(
-        safetensors(b'{"w":' + EMPTY.encode() + b"}")
-    )
-    (index / "config.json").write_text("{}")
-    dcp = folder("dcp")
-    (dcp / "__0_0.distcp").write_bytes(bytes(1 << 20))
+    weights = inputs.sized(f'{{"w":{EMPTY}}}'.encode())
     ours = saved(work / "ours", {"a": [1.0, 2.0]})
     stock = Path(shutil.copytree(STOCK / "plain", work / "stock"))
-    zarr = next(path for path in sorted(stock.rglob(".zarray")))
-    of_json = json_values(lambda value: '{"model_type": "llama", "x": ?}')
-    weights = counted(
-        lambda i: f'"w{i:05}":"model.safetensors"', lambda b: f'{{"weight_map":{{{b}}}}}'
-    )
-    pickles = {"opcodes": opcode_inputs, "constructors": constructor_inputs}
-    return {
-        **{
-            title: Family(read_pickle, find())
-            for title, find in pickles.items()
-            if title in wanted or not wanted
-        },
-        "zip": Family(one_file(work / "x.pt"), zip_inputs()),
-        "safetensors": Family(
-            one_file(work / "x.safetensors"),
-            {title: lambda size, m=make: safetensors(m(size)) for title, make in HEADERS.items()},
-        ),
-        "json": Family(opened(config, "config.json"), of_json),
-        "adapter": Family(opened(adapter, "adapter_config.json"), of_json),
-        "index": Family(opened(index, "model.safetensors.index.json"), {"names": weights}),
-        "msgpack": Family(one_file(work / "x.msgpack"), msgpack_inputs()),
-        "gguf": Family(one_file(work / "x.gguf"), gguf_inputs()),
-        "dcp": Family(opened(dcp, ".metadata"), dcp_inputs()),
+    zarr = min(stock.rglob(".zarray")).relative_to(stock)
+    index = folder("index", "model.safetensors", weights)
+    (index / "config.json").write_text("{}")
+    names = counted('"w%(i)05d":"model.safetensors"', '{"weight_map":{', "}}")
+    objects = {title: in_an_object(make) for title, make in JSON_VALUES.items()}
+    headers = {t: lambda size, m=make: inputs.sized(m(size)) for t, make in HEADERS.items()}
+    config = opened(folder("config", "model.safetensors", weights), "config.json")
+    adapter = folder("adapter", "adapter_model.safetensors", weights)
+    table = opened(folder("dcp", "__0_0.distcp", bytes(1 << 20)), ".metadata")
+    found = {
+        "zip": Family(one_file(work / "x.pt"), ZIPS),
+        "safetensors": Family(one_file(work / "x.safetensors"), headers),
+        "json": Family(config, objects),
+        "adapter": Family(opened(adapter, "adapter_config.json"), objects),
+        "index": Family(opened(index, "model.safetensors.index.json"), {"names": names}),
+        "msgpack": Family(one_file(work / "x.msgpack"), MSGPACK),
+        "gguf": Family(one_file(work / "x.gguf"), GGUF),
+        "dcp": Family(table, DCP),
         "universal": Family(opened(ours, "ucp.json"), universal_inputs(ours)),
         "orbax": Family(opened(stock, "_METADATA"), stock_inputs(stock / "_METADATA")),
-        "zarr": Family(opened(stock, str(zarr.relative_to(stock))), of_json),
+        "zarr": Family(opened(stock, str(zarr)), objects),
         "mappings": Family(lambda data: Mapping.parse(data.decode()), yaml_inputs("leaves")),
         "specs": Family(lambda data: parse(data.decode()), yaml_inputs("shards")),
         "patterns": Family(match_patterns, PATTERNS),
         "mapped names": Family(mapped(folder("mapped")), HEADERS),
-        "file names": Family(file_names(work / "names"), NAMES),
+        "file names": Family(file_names(work / "names"), FILE_NAMES),
     }
+    # found by trying thousands of pickles
+    for title, find in {"opcodes": opcode_inputs, "constructors": constructor_inputs}.items():
+        if title in wanted or not wanted:
+            found = {title: Family(read_pickle, find()), **found}
+    return found
 
 
 # Measuring

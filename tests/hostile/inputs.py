@@ -15,107 +15,36 @@ import pickletools
 import re
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import google_crc32c
 import msgpack
-import xxhash
 import yaml
 
 from gguf_writer import Tensor, Written
+from hostile.files import sealed
 from jax_ucp.codecs.tensor_names import NAMES
 
 # A name that must never be called; `fuzz.py` puts a module there that takes note if it is.
 TRAP = "ucp_trap.spring"
 DANGEROUS = (
-    TRAP,
-    "os.system",
-    "builtins.eval",
-    "builtins.exec",
-    "__builtin__.eval",
-    "builtins.__import__",
-    "io.open",
-)
-DANGEROUS += (
-    "subprocess.Popen",
-    "importlib.import_module",
-    "pickle.loads",
-    "operator.attrgetter",
-    "numpy.load",
-)
-
+    TRAP, "os.system", "builtins.eval", "builtins.exec", "__builtin__.eval", "builtins.__import__", "io.open",
+    "subprocess.Popen", "importlib.import_module", "pickle.loads", "operator.attrgetter", "numpy.load",
+)  # fmt: skip
 NUMBERS = (
-    0,
-    1,
-    -1,
-    2,
-    7,
-    127,
-    128,
-    255,
-    256,
-    65_535,
-    65_536,
-    1 << 20,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 32,
-)
-NUMBERS += (
-    1 << 53,
-    (1 << 62) - 1,
-    1 << 62,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 1,
-    1 << 64,
-    1 << 70,
-    -(1 << 63),
-    1 << 4000,
-)
+    0, 1, -1, 2, 7, 127, 128, 255, 256, 65_535, 65_536, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1,
+    1 << 32, 1 << 53, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 1 << 70,
+    -(1 << 63), 1 << 4000,
+)  # fmt: skip
 TEXTS = (
-    "",
-    ".",
-    "..",
-    "../x",
-    "/etc/passwd",
-    "\0",
-    "a\0b",
-    "a/b",
-    "x" * 3000,
-    "\ud800",
-    "é",
-    "0",
-    "weight",
-    "torch",
-)
-TEXTS += (
-    "a/../../x",
-    "a//b",
-    "./a",
-    "a\\..\\x",
-    "%2e%2e",
-    "ucp.json",
-    "_METADATA",
-    "zarr.json",
-    "ucp.pack_0",
-)
-TEXTS += (
-    r"(\w|.)+!",
-    "(a*)*b",
-    "(?=a)",
-    "[/a]",
-    "\x1b]52;c;eA==\x07",
-    "\u202etxt",
-    "a\nb",
-    "!array",
-    "float32",
-    "object",
-)
+    "", ".", "..", "../x", "/etc/passwd", "\0", "a\0b", "a/b", "x" * 3000, "\ud800", "é", "0", "weight",
+    "torch", "a/../../x", "a//b", "./a", "a\\..\\x", "%2e%2e", "ucp.json", "_METADATA", "zarr.json",
+    "ucp.pack_0", r"(\w|.)+!", "(a*)*b", "(?=a)", "[/a]", "\x1b]52;c;eA==\x07", "\u202etxt", "a\nb",
+    "!array", "float32", "object",
+)  # fmt: skip
 
 
 # Pickles, assembled by hand: nothing here is called either.
@@ -152,27 +81,27 @@ class Pairs:
 
 def pickled(value: Any) -> bytes:
     """The value as a pickle of protocol 2."""
-    return b"\x80\x02" + _opcodes(value) + b"."
+    return b"\x80\x02" + opcodes(value) + b"."
 
 
-def _opcodes(value: Any) -> bytes:
+def opcodes(value: Any) -> bytes:
     match value:
         case Global(dotted):
             module, _, name = dotted.rpartition(".")
             return f"c{module}\n{name}\n".encode("utf-8", "surrogatepass")
         case Made(dotted, state, args, call):
-            made = _opcodes(Global(dotted)) + _opcodes(args) + (b"R" if call else b"\x81")
-            return made if state is None else made + _opcodes(state) + b"b"
+            made = opcodes(Global(dotted)) + opcodes(args) + (b"R" if call else b"\x81")
+            return made if state is None else made + opcodes(state) + b"b"
         case Persistent(id):
-            return _opcodes(id) + b"Q"
+            return opcodes(id) + b"Q"
         case Pairs(items):
-            return b"}(" + b"".join(_opcodes(k) + _opcodes(v) for k, v in items) + b"u"
+            return b"}(" + b"".join(opcodes(k) + opcodes(v) for k, v in items) + b"u"
         case dict():
-            return _opcodes(Pairs(list(value.items())))
+            return opcodes(Pairs(list(value.items())))
         case list():
-            return b"](" + b"".join(map(_opcodes, value)) + b"e"
+            return b"](" + b"".join(map(opcodes, value)) + b"e"
         case tuple():
-            return b"(" + b"".join(map(_opcodes, value)) + b"t"
+            return b"(" + b"".join(map(opcodes, value)) + b"t"
         case str():
             raw = value.encode("utf-8", "surrogatepass")
             return b"X" + struct.pack("<I", len(raw)) + raw
@@ -182,41 +111,30 @@ def _opcodes(value: Any) -> bytes:
 
 def tensor(key: str, shape: tuple[int, ...], kind: str = "torch.FloatStorage") -> Made:
     """A tensor over the whole of storage `key`."""
-    numel, strides = 1, []
-    for n in reversed(shape):
-        strides.append(numel)
-        numel *= n
-    stored = Persistent(("storage", Global(kind), key, "cpu", numel))
-    hooks = Made("collections.OrderedDict", call=True)
-    return Made(
-        "torch._utils._rebuild_tensor_v2",
-        None,
-        (stored, 0, shape, tuple(strides[::-1]), False, hooks),
-        True,
-    )
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    stored = Persistent(("storage", Global(kind), key, "cpu", math.prod(shape)))
+    args = stored, 0, shape, strides, False, Made("collections.OrderedDict", call=True)
+    return Made("torch._utils._rebuild_tensor_v2", None, args, call=True)
 
 
 def spoilt(rng: Random, value: Any) -> Any:
     """The value with one thing changed, somewhere inside it."""
-    if isinstance(value, Made):
-        what, args = rng.random(), value.args
-        if what < 0.1:
-            return Made(rng.choice([*DANGEROUS, *NAMES]), value.state, args, value.call)
-        if args and (value.state is None or what < 0.3):
-            args = spoilt(rng, args)
-            return Made(
-                value.dotted, value.state, args if isinstance(args, tuple) else (args,), value.call
-            )
-        return Made(value.dotted, spoilt(rng, value.state), args, value.call)
-    if isinstance(value, Persistent):
-        changed = spoilt(rng, value.id)
-        return Persistent(changed if isinstance(changed, tuple) else (changed,))
-    if isinstance(value, Global):
-        return Global(rng.choice([*DANGEROUS, *NAMES, "torch.Nothing"]))
-    if isinstance(value, dict | Pairs):
-        return _spoilt_pairs(
-            rng, list(value.items() if isinstance(value, dict) else value.items), type(value)
-        )
+    match value:
+        case Made(state=state, args=args):
+            what = rng.random()
+            if what < 0.1:
+                return replace(value, dotted=rng.choice([*DANGEROUS, *NAMES]))
+            if args and (state is None or what < 0.3):
+                return replace(value, args=_spoilt_tuple(rng, args))
+            return replace(value, state=spoilt(rng, state))
+        case Persistent(id):
+            return Persistent(_spoilt_tuple(rng, id))
+        case Global():
+            return Global(rng.choice([*DANGEROUS, *NAMES, "torch.Nothing"]))
+        case dict():
+            return _spoilt_pairs(rng, list(value.items()), dict)
+        case Pairs(items):
+            return _spoilt_pairs(rng, list(items), Pairs)
     if isinstance(value, list | tuple) and value and rng.random() < 0.8:
         items = list(value)
         at = rng.randrange(len(items))
@@ -225,7 +143,12 @@ def spoilt(rng: Random, value: Any) -> Any:
     return _another(rng, value)
 
 
-def _spoilt_pairs(rng: Random, items: list[tuple[Any, Any]], kind: type) -> Any:
+def _spoilt_tuple(rng: Random, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    changed = spoilt(rng, value)
+    return changed if isinstance(changed, tuple) else (changed,)
+
+
+def _spoilt_pairs(rng: Random, items: list[tuple[Any, Any]], kind: Callable[[Any], Any]) -> Any:
     if not items or rng.random() < 0.05:
         return _another(rng, dict(items) if kind is dict else None)
     at, other = rng.randrange(len(items)), rng.randrange(len(items))
@@ -239,7 +162,7 @@ def _spoilt_pairs(rng: Random, items: list[tuple[Any, Any]], kind: type) -> Any:
         items[at] = (new if kind is Pairs or isinstance(new, str | int | float) else "key"), value
     else:
         items[at] = key, spoilt(rng, value)
-    return dict(items) if kind is dict else Pairs(items)
+    return kind(items)
 
 
 def _another(rng: Random, value: Any) -> Any:
@@ -251,21 +174,8 @@ def _another(rng: Random, value: Any) -> Any:
     deep: Any = []
     for _ in range(rng.choice([1, 3, 150])):
         deep = [deep]
-    kinds = [
-        None,
-        True,
-        0.5,
-        float("nan"),
-        float("inf"),
-        -1,
-        "text",
-        [],
-        {},
-        [value],
-        [value] * 300,
-        deep,
-    ]
-    return rng.choice(kinds)
+    alone = [None, True, 0.5, math.nan, math.inf, -1, "text", [], {}]
+    return rng.choice([*alone, [value], [value] * 300, deep])
 
 
 def mutated_pickle(rng: Random, data: bytes) -> bytes:
@@ -292,17 +202,15 @@ def mutated_pickle(rng: Random, data: bytes) -> bytes:
 def _other_argument(rng: Random, code: bytes) -> bytes:
     """An opcode of the same kind with another argument, or a value of another kind."""
     if rng.random() < 0.3:
-        return _opcodes(
-            rng.choice(
-                [None, True, 0.5, float("nan"), "text", b"raw", (), [], {}, [1], {"a": 1}, ("x",)]
-            )
-        )
-    if code[:1] in (b"K", b"M", b"J", b"\x8a"):
-        return _opcodes(rng.choice(NUMBERS))
-    if code[:1] in (b"X", b"\x8c"):
-        return _opcodes(rng.choice(TEXTS))
-    if code[:1] == b"c":
-        return _opcodes(Global(rng.choice([*DANGEROUS, *NAMES])))
+        others = [None, True, 0.5, math.nan, "text", b"raw", (), [], {}, [1], {"a": 1}, ("x",)]
+        return opcodes(rng.choice(others))
+    match code[:1]:
+        case b"K" | b"M" | b"J" | b"\x8a":
+            return opcodes(rng.choice(NUMBERS))
+        case b"X" | b"\x8c":
+            return opcodes(rng.choice(TEXTS))
+        case b"c":
+            return opcodes(Global(rng.choice([*DANGEROUS, *NAMES])))
     if len(code) > 1:
         at = rng.randrange(1, len(code))
         return code[:at] + bytes([code[at] ^ 1 << rng.randrange(8)]) + code[at + 1 :]
@@ -311,23 +219,16 @@ def _other_argument(rng: Random, code: bytes) -> bytes:
 
 # Every way there is to call something.
 CALLS = [
-    _opcodes(Made(TRAP, None, ("x",), True)),
-    _opcodes(Made(TRAP)),
-    _opcodes(Made(TRAP, {"a": 1}, (), True)),
-]
-CALLS += [
-    b"\x8c\x08ucp_trap\x8c\x06spring\x93)R",
-    b"(iucp_trap\nspring\n",
-    b"(cucp_trap\nspring\no",
-]
-CALLS += [
-    b"cucp_trap\nspring\n)}\x92",
+    opcodes(Made(TRAP, None, ("x",), True)), opcodes(Made(TRAP)), opcodes(Made(TRAP, {"a": 1}, (), True)),
+    b"\x8c\x08ucp_trap\x8c\x06spring\x93)R", b"(iucp_trap\nspring\n", b"(cucp_trap\nspring\no",
+    b"cucp_trap\nspring\n)}\x92", b"ccollections\ndefaultdict\ncucp_trap\nspring\n\x85R",
     b"c__builtin__\ngetattr\ncucp_trap\nspring\nX\x08\0\0\0__call__\x86R)R",
-]
-CALLS += [b"ccollections\ndefaultdict\ncucp_trap\nspring\n\x85R"]
-
+]  # fmt: skip
+_MAKERS = [b"R", b"\x81", b"b", b"o", b"\x93", b"Q", b"\x92", b")", b"\x85", b"\x86", b"(", b"t"]
 _ALL = [op for op in pickletools.opcodes if op.name != "STOP"]
 _WIDTHS = {"uint1": 1, "uint2": 2, "int4": 4, "uint4": 4, "uint8": 8, "float8": 8}
+# What an opcode leaves on the stack, less what it takes; of others it is 1.
+_DEPTH = {b"R": -1, b"\x81": -1, b"b": -1, b"\x93": -1, b"\x86": -1, b"s": -2, b"a": -1}
 
 
 def opcode(rng: Random) -> bytes:
@@ -338,13 +239,11 @@ def opcode(rng: Random) -> bytes:
     if often < 0.05:
         return rng.choice(CALLS)
     if often < 0.25:
-        return _opcodes(Global(rng.choice([*DANGEROUS, *NAMES])))
+        return opcodes(Global(rng.choice([*DANGEROUS, *NAMES])))
     if often < 0.5:
-        return rng.choice(
-            [b"R", b"\x81", b"b", b"o", b"\x93", b"Q", b"\x92", b")", b"\x85", b"\x86", b"(", b"t"]
-        )
+        return rng.choice(_MAKERS)
     if often < 0.6:
-        return _opcodes(rng.choice([*NUMBERS, *TEXTS, *DANGEROUS]))
+        return opcodes(rng.choice([*NUMBERS, *TEXTS, *DANGEROUS]))
     op = rng.choice(_ALL)
     code = op.code.encode("latin1")
     if op.arg is None:
@@ -364,138 +263,87 @@ def program(rng: Random) -> bytes:
     body, depth = b"", 0
     for _ in range(rng.randrange(1, 60)):
         while depth < 2:
-            body, depth = (
-                body + _opcodes(rng.choice([1, "a", None, 0.5, (), [], {}, "os", "system"])),
-                depth + 1,
-            )
+            body += opcodes(rng.choice([1, "a", None, 0.5, (), [], {}, "os", "system"]))
+            depth += 1
         code = opcode(rng)
         body += code
-        depth += {
-            b"R": -1,
-            b"\x81": -1,
-            b"b": -1,
-            b"\x93": -1,
-            b"\x86": -1,
-            b"s": -2,
-            b"a": -1,
-        }.get(code[:1], 1)
+        depth += _DEPTH.get(code[:1], 1)
     return b"\x80" + bytes([rng.choice([2, 2, 3, 4, 5])]) + body + b"."
+
+
+_CHEAP = [b"N", b"]", b"}", b"\x8f", b")", b"N\x94", b"]\x94", b"\x8f\x94", b"K\x00", b"N\x85"]
+_CHEAP += [b"C\x00", b"h\x00", b"h\x00h\x00\x86"]
+_AROUND = [
+    (b"](", b"e"), (b"(", b"t"), (b"}(", b"u"), (b"\x8f(", b"\x90"), (b"(", b"\x91"), (b"", b""),
+]  # fmt: skip
 
 
 def bomb(rng: Random, nbytes: int) -> bytes:
     """A cheap opcode, or a few, repeated: what costs most for each byte of the file."""
-    singles = (
-        b"N",
-        b"]",
-        b"}",
-        b"\x8f",
-        b")",
-        b"N\x94",
-        b"]\x94",
-        b"\x8f\x94",
-        b"K\x00",
-        b"N\x85",
-        b"C\x00",
-        b"h\x00",
-    )
-    unit = rng.choice(
-        [*singles, b"h\x00h\x00\x86", bytes(rng.choices(b"N]})(\x8f\x94\x85\x86\x87at", k=4))]
-    )
-    start, end = rng.choice(
-        [
-            (b"](", b"e"),
-            (b"(", b"t"),
-            (b"}(", b"u"),
-            (b"\x8f(", b"\x90"),
-            (b"(", b"\x91"),
-            (b"", b""),
-        ]
-    )
+    unit = rng.choice([*_CHEAP, bytes(rng.choices(b"N]})(\x8f\x94\x85\x86\x87at", k=4))])
+    start, end = rng.choice(_AROUND)
     return b"\x80\x04]q\x00" + start + unit * (nbytes // len(unit)) + end + b"\x86."
 
 
 # Zip files: every field of every header by itself, so that any one of them can lie.
 
-_LOCAL, _CENTRAL = "<L3H2H3L2H", "<L4H2H3L5H2L"
-_END, _END64, _LOCATOR64 = "<L4H2LH", "<LQ2H2L4Q", "<LLQL"
-_BITS = {"H": 16, "L": 32, "Q": 64}
+
+@dataclass
+class Header:
+    """A record of a zip file: fields of the widths in `form`."""
+
+    form: str
+    fields: list[int]
+
+    def __bytes__(self) -> bytes:
+        return struct.pack(f"<{self.form}", *self.fields)
+
+
+def zip_records(
+    members: Sequence[tuple[str | bytes, bytes]],
+    wide: bool = False,
+    deflated: bool = False,
+    extra: bytes = b"",
+) -> list[Header | bytes]:
+    """A zip file as torch writes them; `wide` with lengths of 64 bits, and each member with an
+    `extra` field.
+    """
+    local, central, at = list[Header | bytes](), list[Header | bytes](), 0
+    for name, data in members:
+        raw = zlib.compress(data, 9)[2:-4] if deflated else data
+        method, crc, sizes = 8 if deflated else 0, zlib.crc32(data), [len(raw), len(data)]
+        near, far, where = extra, b"", at
+        if wide:
+            near, sizes = struct.pack("<HHQQ", 1, 16, len(data), len(raw)), [0xFFFFFFFF] * 2
+            far, where = b"\1\0\x18\0" + near[4:] + struct.pack("<Q", at), 0xFFFFFFFF
+        title = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else name
+        same = [0, method, 0, 0, crc, *sizes, len(title)]
+        start = Header("LHHHHHLLLHH", [0x04034B50, 45, *same, len(near)])
+        entry = [0x02014B50, 45, 45, *same, len(far), 0, 0, 0, 0, where]
+        local += [start, title + near, raw]
+        central += [Header("LHHHHHHLLLHHHHHLL", entry), title + far]
+        at += len(bytes(start)) + len(title + near) + len(raw)
+    length, count = sum(len(bytes(record)) for record in central), len(members)
+    records = [*local, *central]
+    if wide:
+        records += [Header("LQHHLLQQQQ", [0x06064B50, 44, 45, 45, 0, 0, count, count, length, at])]
+        records += [Header("LLQL", [0x07064B50, 0, at + length, 1])]
+    counts = [min(count, 0xFFFE)] * 2
+    return [*records, Header("LHHHHLLH", [0x06054B50, 0, 0, *counts, length, at, 0])]
 
 
 def zip_file(rng: Random, members: Sequence[tuple[str, bytes]], lies: int) -> bytes:
     """A zip file as torch writes them, or as other tools do, in which `lies` fields are wrong."""
-    wide, deflated = rng.random() < 0.3, rng.random() < 0.2
-    records: list[tuple[str, list[int]] | bytes] = []
-    central: list[tuple[str, list[int]] | bytes] = []
-    at = 0
-    for name, data in members:
-        raw = zlib.compress(data, 9)[2:-4] if deflated else data
-        crc, method, extra = zlib.crc32(data), 8 if deflated else 0, b""
-        sizes = [len(raw), len(data)]
-        if wide:
-            extra, sizes = struct.pack("<2H2Q", 1, 16, len(data), len(raw)), [0xFFFFFFFF] * 2
-        title = name.encode("utf-8", "surrogatepass")
-        records += [
-            (_LOCAL, [0x04034B50, 45, 0, method, 0, 0, crc, *sizes, len(title), len(extra)])
-        ]
-        records += [title + extra, raw]
-        more = extra[:2] + b"\x18\0" + extra[4:] + struct.pack("<Q", at) if wide else b""
-        where = 0xFFFFFFFF if wide else at
-        central += [
-            (
-                _CENTRAL,
-                [
-                    0x02014B50,
-                    45,
-                    45,
-                    0,
-                    method,
-                    0,
-                    0,
-                    crc,
-                    *sizes,
-                    len(title),
-                    len(more),
-                    0,
-                    0,
-                    0,
-                    0,
-                    where,
-                ],
-            )
-        ]
-        central += [title + more]
-        at += struct.calcsize(_LOCAL) + len(title) + len(extra) + len(raw)
-    length, count = (
-        sum(len(r) if isinstance(r, bytes) else struct.calcsize(r[0]) for r in central),
-        len(members),
-    )
-    records += central
-    if wide:
-        records += [
-            (_END64, [0x06064B50, 44, 45, 45, 0, 0, count, count, length, at]),
-            (_LOCATOR64, [0x07064B50, 0, at + length, 1]),
-        ]
-    records += [(_END, [0x06054B50, 0, 0, count, count, length, at, 0])]
-    headers = [record for record in records if not isinstance(record, bytes)]
+    records = zip_records(members, wide=rng.random() < 0.3, deflated=rng.random() < 0.2)
+    headers = [record for record in records if isinstance(record, Header)]
+    end = headers[-1].fields[5] + headers[-1].fields[6]
     for _ in range(lies):
-        form, fields = rng.choice(headers)
-        field = rng.randrange(len(fields))
-        bits = _BITS["".join(int(n or 1) * c for n, c in _codes(form))[field]]
-        fields[field] = rng.choice(
-            [fields[field] + 1, fields[field] - 1, rng.randrange(at + length + 1), *NUMBERS]
-        ) % (1 << bits)
-    return b"".join(r if isinstance(r, bytes) else struct.pack(r[0], *r[1]) for r in records)
-
-
-def _codes(form: str) -> list[tuple[str, str]]:
-    found, number = [], ""
-    for c in form[1:]:
-        if c.isdigit():
-            number += c
-        else:
-            found.append((number, c))
-            number = ""
-    return found
+        header = rng.choice(headers)
+        at = rng.randrange(len(header.fields))
+        value, bits = header.fields[at], 8 * struct.calcsize(f"<{header.form[at]}")
+        others = [value + 1, value - 1, rng.randrange(end + 1), *NUMBERS]
+        header.fields[at] = rng.choice(others) % (1 << bits)
+    return b"".join(map(bytes, records))
 
 
 def noise(rng: Random, data: bytes) -> bytes:
@@ -519,62 +367,63 @@ def noise(rng: Random, data: bytes) -> bytes:
     return bytes(out)
 
 
-# safetensors.
+# safetensors: headers, indexes, configs, and what other libraries write in them.
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]},
+    "empty": {"dtype": "I64", "shape": [0, 7], "data_offsets": [34, 34]},
+}
+INDEX = {
+    "metadata": {"total_size": 34},
+    "weight_map": {"a.weight": "model.safetensors", "b": "model.safetensors"},
+}
+CONFIG = {
+    "model_type": "toy",
+    "transformers_weights": "model.safetensors",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+}
+TWICE = b',"b":{"dtype":"BF16","shape":[5],"data_offsets":[24,34]}}'
+
+
+def sized(header: bytes, length: int | None = None) -> bytes:
+    """The header of a file of safetensors, with its length or another before it."""
+    return struct.pack("<Q", len(header) if length is None else length) + header
+
+
+def json_text(value: Any, **more: Any) -> bytes:
+    return json.dumps(value, **more).encode("utf-8", "surrogatepass")
 
 
 def safetensors_file(rng: Random) -> bytes:
     """Two tensors and metadata, of which the header may lie, be no JSON, or have another length
     than it says.
     """
-    header: Any = {
-        "__metadata__": {"format": "pt"},
-        "a.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-        "b": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]},
-        "empty": {"dtype": "I64", "shape": [0, 7], "data_offsets": [34, 34]},
-    }
+    header: Any = HEADER
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         header = spoilt(rng, header)
-    text = json.dumps(header, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    text = json_text(header, ensure_ascii=rng.random() < 0.5)
     if rng.random() < 0.15:
-        text = rng.choice(
-            [
-                b"[" * 50_000,
-                b'{"a":' * 20_000,
-                text[:-1] + b',"b":{"dtype":"BF16","shape":[5],"data_offsets":[24,34]}}',
-                text.replace(b"24", b"2" + b"4" * 5000),
-                text.replace(b"24", b"24.0"),
-                text.replace(b"24", b"1e999"),
-                text.replace(b"24", b"-0"),
-                text + b" " * 1000,
-                noise(rng, text),
-            ]
-        )
-    length = (
-        len(text)
-        if rng.random() < 0.9
-        else rng.choice([len(text) + 1, len(text) - 1, *NUMBERS]) % (1 << 64)
-    )
+        numbers = b"2" + b"4" * 5000, b"24.0", b"1e999", b"-0"
+        others = [b"[" * 50_000, b'{"a":' * 20_000, text[:-1] + TWICE, text + b" " * 1000]
+        others += [noise(rng, text), *(text.replace(b"24", number) for number in numbers)]
+        text = rng.choice(others)
+    length = None
+    if rng.random() > 0.9:
+        length = rng.choice([len(text) + 1, len(text) - 1, *NUMBERS]) % (1 << 64)
     data = bytes(range(34)) if rng.random() < 0.9 else rng.randbytes(rng.choice([0, 33, 35]))
-    return length.to_bytes(8, "little") + text + data
+    return sized(text, length) + data
 
 
 def safetensors_index(rng: Random) -> bytes:
-    index = {
-        "metadata": {"total_size": 34},
-        "weight_map": {"a.weight": "model.safetensors", "b": "model.safetensors"},
-    }
-    text = json.dumps(spoilt(rng, index) if rng.random() < 0.8 else index).encode()
+    text = json_text(spoilt(rng, INDEX) if rng.random() < 0.8 else INDEX)
     return text if rng.random() < 0.9 else noise(rng, text)
 
 
 def weights_config(rng: Random) -> bytes:
-    config = {
-        "model_type": "toy",
-        "transformers_weights": "model.safetensors",
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        "text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    }
-    return json.dumps(spoilt(rng, spoilt(rng, config))).encode()
+    return json_text(spoilt(rng, spoilt(rng, CONFIG)))
 
 
 _MOST_JSON = 1 << 20  # copies of copies of everything are beyond
@@ -604,89 +453,81 @@ def adapter_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, bytes
 
 
 def _text(said: Any, otherwise: bytes) -> bytes:
-    text = json.dumps(said).encode("utf-8", "surrogatepass")
+    text = json_text(said)
     return text if len(text) < _MOST_JSON else otherwise
 
 
 def _spoilt_file(rng: Random, file: bytes, in_header: bool) -> bytes:
     """A file of safetensors, whose header lies, or whose data has other bytes."""
-    length = int.from_bytes(file[:8], "little")
-    if in_header:
-        header = json.loads(file[8 : 8 + length])
-        name = rng.choice(sorted(header))
-        header[name] = spoilt(rng, _unpacked(header[name]))
-        header |= {rng.choice(sorted(header)): header[name]} if rng.random() < 0.3 else {}
-        if isinstance(header[name], dict) and name == "__metadata__":
-            header[name] = {
-                k: v if isinstance(v, str) else json.dumps(v) for k, v in header[name].items()
-            }
-        text = _text(header, b"{}")
-        return len(text).to_bytes(8, "little") + text + file[8 + length :]
-    data = bytearray(file)
-    for _ in range(rng.choice([1, 3, 30])):
-        data[rng.randrange(8 + length, len(data))] = rng.choice([0, 127, 128, 255])
-    return bytes(data)
+    start = 8 + int.from_bytes(file[:8], "little")
+    if not in_header:
+        data = bytearray(file)
+        for _ in range(rng.choice([1, 3, 30])):
+            data[rng.randrange(start, len(data))] = rng.choice([0, 127, 128, 255])
+        return bytes(data)
+    header = json.loads(file[8:start])
+    name = rng.choice(sorted(header))
+    entry = header[name]
+    if all(isinstance(item, str) for item in entry.values()):  # of metadata, texts that are JSON
+        entry = {key: json.loads(x) if x[:1] in "{[" else x for key, x in entry.items()}
+    entry = spoilt(rng, entry)
+    header |= {name: entry} | ({rng.choice(sorted(header)): entry} if rng.random() < 0.3 else {})
+    if isinstance(entry, dict) and name == "__metadata__":
+        texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in entry.items()}
+        header[name] = texts
+    return sized(_text(header, b"{}")) + file[start:]
 
 
-# GGUF.
+# GGUF
+
+SMALL = [n for n in NUMBERS if -(1 << 63) <= n < 1 << 63]
+COUNTS = [n for n in SMALL if n >= 0]
+GGUF_VALUES: dict[str, tuple[Any, Any]] = {
+    "general.architecture": ("str", "llama"), "general.file_type": ("u32", 2),
+    "llama.block_count": ("u32", 1), "llama.embedding_length": ("u32", 32),
+    "llama.attention.head_count": ("u32", 2), "llama.rope.freq_base": ("f32", 1e4),
+    "llama.attention.layer_norm_rms_epsilon": ("f32", 1e-5),
+    "tokenizer.ggml.tokens": (["str"], ["a", "b"]), "tokenizer.ggml.scores": (["f32"], [0.5, 1.5]),
+}  # fmt: skip
 
 
 def gguf_file(rng: Random) -> bytes:
     """A file with a few keys and tensors, of which one or two things are not as they should be:
     a value or a type of a key, a tensor's name, lengths, type or offset, counts, or bytes.
     """
-    values: dict[str, tuple[Any, Any]] = {
-        "general.architecture": ("str", "llama"),
-        "general.file_type": ("u32", 2),
-        "llama.block_count": ("u32", 1),
-        "llama.embedding_length": ("u32", 32),
-        "llama.attention.head_count": ("u32", 2),
-        "llama.attention.layer_norm_rms_epsilon": ("f32", 1e-5),
-        "llama.rope.freq_base": ("f32", 1e4),
-        "tokenizer.ggml.tokens": (["str"], ["a", "b"]),
-        "tokenizer.ggml.scores": (["f32"], [0.5, 1.5]),
-    }
     tensors = [
         Tensor("token_embd.weight", [32, 2], 0, rng.randbytes(256)),
         Tensor("blk.0.attn_q.weight", [32, 4], 2, rng.randbytes(72)),
         Tensor("blk.0.ffn_up.weight", [256], 12, rng.randbytes(144)),
         Tensor("rope_freqs.weight", [8], 0, struct.pack("<8f", *[1.0] * 6, 3.0, 8.0)),
     ]
+    values = dict(GGUF_VALUES)
     written = Written(values, tensors, rng.choice([2, 3, 3, 3]))
     for _ in range(rng.choice([0, 1, 1, 2])):
-        _spoil_gguf(rng, values, tensors, written)
+        tensor = rng.choice(tensors)
+        match rng.randrange(6):
+            case 0:
+                added = "general.alignment", "split.count", "llama.expert_count"
+                key, integer, text = (
+                    rng.choice([*values, *added]),
+                    rng.choice(COUNTS),
+                    rng.choice(TEXTS),
+                )
+                number = rng.choice([math.nan, math.inf, -5.0, 1e300])
+                others = ("u64", integer), ("str", text), (["i64"], [integer]), ("f64", number)
+                values[key] = rng.choice(others)
+            case 1:
+                tensor.name = rng.choice([*TEXTS, tensors[0].name])
+            case 2:
+                tensor.lengths = rng.sample([*tensor.lengths, *SMALL], rng.randrange(1, 6))
+            case 3:
+                tensor.type = rng.choice([*range(42), 1 << 31])
+            case 4:
+                tensor.offset = rng.choice([*COUNTS, 32, 64, 288])
+            case _:
+                written.counts = rng.choice(SMALL), rng.choice([*SMALL, len(values)])
     data = written.data()
     return noise(rng, data) if rng.random() < 0.4 else data
-
-
-def _spoil_gguf(
-    rng: Random, values: dict[str, tuple[Any, Any]], tensors: list[Tensor], written: Written
-) -> None:
-    tensor, way = rng.choice(tensors), rng.randrange(6)
-    small = [n for n in NUMBERS if -(1 << 63) <= n < 1 << 63]
-    if way == 0:
-        key = rng.choice([*values, "general.alignment", "split.count", "llama.expert_count"])
-        integer, text = rng.choice([n for n in small if n >= 0]), rng.choice(TEXTS)
-        number = rng.choice([math.nan, math.inf, -5.0, 1e300])
-        spoilt = ("u64", integer), ("str", text), (["i64"], [integer]), ("f64", number)
-        values[key] = rng.choice(spoilt)
-    elif way == 1:
-        tensor.name = rng.choice([*TEXTS, tensors[0].name])
-    elif way == 2:
-        tensor.lengths = [*rng.sample([*tensor.lengths, *small], rng.randrange(1, 6))]
-    elif way == 3:
-        tensor.type = rng.choice([*range(42), 1 << 31])
-    elif way == 4:
-        tensor.offset = rng.choice([n for n in small if n >= 0] + [32, 64, 288])
-    else:
-        written.counts = rng.choice(small), rng.choice([*small, len(values)])
-
-
-def _unpacked(value: Any) -> Any:
-    """An entry of a header; of metadata, texts that are JSON as what they say."""
-    if not all(isinstance(item, str) for item in value.values()):
-        return value
-    return {key: json.loads(text) if text[:1] in "{[" else text for key, text in value.items()}
 
 
 # DCP: what `.metadata` says of the files beside it.
@@ -700,59 +541,46 @@ def dcp_metadata(
     """The table of contents of a tensor `w`, cut into blocks of rows, and an object; `files` has
     what lies where.
     """
-    starts = [sum(rows[:i]) for i in range(len(rows))]
 
-    def sized(*n: int) -> Made:
+    def made(name: str, state: Any) -> Made:
+        return Made(f"{DCP}{name}", state)
+
+    def size(*n: int) -> Made:
         return Made("torch.Size", None, (n,), True)
 
-    chunks = [
-        Made(
-            f"{DCP}metadata.ChunkStorageMetadata",
-            {"offsets": sized(a, 0), "sizes": sized(n, shape[1])},
-        )
+    def entry(name: str, offset: Any, index: Any) -> tuple[Made, Made]:
+        place = files[name if index is None else f"{name}{index}"]
+        at = dict(zip(("relative_path", "offset", "length"), place, strict=True))
+        said = {"fqn": name, "offset": offset, "index": index}
+        return made("metadata.MetadataIndex", said), made("filesystem._StorageInfo", at)
+
+    starts = [sum(rows[:i]) for i in range(len(rows))]
+    boxes = [
+        {"offsets": size(a, 0), "sizes": size(n, shape[1])}
         for a, n in zip(starts, rows, strict=True)
     ]
-    properties = (
-        Global("torch.float32"),
-        "strided",
-        False,
-        Made(f"{DCP}metadata._MEM_FORMAT_ENCODING", None, (0,), True),
-        False,
-    )
-    about = Made(
-        f"{DCP}metadata.TensorStorageMetadata",
-        {
-            "properties": Made(f"{DCP}metadata.TensorProperties", properties),
-            "size": sized(*shape),
-            "chunks": chunks,
-        },
-    )
-
-    def entry(name: str, offset: Any, index: Any) -> tuple[Made, Made]:
-        file, start, length = files[name if index is None else f"{name}{index}"]
-        said = {"fqn": name, "offset": offset, "index": index}
-        return Made(f"{DCP}metadata.MetadataIndex", said), Made(
-            f"{DCP}filesystem._StorageInfo",
-            {"relative_path": file, "offset": start, "length": length},
-        )
-
-    storage = [entry("w", sized(a, 0), i) for i, a in enumerate(starts)]
-    storage += [entry("epoch", None, None)]
-    return Made(
-        f"{DCP}metadata.Metadata",
-        {
-            "state_dict_metadata": {
-                "w": about,
-                "epoch": Made(f"{DCP}metadata.BytesStorageMetadata", {}),
-            },
-            "planner_data": {"w": ("w",), "epoch": ("epoch",)},
-            "storage_data": Pairs(storage),
-            "storage_meta": None,
-        },
-    )
+    layout = Made(f"{DCP}metadata._MEM_FORMAT_ENCODING", None, (0,), True)
+    properties = Global("torch.float32"), "strided", False, layout, False
+    about = {
+        "properties": made("metadata.TensorProperties", properties),
+        "size": size(*shape),
+        "chunks": [made("metadata.ChunkStorageMetadata", box) for box in boxes],
+    }
+    epoch = made("metadata.BytesStorageMetadata", {})
+    stored = [entry("w", size(a, 0), i) for i, a in enumerate(starts)]
+    tables = {
+        "state_dict_metadata": {"w": made("metadata.TensorStorageMetadata", about), "epoch": epoch},
+        "planner_data": {"w": ("w",), "epoch": ("epoch",)},
+        "storage_data": Pairs([*stored, entry("epoch", None, None)]),
+        "storage_meta": None,
+    }
+    return made("metadata.Metadata", tables)
 
 
-# What stock Orbax and we write: JSON, sealed by a digest, or in a database.
+# What stock Orbax, Flax and we write: JSON, sealed by a digest, or in a database, and msgpack.
+
+NO_JSON = [b"[" * 50_000, b'{"a":' * 20_000, b"[" * 900 + b"]" * 900]
+NO_JSON += [b"", b"null", b"[]", b"\xff", b"1e999"]
 
 
 def spoilt_json(rng: Random, data: bytes) -> bytes:
@@ -761,18 +589,7 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
     if way < 0.08:
         return noise(rng, data)
     if way < 0.12:
-        return rng.choice(
-            [
-                b"[" * 50_000,
-                b'{"a":' * 20_000,
-                b"[" * 900 + b"]" * 900,
-                b"",
-                b"null",
-                b"[]",
-                b"\xff",
-                b"1e999",
-            ]
-        )
+        return rng.choice(NO_JSON)
     try:
         value = json.loads(data)
     except ValueError:  # it was spoilt before
@@ -790,6 +607,15 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def spoilt_metadata(rng: Random, data: bytes) -> bytes:
+    """A `ucp.json` that says something else, with the digest of what it says, as whoever writes
+    one can give it.
+    """
+    data = spoilt_json(rng, data)
+    bare = re.sub(rb'"digest":"[^"]*"}$', b'"digest":""}', data)
+    return sealed(bare) if bare.endswith(b'""}') else data
+
+
 def spoilt_msgpack(rng: Random, data: bytes) -> bytes:
     """A msgpack file of Flax that says something else in some places, also inside its arrays, or is
     none any more.
@@ -800,7 +626,7 @@ def spoilt_msgpack(rng: Random, data: bytes) -> bytes:
         tree = msgpack.unpackb(data, ext_hook=_opened, strict_map_key=False)
         for _ in range(rng.choice([1, 1, 1, 2, 4])):
             tree = _spoilt_inside(rng, tree)
-        return _packed(tree)
+        return msgpack.packb(_closed(tree))
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
         return noise(rng, data)
 
@@ -810,13 +636,9 @@ def _opened(code: int, data: bytes) -> dict[str, Any]:
     return {"!code": code, "inside": msgpack.unpackb(data)}
 
 
-def _packed(value: Any) -> bytes:
-    return msgpack.packb(_closed(value))
-
-
 def _closed(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"!code", "inside"}:
-        return msgpack.ExtType(value["!code"], _packed(value["inside"]))
+        return msgpack.ExtType(value["!code"], msgpack.packb(_closed(value["inside"])))
     if isinstance(value, dict):
         return {key: _closed(item) for key, item in value.items()}
     return [_closed(item) for item in value] if isinstance(value, list) else value
@@ -828,42 +650,28 @@ def _spoilt_inside(rng: Random, value: Any) -> Any:
     """
     if _is_json(value):
         return spoilt_json(rng, value.encode()).decode("utf-8", "replace")
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    weights = {key: _nodes(item) for key, item in items}
+    weights = {key: _nodes(item) for key, item in _items(value)}
     if not weights or rng.random() < 1 / (1 + sum(weights.values())):
         return spoilt(rng, value)
     key = rng.choices(list(weights), list(weights.values()))[0]
+    out = value.copy()
+    out[key] = _spoilt_inside(rng, value[key])
+    return out
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, dict):
-        return {**value, key: _spoilt_inside(rng, value[key])}
-    return [*value[:key], _spoilt_inside(rng, value[key]), *value[key + 1 :]]
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
 
 
 def _nodes(value: Any) -> int:
     """How many values there are in a value, itself too."""
-    if _is_json(value):
-        return 20
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(map(_nodes, items))
+    return 20 if _is_json(value) else 1 + sum(_nodes(item) for _, item in _items(value))
 
 
 def _is_json(value: Any) -> bool:
     return isinstance(value, str) and value[:1] == "{"
-
-
-def sealed(data: bytes) -> bytes:
-    """A `ucp.json` with the digest of what it says, as whoever writes one can give it."""
-    bare = re.sub(rb'"digest":"[^"]*"}$', b'"digest":""}', data)
-    return (
-        bare.removesuffix(b'"}') + xxhash.xxh3_64_hexdigest(bare).encode() + b'"}'
-        if bare.endswith(b'""}')
-        else data
-    )
 
 
 def spoilt_node(rng: Random, data: bytes) -> bytes:
@@ -879,6 +687,8 @@ def spoilt_node(rng: Random, data: bytes) -> bytes:
 
 # YAML: mappings and specs.
 
+NO_YAML = ["a: " + "[" * 5000, "- " * 5000, "a: 1" + ":1" * 5000, "? " * 900]
+
 
 def spoilt_yaml(rng: Random, text: str) -> str:
     """A mapping or a spec that says something else somewhere, or more than a person would write."""
@@ -886,15 +696,7 @@ def spoilt_yaml(rng: Random, text: str) -> str:
     if way < 0.15:
         return noise(rng, text.encode()).decode("utf-8", "replace")
     if way < 0.25:
-        return rng.choice(
-            [
-                _aliases(rng.randrange(1, 12)),
-                "a: " + "[" * 5000,
-                "- " * 5000,
-                "a: 1" + ":1" * 5000,
-                "? " * 900,
-            ]
-        )
+        return rng.choice([aliases(rng.randrange(1, 12)), *NO_YAML])
     value = yaml.safe_load(text)
     for _ in range(rng.choice([1, 1, 2, 4])):
         value = spoilt(rng, value)
@@ -905,8 +707,7 @@ def spoilt_yaml(rng: Random, text: str) -> str:
         return text
 
 
-def _aliases(levels: int) -> str:
+def aliases(levels: int) -> str:
     """A list of lists of lists, each of which is ten times the one before."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
-    return "\n".join(lines)
+    lines = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
+    return "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x, x]", *lines])

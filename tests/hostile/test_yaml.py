@@ -2,6 +2,7 @@
 
 import pytest
 
+from hostile.inputs import aliases
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.layout import axes
 from jax_ucp.mapping.binding import Given, bind, given_before
@@ -12,13 +13,6 @@ from jax_ucp.shard_spec.notation import parse
 from spec_writer import to_yaml
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def aliases(levels: int) -> str:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    return "\n".join(
-        lines + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
-    )
 
 
 BOMBS = {
