@@ -24,6 +24,7 @@ BENCHMARKS = {
     "quantized": "benchmarks.quantized",
     "gguf": "benchmarks.gguf",
     "remote": "benchmarks.remote",
+    "links": "benchmarks.links",
 }
 
 
