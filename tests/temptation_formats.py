@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import jax_ucp as ucp
-from temptation_folders import Link, dtype_of, stored_tensors
+from folders import Link, dtype_of, stored_tensors
 from temptation_mistakes import (
     ABSENT,
     DAMAGED,

@@ -22,9 +22,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from folders import Stored, archives, resummed, stored_tensors
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
 from jax_ucp.codecs.unpickle import walk
-from temptation_folders import Stored, archives, resummed, stored_tensors
 from temptation_subjects import Subject
 
 Files = Mapping[str, bytes]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import jax_ucp as ucp
-from temptation_folders import EmptyFolder, Entry, Folder, Link
+from folders import EmptyFolder, Entry, Folder, Link
 from temptation_subjects import Subject
 
 # Of the files of one role, which differ in numbers alone, how many are tried.

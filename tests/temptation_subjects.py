@@ -26,11 +26,11 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 import torch_writer
 from cases import DATA, Case, every, names_of
+from folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
 from helpers import mesh_of
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
-from temptation_folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
 
 FORMATS = (
     "universal",

@@ -44,10 +44,10 @@ import jax_ucp as ucp
 import temptation_formats  # noqa: F401 - its mistakes are added to MISTAKES, and those of:
 import temptation_options  # noqa: F401
 from cases import RULES
+from folders import Folder, write_folder
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
 from jax_ucp.sharding.jax_versions import enable_x64
-from temptation_folders import Folder, write_folder
 from temptation_invisible import INVISIBLE, TOLD, Case, another_whole, shown_by
 from temptation_mistakes import MISTAKES, Attempt, Beside
 from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects

@@ -7,7 +7,6 @@ The cases are written by `tests/generators/torch_folders.py`; that of torch 2.4 
 
 import math
 import shutil
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -93,88 +92,6 @@ def test_training_that_torch_began_goes_on_with_the_losses_that_torch_gives(case
     assert np.abs(fresh / want - 1).max() > 1e-4
 
 
-# Files of other ranks, steps and runs.
-
-
-@pytest.fixture
-def actor(tmp_path) -> Path:
-    shutil.copytree(ACTOR, tmp_path / "actor")
-    return tmp_path / "actor"
-
-
-@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
-def test_a_rank_that_is_missing_is_named(actor, kind):
-    (actor / f"{kind}_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(FormatError, match=f"{kind}_world_size_2_rank_1.pt is missing: each of 2"):
-        ucp.open(actor)
-
-
-def test_files_of_two_saves_and_of_a_rank_too_many_are_refused(actor):
-    model = actor / "model_world_size_2_rank_0.pt"
-    shutil.copy(model, actor / "model_world_size_2_rank_2.pt")
-    with pytest.raises(FormatError, match=r"is of rank 2, but the ranks are 0 to 1"):
-        ucp.open(actor)
-    (actor / "model_world_size_2_rank_2.pt").rename(actor / "model_world_size_4_rank_2.pt")
-    with pytest.raises(
-        FormatError, match=r"files of 2 and of 4 ranks, such as .*two saves lie in it"
-    ):
-        ucp.open(actor)
-    (actor / "model_world_size_4_rank_2.pt").unlink()
-    (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 8}')
-    with pytest.raises(FormatError, match=r"says that 8 ranks saved, but the files are of 2"):
-        ucp.open(actor)
-
-
-@pytest.mark.parametrize("kind", ["model", "optim"])
-def test_files_that_changed_places_are_refused(actor, kind):
-    first, second = (actor / f"{kind}_world_size_2_rank_{rank}.pt" for rank in (0, 1))
-    first.rename(actor / "other")
-    second.rename(first)
-    (actor / "other").rename(second)
-    with pytest.raises(FormatError, match=r"which is called that of rank 0: the file was renamed"):
-        ucp.open(actor, optimizer_groups="module-order")
-
-
-def rewritten(path: Path, old: bytes, new: bytes) -> None:
-    """The file of torch.save with other bytes in its pickle, and right checksums."""
-    with zipfile.ZipFile(path) as archive:
-        members = [(info, archive.read(info)) for info in archive.infolist()]
-    assert len(old) == len(new)
-    assert sum(data.count(old) for _, data in members)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for info, data in members:
-            is_pickle = info.filename.endswith("/data.pkl")
-            archive.writestr(info.filename, data.replace(old, new) if is_pickle else data)
-
-
-@pytest.mark.parametrize(("kind", "key", "opcode", "match"), [
-    ("extra_state", b"last_epoch", b"K", r"last_epoch is 2, but 1 in extra_state_world_size_2"),
-    ("optim", b"\x02\x00\x00\x00lr", b"G", r"param_groups\[0\]\.lr is .*not of one step"),
-])  # fmt: skip
-def test_ranks_of_another_step_or_run_are_refused(actor, kind, key, opcode, match):
-    path = actor / f"{kind}_world_size_2_rank_1.pt"
-    with zipfile.ZipFile(path) as archive:
-        (pickled,) = (archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl"))
-    at = pickled.index(opcode, pickled.index(key))
-    old = pickled[pickled.index(key) : at + 2]
-    rewritten(path, old, old[:-1] + bytes([old[-1] ^ 3]))
-    with pytest.raises(FormatError, match=match):
-        ucp.open(actor)
-
-
-def test_replicas_that_differ_are_found_by_verify(tmp_path):
-    shutil.copytree(DATA / "torch_2_4" / "ckpt", tmp_path / "ckpt")
-    path = tmp_path / "ckpt" / "model_world_size_4_rank_2.pt"
-    with zipfile.ZipFile(path) as archive:
-        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in members:
-            other = np.frombuffer(data, np.float32) + 1 if name.endswith("/data/0") else None
-            archive.writestr(name, data if other is None else other.tobytes())
-    faults = [fault for _, fault in ucp.open(tmp_path / "ckpt").verify() if fault]
-    assert any("should be replicas" in fault for fault in faults)
-
-
 def test_one_file_alone_is_refused_with_the_folder_to_open():
     with pytest.raises(FormatError, match=r"is what one of 2 ranks wrote: open its folder"):
         ucp.open(ACTOR / "model_world_size_2_rank_0.pt")
@@ -249,43 +166,11 @@ def test_olmo_core_and_automodel_open_from_the_folder_of_the_run(tmp_path):
         assert_accounted_for(checkpoint)
 
 
-def test_of_accelerates_two_saves_neither_opens_for_the_whole(tmp_path):
-    at = tmp_path / "state"
-    shutil.copytree(dcp("."), at)
-    (at / "optimizer_0").rename(tmp_path / "aside")
-    with pytest.raises(FormatError, match=r"optimizer_0 is missing, .*weights_only opens the wei"):
-        ucp.open(at)
-    want = Case("dtensors/accelerate_llama").truth()
-    assert_is(ucp.open(at, weights_only=True), {k: want[k] for k in want if k[:5] == "param"})
-    shutil.rmtree(at / "pytorch_model_fsdp_0")
-    (tmp_path / "aside").rename(at / "optimizer_0")
-    with pytest.raises(FormatError, match=r"pytorch_model_fsdp_0 is missing, which belongs to op"):
-        ucp.open(at)
-
-
 def test_a_run_with_a_checkpoint_in_its_own_folder_is_refused(tmp_path):
     shutil.copytree(VERL, tmp_path / "run")
     shutil.copytree(ACTOR, tmp_path / "run", dirs_exist_ok=True)
     with pytest.raises(FormatError, match=r"two checkpoints lie in it. Open the folder of a step"):
         ucp.open(tmp_path / "run")
-
-
-def test_a_trainers_state_that_is_damaged_or_of_another_step_is_refused(tmp_path):
-    at = tmp_path / "state"
-    shutil.copytree(dcp("."), at)
-    states = at / "random_states_1.pkl"
-    rewritten(states, b"stepq\x01K\x00", b"stepq\x01K\x07")
-    with pytest.raises(
-        FormatError, match=r"random_states_\*.pkl.step is 7, but 0 in random_states_0"
-    ):
-        ucp.open(at)
-    whole = Path(dcp("."), states.name).read_bytes()
-    flipped = whole[:9_128] + bytes([whole[9_128] ^ 8]) + whole[9_129:]
-    for damaged in (whole[:1000], flipped):
-        states.write_bytes(damaged)
-        with pytest.raises(FormatError, match=r"_1\.pkl.*weights_only opens the weights alone"):
-            ucp.open(at)
-    assert set(ucp.open(at, weights_only=True)) == set(ucp.open(dcp("pytorch_model_fsdp_0")))
 
 
 def test_what_lightning_saves_beside_its_shards_is_kept(tmp_path):

@@ -552,15 +552,6 @@ def test_parts_that_ranks_left_in_sharded_are_compared_with_what_was_made_of_the
     assert any("sharded/ should hold the ranks' parts" in note for note in ucp.open(folder).notes)
 
 
-def test_a_consolidation_that_never_ended_is_named(tmp_path):
-    folder = Path(shutil.copytree(DATA / "torch" / "dcp_hf_consolidated" / "ckpt", tmp_path / "c"))
-    (folder / INDEX).unlink()
-    whole = folder / "model-00001-of-00001.safetensors"
-    whole.write_bytes(whole.read_bytes()[:-100])
-    with pytest.raises(CorruptData, match=rf"{whole.name} has .*cut short"):
-        ucp.open(folder)
-
-
 def test_models_whose_names_do_not_say_which_is_meant_are_refused(tmp_path):
     write(tmp_path / "actor.safetensors", {"actor.w": np.zeros(2, np.float32)})
     assert [leaf.label for leaf in ucp.open(tmp_path).leaves] == ["param/actor.w"]

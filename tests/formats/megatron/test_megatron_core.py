@@ -24,7 +24,6 @@ from jax_ucp.files.path import file_path
 from jax_ucp.formats.megatron import dist_flat
 from jax_ucp.formats.megatron.dist_run import run_fields
 from jax_ucp.formats.megatron.model import in_module_order
-from torch_writer import change
 
 DATA = CASES_DATA / "megatron_core"
 CASES = names_of("megatron_core")
@@ -64,29 +63,6 @@ def test_the_weights_alone_need_no_optimizer(case):
     assert {f"param/{name}" for name in restored["param"]} == {x for x in want if x[:6] == "param/"}
 
 
-@pytest.fixture
-def bridge(tmp_path: Path) -> Path:
-    shutil.copytree(DATA / "bridge" / "ckpt", tmp_path / "ckpt")
-    return tmp_path / "ckpt"
-
-
-def test_a_run_config_says_what_the_run_was_and_is_compared_with_what_is_stored(bridge):
-    path = next(bridge.rglob("run_config.yaml"))
-    assert any("Megatron-Bridge" in note for note in opened("bridge", bridge).notes)
-    path.write_text(path.read_text().replace("num_layers: 1", "num_layers: 3"))
-    with pytest.raises(FormatError, match=r"num_layers 3|counts? the 3 layers"):
-        opened("bridge", bridge)
-
-
-@pytest.mark.parametrize("text", [None, "model: [", "a: &a [1]\nb: *a", "model: 3\nddp: []"])
-def test_without_a_run_config_the_run_is_seen_from_what_is_stored(bridge, text):
-    path = next(bridge.rglob("run_config.yaml"))
-    path.unlink()
-    if text is not None:
-        path.write_text(text)
-    assert differences("bridge", opened("bridge", bridge)) == []
-
-
 def test_a_folder_of_nemo_and_the_only_one_in_a_folder_of_them_open(tmp_path):
     step = tmp_path / "checkpoints" / "run--step=3-last"
     step.mkdir(parents=True)
@@ -94,16 +70,6 @@ def test_a_folder_of_nemo_and_the_only_one_in_a_folder_of_them_open(tmp_path):
     (step / "context").mkdir()
     for path in (step, step.parent, step / "weights"):
         assert differences("mla", opened("mla", path)) == []
-
-
-def test_common_state_that_is_lost_is_asked_for(tmp_path):
-    shutil.copytree(DATA / "mla", tmp_path / "mla")
-    metadata = next((tmp_path / "mla").rglob(".metadata"))
-    metadata.write_bytes(
-        metadata.read_bytes().replace(b"common_state/shard", b"common_stata/shard")
-    )
-    with pytest.raises(FormatError, match="common_state, which megatron-core has in its place"):
-        opened("mla", tmp_path / "mla" / "ckpt")
 
 
 def test_halves_of_masters_whose_order_is_not_proved_are_refused(monkeypatch):
@@ -154,22 +120,3 @@ def next_losses(restored: dict) -> list[float]:
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     return losses
-
-
-def test_a_common_pt_beside_a_common_state_is_of_another_save(tmp_path, bridge):
-    shutil.copytree(DATA / "mla" / "ckpt", tmp_path / "mla")
-    folder = tmp_path / "mla" / "iter_0000003"
-    shutil.copy(next(bridge.rglob("common.pt")), folder)
-    checkpoint = opened("mla", tmp_path / "mla")
-    assert differences("mla", checkpoint) == []
-    (item,) = [item for item in checkpoint.inventory if item.where == "common.pt"]
-    assert item.status == "skipped"
-
-
-def test_a_train_state_of_another_step_is_refused(bridge):
-    path = next(bridge.rglob("iter_*")) / "train_state.pt"
-    change(path, {"step": lambda step: step.__setitem__(..., 4)})
-    with pytest.raises(FormatError, match=r"train_state\.pt.* 4"):
-        opened("bridge", bridge)
-    path.unlink()
-    assert differences("bridge", opened("bridge", bridge)) == []

@@ -60,15 +60,10 @@ def test_an_index_and_a_folder_without_one_open_too_and_a_part_alone_is_refused(
     shutil.copytree(folder, tmp_path / "c")
     (tmp_path / "c" / INDEX).unlink()
     assert {leaf.label for leaf in ucp.open(tmp_path / "c").leaves} == labels
-    first, second, *_ = sorted((tmp_path / "c").glob("*.safetensors"))
-    with pytest.raises(
-        FormatError,
-        match=rf"{first.name} is one of \d+ parts of a model, all beside it: open its folder",
-    ):
+    first = min((tmp_path / "c").glob("*.safetensors"))
+    alone = rf"{first.name} is one of \d+ parts of a model, all beside it: open its folder"
+    with pytest.raises(FormatError, match=alone):
         ucp.open(first)
-    shutil.copy(second, first)
-    with pytest.raises(FormatError, match="is stored twice"):
-        ucp.open(tmp_path / "c")
 
 
 def write(path: Path, header: object, data: bytes = b"") -> Path:
@@ -101,30 +96,6 @@ def test_a_file_that_breaks_a_rule_of_the_format_is_refused(tmp_path, header, da
     path = write(tmp_path / "x.safetensors", header, data)
     with pytest.raises(FormatError, match=message):
         ucp.open(path)
-
-
-@pytest.mark.parametrize("keep", [0, 7, 8, 100])
-def test_a_file_cut_short_is_named(tmp_path, keep):
-    data = next((DATA / "hf_gpt2" / "ckpt").glob("*.safetensors")).read_bytes()
-    (tmp_path / "short.safetensors").write_bytes(data[:keep])
-    with pytest.raises(FormatError, match=r"short\.safetensors"):
-        ucp.open(tmp_path / "short.safetensors")
-
-
-def test_a_missing_file_and_one_of_another_checkpoint_are_named(tmp_path):
-    shutil.copytree(DATA / "hf_gpt2" / "ckpt", tmp_path / "c")
-    first, second = sorted((tmp_path / "c").glob("*.safetensors"))[:2]
-    kept = first.read_bytes()
-    shutil.copy(second, first)
-    with pytest.raises(FormatError, match=r"is stored twice|not of one checkpoint"):
-        ucp.open(tmp_path / "c")
-    first.unlink()
-    with pytest.raises(
-        FormatError, match=f"{INDEX} is of .* files, of which 1 are not beside it: '{first.name}'"
-    ):
-        ucp.open(tmp_path / "c")
-    first.write_bytes(kept)
-    assert ucp.open(tmp_path / "c").leaves
 
 
 @given(st.data())
@@ -186,35 +157,13 @@ def sharded(tmp_path) -> Path:
 
 def test_a_missing_part_in_the_middle_is_a_hole_and_one_rank_alone_is_no_checkpoint(sharded):
     first, second, *_ = sorted(sharded.iterdir())
-    kept = second.read_bytes()
     second.unlink()
-    with pytest.raises(FormatError, match="that of rank 2 is not there"):
-        ucp.open(sharded)
     with pytest.raises(LayoutError, match=r"(?s)/c: param.*hole"):
         ucp.open(sharded, sizes={"ranks": 3})
     with pytest.raises(
         FormatError, match=f"{first.name} holds one rank's parts of tensors .*: open its folder"
     ):
         ucp.open(first)
-    second.write_bytes(kept[:-1])
-    with pytest.raises(FormatError, match=f"{second.name} has {len(kept) - 1} bytes"):
-        ucp.open(sharded)
-
-
-def test_files_of_a_save_by_more_ranks_or_of_another_run_do_not_fit(sharded):
-    last = sorted(sharded.iterdir())[-1]
-    again = sharded / "shard-00005-model-00001-of-00001.safetensors"
-    shutil.copy(last, again)
-    with pytest.raises(
-        FormatError, match=f"is stored twice: .* is in {last.name}:.* and in {again.name}:"
-    ):
-        ucp.open(sharded)
-    again.unlink()
-    shutil.copy(
-        DATA / "dcp_hf_sharded_2d" / "ckpt" / "shard-00004-model-00001-of-00002.safetensors", last
-    )
-    with pytest.raises(UCPError, match=r"overlap|hole|number of axes"):
-        ucp.open(sharded)
 
 
 @given(st.data())
@@ -279,15 +228,6 @@ def test_no_files_of_a_real_save_open_without_the_others(case, tmp_path):
             shutil.copy(file, folder)
         with pytest.raises(UCPError, match=r"may be missing|hole|the model is not whole without"):
             ucp.open(folder)
-
-
-@pytest.mark.parametrize(
-    "name", ["x.bak", of_rank(4) + ".bak", of_rank(5), f"{of_rank(4)[:-12]} (1).safetensors"]
-)
-def test_the_last_rank_s_file_by_another_name_is_missing(sharded, name):
-    (sharded / of_rank(4)).rename(sharded / name)
-    with pytest.raises(FormatError, match=r"shard-00004|a file may be missing"):
-        ucp.open(sharded)
 
 
 # Tensors as FSDP2 cuts them: whole rows, over all ranks.
@@ -368,24 +308,6 @@ def test_an_embedding_shorter_than_its_config_says_has_lost_a_rank(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 12}')
     with pytest.raises(FormatError, match=r"ends at row 9, and config\.json says 12"):
         ucp.open(tmp_path)
-
-
-def test_a_file_that_every_rank_wrote_in_turn_is_refused_by_the_total_of_its_index(tmp_path):
-    folder = Path(shutil.copytree(DATA / "dcp_hf_rank0" / "ckpt", tmp_path / "c"))
-    said = json.loads((folder / INDEX).read_text())
-    said["metadata"]["total_size"] *= 2
-    (folder / INDEX).write_text(json.dumps(said))
-    for path in (folder, folder / INDEX):
-        with pytest.raises(FormatError, match=r"total_size 7862, and its files have 3931 bytes"):
-            ucp.open(path)
-
-
-def test_a_file_that_names_count_and_no_rank_has_is_missing(tmp_path):
-    folder = Path(shutil.copytree(DATA / "dcp_hf_sharded_2d" / "ckpt", tmp_path / "c"))
-    for file in folder.glob("*-model-00002-of-00002.safetensors"):
-        file.unlink()
-    with pytest.raises(FormatError, match=r"none has one called model-00002-of-00002"):
-        ucp.open(folder)
 
 
 def test_a_rank_of_any_number_takes_no_time(tmp_path):

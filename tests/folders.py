@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 import ml_dtypes
 import numpy as np
 
+from cases import OF_TESTS
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
 from jax_ucp.codecs.unpickle import walk
 from jax_ucp.errors import FormatError
@@ -54,12 +55,9 @@ Folder = Mapping[str, Entry]
 
 
 def read_folder(path: Path) -> dict[str, bytes]:
-    """The files of a folder, by their path in it."""
-    return {
-        p.relative_to(path).as_posix(): p.read_bytes()
-        for p in sorted(path.rglob("*"))
-        if p.is_file()
-    }
+    """The files of a folder, by their path in it, without what tests keep beside a checkpoint."""
+    files = (p for p in sorted(path.rglob("*")) if p.is_file() and p.name not in OF_TESTS)
+    return {p.relative_to(path).as_posix(): p.read_bytes() for p in files}
 
 
 def write_folder(folder: Folder, path: Path) -> Path:
