@@ -27,11 +27,11 @@ TOLERANCE = 1e-5
 def main(folder: Path) -> int:
     jax.config.update("jax_platforms", "cpu")
     folder.mkdir(parents=True)
-    errors = {
-        "tunix's manager": into_tunix(folder),
-        "tunix' save, in transformers": out_of_tunix(folder),
-        "MaxText's load_params_from_path": into_maxtext(folder),
-    }
+    errors = {"tunix's manager": into_tunix(folder / "tunix", "convert")}
+    errors["tunix's manager, from a link"] = into_tunix(folder / "tunix_link", "link")
+    errors["tunix' save, in transformers"] = out_of_tunix(folder, folder / "tunix_link")
+    errors["MaxText's load_params_from_path"] = into_maxtext(folder / "maxtext", "convert")
+    errors["MaxText's, from a link"] = into_maxtext(folder / "maxtext_link", "link")
     for name, error in errors.items():
         print(f"{name}: logits differ by {error:.1e} of their scale")
     return int(max(errors.values()) > TOLERANCE)
@@ -47,26 +47,26 @@ def off(got: Any, want: np.ndarray) -> float:
     return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
 
 
-def into_tunix(folder: Path) -> float:
+def into_tunix(run: Path, verb: str) -> float:
     """A step that tunix's own manager restores."""
     case = DATA / "torch" / "hf_qwen2"
     layout = ("--root", "", "--variables", "--to-step", 0, "--item", "model_params")
-    command("convert", case / "ckpt", folder / "run", "--mapping", "hf-qwen2-to-tunix", *layout)
+    command(verb, case / "ckpt", run, "--mapping", "hf-qwen2-to-tunix", *layout)
     model, logits = tunix_qwen2(case)
-    step, _ = manager(folder / "run").maybe_restore(model)
+    step, _ = manager(run).maybe_restore(model)
     assert step == 0, step
     tokens, want = equal_logits.truth(case)
     return off(logits(model, tokens), want)
 
 
-def out_of_tunix(folder: Path) -> float:
+def out_of_tunix(folder: Path, run: Path) -> float:
     """What tunix's manager saved, as a folder that transformers loads."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     case = DATA / "torch" / "hf_qwen2"
     model, logits = tunix_qwen2(case)
-    manager(folder / "run").maybe_restore(model)
+    manager(run).maybe_restore(model)
     trained = jax.tree.map(lambda value: value * 1.01, nnx.state(model))
     nnx.update(model, trained)
     saver = manager(folder / "tuned")
@@ -102,11 +102,11 @@ def tunix_qwen2(case: Path) -> tuple[Any, Any]:
     return model, logits
 
 
-def into_maxtext(folder: Path) -> float:
+def into_maxtext(run: Path, verb: str) -> float:
     """A step that MaxText's `load_parameters_path` names."""
     case = DATA / "maxtext" / "gemma3"
-    run, words = folder / "maxtext", ("--root", "params", "--to-step", 0, "--item", "items")
-    command("convert", case / "ckpt", run, "--mapping", "hf-gemma3-to-maxtext", *words)
+    words = ("--root", "params", "--to-step", 0, "--item", "items")
+    command(verb, case / "ckpt", run, "--mapping", "hf-gemma3-to-maxtext", *words)
     config = json.loads((case / "ckpt" / "config.json").read_text())
     tokens, want = equal_logits.truth(case)
     said = maxtext_logits.settings(config)
