@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from distributed import Client, LocalCluster
 
 import jax_ucp as ucp
 from commands import run
 from helpers import digests
-from jax_ucp.cli.main import main
 from worker_kills import COMMANDS, KINDS, MPIEXEC, Campaign, two_workers
 
 DATA = Path(__file__).parent / "data"
@@ -161,10 +159,9 @@ def test_a_scheduler_that_does_not_answer_is_one_error(tmp_path, monkeypatch):
     import dask
 
     with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
-        command = ["convert", str(DATA / CASES["DCP"]), str(tmp_path / "there")]
-        done = CliRunner().invoke(main, [*command, "--scheduler", "tcp://127.0.0.1:9"])
-    assert done.exit_code == 1
-    assert "no Dask scheduler answers at tcp://127.0.0.1:9" in done.stderr
+        command = "convert", DATA / CASES["DCP"], tmp_path / "there"
+        text = run(*command, "--scheduler", "tcp://127.0.0.1:9", code=1)
+    assert "no Dask scheduler answers at tcp://127.0.0.1:9" in text
     assert not (tmp_path / "there").exists()
 
 

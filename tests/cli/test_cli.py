@@ -11,12 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from jax.sharding import PartitionSpec
 
 import jax_ucp as ucp
-from commands import run, run_json
-from jax_ucp.cli.main import main
+from commands import invoke, run, run_json
 
 CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "z2_bf16_dp3"
 
@@ -252,8 +250,7 @@ def test_how_far_it_is_can_be_lines_of_json(command, tmp_path, monkeypatch):
     source = Path(__file__).parents[1] / "data" / "torch" / "hf_llama" / "ckpt"
 
     def lines(*options: str) -> list[dict]:
-        arguments = [command, str(source), str(tmp_path / "out"), "--progress", "json", *options]
-        done = CliRunner().invoke(main, arguments)
+        done = invoke(command, source, tmp_path / "out", "--progress", "json", *options)
         assert done.exit_code == 0, done.output
         return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
 

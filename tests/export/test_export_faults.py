@@ -13,14 +13,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import jax_ucp as ucp
+from commands import invoke, run
 from helpers import MemoryStore, memory
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.checkpoint import Checkpoint
-from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.atomic_folder import new_folder
 from jax_ucp.tree import Key, Leaf
@@ -359,17 +358,10 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
 
 
 def test_the_command_says_what_it_wrote_and_what_it_left_out(tmp_path):
-    run = CliRunner().invoke(main, [
-        "export", str(CASE), str(tmp_path / "out"), "--format", "safetensors", "--dtype", "bfloat16",
-        "--json",
-    ])  # fmt: skip
-    assert run.exit_code == 0, run.output
-    found = json.loads(run.stdout)
+    command = "export", CASE, tmp_path / "out", "--format"
+    result = invoke(*command, "safetensors", "--dtype", "bfloat16", "--json")
+    assert "note: exp_avg, exp_avg_sq, step are left out" in result.stderr
+    found = json.loads(result.stdout)
     assert (found["tensors"], found["files"], found["format"]) == (30, 1, "safetensors")
-    assert "note: exp_avg, exp_avg_sq, step are left out" in run.stderr
     assert {leaf.dtype for leaf in ucp.open(tmp_path / "out").leaves} == {"bfloat16"}
-    again = CliRunner().invoke(
-        main, ["export", str(CASE), str(tmp_path / "out"), "--format", "dcp"]
-    )
-    assert again.exit_code == 1
-    assert "is in use" in again.stderr
+    assert "is in use" in run(*command, "dcp", code=1)

@@ -12,16 +12,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
 from cases import Case, assert_accounted_for
+from commands import run, run_json
 from dcp_writer import Writer
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError
 from jax_ucp.layout.box import Box
 from torch_writer import Storage, Tensor, save
@@ -738,24 +737,15 @@ def test_lists_that_do_not_fit_say_where(change, why):
 def test_the_command_line_takes_an_order_or_a_file_of_lists(tmp_path):
     path, groups = str(DATA / "torch_sorted" / "ckpt.pt"), tmp_path / "groups.json"
     groups.write_text(json.dumps(Case("pairings/torch_sorted").about["groups"]))
-    run = CliRunner().invoke(
-        main, ["convert", path, str(tmp_path / "out"), "--optimizer-groups", str(groups)]
-    )
-    assert run.exit_code == 0, run.output
+    run("convert", path, tmp_path / "out", "--optimizer-groups", groups)
     assert_true(ucp.open(tmp_path / "out"), Case("pairings/torch_sorted").truth(), whole=True)
-    run = CliRunner().invoke(
-        main, ["inspect", path, "--json", "--optimizer-groups", "module-order"]
-    )
-    assert run.exit_code == 0, run.output
-    for word, why in (
-        ("modul-order", "neither module-order nor hf-decay nor a file that can be read"),
-        (str(tmp_path), "neither module-order nor hf-decay nor a file that can be read"),
-    ):
-        run = CliRunner().invoke(main, ["inspect", path, "--optimizer-groups", word])
-        assert run.exit_code == 2
-        assert why in " ".join(run.output.split())
+    run_json("inspect", path, "--optimizer-groups", "module-order")
+    for word in ("modul-order", tmp_path):
+        text = run("inspect", path, "--optimizer-groups", word, code=2)
+        assert "neither module-order nor hf-decay nor a file that can be read" in " ".join(
+            text.split()
+        )
     for text in ("{", '{"a": 1}', "[[1]]", '["a"]', '[["a"], ["a"]]', "[]", "[" * 100_000):
         groups.write_text(text)
-        run = CliRunner().invoke(main, ["inspect", path, "--optimizer-groups", str(groups)])
-        assert run.exit_code == (1 if text in ("[]", '[["a"], ["a"]]') else 2), run.output
-        assert run.exception is None or isinstance(run.exception, SystemExit)
+        code = 1 if text in ("[]", '[["a"], ["a"]]') else 2
+        run("inspect", path, "--optimizer-groups", groups, code=code)

@@ -1,17 +1,15 @@
 """Every format over a network: the same bits as from the disk, few requests, no byte too many."""
 
-import json
 import re
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import dcp_writer
 import jax_ucp as ucp
 from benchmarks import array_cases
 from cases import DATA, every
-from jax_ucp.cli.main import main
+from commands import run, run_json
 from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UCPError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
@@ -218,12 +216,10 @@ def test_a_plan_says_what_is_asked_of_a_network(large):
         ucp.open(f"counted://{folder}/universal")
         asked = {"requests": sum(files.asked.values()), "nbytes": files.nbytes}
     with counted():
-        result = CliRunner().invoke(main, ["plan", f"counted://{folder}/universal", "--json"])
-        opening = json.loads(result.output)["opening"]
+        opening = run_json("plan", f"counted://{folder}/universal")["opening"]
         # Two questions run at once; the answer to one may come in time to answer the other too.
         assert opening["nbytes"] == asked["nbytes"]
         assert abs(opening["requests"] - asked["requests"]) <= 1
-        on_mesh = ["plan", f"counted://{folder}/universal", "--mesh", "x=4", "--hosts", "2"]
-        text = CliRunner().invoke(main, on_mesh).output
+        text = run("plan", f"counted://{folder}/universal", "--mesh", "x=4", "--hosts", "2")
         assert re.search(r"by [34] requests, which brought", text)
         assert "requests: about 48 of all hosts, 24 of one" in text  # 24 files of 1 MiB

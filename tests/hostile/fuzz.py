@@ -39,7 +39,7 @@ import tensorstore as ts
 
 import jax_ucp as ucp
 from cases import DATA, copied
-from commands import outcome
+from commands import invoke
 from hostile import inputs
 from hostile.files import write_database
 from jax_ucp.arrays.checks import verdicts
@@ -232,8 +232,8 @@ def run_command(path: Path, target: Path, command: str) -> None:
     """
     more = {"inspect": ["--all"], "diff": [str(path)], "report": ["-o", f"{target}.html"]}
     more |= {"convert": [str(target)], "export": [str(target)]}
-    code, _ = outcome(command, path, *more.get(command, []))
-    if code:
+    result = invoke(command, path, *more.get(command, []))
+    if result.exit_code:
         raise FormatError("as the command says")
 
 

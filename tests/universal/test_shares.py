@@ -1,6 +1,5 @@
 """A conversion by processes that know nothing of one another."""
 
-import json
 import os
 import random
 import shutil
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from commands import run, run_json
 from helpers import digests, memory
-from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files import local
 from jax_ucp.files.path import file_path
@@ -339,20 +337,14 @@ def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
     memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
 
     def convert(share: str, environment: dict[str, str]) -> dict[str, object]:
-        command = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--json"]
-        for name in [
-            name for name in os.environ if name.startswith(("SLURM", "JOB_", "OMPI", "PMI"))
-        ]:
-            monkeypatch.delenv(name)
-        done = CliRunner().invoke(main, [*command, "--worker", share], env=environment)
-        assert done.exit_code == 0, done.output
-        return json.loads(done.output[done.output.index("{") :])
+        for name in list(os.environ):
+            if name.startswith(("SLURM", "JOB_", "OMPI", "PMI")):
+                monkeypatch.delenv(name)
+        paths = tmp_path / "source", tmp_path / "out"
+        return run_json("convert", *paths, "--worker", share, env=environment)
 
-    slurm = {
-        "SLURM_ARRAY_TASK_ID": "12",
-        "SLURM_ARRAY_TASK_MIN": "10",
-        "SLURM_ARRAY_TASK_COUNT": "6",
-    }
+    slurm = {"SLURM_ARRAY_TASK_ID": "12", "SLURM_ARRAY_TASK_MIN": "10"}
+    slurm["SLURM_ARRAY_TASK_COUNT"] = "6"
     assert convert("auto", slurm)["share"] == [2, 6]
     shutil.rmtree(tmp_path / "out")
     assert convert("auto/4", {"JOB_COMPLETION_INDEX": "3"})["share"] == [3, 4]
@@ -366,9 +358,7 @@ def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
 @pytest.mark.parametrize("share", ["3/3", "1", "auto", "x/2", "-1/2", "1/2/3", "/2"])
 def test_a_worker_that_is_none_is_a_usage_error(share, tmp_path):
     unclear = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "x"}
-    done = CliRunner().invoke(main, ["convert", "a", "b", "--worker", share], env=unclear)
-    assert done.exit_code == 2
-    assert "is not a share" in done.output
+    assert "is not a share" in run("convert", "a", "b", "--worker", share, code=2, env=unclear)
 
 
 def test_a_ledger_of_a_share_is_found_as_an_unfinished_conversion(tmp_path):

@@ -12,16 +12,15 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from cases import Case, names_of
+from commands import run
 from gguf_table import table
 from gguf_writer import Tensor, Written, random_blocks
 from helpers import mesh_of, restored_on
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.cli.main import main
 from jax_ucp.errors import LayoutError, QuantizedWeights
 from jax_ucp.formats.quantized.ggml import TYPES
 from test_read_once import reads_of
@@ -160,12 +159,6 @@ def test_what_a_mapping_moved_goes_back(tmp_path):
 # On the command line.
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(main, list(map(str, arguments)))
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_inspect_begins_with_the_architecture_and_the_type_of_the_file():
     output = run("inspect", Case("gguf/llama_q8_0").path)
     assert re.search(r"GGUF v3, llama, Q8_0", output)
@@ -184,11 +177,8 @@ def test_convert_writes_the_dequantised_weights(tmp_path):
 
 
 def test_without_a_word_quantised_weights_are_refused(tmp_path):
-    result = CliRunner().invoke(
-        main, ["convert", str(Case("gguf/llama_k").path), str(tmp_path / "out")]
-    )
-    assert result.exit_code == 1
-    assert "--dequantize" in result.output
+    text = run("convert", Case("gguf/llama_k").path, tmp_path / "out", code=1)
+    assert "--dequantize" in text
     assert not (tmp_path / "out").exists()
     with pytest.raises(QuantizedWeights, match=r"token_embd.weight \(ggml Q"):
         ucp.open(Case("gguf/llama_k").path).map("gguf-llama-to-hf")

@@ -13,15 +13,14 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
+from commands import run
 from dcp_writer import Writer
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.cli.main import main
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.formats.huggingface.quantization import declared, settle
 from jax_ucp.layout.box import Box
@@ -423,31 +422,20 @@ def test_the_weights_that_are_not_quantised_are_restored_by_themselves(tmp_path)
 
 
 def test_commands_refuse_with_the_reason_and_keep_parts_on_request(tmp_path):
-    source = str(
-        shutil.copytree(CASES_DATA / "folders" / "quant_fp8block" / "ckpt", tmp_path / "c")
-    )
-    commands = (["convert", source, str(tmp_path / "out")], ["plan", source])
-    for command in (
-        *commands,
-        ["export", source, str(tmp_path / "out"), "--format", "safetensors"],
-    ):
-        result = CliRunner().invoke(main, command)
-        assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
-        assert "3 weights are quantised: param/w.weight" in result.stderr
-        assert "--no-dequantize" in result.stderr
-    assert not (tmp_path / "out").exists()
-    assert "they are refused as weights" in CliRunner().invoke(main, ["inspect", source]).stdout
+    source, out = tmp_path / "c", tmp_path / "out"
+    shutil.copytree(CASES_DATA / "folders" / "quant_fp8block" / "ckpt", source)
+    commands = ("convert", source, out), ("plan", source)
+    for command in (*commands, ("export", source, out, "--format", "safetensors")):
+        text = run(*command, code=1)
+        assert "3 weights are quantised: param/w.weight" in text
+        assert "--no-dequantize" in text
+    assert not out.exists()
+    assert "they are refused as weights" in run("inspect", source)
     for command in commands:
-        result = CliRunner().invoke(main, [*command, "--no-dequantize"])
-        assert result.exit_code == 0, result.output
-        assert "3 quantised weights are kept as the parts that are stored" in result.output
-    assert {
-        leaf.label for leaf in ucp.open(tmp_path / "out").leaves if leaf.label.startswith("param/")
-    } == {
-        "param/b",
-        "param/e8m0",
-        "param/i8",
-    }
+        text = run(*command, "--no-dequantize")
+        assert "3 quantised weights are kept as the parts that are stored" in text
+    labels = {leaf.label for leaf in ucp.open(out).leaves if leaf.label.startswith("param/")}
+    assert labels == {"param/b", "param/e8m0", "param/i8"}
 
 
 @pytest.mark.parametrize("said", [True, "int8", 0])

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from cases import DATA, Case, assert_accounted_for, names_of
-from jax_ucp.cli.main import main
+from commands import invoke
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from torch_writer import Storage, Tensor
 from torch_writer import save as torch_save
@@ -605,14 +604,9 @@ WRITER = "a training checkpoint of transformers' Trainer at step 4 (trainer_stat
 @pytest.mark.parametrize("command", ["convert", "plan", "export"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_commands_print_what_was_left_aside(trainer, tmp_path, command, as_json):
-    more = {
-        "convert": [str(tmp_path / "out")],
-        "plan": [],
-        "export": [str(tmp_path / "out"), "--format", "safetensors"],
-    }
-    result = CliRunner().invoke(
-        main, [command, str(trainer), *more[command], *(["--json"] if as_json else [])]
-    )
+    out = tmp_path / "out"
+    more = {"convert": [out], "plan": [], "export": [out, "--format", "safetensors"]}[command]
+    result = invoke(command, trainer, *more, *(["--json"] if as_json else []))
     assert result.exit_code == 0, result.output
     assert WRITER in (result.output if command == "plan" else result.stderr)
     if as_json and command != "export":

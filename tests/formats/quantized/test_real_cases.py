@@ -10,14 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
 from cases import Case, names_of
+from commands import run
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.cli.main import main
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.layout.box import Box
 from quantized_cases import weight_of
@@ -134,20 +133,15 @@ def test_a_slice_reads_no_more_of_codes_than_its_share(case):
 
 
 def test_the_command_line_dequantises_and_names_what_it_did(tmp_path):
-    source = str(DATA / "gptq_4" / "ckpt")
-    invoke = partial(CliRunner().invoke, main)
-    refused = invoke(["convert", source, str(tmp_path / "no")])
-    assert refused.exit_code == 1
-    assert "--dequantize" in refused.stderr
-    done = invoke(["convert", source, str(tmp_path / "out"), "--dequantize", "float16"])
-    assert done.exit_code == 0, done.output
-    assert "weights are stored quantised (GPTQ or AWQ)" in done.output
-    assert "dequantised to float16" in done.output
+    source = DATA / "gptq_4" / "ckpt"
+    assert "--dequantize" in run("convert", source, tmp_path / "no", code=1)
+    text = run("convert", source, tmp_path / "out", "--dequantize", "float16")
+    assert "weights are stored quantised (GPTQ or AWQ)" in text
+    assert "dequantised to float16" in text
     for label, want in truth_of("gptq_4").items():
         assert same_bits(ucp.open(tmp_path / "out").read(label), np.ascontiguousarray(want))
-    both = invoke(["inspect", source, "--dequantize", "bfloat16", "--no-dequantize"])
-    assert both.exit_code == 2
-    assert "contradict each other" in both.stderr
+    text = run("inspect", source, "--dequantize", "bfloat16", "--no-dequantize", code=2)
+    assert "contradict each other" in text
 
 
 def test_a_mapping_works_on_top(tmp_path):
