@@ -207,8 +207,8 @@ def match(
             " names"
         )
     faults = [_missing(node, left.values(), missing == "keep") for node in lacking]
-    differences = [(node.label, _difference(node, leaf, cast, narrow)) for node, leaf in pairs]
-    faults += [f"{label}: {difference}" for label, difference in differences if difference]
+    differences = ((node, _difference(node, leaf, cast, narrow)) for node, leaf in pairs)
+    faults += [f"{node.label}: {difference}" for node, difference in differences if difference]
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
     if faults:
         remedy = "To leave out what the target lacks, restore with partial=True." if extra else ""
@@ -226,6 +226,9 @@ def _key_of_data(node: TreeNode, leaf: Leaf) -> TreeNode:
     return replace(node, value=Abstract(shape, key_dtype(leaf), sharding=sharding))
 
 
+_NNX_VALUE = Key("attr", "value")
+
+
 def _names(node: TreeNode) -> Iterator[tuple[str, ...]]:
     """The paths under which a checkpoint may have a leaf of a target: its own, and without, or
     with, the `value` of an NNX variable. A tree cannot have two of them.
@@ -234,7 +237,7 @@ def _names(node: TreeNode) -> Iterator[tuple[str, ...]]:
     """
     names = tuple(map(str, node.path))
     yield names
-    if node.path and node.path[-1] == Key("attr", "value"):
+    if node.path and node.path[-1] == _NNX_VALUE:
         yield names[:-1]
     else:
         yield (*names, "value")
