@@ -258,7 +258,7 @@ class Targets:
         self.dcp_items = self._dcp()
         self.folders = [*map(self._copied, CASES), self.dcp]
         self.ours = [self._ours("plain", 1000), self._ours("packed", 2), self._imported()]
-        self.ours += [self._model("plain"), self._model("packed")]
+        self.ours += [self._model("plain"), self._model("packed"), self._linked()]
         self.stock = list(map(self._copied, STOCK_CASES))
         self.databases = [x for x in self.stock if (x / MANIFEST_FILE).exists()]
         self.indexed = [self._index(folder) for folder in [*self.folders[:3], self.dcp]]
@@ -323,6 +323,12 @@ class Targets:
         """
         checkpoint = ucp.open(DATA / "deepspeed/tp2_dp1_z1_fp32_gqa")
         return Path(checkpoint.map(renaming_nothing(checkpoint)).save(self.work / "imported").path)
+
+    def _linked(self) -> Path:
+        """A link to a folder of safetensors, with checksums; some of its leaves are copied."""
+        source = DATA / "torch" / "hf_llama" / "ckpt"
+        mapped = ucp.open(source).map("hf-llama2-to-maxtext")
+        return Path(mapped.link(self.work / "linked", checksum=True).path)
 
     def _model(self, name: str) -> Path:
         """A universal checkpoint of parameters and moments only, which can be mapped and
