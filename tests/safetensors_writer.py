@@ -11,12 +11,17 @@ from jax_ucp.formats.safetensors.reader import _DTYPES
 _NAMES = {np.dtype(dtype).name: name for name, dtype in _DTYPES.items()}
 
 
-def write_safetensors(
-    path: Path,
+def file_of(header: bytes | object, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file that begins with the length of its header, or with another."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def safetensors(
     arrays: Mapping[str, np.ndarray],
     metadata: Mapping[str, str] | None = None,
     dtypes: Mapping[str, tuple[str, int]] | None = None,
-) -> None:
+) -> bytes:
     """`dtypes` are what the header says instead: a dtype, and the length of the last axis in it."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     data = b""
@@ -27,5 +32,12 @@ def write_safetensors(
         offsets = [len(data), len(data) + array.nbytes]
         header[name] = {"dtype": said, "shape": shape, "data_offsets": offsets}
         data += np.ascontiguousarray(array).tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return file_of(header, data)
+
+
+def write_safetensors(
+    path: Path, arrays: Mapping[str, np.ndarray], *more: object, **how: object
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(safetensors(arrays, *more, **how))
+    return path

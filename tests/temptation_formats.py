@@ -18,6 +18,7 @@ import numpy as np
 
 import jax_ucp as ucp
 from folders import Link, dtype_of, stored_tensors
+from safetensors_writer import file_of
 from temptation_mistakes import (
     ABSENT,
     DAMAGED,
@@ -240,7 +241,7 @@ def _with_header(data: bytes, header: Mapping[str, Any]) -> bytes:
     body = data[8 + int.from_bytes(data[:8], "little") :]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + body
+    return file_of(text, body)
 
 
 # A shard of another save, in another dtype.

@@ -23,6 +23,7 @@ import numpy as np
 
 import jax_ucp as ucp
 from folders import EmptyFolder, Entry, Folder, Link
+from safetensors_writer import safetensors
 from temptation_subjects import Subject
 
 # Of the files of one role, which differ in numbers alone, how many are tried.
@@ -652,10 +653,7 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
 
 
 def _small_safetensors() -> bytes:
-    header = json.dumps(
-        {"lora.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
-    ).encode()
-    return len(header).to_bytes(8, "little") + header + np.arange(4, dtype=np.float32).tobytes()
+    return safetensors({"lora.weight": np.arange(4, dtype=np.float32).reshape(2, 2)})
 
 
 # Files exchanged, and of other steps, runs, ranks and models.

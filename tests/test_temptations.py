@@ -27,6 +27,7 @@ from folders import (
     sibling,
     write_folder,
 )
+from safetensors_writer import safetensors
 from temptation_invisible import INVISIBLE, Case, shown_by
 from temptation_mistakes import MISTAKES
 from temptation_subjects import FORMATS, subjects
@@ -286,13 +287,9 @@ def test_a_wrong_checksum_a_wrong_root_and_another_shape_are_not_invisible():
 
 
 def test_a_safetensors_file_has_no_checksum_but_a_name_in_an_index_is_stored_twice():
-    header = json.dumps({"w": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}).encode()
-    named = header.replace(b'"w"', b'"v"')
     index = json.dumps({"weight_map": {"w": "a.safetensors"}}).encode()
-    before, values, name = (
-        {"a.safetensors": len(h).to_bytes(8, "little") + h + x.tobytes()}
-        for h, x in ((header, X), (header, Y), (named, X))
-    )
+    stored = safetensors({"w": X}), safetensors({"w": Y}), safetensors({"v": X})
+    before, values, name = ({"a.safetensors": data} for data in stored)
     assert "a format without checksums" in invisible(before, values, {"['w']": Y}, {"['w']": X})
     assert invisible(before, name, {"['v']": X}, {"['w']": X}) == {"a name without a checksum"}
     more = {"model.safetensors.index.json": index}
@@ -303,9 +300,7 @@ INDEX = json.dumps({"metadata": {"total_size": 256}, "weight_map": {"w": "a.safe
 
 
 def tensors(values: np.ndarray) -> bytes:
-    about = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [0, values.nbytes]}
-    header = json.dumps({"w": about}).encode()
-    return len(header).to_bytes(8, "little") + header + values.tobytes()
+    return safetensors({"w": values})
 
 
 @pytest.mark.parametrize(("after", "shown"), [

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import jax_ucp as ucp
 from commands import invoke, run, run_json
+from safetensors_writer import write_safetensors
 
 CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "z2_bf16_dp3"
 
@@ -157,11 +158,7 @@ def test_a_rule_for_a_numpy_array_is_said_not_to_put_it_on_the_mesh(tmp_path):
 
 def test_a_conversion_for_a_mesh_is_read_there_without_a_byte_in_vain(tmp_path):
     want = np.random.default_rng(0).normal(size=(2048, 512)).astype(np.float32)
-    entry = {"dtype": "F32", "shape": want.shape, "data_offsets": [0, want.nbytes]}
-    header = json.dumps({"kernel": entry}).encode()
-    (tmp_path / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + want.tobytes()
-    )
+    write_safetensors(tmp_path / "model.safetensors", {"kernel": want})
     mesh = ("--mesh", "data=2,model=32", "--rule", "kernel$=data,model", "--hosts", 32)
     run("convert", tmp_path / "model.safetensors", tmp_path / "any")
     text = run("convert", tmp_path / "any", tmp_path / "cut", *mesh, "--rule", "nothing=data")

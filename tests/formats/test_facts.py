@@ -20,6 +20,7 @@ from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.facts import Facts
 from jax_ucp.layout.box import Box
+from safetensors_writer import write_safetensors
 from torch_writer import save
 
 
@@ -124,10 +125,8 @@ def test_places_in_the_data_are_the_ranks_own(tmp_path, name, values):
 
 def test_headers_of_safetensors_say_one_step(tmp_path):
     for i, step in enumerate(("100", "200")):
-        tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-        header = json.dumps({"__metadata__": {"global_step": step}, f"w{i}": tensor}).encode()
-        data = struct.pack("<Q", len(header)) + header + bytes(4)
-        (tmp_path / f"part_{i}.safetensors").write_bytes(data)
+        arrays, metadata = {f"w{i}": np.zeros(1, np.float32)}, {"global_step": step}
+        write_safetensors(tmp_path / f"part_{i}.safetensors", arrays, metadata)
     index = {"weight_map": {f"w{i}": f"part_{i}.safetensors" for i in range(2)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(

@@ -68,6 +68,12 @@ def stock(path: Path, name: str = "plain") -> Path:
     return Path(shutil.copytree(STOCK / name, path))
 
 
+def stock_entry(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a `_METADATA` says of the leaf with this key."""
+    entries = content["tree_metadata"].values()
+    return next(entry for entry in entries if entry["key_metadata"][-1]["key"] == name)
+
+
 def changed_json(file: Path, change: Callable[[Any], Any]) -> None:
     content = json.loads(file.read_bytes())
     file.write_text(json.dumps(change(content) or content))

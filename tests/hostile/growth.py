@@ -41,6 +41,7 @@ from jax_ucp.inspection.report import inspection
 from jax_ucp.mapping.rules import Mapping
 from jax_ucp.name_patterns import NamePatterns
 from jax_ucp.shard_spec.notation import parse
+from safetensors_writer import file_of
 
 SIZES = 40_000, 320_000
 MEMORY_BYTES = 1 << 30
@@ -512,7 +513,7 @@ def mapped(folder: Path) -> Read:
     """Names that a mapping's placeholders could part in many ways."""
 
     def read(data: bytes) -> None:
-        (folder / "m.safetensors").write_bytes(inputs.sized(data))
+        (folder / "m.safetensors").write_bytes(file_of(data))
         for pattern in ("{a}.{b}.{c}.{d}.w", "{a}{b}x"):
             rule = {"param": pattern, "leaf": pattern}
             ucp.open(folder / "m.safetensors").map(Mapping.from_dict({"leaves": [rule]}))
@@ -558,7 +559,7 @@ def families(work: Path, wanted: Sequence[str] = ()) -> dict[str, Family]:
             (work / title / file).write_bytes(data)
         return work / title
 
-    weights = inputs.sized(f'{{"w":{EMPTY}}}'.encode())
+    weights = file_of(f'{{"w":{EMPTY}}}'.encode())
     ours = saved(work / "ours", {"a": [1.0, 2.0]})
     stock = Path(shutil.copytree(STOCK / "plain", work / "stock"))
     zarr = min(stock.rglob(".zarray")).relative_to(stock)
@@ -566,7 +567,7 @@ def families(work: Path, wanted: Sequence[str] = ()) -> dict[str, Family]:
     (index / "config.json").write_text("{}")
     names = counted('"w%(i)05d":"model.safetensors"', '{"weight_map":{', "}}")
     objects = {title: in_an_object(make) for title, make in JSON_VALUES.items()}
-    headers = {t: lambda size, m=make: inputs.sized(m(size)) for t, make in HEADERS.items()}
+    headers = {t: lambda size, m=make: file_of(m(size)) for t, make in HEADERS.items()}
     config = opened(folder("config", "model.safetensors", weights), "config.json")
     adapter = folder("adapter", "adapter_model.safetensors", weights)
     table = opened(folder("dcp", "__0_0.distcp", bytes(1 << 20)), ".metadata")

@@ -27,6 +27,7 @@ import yaml
 from gguf_writer import Tensor, Written
 from hostile.files import sealed
 from jax_ucp.codecs.tensor_names import NAMES
+from safetensors_writer import file_of
 
 # A name that must never be called; `fuzz.py` puts a module there that takes note if it is.
 TRAP = "ucp_trap.spring"
@@ -388,11 +389,6 @@ CONFIG = {
 TWICE = b',"b":{"dtype":"BF16","shape":[5],"data_offsets":[24,34]}}'
 
 
-def sized(header: bytes, length: int | None = None) -> bytes:
-    """The header of a file of safetensors, with its length or another before it."""
-    return struct.pack("<Q", len(header) if length is None else length) + header
-
-
 def json_text(value: Any, **more: Any) -> bytes:
     return json.dumps(value, **more).encode("utf-8", "surrogatepass")
 
@@ -414,7 +410,7 @@ def safetensors_file(rng: Random) -> bytes:
     if rng.random() > 0.9:
         length = rng.choice([len(text) + 1, len(text) - 1, *NUMBERS]) % (1 << 64)
     data = bytes(range(34)) if rng.random() < 0.9 else rng.randbytes(rng.choice([0, 33, 35]))
-    return sized(text, length) + data
+    return file_of(text, data, length)
 
 
 def safetensors_index(rng: Random) -> bytes:
@@ -475,7 +471,7 @@ def _spoilt_file(rng: Random, file: bytes, in_header: bool) -> bytes:
     if isinstance(entry, dict) and name == "__metadata__":
         texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in entry.items()}
         header[name] = texts
-    return sized(_text(header, b"{}")) + file[start:]
+    return file_of(_text(header, b"{}"), file[start:])
 
 
 # GGUF

@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,50 +20,73 @@ from hostile.files import little_memory, saved
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, UCPError
 
-Open = Callable[[Path], ucp.Checkpoint]
-
-CASES = [
-    *(
-        Case(name)
-        for name in (
-            "deepspeed/z1_bf16_dp2", "deepspeed/z0_bf16_dp1", "deepspeed_universal/z3_bf16_dp2_frozen_tied",
-            "deepspeed_writers/nvme_z3_small_dp2", "dtensors/accelerate_llama", "dtensors/verl_llama",
-            "gguf/qwen2_split", "jax/orbax01110-manager_step", "jax/orbax01110-pytree_values_ocdbt_zarr3",
-            "jax/orbax0128-flax_msgpack_file", "jax/orbax05-aggregate", "jax/orbax05-flax_chunked",
-            "jax/orbax05-flax_msgpack", "jax/orbax05-paxml", "jax/orbax05-t5x", "megatron/dist_pp2_vpp2_fp32",
-            "megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron/torch_dcp_te_bf16",
-            "torch/dcp_file_per_item", "torch/dcp_hf_consolidated", "torch/hf_llama",
-            "trainers/accelerate_bin", "trainers/accelerate_two_proof", "trainers/lightning_gan",
-            "trainers/small_llama",
-        )
-    )
-]  # fmt: skip
-PLAIN = [
+LABELS = (
+    "deepspeed/z1_bf16_dp2", "deepspeed/z0_bf16_dp1", "deepspeed_universal/z3_bf16_dp2_frozen_tied",
+    "deepspeed_writers/nvme_z3_small_dp2", "dtensors/accelerate_llama", "dtensors/verl_llama",
+    "gguf/qwen2_split", "jax/orbax01110-manager_step", "jax/orbax01110-pytree_values_ocdbt_zarr3",
+    "jax/orbax0128-flax_msgpack_file", "jax/orbax05-aggregate", "jax/orbax05-flax_chunked",
+    "jax/orbax05-flax_msgpack", "jax/orbax05-paxml", "jax/orbax05-t5x", "megatron/dist_pp2_vpp2_fp32",
+    "megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron/torch_dcp_te_bf16", "torch/dcp_file_per_item",
+    "torch/dcp_hf_consolidated", "torch/hf_llama", "trainers/accelerate_bin",
+    "trainers/accelerate_two_proof", "trainers/lightning_gan", "trainers/small_llama",
+)  # fmt: skip
+PLAIN = (
     "adapters/lora/adapter", "folders/diffusers_idx/ckpt", "folders/hf_bin_noindex/ckpt",
     "megatron/old0153_tp2_zarr_fp32/ckpt", "orbax/ocdbt", "orbax/plain",
-]  # fmt: skip
+)  # fmt: skip
 
 
-@pytest.fixture(params=[*CASES, *PLAIN, "universal"], ids=str)
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Open]:
-    """A copy of a checkpoint, and what opens one of its kind."""
-    source, place = request.param, tmp_path / "named"
-    if source == "universal":
-        tree = {"a": np.arange(3), "b": [np.ones(2), 1.5, "text"]}
-        return saved(place, tree), ucp.open
-    path, open_at = (
-        (DATA / source, ucp.open) if isinstance(source, str) else (source.path, source.open)
-    )
-    is_file = path.is_file()
-    copied(path.parent if is_file else path, place)
-    return place / path.name if is_file else place, open_at
+@dataclass
+class Copy:
+    """A copy of a checkpoint: its folder, the name in it of what is opened, and what opens one."""
+
+    folder: Path
+    name: str
+    opener: Callable[[Path], ucp.Checkpoint]
+
+    def __post_init__(self) -> None:
+        self.want = arrays(self.open())
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
+
+    def open(self) -> ucp.Checkpoint:
+        return self.opener(self.path)
+
+    def said(self) -> str:
+        """The notes of a checkpoint that opens as it was, or why it is refused."""
+        try:
+            opened = self.open()
+        except UCPError as error:
+            return str(error)
+        assert_same(opened, self.want)
+        return "\n".join(opened.notes)
+
+    def kinds_of_files(self) -> list[Path]:
+        """One file of each kind of name, of those that have bytes and are the checkpoint's."""
+        return _one_of_each_kind(
+            x for x in self.folder.rglob("*") if x.is_file() and x.stat().st_size
+        )
+
+    def kinds_of_folders(self) -> list[Path]:
+        return _one_of_each_kind(path for path in self.folder.rglob("*") if path.is_dir())
 
 
-def kinds_of_files(folder: Path) -> list[Path]:
-    """One file of each kind of name, of those that have bytes and are the checkpoint's."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-    of_kind = {re.sub(r"\d+", "0", path.name): path for path in files}
+def _one_of_each_kind(paths: Iterable[Path]) -> list[Path]:
+    of_kind = {re.sub(r"\d+", "0", path.name): path for path in sorted(paths, reverse=True)}
     return [of_kind[kind] for kind in sorted(of_kind)]
+
+
+@pytest.fixture(params=[*map(Case, LABELS), *PLAIN, "universal"], ids=str)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
+    source, folder = request.param, tmp_path / "named"
+    if source == "universal":
+        saved(folder, {"a": np.arange(3), "b": [np.ones(2), 1.5, "text"]})
+        return Copy(folder, "", ucp.open)
+    path, opener = (DATA / source, ucp.open) if source in PLAIN else (source.path, source.open)
+    copied(path.parent if path.is_file() else path, folder)
+    return Copy(folder, path.name if path.is_file() else "", opener)
 
 
 def arrays(opened: ucp.Checkpoint) -> dict[str, np.ndarray]:
@@ -75,23 +99,14 @@ def assert_same(opened: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
     assert all(same_bits(found[label], want[label]) for label in want)
 
 
-def opened_or_refused(open_it: Callable[[], ucp.Checkpoint], want: dict[str, np.ndarray]) -> str:
-    """The notes of a checkpoint that opens as it was, or why it is refused."""
-    try:
-        opened = open_it()
-    except UCPError as error:
-        return str(error)
-    assert_same(opened, want)
-    return "\n".join(opened.notes)
-
-
-_outside: set[str] = set()
-_read: list[str] = []
+_outside: list[Path] = []
+_read: list[Path] = []
 
 
 def _watch(event: str, args: tuple) -> None:
     if event == "open" and _outside and isinstance(args[0], str):
-        _read.extend({os.path.realpath(args[0])} & _outside)
+        path = Path(os.path.realpath(args[0]))
+        _read.extend(path for outside in _outside if path.is_relative_to(outside))
 
 
 sys.addaudithook(_watch)
@@ -100,7 +115,7 @@ sys.addaudithook(_watch)
 @contextmanager
 def nothing_is_read_of(path: Path) -> Iterator[None]:
     """TensorStore opens files that no hook hears of; its formats refuse links before."""
-    _outside.add(str(path))
+    _outside.append(path)
     _read.clear()
     try:
         yield
@@ -110,25 +125,24 @@ def nothing_is_read_of(path: Path) -> Iterator[None]:
 
 
 def test_a_link_out_of_the_folder_is_refused_for_each_file_of_each_format(checkpoint, tmp_path):
-    path, open_at = checkpoint
-    named = path.parent if path.is_file() else path
-    want, noted = arrays(open_at(path)), _files_of(open_at(path))
-    for file in kinds_of_files(named):
-        if file == path:
+    """Also of a folder in it."""
+    read = files_of(checkpoint.open())
+    for path in (*checkpoint.kinds_of_files(), *checkpoint.kinds_of_folders()):
+        if path == checkpoint.path:
             continue  # it is what the user names
         outside = tmp_path / "outside"
-        shutil.move(file, outside)
-        file.symlink_to(outside)
+        shutil.move(path, outside)
+        path.symlink_to(outside)
         with nothing_is_read_of(outside):
-            said = opened_or_refused(lambda: open_at(path), want)
-        is_named = f"{file} is a link to {outside}, outside the checkpoint" in said
-        assert is_named or str(file) not in noted  # what is not read need not be refused
-        file.unlink()
-        shutil.move(outside, file)
-    assert_same(open_at(path), want)
+            said = checkpoint.said()
+        if f"{path} is a link to {outside}, outside the checkpoint" not in said:
+            assert not any(Path(file).is_relative_to(path) for file in read)  # which is not needed
+        path.unlink()
+        shutil.move(outside, path)
+    assert_same(checkpoint.open(), checkpoint.want)
 
 
-def _files_of(opened: ucp.Checkpoint) -> set[str]:
+def files_of(opened: ucp.Checkpoint) -> set[str]:
     """The files that it is read from."""
     return {url for url, _, _ in opened._contents.files.identities()}
 
@@ -162,59 +176,74 @@ def test_steps_of_a_run_may_be_links_to_each_other_where_the_run_is_named(tmp_pa
 
 
 def test_links_inside_the_folder_are_followed_in_each_format(checkpoint):
-    path, open_at = checkpoint
-    named = path.parent if path.is_file() else path
-    want = arrays(open_at(path))
-    (named / ".kept").mkdir()
-    for number, file in enumerate(kinds_of_files(named)):
-        kept = named / ".kept" / str(number)
+    (checkpoint.folder / ".kept").mkdir()
+    for number, file in enumerate(checkpoint.kinds_of_files()):
+        kept = checkpoint.folder / ".kept" / str(number)
         file.rename(kept)
         file.symlink_to(os.path.relpath(kept, file.parent))
-    assert_same(open_at(path), want)
+    assert_same(checkpoint.open(), checkpoint.want)
+
+
+def test_links_into_a_hub_s_blobs_are_followed_in_each_format_and_no_further(checkpoint, tmp_path):
+    """A Hugging Face cache has nothing but links, from each snapshot to the blobs beside the
+    snapshots.
+    """
+    hub = tmp_path / "hub" / "models--org--name"
+    shutil.move(checkpoint.folder, hub / "snapshots" / ("0" * 40) / "step")
+    checkpoint.folder = hub / "snapshots" / ("0" * 40) / "step"
+    (hub / "blobs").mkdir()
+    for number, file in enumerate([x for x in checkpoint.folder.rglob("*") if x.is_file()]):
+        file.rename(hub / "blobs" / str(number))
+        file.symlink_to(os.path.relpath(hub / "blobs" / str(number), file.parent))
+    assert_same(checkpoint.open(), checkpoint.want)
+    read = files_of(checkpoint.open())
+    for file in checkpoint.kinds_of_files():
+        if file == checkpoint.path:
+            continue
+        blob, outside = file.resolve(), tmp_path / "outside"
+        blob.rename(outside)
+        blob.symlink_to(outside)
+        with nothing_is_read_of(outside):
+            said = checkpoint.said()
+        assert "outside the checkpoint" in said or str(file) not in read
+        blob.unlink()
+        outside.rename(blob)
 
 
 @pytest.mark.timeout(120)
 def test_a_fifo_in_place_of_a_file_is_not_waited_for_in_any_format(checkpoint, tmp_path):
-    path, open_at = checkpoint
-    named = path.parent if path.is_file() else path
-    want = arrays(open_at(path))
-    for file in kinds_of_files(named):
+    for file in checkpoint.kinds_of_files():
         kept = tmp_path / "kept"
         shutil.move(file, kept)
         os.mkfifo(file)
-        opened_or_refused(lambda: open_at(path), want)
+        checkpoint.said()
         file.unlink()
         shutil.move(kept, file)
 
 
 SPARSE_BYTES = 1 << 41
-NAMED = ("config.json", "model.safetensors.index.json", ".metadata", "ucp.json", "latest")
-NAMED += (".zarray", "trainer_state.json")
-NAMED += (
-    "latest_checkpointed_iteration.txt",
-    "adapter_config.json",
+NAMED = (
+    "config.json", "model.safetensors.index.json", ".metadata", "ucp.json", "latest", ".zarray",
+    "trainer_state.json", "latest_checkpointed_iteration.txt", "adapter_config.json",
     "pytorch_model.bin.index.json",
-)
+)  # fmt: skip
 
 
 def test_a_file_that_is_too_large_to_be_read_whole_is_refused_before_in_any_format(checkpoint):
     """Each file gets zeros at its end that take no space on the disk."""
-    path, open_at = checkpoint
-    named = path.parent if path.is_file() else path
-    want = arrays(open_at(path))
-    for file in kinds_of_files(named):
+    for file in checkpoint.kinds_of_files():
         size = file.stat().st_size
         os.truncate(file, SPARSE_BYTES)
         try:
             with little_memory():
-                said = opened_or_refused(lambda: open_at(path), want)
+                said = checkpoint.said()
         except MemoryError:
             raise AssertionError(f"{file} is read whole") from None
         if file.name in NAMED:
             assert f"{file} has {SPARSE_BYTES:,} bytes" in said
             assert "not JSON" not in said
         os.truncate(file, size)
-    assert_same(open_at(path), want)
+    assert_same(checkpoint.open(), checkpoint.want)
 
 
 def test_a_file_that_names_another_is_short(tmp_path):

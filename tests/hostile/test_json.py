@@ -4,15 +4,14 @@ then asked for, and no half of a checkpoint.
 
 import json
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from cases import DATA
-from jax_ucp.cli.main import main
+from cases import DATA, copied
+from commands import invoke
 from jax_ucp.json_text import MAX_JSON_DEPTH
+from safetensors_writer import file_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,19 +58,16 @@ def with_value(text: bytes, value: str) -> bytes:
     return b'{"x":' + value.encode() + b"," + text.lstrip()[1:]
 
 
-def copied(tmp_path: Path, kind: str) -> tuple[Path, Path]:
+def copy_of(tmp_path: Path, kind: str) -> tuple[Path, Path]:
     case, name = FILES[kind]
-    folder = tmp_path / "ckpt"
-    shutil.copytree(DATA / case, folder)
+    folder = copied(DATA / case, tmp_path / "ckpt")
     return folder, next(path for path in sorted(folder.rglob(name)) if path.is_file())
 
 
 def refusal(path: Path, command: str) -> str:
     """What a command says of a checkpoint; nothing if it does what it is for."""
     words = [word.format(path) for word in COMMANDS[command]]
-    result = CliRunner().invoke(main, [*command.split()[:1], str(path), *words])
-    assert result.exception is None or isinstance(result.exception, SystemExit), command
-    assert all(character.isprintable() or character == "\n" for character in result.output)
+    result = invoke(*command.split()[:1], path, *words)
     if result.exit_code:
         assert not any(path.parent.glob(f"{path.name}.*")), "something was written"
     return result.output if result.exit_code else ""
@@ -82,7 +78,7 @@ def refusal(path: Path, command: str) -> str:
 def test_a_value_that_no_writer_writes_is_carried_or_refused_by_every_command(
     tmp_path, kind, value
 ):
-    folder, file = copied(tmp_path, kind)
+    folder, file = copy_of(tmp_path, kind)
     file.write_bytes(with_value(file.read_bytes(), VALUES[value]))
     for command in COMMANDS:
         refusal(folder, command)
@@ -93,7 +89,7 @@ def test_a_value_that_no_writer_writes_is_carried_or_refused_by_every_command(
 @pytest.mark.parametrize("value", REFUSED)
 @pytest.mark.parametrize("kind", ["a config", "an index", "a trainer's state"])
 def test_what_can_be_neither_walked_nor_written_is_refused_where_it_is_read(tmp_path, kind, value):
-    folder, file = copied(tmp_path, kind)
+    folder, file = copy_of(tmp_path, kind)
     before = file.read_bytes()
     file.write_bytes(with_value(before, nested(MAX_JSON_DEPTH - 1)))
     assert not refusal(folder, "inspect")
@@ -110,6 +106,6 @@ def test_a_header_of_safetensors_is_refused_likewise(tmp_path, where, value):
     header = {"w": tensor, "x": "?"} if where == "header" else {"w": tensor, "__metadata__": "?"}
     text = json.dumps(header).replace('"?"', VALUES[value]).encode()
     file = tmp_path / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    file.write_bytes(file_of(text, bytes(16)))
     for command in COMMANDS:
         assert "the header is not as the format has it" in refusal(file, command)

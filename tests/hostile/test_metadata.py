@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from hostile.files import changed_json, resealed, stock
+from hostile.files import changed_json, resealed, stock, stock_entry
 from jax_ucp.errors import TreeMismatch, UCPError
 from jax_ucp.tree import Key, tree_fault
 
@@ -158,14 +158,8 @@ def test_ours_is_not_sound_where_it_says_another_dtype_or_shape_of_the_same_byte
     assert ["its zarr.json had another digest" in fault for fault in faults] == [True]
 
 
-def entry(content: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(
-        e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == name
-    )
-
-
-def stock_entry(name: str, **changes: Any) -> Callable[[dict], None]:
-    return lambda content: entry(content, name).update(changes)
+def entry(name: str, **changes: Any) -> Callable[[dict], None]:
+    return lambda content: stock_entry(content, name).update(changes)
 
 
 STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
@@ -175,20 +169,20 @@ STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
     "a flag that is a text": ("_METADATA", top(use_ocdbt="no")),
     "metadata of users that are a list": ("_METADATA", top(custom_metadata=[1])),
     "nothing but a list": ("_METADATA", lambda content: [content]),
-    "a key that is a number": ("_METADATA", stock_entry("rate", key_metadata=[{"key": 1, "key_type": 2}])),
-    "a key of no type": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "rate", "key_type": 9}])),
-    "a place that is a name": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "x", "key_type": 1}])),
+    "a key that is a number": ("_METADATA", entry("rate", key_metadata=[{"key": 1, "key_type": 2}])),
+    "a key of no type": ("_METADATA", entry("rate", key_metadata=[{"key": "rate", "key_type": 9}])),
+    "a place that is a name": ("_METADATA", entry("rate", key_metadata=[{"key": "x", "key_type": 1}])),
     "a place before the first": ("_METADATA",
-        stock_entry("rate", key_metadata=[{"key": "-1", "key_type": 1}])),
-    "a place of other digits": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "²", "key_type": 1}])),
-    "keys that are a text": ("_METADATA", stock_entry("rate", key_metadata="rate")),
+        entry("rate", key_metadata=[{"key": "-1", "key_type": 1}])),
+    "a place of other digits": ("_METADATA", entry("rate", key_metadata=[{"key": "²", "key_type": 1}])),
+    "keys that are a text": ("_METADATA", entry("rate", key_metadata="rate")),
     "a leaf below a leaf": ("_METADATA",
-        stock_entry("rate", key_metadata=[{"key": "step", "key_type": 2}, {"key": "x", "key_type": 2}])),
-    "a leaf of no type": ("_METADATA", stock_entry("rate", value_metadata={"value_type": "pickle"})),
+        entry("rate", key_metadata=[{"key": "step", "key_type": 2}, {"key": "x", "key_type": 2}])),
+    "a leaf of no type": ("_METADATA", entry("rate", value_metadata={"value_type": "pickle"})),
     "a leaf that is a text and is none": ("_METADATA",
-        stock_entry("rate", value_metadata={"value_type": "string"})),
+        entry("rate", value_metadata={"value_type": "string"})),
     "a number that is an array": ("_METADATA",
-        stock_entry("kernel", value_metadata={"value_type": "scalar"})),
+        entry("kernel", value_metadata={"value_type": "scalar"})),
     "a list without its second item": ("_METADATA",
         lambda content: content["tree_metadata"].pop("('opt', '1', 'zeros')") and None),
     "texts that are numbers": ("_strings.json", lambda content: {"note": 1}),

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
-from click.testing import CliRunner
 
 import jax_ucp as ucp
 from cases import DATA
+from commands import run
 from dcp_writer import Writer
 from helpers import MemoryStore, contents_of
 from hostile.files import (
@@ -28,7 +28,6 @@ from hostile.files import (
     write_zarr,
 )
 from jax_ucp.arrays.protocol import ArrayInfo
-from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.megatron.run import Args
@@ -252,9 +251,8 @@ def test_a_file_name_may_have_any_number_in_it(name, why):
 
 def test_the_command_line_says_that_there_is_not_enough_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("jax_ucp.cli.command.open_with", lambda *args, **more: bytearray(1 << 62))
-    result = CliRunner().invoke(main, ["inspect", str(stock(tmp_path / "c"))])
-    assert result.exit_code == 1
-    assert result.output.startswith("Error: there is not enough memory")
+    output = run("inspect", stock(tmp_path / "c"), code=1)
+    assert output.startswith("Error: there is not enough memory")
 
 
 def test_json_of_any_depth_is_refused(tmp_path):

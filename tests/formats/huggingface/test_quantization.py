@@ -24,33 +24,10 @@ from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.formats.huggingface.quantization import declared, settle
 from jax_ucp.layout.box import Box
+from safetensors_writer import write_safetensors as write
 from torch_writer import save as torch_save
 
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
-NAMES = {
-    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "bfloat16": "BF16", "float16": "F16",
-    "float32": "F32",
-}  # fmt: skip
-NAMES |= {
-    "int8": "I8", "uint8": "U8", "int16": "I16", "int32": "I32", "uint32": "U32", "int64": "I64",
-}  # fmt: skip
-
-
-def write(path: Path, arrays: Mapping[str, np.ndarray], **dtypes: str) -> None:
-    """A file of safetensors; `dtypes` are those in the header where they are not those of the
-    arrays.
-    """
-    header, data = {}, b""
-    for name, array in arrays.items():
-        end = len(data) + array.nbytes
-        shape = list(array.shape)
-        if name in dtypes:  # two elements to a byte
-            shape[-1] *= 2
-        said = dtypes.get(name) or NAMES[array.dtype.name]
-        header[name] = {"dtype": said, "shape": shape, "data_offsets": [len(data), end]}
-        data += array.tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def of(dtype: object, *shape: int) -> np.ndarray:
@@ -383,11 +360,9 @@ def test_what_numpy_has_no_whole_bytes_of_is_kept_as_bytes(tmp_path):
         "m.weight_scale": of(F8, 4, 1),
         "n.weight": of(np.uint8, 6),
     }
-    write(
-        tmp_path / "model.safetensors",
-        {**arrays, "ok": of(np.float32, 2)},
-        **{"m.weight": "F4", "n.weight": "F4"},
-    )
+    stored = {**arrays, "ok": of(np.float32, 2)}
+    halves = {"m.weight": ("F4", 16), "n.weight": ("F4", 12)}  # two elements to a byte
+    write(tmp_path / "model.safetensors", stored, dtypes=halves)
     checkpoint = ucp.open(tmp_path)
     with pytest.raises(
         QuantizedWeights,

@@ -17,6 +17,7 @@ import jax_ucp as ucp
 from cases import DATA, Case, assert_accounted_for, names_of
 from commands import invoke
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
+from safetensors_writer import write_safetensors as write
 from torch_writer import Storage, Tensor
 from torch_writer import save as torch_save
 
@@ -61,22 +62,6 @@ NAMES = ("a.weight", "b.weight", "c.bias")
 
 def tensors(version: int) -> dict[str, np.ndarray]:
     return {name: np.full((2, 3), 10 * version + i, np.float32) for i, name in enumerate(NAMES)}
-
-
-def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """A file of safetensors."""
-    dtypes = {"float32": "F32", "uint8": "U8", "float16": "F16", "int32": "I32"}
-    header, data = {}, b""
-    for name, array in arrays.items():
-        end = len(data) + array.nbytes
-        header[name] = {
-            "dtype": dtypes[array.dtype.name],
-            "shape": array.shape,
-            "data_offsets": [len(data), end],
-        }
-        data += array.tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def parts(

@@ -20,6 +20,7 @@ from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, LayoutError, UCPError
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
+from safetensors_writer import file_of
 
 DATA = CASES_DATA / "torch"
 CASES = sorted(path.name for pattern in ("hf_*", "dcp_hf_*") for path in DATA.glob(pattern))
@@ -67,8 +68,7 @@ def test_an_index_and_a_folder_without_one_open_too_and_a_part_alone_is_refused(
 
 
 def write(path: Path, header: object, data: bytes = b"") -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    path.write_bytes(file_of(header, data))
     return path
 
 
