@@ -1,6 +1,6 @@
 """Checkpoints in tests/data with the state of the process that wrote them.
 
-A case is a folder `tests/data/<family>/<name>`:
+A case is a folder `tests/data/<family>/<name>`, or one of the files of torch.save in such a folder:
 
     ckpt/       what the writer saved
     truth.npz   the live state by label, `param/w`, from before or after the save; types that numpy
@@ -10,12 +10,17 @@ A case is a folder `tests/data/<family>/<name>`:
                 truth is read, `dtypes` of labels by name where the npz has bits;
                 `at`, where what is opened is not `ckpt`; `widened`, where the truth has in float32
                 what the run kept in fewer bits; `numbers`: `by value`, where numbers of Python are
-                arrays without axes in the truth. A generator may add what its tests need.
+                arrays without axes in the truth; `unproved`, states of which no truth was kept;
+                `noted`, what each note matches; `refused`, the words by which is refused what cannot
+                be read right (of several files by name), `remedy`, the folder to open instead.
+                A generator may add what its tests need.
 
 A test of a case is two lines:
 
     case = Case("deepspeed/z1_bf16_dp2")
     assert case.wrong(case.open()) == []
+
+What holds for all of them is in `test_every_case.py`.
 
 `case.copied(tmp_path / "c")` is a copy to damage, `case.open(path)` opens it with the same options.
 `tests/generators` has the scripts that write cases; `python tests/cases.py FOLDER...` compares
@@ -24,11 +29,12 @@ those in a folder with their truths.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +50,13 @@ from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.sharding.jax_versions import enable_x64
 
 DATA = Path(__file__).parent / "data"
-RULES = [(r"(weight|w[123])$|wte", P("data", "model"))]
+RULES = [(r"(weight|w[123]|kernel|embedding)$|wte", P("data", "model"))]
 OF_TESTS = ("truth.npz", "case.json")  # beside a checkpoint that is the case's folder itself
 
-# Those of which all is the same law: read, restored, converted, on one device or many.
+# Those with a line in docs/formats.md, and all that are read.
 FAMILIES = ("deepspeed", "deepspeed_universal", "deepspeed_writers", "dtensors", "gguf", "jax")
 FAMILIES += ("megatron", "torch", "trainers")
+READ = (*FAMILIES, "folders", "megatron_core", "pairings", "quantized", "unknown")
 
 # A Megatron case whose writer, the released library, moved masters and moments.
 CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"
@@ -59,13 +66,20 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """A case by its label, `torch/hf_llama`, or by the whole path of its folder."""
+    """A case by its label, `torch/hf_llama` or `torch/torchsave/tied.pt`, or the whole path of its
+    folder.
+    """
 
     label: str
 
     @property
+    def is_file(self) -> bool:
+        """Whether it is one of several files of torch.save."""
+        return (DATA / self.label).is_file()
+
+    @property
     def folder(self) -> Path:
-        return DATA / self.label
+        return (DATA / self.label).parent if self.is_file else DATA / self.label
 
     @property
     def family(self) -> str:
@@ -73,7 +87,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return (DATA / self.label).name
 
     def __str__(self) -> str:
         return self.label
@@ -81,22 +95,28 @@ class Case:
     def file(self, name: str) -> Path:
         """`truth.npz` or `case.json`; what DeepSpeed made universal has those of its source."""
         family = self.family.removesuffix("_universal")
-        return self.folder.parents[1] / family / self.name / name
+        return self.folder.parents[1] / family / self.folder.name / name
 
     @property
     def about(self) -> dict[str, Any]:
         """What `case.json` says."""
-        return json.loads(self.file("case.json").read_text())
+        return _json_of(self.file("case.json"))
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `jax_ucp.open`, with which the checkpoint is all of the truth."""
-        return self.about["options"]
+        return dict(self.about["options"])
 
     @property
     def path(self) -> Path:
         """What is opened: a folder or a file."""
-        return self.folder / self.about.get("at", "ckpt")
+        return DATA / self.label if self.is_file else self.folder / self.about.get("at", "ckpt")
+
+    @property
+    def refused(self) -> str:
+        """What the refusal matches of a case that is not read."""
+        said = self.about.get("refused", "")
+        return said if isinstance(said, str) else said.get(self.name, "")
 
     def open(self, at: str | Path | None = None, **options: Any) -> ucp.Checkpoint:
         """The checkpoint with its options; weights alone need no word on the optimizer."""
@@ -122,7 +142,10 @@ class Case:
             dtype = np.dtype(getattr(ml_dtypes, dtypes[key], dtypes[key]))
             if found[key].dtype != dtype:
                 found[key] = found[key].view(dtype)
-        return found
+        if not self.is_file:
+            return found
+        own = {key: path for key, (file, path) in self.about["paths"].items() if file == self.name}
+        return {_label_of(path, self.name): found[key] for key, path in own.items()}
 
     def equal(self, got: Any, want: np.ndarray, label: str) -> bool:
         """The same bits; steps, which files have in several types, are the same numbers."""
@@ -133,17 +156,25 @@ class Case:
             return float(got) == float(want)
         return same_bits(got.astype(want.dtype) if about.get("widened") else got, want)
 
-    def wrong(self, checkpoint: ucp.Checkpoint) -> list[str]:
-        """What of the truth is missing or differs, and what else is under its states."""
-        want, leaves = self.truth(), {x.label for x in checkpoint.leaves if x.has_array}
-        states = {label.partition("/")[0] for label in want}
-        found = [x for x in leaves - want.keys() if x.partition("/")[0] in states]
-        wrong = [f"{label} is not in the truth" for label in sorted(found)]
-        wrong += [f"{label} is missing" for label in want if label not in leaves]
-        for label in want.keys() & leaves:
-            if not self.equal(checkpoint.read(label), want[label], label):
+    def differing(self, found: Mapping[str, Any]) -> list[str]:
+        """What of the truth is missing or differs among arrays by label."""
+        want = self.truth()
+        wrong = [f"{label} is missing" for label in want if label not in found]
+        for label in want.keys() & found.keys():
+            if not self.equal(found[label], want[label], label):
                 wrong.append(f"{label} differs")
         return wrong if want else ["the truth is empty"]
+
+    def wrong(self, checkpoint: ucp.Checkpoint) -> list[str]:
+        """What of the truth is missing or differs as it is read, and what else is there that is not
+        kept apart as `other`.
+        """
+        found = {
+            leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array
+        }
+        apart = ("other", *self.about.get("unproved", ()))
+        more = [x for x in found.keys() - self.truth().keys() if x.partition("/")[0] not in apart]
+        return [f"{x} is not in the truth" for x in sorted(more)] + self.differing(found)
 
     def copied(self, target: Path) -> Path:
         """A copy of what is opened, as `target`."""
@@ -155,10 +186,31 @@ def names_of(family: str) -> list[str]:
     return sorted(path.name for path in (DATA / family).iterdir())
 
 
-def every() -> list[Case]:
+def every(families: Iterable[str] = FAMILIES) -> list[Case]:
     """The cases of these families whose state is known; of `gpt_neox` the logits alone are."""
-    found = [Case(f"{family}/{name}") for family in FAMILIES for name in names_of(family)]
-    return [one for one in found if one.name != "gpt_neox"]
+    named = (Case(f"{family}/{name}") for family in families for name in names_of(family))
+    known = (one for one in named if one.file("truth.npz").exists())
+    found = (_files_of(one) if "paths" in one.about else [one] for one in known)
+    return [one for ones in found for one in ones if one.name != "gpt_neox"]
+
+
+def _files_of(case: Case) -> list[Case]:
+    return [Case(f"{case}/{path.name}") for path in sorted(case.folder.glob("*.pt"))]
+
+
+def _label_of(path: Sequence[str | int], file: str) -> str:
+    """The label of a tensor in a file of torch.save: of a flat dict, or of the one called `model`,
+    it is a weight.
+    """
+    of_model = path[:1] == ["model"]
+    flat = len(path) == 1 and isinstance(path[0], str) and file != "trainer.pt"
+    steps = path[1:] if of_model else path or ["tensor"]
+    return f"{'param' if of_model or flat else 'other'}/{'.'.join(map(str, steps))}"
+
+
+@functools.cache
+def _json_of(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
 
 
 def copied(source: Path, target: Path) -> Path:

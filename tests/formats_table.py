@@ -16,12 +16,9 @@ from jax.sharding import Mesh
 import jax_ucp as ucp
 from cases import RULES, Case, every, flat, names_of
 from helpers import mesh_of, restored_on
-from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.huggingface.module_order import model_types
 from jax_ucp.formats.huggingface.quantization import SCHEMES
-from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
@@ -230,83 +227,38 @@ class Outcome:
     refusal: str = ""
 
 
-WAYS = ("read", "restored", "converted")
-
-
 def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
     """Open the case, read it, restore it on the mesh, convert it to `folder` and restore that
     too.
     """
-    if case.about.get("kind", "").startswith("torch_save"):
-        return _files(case)
-    found = {}
     try:
-        checkpoint, want = case.open(), case.truth()
+        checkpoint, count = case.open(), len(case.truth())
         converted = checkpoint.save(folder)
     except UCPError as error:
         return Outcome(case.family, refusal=str(error))
+    wrong = {"read": case.wrong(checkpoint)}
     with enable_x64(True):
-        found["restored"] = flat(restored_on(mesh, checkpoint, RULES))
-        found["converted"] = flat(restored_on(mesh, converted, RULES))
-    found["read"] = {
-        leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array
-    }
-    # What a trainer keeps beside the model is in no truth: torchtitan's own step.
-    assert all(label in want or label.startswith("other/") for label in found["read"]), set(
-        found["read"]
-    ) - set(want)
-    same = {
-        way: sum(
-            label in found[way] and case.equal(found[way][label], want[label], label)
-            for label in want
-        )
-        for way in WAYS
-    }
+        for way, one in (("restored", checkpoint), ("converted", converted)):
+            wrong[way] = case.differing(flat(restored_on(mesh, one, RULES)))
+    same = {way: count - len(found) for way, found in wrong.items()}
     places = [item.where for item in checkpoint.inventory]
     told = len(set(places)) == len(places) and all(
         item.reason != "not understood" for item in checkpoint.inventory
     )
-    return Outcome(checkpoint.format, len(want), same, told)
-
-
-def _files(case: Case) -> Outcome:
-    """Files of torch.save, each by itself: `truth` has their tensors as `file:key`. A refused
-    file has none.
-    """
-    tensors, refused = {}, ""
-    for path in sorted(case.path.glob("*.pt")):
-        try:
-            ucp.open(path)  # which refuses tensors that only an unknown class can tell apart
-            file = TorchFile(path)
-        except UCPError as error:
-            refused = f"{path.name}: {str(error).partition(': ')[2]}"
-            continue
-        tensors |= {
-            f"{path.name}:{key}": file.read(key, Box.whole(i.shape))
-            for key, i in file.arrays().items()
-        }
-    same = sum(
-        same_bits(array, want)
-        for label, want in case.truth().items()
-        if (array := tensors.get(label)) is not None
-    )
-    return Outcome("torch.save files", len(tensors), {"read": same}, True, refused)
+    return Outcome(checkpoint.format, count, same, told)
 
 
 def line(case: Case, found: Outcome) -> str:
     """The case's line of the table."""
-    cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
+    cells = [f"`{case}`", found.format, _features(case), str(found.arrays or "")]
     said = {} if case.family in ("gguf", "jax", "megatron") else case.options
     if said:
         cells[2] += "; with " + ", ".join(f"`{key}={value!r}`" for key, value in said.items())
     if found.equal is None:
-        reason = (
-            found.refusal.partition("\n")[0]
-            .replace(str(case.path), "")
-            .replace("|", "\\|")
-            .strip("/: ")
+        reason = " ".join(found.refusal.replace(str(case.path), "").replace("|", "\\|").split())
+        return (
+            "| " + " | ".join([*cells, f"refused: {reason.strip('/: '):.200}", "", "", ""]) + " |"
         )
-        return "| " + " | ".join([*cells, f"refused: {reason:.200}", "", "", ""]) + " |"
     same = [_all(found.equal.get(way), found.arrays) for way in ("read", "restored", "converted")]
     return "| " + " | ".join([*cells, *same, "yes" if found.accounted else "no"]) + " |"
 

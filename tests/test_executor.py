@@ -62,19 +62,6 @@ def test_an_executor_writes_the_same_bytes(source, job, executor, tmp_path):
     assert heard
 
 
-@pytest.mark.parametrize("case", [
-    "deepspeed/tp2_dp2_z1_bf16_swiglu", "deepspeed/tp2_dp2_z3_bf16",
-    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt", "megatron/legacy_ep2_moe_grouped_bf16/ckpt",
-    "torch/dcp_zstd/ckpt", "torch/hf_llama/ckpt",
-])  # fmt: skip
-def test_real_checkpoints_are_converted_and_verified_as_without(case, executor, tmp_path):
-    checkpoint = ucp.open(DATA / case)
-    checkpoint.save(tmp_path / "here")
-    checkpoint.save(tmp_path / "there", executor=executor)
-    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
-    assert list(checkpoint.verify(executor=executor)) == list(checkpoint.verify())
-
-
 def test_a_mapped_checkpoint_is_mapped_by_the_processes_too(executor, tmp_path):
     checkpoint = ucp.open(DATA / "torch/hf_llama/ckpt").map(
         "hf-llama-to-tunix", assume=["rope_theta"]

@@ -39,7 +39,7 @@ def test_no_case_is_read_wrong():
     Case("megatron/legacy_ep2_moe_grouped_bf16"),
     Case("torch/dcp_zstd"),
     Case("torch/hf_mixtral"),
-    Case("torch/torchsave_variants"),
+    Case("torch/torchsave/trainer.pt"),
 ], ids=lambda case: case.name)  # fmt: skip
 def test_a_line_is_what_a_run_prints(case):
     assert row(case, mesh_of(4, 2)) == LINES[str(case)]

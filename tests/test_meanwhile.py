@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import unicodedata
 from collections.abc import Callable
 from functools import partial
@@ -303,47 +302,6 @@ def test_what_lies_beside_a_source_may_change(tmp_path):
     assert (
         result.leaves == ucp.open(tmp_path / "run" / "global_step5").save(tmp_path / "again").leaves
     )
-
-
-opened: set[str] = set()
-root = ""
-
-
-def hear(event: str, args: tuple) -> None:
-    if root and event == "open" and isinstance(args[0], str) and args[0].startswith(root):
-        opened.add(args[0])
-
-
-sys.addaudithook(hear)
-# They say which folder to open: once it is open, the trainer may go on to the next.
-POINTERS = {"latest", "latest_universal", "latest_checkpointed_iteration.txt"}
-# Of each step of a run it is looked at whether it is one.
-POINTERS |= {"_CHECKPOINT_METADATA", "checkpoint_1", "checkpoint_9"}
-POINTERS |= set(cases.OF_TESTS)
-
-
-CASES = [case for case in cases.every() if not case.about.get("kind", "").startswith("torch_save")]
-
-
-def all_read(checkpoint: ucp.Checkpoint) -> ucp.Checkpoint:
-    for leaf in checkpoint.leaves:
-        if leaf.has_array:
-            checkpoint.read(leaf.label)
-    return checkpoint
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_file_that_is_read_of_a_checkpoint_is_looked_at_again(case, monkeypatch):
-    opened.clear()
-    monkeypatch.setattr(sys.modules[__name__], "root", str(case.path))
-    try:
-        checkpoint = all_read(case.open())
-    except CorruptData:  # one whose optimizer was lost when it was written
-        checkpoint = all_read(case.open(weights_only=True))
-    noted = {name for name, *_ in checkpoint._contents.files.identities()}
-    read = {path for path in opened if Path(path).is_file() and Path(path).name not in POINTERS}
-    assert read <= noted, sorted(read - noted)
-    assert read
 
 
 # A copy that is taken up.

@@ -14,8 +14,7 @@ import tensorstore as ts
 import jax_ucp as ucp
 from jax_ucp.arrays import budget
 from jax_ucp.errors import CorruptData
-from jax_ucp.files.ranges import EDGE_BYTES
-from large_sources import DATA, SOURCES, STATES
+from large_sources import SOURCES, STATES
 
 
 @contextmanager
@@ -82,27 +81,6 @@ def test_verify_reads_every_byte_once_where_its_checks_run_one_by_one(source, mo
         checks = dict(checkpoint.verify())
     assert set(checks.values()) <= {None}
     assert sum(int(count.sum()) for count in counts.values()) / stored <= 1.02
-
-
-MEGATRON = [
-    "dist_tp2_dp2_distopt_dp_zero_bf16", "dist_tp2_dp2_distopt_dp_reshardable_bf16",
-    "dist_tp2_dp2_distopt_fully_reshardable_bf16", "dist_ep2_moe_grouped_bf16", "dist_tp2_pp1_bf16",
-    "legacy_tp2_dp2_distopt_bf16", "legacy_tp2_fp16_scaler", "old0153_tp2_zarr_fp32",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", MEGATRON)
-def test_of_small_items_no_more_is_read_twice_than_where_their_directories_are(case, tmp_path):
-    """The edges of an item are read when it is opened, and hold some of its elements."""
-    folder = DATA / "megatron" / case / "ckpt"
-    checkpoint = ucp.open(folder)
-    with reads_of(folder) as counts:
-        checkpoint.save(tmp_path / "out")
-    assert counts
-    for name, count in counts.items():
-        again = np.flatnonzero(np.diff(np.concatenate([[0], (count > 1).astype(np.int8), [0]])))
-        runs = [stop - start for start, stop in again.reshape(-1, 2).tolist()]
-        assert max(runs, default=0) <= 2 * EDGE_BYTES, Path(name).name
 
 
 def test_stock_orbax_is_read_once(tmp_path):

@@ -118,7 +118,7 @@ def write(
         for state, value in optimizer.state.get(param, {}).items():
             truth[f"{state}/{key}"] = value.numpy()
     np.savez_compressed(folder / "truth.npz", **truth)
-    about = {"groups": names, "options": {}, "at": "ckpt.pt"}
+    about = {"options": {"optimizer_groups": names}, "at": "ckpt.pt"}
     (folder / "case.json").write_text(json.dumps(about, indent=1) + "\n")
 
 

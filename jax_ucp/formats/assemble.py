@@ -212,13 +212,15 @@ class ContentsBuilder:
 
     # What is beside the tree.
 
-    def extra(self, file: str, name: str, value: Any, source: ArraySource | None = None) -> None:
+    def extra(
+        self, file: str, name: str, value: Any, source: ArraySource | None = None, above: str = ""
+    ) -> None:
         """Keep a value beside the arrays as JSON, with the tensors in it: those of `source`, if it
-        has its own.
+        has its own. `above` is where in the file it has its name, if not beside the tensors.
 
         A value with more of them than a setting has is left out, with a note.
         """
-        place = f"{file}:{name}"
+        place = f"{file}:{above}{name}"
         if refusal := self._mentioned.refusal(file if source is None else place, value):
             self.skip(place, type(value).__name__, refusal)
             tensors = [node for _, node in walk(value) if isinstance(node, StoredTensor)]

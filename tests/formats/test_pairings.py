@@ -460,7 +460,7 @@ TORCH = sorted(path.name for path in DATA.glob("torch_*"))
 @pytest.mark.parametrize("case", TORCH)
 def test_what_scripts_make_of_their_optimizers_is_never_paired_wrong(case):
     truth, path = Case(f"pairings/{case}").truth(), DATA / case / "ckpt.pt"
-    groups = Case(f"pairings/{case}").about["groups"]
+    groups = Case(f"pairings/{case}").options["optimizer_groups"]
     checkpoint = ucp.open(path)
     assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param", "other"}
     assert_true(checkpoint, truth)
@@ -729,14 +729,14 @@ def test_a_universal_checkpoint_needs_no_word(tmp_path):
     (lambda names: [[*names[:-1], "head.weight"]], r"has shape|two names for optimizer are one tensor"),
 ])  # fmt: skip
 def test_lists_that_do_not_fit_say_where(change, why):
-    names = Case("pairings/torch_plain").about["groups"][0]
+    names = Case("pairings/torch_plain").options["optimizer_groups"][0]
     with pytest.raises(FormatError, match=rf"ckpt\.pt: optimizer_groups does not fit: .*({why})"):
         ucp.open(DATA / "torch_plain" / "ckpt.pt", optimizer_groups=change(names))
 
 
 def test_the_command_line_takes_an_order_or_a_file_of_lists(tmp_path):
     path, groups = str(DATA / "torch_sorted" / "ckpt.pt"), tmp_path / "groups.json"
-    groups.write_text(json.dumps(Case("pairings/torch_sorted").about["groups"]))
+    groups.write_text(json.dumps(Case("pairings/torch_sorted").options["optimizer_groups"]))
     run("convert", path, tmp_path / "out", "--optimizer-groups", groups)
     assert_true(ucp.open(tmp_path / "out"), Case("pairings/torch_sorted").truth(), whole=True)
     run_json("inspect", path, "--optimizer-groups", "module-order")

@@ -1,4 +1,6 @@
-"""Every format over a network: the same bits as from the disk, few requests, no byte too many."""
+"""Formats over a network: few requests, no byte too many; that the bits are the same is a law of
+every case.
+"""
 
 import re
 
@@ -8,9 +10,9 @@ import pytest
 import dcp_writer
 import jax_ucp as ucp
 from benchmarks import array_cases
-from cases import DATA, every
+from cases import Case
 from commands import run, run_json
-from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UCPError, UnsupportedPath
+from jax_ucp.errors import CorruptData, NotACheckpoint, StoreError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import RangeRead, read_bytes
@@ -20,43 +22,9 @@ from remote_files import counted
 from servers import web
 from servers.fault_proxy import depth
 
-CASES = every()
-# One of each format, whose stored arrays are those of TensorStore's drivers too.
-OVER_HTTP = [
-    "deepspeed/z2_bf16_dp3", "torch/hf_llama", "torch/dcp_objects", "megatron/legacy_tp2_fp16_scaler",
-]  # fmt: skip
-OVER_HTTP += [
-    "jax/orbax05-manager_items",
-    "jax/orbax06-processes_ocdbt",
-    "jax/orbax0128-flax_msgpack_file",
-]
-
 
 def bits(checkpoint):
     return {label: checkpoint.read(label).tobytes() for label in checkpoint}
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_checkpoint_over_a_network_has_the_same_bits(case):
-    try:
-        expected = bits(case.open())
-    except UCPError as error:
-        with counted(), pytest.raises(type(error)):
-            bits(case.open(f"counted://{case.path}"))
-        return
-    with counted() as files:
-        assert bits(case.open(f"counted://{case.path}")) == expected
-    assert files.asked["fetch"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OVER_HTTP)
-def test_a_checkpoint_on_a_web_server_has_the_same_bits(name):
-    (case,) = [case for case in CASES if case.label == name]
-    with web.web(DATA) as (address, _):
-        opened = case.open(f"{address}/{case.path.relative_to(DATA)}")
-        assert bits(opened) == bits(case.open())
-        assert opened.path.startswith(address)
 
 
 @pytest.mark.parametrize("pages", [403, 404])
@@ -156,7 +124,7 @@ def test_opening_does_not_wait_for_one_file_after_another(make, tmp_path):
 
 def test_numbers_that_are_stored_as_tensors_come_with_their_headers():
     """Each DTensor has its mesh, a tensor of four numbers."""
-    (case,) = [case for case in CASES if case.name == "tp_2x2_small"]
+    case = Case("dtensors/tp_2x2_small")
     with counted() as files:
         case.open(f"counted://{case.path}")
     assert files.asked["fetch"] < 60

@@ -23,11 +23,6 @@ from remote_files import counted
 from safetensors_writer import write_safetensors
 
 DATA = Path(__file__).parents[1] / "data"
-CASES = [
-    *("deepspeed/z3_bf16_dp2", "deepspeed/tp2_pp2_dp1_z1_bf16", "torch/dcp_zstd/ckpt"),
-    *("quantized/ct_nvfp4/ckpt", "gguf/llama_k/ckpt/llama_k.gguf", "dtensors/verl_llama/ckpt"),
-    *("megatron/dist_ep2_moe_grouped_bf16/ckpt", "jax/orbax05-t5x/ckpt"),
-]
 
 
 def facts(checkpoint):
@@ -39,22 +34,6 @@ def facts(checkpoint):
         checkpoint.extras,
         list(checkpoint.notes),
     )
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_index_opens_what_was_indexed_and_asks_no_file_for_its_bytes(case, tmp_path):
-    with counted() as files:
-        options = {"dequantize": False} if "quantized" in case or "gguf" in case else {}
-        first = ucp.open(f"counted://{DATA / case}", **options)
-        first.save_index(tmp_path / "a.ucp-index")
-        files.asked.clear()
-        again = ucp.open(tmp_path / "a.ucp-index", **options)
-        assert not files.asked["fetch"]
-        assert facts(again) == facts(first)
-        for label in [*first][:3]:
-            np.testing.assert_array_equal(
-                again.read(label).view(np.uint8), first.read(label).view(np.uint8)
-            )
 
 
 def shards(folder: Path, count: int) -> Path:

@@ -1,4 +1,4 @@
-"""Checkpoints of every format in buckets of real servers: the same bits as from the disk."""
+"""Files in buckets of real servers."""
 
 from urllib.parse import urlsplit
 
@@ -7,60 +7,16 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import every
-from jax_ucp.errors import StoreError, UnsupportedPath
+from jax_ucp.errors import StoreError
 from jax_ucp.files.listing import counting
 from jax_ucp.files.path import file_path
 from servers.stores import BUCKET
-
-# One of each format, and what has arrays that TensorStore reads.
-NAMES = ["deepspeed/z2_bf16_dp3", "deepspeed_universal/autoep2_dp4_z3_fp32", "torch/hf_llama"]
-NAMES += ["torch/dcp_objects", "megatron/legacy_tp2_fp16_scaler", "dtensors/tp_2x2_small"]
-NAMES += ["megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16", "jax/orbax0128-flax_msgpack_file"]
-OF_TENSORSTORE = ["jax/orbax05-manager_items", "jax/orbax06-processes_ocdbt"]
-CASES = [case for case in every() if case.label in (*NAMES, *OF_TENSORSTORE)]
-
-
-def upload(case, url):
-    """The files of a case below a URL, and the URL of the case."""
-    root = file_path(url)
-    folder = case.path if case.path.is_dir() else case.path.parent
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            at = root / path.relative_to(folder).as_posix()
-            root.files.write(at.key, [path.read_bytes()], durable=True)
-    return url if case.path.is_dir() else f"{url}/{case.path.name}"
-
-
-def bits(checkpoint):
-    return {label: checkpoint.read(label).tobytes() for label in checkpoint}
 
 
 def put(store, key):
     """Create an empty object of a key that has no path."""
     client = boto3.client("s3", endpoint_url=f"http://{store.endpoint}")
     client.put_object(Bucket=BUCKET, Key=key)
-
-
-def require_same(case, store):
-    if store.kind == "azure" and case.label in OF_TENSORSTORE:
-        with pytest.raises(UnsupportedPath, match="TensorStore"):
-            case.open(upload(case, f"{store.url}/run"))
-        return
-    opened = case.open(upload(case, f"{store.url}/run"))
-    assert opened.path.startswith(store.url)
-    assert bits(opened) == bits(case.open())
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_checkpoint_in_a_bucket_has_the_same_bits(case, store):
-    require_same(case, store)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_checkpoint_on_azure_has_the_same_bits(case, azure):
-    require_same(case, azure)
 
 
 def test_files_of_a_bucket_are_found_by_folder(store):

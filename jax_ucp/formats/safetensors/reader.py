@@ -148,9 +148,9 @@ def _keep_header(imported: ContentsBuilder, name: str, file: SafetensorsFile) ->
     for key, value in file.metadata.items():
         if key == MARK:
             reason = "says which part is where; its content is in the tree's shapes"
-            imported.skip(f"{name}:{key}", "metadata", reason)
+            imported.skip(f"{name}:__metadata__/{key}", "metadata", reason)
         else:
-            imported.extra(name, key, value)
+            imported.extra(name, key, value, above="__metadata__/")
     for key, dtype in file.packed.items():
         label = f"param/{key}"
         scheme = f"{dtype}, several to a byte"

@@ -9,10 +9,10 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
-from cases import Case, assert_accounted_for, assert_equal_however_read
+from cases import Case, assert_accounted_for
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.dcp.metadata import metadata_files, read_metadata
+from jax_ucp.formats.dcp.metadata import metadata_files
 
 DATA = CASES_DATA / "torch"
 # Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False
@@ -22,23 +22,9 @@ CASES = sorted(path.parent.name for path in DATA.glob("*/ckpt") if metadata_file
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_everything_equals_the_live_state_however_it_is_read(case, tmp_path):
-    checkpoint = ucp.open(DATA / case / "ckpt")
-    assert_equal_however_read(checkpoint, Case(f"torch/{case}").truth(), tmp_path)
-    assert_accounted_for(checkpoint)
-    assert any("no paths were recorded" in note for note in checkpoint.notes) == (case in FLAT)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_item_and_every_file_is_in_the_account(case):
-    folder = DATA / case / "ckpt"
-    checkpoint = ucp.open(folder)
-    places = {item.where for item in checkpoint.inventory}
-    metadata = read_metadata(file_path(folder))
-    for fqn, span in metadata.spans():
-        assert {f"{span.file}:{fqn}", f"{span.file}:{fqn}@{span.offset}"} & places, fqn
-    used = {span.file for _, span in metadata.spans()}
-    assert {path.name for path in folder.iterdir()} <= used | places
+def test_where_no_paths_were_recorded_a_note_says_so(case):
+    notes = ucp.open(DATA / case / "ckpt").notes
+    assert any("no paths were recorded" in note for note in notes) == (case in FLAT)
 
 
 def test_objects_are_extras_with_their_values():

@@ -18,42 +18,14 @@ import jax_ucp as ucp
 from cases import DATA as CASES
 from cases import Case
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed.modules import layer_names
 from jax_ucp.formats.deepspeed.moe import global_name
 from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel, affine_layout
-from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import partitioned_layouts
 from torch_writer import rewrite, save
 
 DATA, UNIVERSAL = CASES / "deepspeed", CASES / "deepspeed_universal"
-
-
-@pytest.mark.parametrize(
-    "folder",
-    [
-        DATA / case
-        for case in ("tp2_dp2_z3_bf16", "tp2_dp2_z1_fp32", "z3_bf16_dp3_offload", "pp2_dp2_z1_fp32")
-    ]
-    + [
-        UNIVERSAL / case
-        for case in ("tp2_dp1_z1_fp32_gqa", "z3_bf16_dp2_frozen_tied", "autoep2_dp4_z3_fp32")
-    ],
-    ids=lambda folder: folder.parent.name + "-" + folder.name,
-)
-def test_where_goes_through_slices_to_the_bytes_in_the_files(folder):
-    checkpoint = ucp.open(folder)
-    for leaf in checkpoint.leaves:
-        if leaf.label.startswith("step/"):
-            continue
-        want, got = checkpoint.read(leaf.label), np.full(leaf.shape, np.nan, leaf.dtype)
-        for piece in checkpoint.where(leaf):
-            file = TorchFile(Path(checkpoint.path) / piece.file)
-            stored = file.read(piece.item, Box.whole(file.arrays()[piece.item].shape))
-            stored = stored.reshape(-1) if piece.source.ndim == 1 else stored
-            got[piece.target.index] = stored[piece.source.index].reshape(piece.target.shape)
-        np.testing.assert_array_equal(got, want, err_msg=leaf.label)
 
 
 def test_weights_alone_need_no_names_of_optimizer_states(deepspeed_copy):
@@ -61,9 +33,6 @@ def test_weights_alone_need_no_names_of_optimizer_states(deepspeed_copy):
     tree = ucp.open(folder, weights_only=True)
     assert {leaf.label.partition("/")[0] for leaf in tree.leaves} == {"param"}
     assert len(tree.leaves) == 31
-    whole = ucp.open(DATA / "tp2_dp2_z3_bf16", weights_only=True)
-    assert {leaf.label.partition("/")[0] for leaf in whole.leaves} == {"param"}
-    assert all(item.reason != "not understood" for item in whole.inventory)
 
 
 @given(st.data(), st.booleans())
@@ -308,12 +277,6 @@ def test_a_tied_layer_whose_key_cannot_be_told_is_left_out():
     owned = {"tied_modules.a.w": (2,), "tied_modules.b.w": (2,), "3.v": (2,)}
     assert layer_names(3, {"w": (2,), "v": (2,)}, owned) == {"w": None, "v": "3.v"}
     assert layer_names(4, {"w": (5,)}, owned) == {"w": "4.w"}
-
-
-def test_a_box_of_a_row_parallel_parameter_reads_the_same_as_the_whole():
-    param = ucp.open(DATA / "tp2_dp2_z1_fp32").params["layers.0.mlp.dense_4h_to_h.weight"]
-    box = Box((3, 5), (11, 20))
-    np.testing.assert_array_equal(param.read(box=box), param.read()[box.index])
 
 
 # Tensor parallelism of which the files say nothing: the user's spec does.

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from cases import DATA, Case, assert_accounted_for, names_of
+from cases import DATA, assert_accounted_for
 from commands import invoke
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from safetensors_writer import write_safetensors as write
@@ -29,30 +29,6 @@ def assert_is_the_truth(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray])
     assert {f"param/{name}" for name in got} == set(want)
     for name, array in got.items():
         assert array.tobytes() == want[f"param/{name}"].tobytes(), name
-
-
-@pytest.mark.parametrize("case", names_of("folders"))
-def test_a_folder_is_what_transformers_would_load_or_refused_with_the_cause(case, tmp_path):
-    """`case.json` has what each note matches, in order, or the cause of a refusal and what it says
-    to open instead.
-    """
-    live = Case(f"folders/{case}")
-    path, right = live.path, live.about
-    if "notes" in right:
-        checkpoint = ucp.open(path)
-        assert_is_the_truth(checkpoint, live.truth())
-        assert_is_the_truth(checkpoint.save(tmp_path / "converted"), live.truth())
-        assert_accounted_for(checkpoint)
-        assert len(checkpoint.notes) == len(right["notes"])
-        for note, match in zip(checkpoint.notes, right["notes"], strict=True):
-            assert re.match(match, note), note
-        return
-    with pytest.raises(UCPError, match=right["refused"]) as refused:
-        ucp.open(path).restore()
-    assert str(path) in str(refused.value)
-    if remedy := right.get("remedy"):
-        assert f"{path}/{remedy}" in str(refused.value)
-        assert_is_the_truth(ucp.open(path / remedy), live.truth())
 
 
 # Generated folders.

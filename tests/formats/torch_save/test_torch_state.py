@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
-from cases import Case, assert_accounted_for, assert_equal_however_read
+from cases import assert_accounted_for, assert_equal_however_read
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs import json_values as extras
 from jax_ucp.codecs.pickle_json import from_json
@@ -19,57 +19,6 @@ from jax_ucp.errors import FormatError, NotACheckpoint
 from torch_writer import Instance, save
 
 DATA = CASES_DATA / "torch"
-CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
-FILES = sorted(path for case in CASES for path in (DATA / case).glob("*.pt"))
-
-REFUSED = ("complex32.pt", "conj.pt", "meta.pt", "neg.pt", "quantized.pt", "sparse_coo.pt")
-REFUSED += ("sparse_csr.pt", "storage.pt", "subclass.pt", "whole_module.pt")
-
-
-def truth(file: Path) -> dict[str, np.ndarray]:
-    """The live tensors under our labels: of a flat dict, or of the one called `model`, they are
-    weights.
-    """
-    case, found = Case(f"torch/{file.parent.name}"), {}
-    arrays = case.truth()
-    for key, (name, path) in case.about["paths"].items():
-        if name == file.name:
-            state, steps = "other", path or ["tensor"]
-            if path[:1] == ["model"]:
-                state, steps = "param", path[1:]
-            elif len(path) == 1 and isinstance(path[0], str) and file.name != "trainer.pt":
-                state = "param"
-            found[f"{state}/{'.'.join(map(str, steps))}"] = arrays[key]
-    return found
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_every_tensor_equals_the_live_one_however_it_is_read(file, tmp_path):
-    checkpoint = ucp.open(file)
-    assert checkpoint.format == "torch"
-    assert_equal_however_read(checkpoint, truth(file), tmp_path)
-    assert_accounted_for(checkpoint)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_file_with_more_than_plain_tensors_is_refused_with_the_reason(name):
-    with pytest.raises(
-        FormatError,
-        match=(
-            rf"{name}: (tensors that cannot be read:\n  '.*': .*|what it holds is an object of"
-            r" torch\.nn\.)"
-        ),
-    ):
-        ucp.open(DATA / "torchsave_exotic" / name)
-
-
-@pytest.mark.parametrize(
-    "name", sorted({path.name for path in (DATA / "torchsave_exotic").glob("*.pt")} - {*REFUSED})
-)
-def test_counters_namespaces_and_numpy_beside_tensors_are_extras(name, tmp_path):
-    checkpoint = ucp.open(DATA / "torchsave_exotic" / name)
-    assert_equal_however_read(checkpoint, truth(DATA / "torchsave_exotic" / name), tmp_path)
-    assert_accounted_for(checkpoint)
 
 
 def test_what_a_trainer_saved_beside_the_model_is_kept():
@@ -86,9 +35,8 @@ def test_what_a_trainer_saved_beside_the_model_is_kept():
         [*range(9)],
         [9, 10, 11],
     ]
-    assert {
-        leaf.label for leaf in ucp.open(DATA / "torchsave" / "trainer.pt", weights_only=True).leaves
-    } == {label for label in truth(DATA / "torchsave" / "trainer.pt") if "optimizer" not in label}
+    weights = ucp.open(DATA / "torchsave" / "trainer.pt", weights_only=True)
+    assert not [leaf.label for leaf in weights.leaves if "optimizer" in leaf.label]
     kept = ucp.open(DATA / "torchsave_exotic" / "tensor_with_attr.pt").extras["tensor_with_attr.pt"]
     assert [*kept] == ["attributes of t"]
 
