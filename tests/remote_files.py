@@ -5,10 +5,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from cases import OF_TESTS
 from jax_ucp.files import locations
 from jax_ucp.files.local import WholeDisk
+from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import RemoteFiles, Unanswered
 from servers.fault_proxy import Seen
@@ -114,3 +117,13 @@ def counted(**options: Any) -> Iterator[CountedFiles]:
         yield files
     finally:
         del locations._SCHEMES[SCHEME]
+
+
+def uploaded(source: Path, url: str) -> str:
+    """The URL of a checkpoint, of which the files are put into a bucket's folder."""
+    folder, root = source if source.is_dir() else source.parent, file_path(url)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in OF_TESTS:
+            at = root / path.relative_to(folder).as_posix()
+            at.files.write(at.key, [path.read_bytes()], durable=True)
+    return url if source.is_dir() else f"{url}/{source.name}"

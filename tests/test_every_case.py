@@ -32,7 +32,7 @@ from jax_ucp.formats.dcp.source import DcpSource
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
-from remote_files import counted
+from remote_files import counted, uploaded
 from servers.stores import Store
 from servers.web import web
 from test_read_once import reads_of
@@ -387,24 +387,15 @@ def test_in_a_bucket_it_is_the_same(kind, store):
 def test_on_azure_it_is_the_same(kind, azure):
     if is_of_tensorstore(kind):
         with pytest.raises(UnsupportedPath, match="TensorStore"):
-            kind.open(uploaded(kind, azure))
+            kind.open(uploaded(kind.path, f"{azure.url}/run"))
     else:
         assert_same_in(azure, kind)
 
 
 def assert_same_in(store: Store, case: Case) -> None:
-    opened = case.open(uploaded(case, store))
+    opened = case.open(uploaded(case.path, f"{store.url}/run"))
     assert opened.path.startswith(store.url)
     assert bits(arrays_of(opened)) == bits(arrays_of(case.open()))
-
-
-def uploaded(case: Case, store: Store) -> str:
-    """The URL of a case, of which the files are put into a bucket."""
-    folder, root = folder_of(case), file_path(f"{store.url}/run")
-    for path in files_of(case):
-        at = root / path.relative_to(folder).as_posix()
-        at.files.write(at.key, [path.read_bytes()], durable=True)
-    return f"{store.url}/run" if case.path.is_dir() else f"{store.url}/run/{case.path.name}"
 
 
 def is_of_tensorstore(case: Case) -> bool:

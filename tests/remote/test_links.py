@@ -8,7 +8,7 @@ from cases import Case
 from handler_cases import stock_warns
 from jax_ucp.errors import CorruptData, UnsupportedPath
 from jax_ucp.files.path import file_path
-from servers.test_sources import upload
+from remote_files import uploaded
 from workers.stock import digests
 
 LLAMA = Case("torch/hf_llama")
@@ -16,7 +16,7 @@ FILE = "model-00002-of-00004.safetensors"
 
 
 def test_a_link_above_the_files_of_a_bucket_is_the_checkpoint(store):
-    upload(LLAMA, f"{store.url}/hf")
+    uploaded(LLAMA.path, f"{store.url}/hf")
     source = ucp.open(f"{store.url}/hf")
     with pytest.raises(UnsupportedPath, match="the files of a link lie below it"):
         source.link(f"{store.url}/link")
@@ -31,7 +31,7 @@ def test_a_link_above_the_files_of_a_bucket_is_the_checkpoint(store):
 
 @stock_warns
 def test_stock_orbax_restores_a_linked_step_from_google(gcs):
-    upload(LLAMA, f"{gcs.url}/run/3/default/hf")
+    uploaded(LLAMA.path, f"{gcs.url}/run/3/default/hf")
     link = ucp.open(f"{gcs.url}/run/3/default/hf").link(f"{gcs.url}/run", step=3)
     with ocp.CheckpointManager(f"{gcs.url}/run") as manager:
         restored = manager.restore(manager.latest_step(), args=ocp.args.PyTreeRestore())
