@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_ucp as ucp
 from benchmarks.peers import OURS, fresh, ready
 from benchmarks.race import Contestant, Options, Table, compared, race
+from benchmarks.remote import NETWORKS, far_bucket
+from jax_ucp.files.path import file_path
 
 LAYERS, DIM = 16, 64
 MAPPING = {
@@ -85,11 +88,45 @@ def run(options: Options) -> Iterator[Table]:
         )
         samples = race(restoring, options.runs)
         yield compared(f"Restore, cut by {name}: {title}", samples, restoring[0].name)
+    far = "20 ms a request, 200 MB/s in all"
+    with far_bucket(NETWORKS[far]) as store:
+        yield _from_bucket(
+            f"Restore by stock Orbax, {far}: {title}", store.url, source, own, options
+        )
+
+
+def _from_bucket(title: str, bucket: str, source: Path, own: Path, options: Options) -> Table:
+    """What stock Orbax takes to restore the leaf from a bucket: by a link, whose index is above the
+    safetensors, from a conversion, and from its own save.
+    """
+    root = f"{bucket}/{LINK}"
+    for path in source.iterdir():
+        copy = file_path(f"{root}/0/default/source/{path.name}")
+        copy.files.write(copy.key, [path.read_bytes()], durable=True)
+    mapped = ucp.open(f"{root}/0/default/source").map(ucp.Mapping.from_dict(MAPPING))
+    mapped.link(root, step=0)
+    mapped.save(f"{bucket}/{CONVERSION}", step=0)
+    state = ucp.open(own).restore()
+    with ocp.CheckpointManager(f"{bucket}/own") as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(jax.tree.map(jax.numpy.asarray, state)))
+    (kernel,) = jax.tree.leaves(state)
+    target = _target(0, kernel.shape[0])
+    args = ocp.checkpoint_utils.construct_restore_args(target)
+
+    def restored(folder: str) -> object:
+        with ocp.CheckpointManager(f"{bucket}/{folder}") as manager:
+            return ready(manager.restore(0, args=ocp.args.PyTreeRestore(target, args)))
+
+    contestants = [
+        Contestant(name, lambda _, folder=folder: restored(folder))
+        for name, folder in ((LINK, LINK), (CONVERSION, CONVERSION), (OWN, "own"))
+    ]
+    return compared(title, race(contestants, options.runs), LINK)
 
 
 def _target(axis: int, side: int) -> dict[str, object]:
     mesh = Mesh(np.array(jax.devices()[:8]), ["x"])
-    spec = [None] * 4
+    spec: list[str | None] = [None] * 4
     spec[axis] = "x"
     shape = (side, LAYERS, side // DIM, DIM)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))

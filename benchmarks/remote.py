@@ -52,7 +52,7 @@ def run(options: Options) -> Iterator[Table]:
     small = {f"w{i:05}": (16, 16) for i in range(SMALL)}
     sizes = {f"{options.mib} MiB in 64 arrays": large, f"{SMALL:,} arrays of 1 KB": small}
     for name, network in NETWORKS.items():
-        with _bucket(network) as store:
+        with far_bucket(network) as store:
             bench = _Bench(store, options)
             for size, shapes in sizes.items():
                 yield bench.save(f"save {size}, {name}", shapes)
@@ -62,7 +62,7 @@ def run(options: Options) -> Iterator[Table]:
 
 
 @contextmanager
-def _bucket(network: Mapping[str, float]) -> Iterator[Store]:
+def far_bucket(network: Mapping[str, float]) -> Iterator[Store]:
     """An empty bucket behind a proxy, which the environment names."""
     with gcs() as store, _far_away(store.endpoint, network) as endpoint:
         behind = store.behind(endpoint)

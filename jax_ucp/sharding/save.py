@@ -73,7 +73,7 @@ class Snapshot(MakesArrays):
         return self.infos
 
     @property
-    def stored(self) -> Mapping[str, ArrayInfo]:
+    def written(self) -> Mapping[str, ArrayInfo]:
         """The arrays that are written, stacks included."""
         return _stored(self.infos, self.stacks)
 
@@ -209,7 +209,7 @@ def write_snapshot(
     """
     with ThreadPoolExecutor(1) as meanwhile:
         found = meanwhile.submit(directory.find, METADATA_FILE)
-        store = ZarrStore(directory, snapshot.stored, snapshot.chunks)
+        store = ZarrStore(directory, snapshot.written, snapshot.chunks)
         writing = Writing(snapshot, store, _commit(snapshot))
     if found.result() is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
@@ -283,8 +283,8 @@ def commit_snapshot(writing: Writing) -> Metadata:
 
 
 def _commit(snapshot: Snapshot) -> Commit:
-    packed = packed_arrays(snapshot.stored, snapshot.chunks)
-    infos, chunks = as_leaves(snapshot.stored, snapshot.chunks, snapshot.stacks)
+    packed = packed_arrays(snapshot.written, snapshot.chunks)
+    infos, chunks = as_leaves(snapshot.written, snapshot.chunks, snapshot.stacks)
     outer = {name: chunks[name].outer for name in infos}
     files = orbax_files(snapshot.leaves, outer, ocdbt=is_indexed(infos, chunks))
     return Commit(snapshot.leaves, packed, files, stacks=snapshot.stacks)
