@@ -72,7 +72,7 @@ class StridedBlocks:
         stored, itemsize = array.source.stored(array.item), array.info.dtype.itemsize
         if not isinstance(stored, StoredArray):
             raise LayoutError(
-                "its bytes are in chunks with checksums or codes of their own"
+                "no file has its bytes as they are"
                 if stored is None
                 else "no file has its numbers as an array"
             )

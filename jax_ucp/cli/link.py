@@ -33,7 +33,8 @@ def link(args: Arguments) -> None:
     the files as runs of elements is copied. The files must stay as they are: jax_ucp refuses a link
     whose files have changed, Orbax does not look.
 
-    In a bucket TARGET is a folder that has SOURCE in it, and nothing else.
+    In a bucket TARGET is a folder that has SOURCE in it, and nothing else. With --dry-run nothing
+    is read for --checksum either.
     """
     layout = args.layout
     checkpoint = args.open(args.source)
