@@ -363,7 +363,7 @@ for case in (GQA, U3, UMOE):
             (together(missing(f"zero/*/{state}.pt")), FormatError, rf"{state}\b.*\.pt is missing"),
             (together(missing(f"zero/*/{state}.pt")), weights(RIGHT), ""),
         ]
-    for other in {GQA, U3, UMOE} - {case}:
+    for other in sorted({GQA, U3, UMOE} - {case}):
         DEEPSPEED[case] += [(of_another("optimizer_state.pt", other), FormatError, "FILE.*of another run")]
 for case in (U3, UMOE):  # every atom is compared with what rank 0 left of it
     for state in ("fp32", "exp_avg", "exp_avg_sq"):
