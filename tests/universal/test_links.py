@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -16,6 +18,7 @@ from handler_cases import stock_warns
 from hostile.files import resealed
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.handler.versions import HAS_V1
+from jax_ucp.universal.validation import storable
 from workers.stock import digests
 
 CASES = [case for case in every() if not case.about.get("kind", "").startswith("torch_save")]
@@ -45,8 +48,13 @@ def arrays_of(checkpoint: ucp.Checkpoint) -> dict[str, str]:
     return digests(checkpoint.restore())
 
 
+HAS_ALL = storable(np.dtype(ml_dtypes.float8_e8m0fnu))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_link_is_the_checkpoint_that_it_links_to(case, tmp_path):
+    if case.name == "dcp_objects" and not HAS_ALL:
+        pytest.skip("this TensorStore lacks a dtype")
     link = link_of(case, tmp_path / "link", checksum=True)
     truth = [fault for fault in case.wrong(link) if "is missing" not in fault]
     assert truth == []
@@ -224,6 +232,7 @@ def test_a_stopped_link_is_no_checkpoint_and_the_same_call_makes_it(tmp_path, mo
     assert arrays_of(mapped.link(tmp_path / "link")) == arrays_of(mapped)
 
 
+@pytest.mark.skipif(not HAS_ALL, reason="this TensorStore lacks a dtype")
 def test_the_page_has_the_table_that_a_run_prints():
     page = links_table.PAGE.read_text()
     assert links_table.HEAD in page
