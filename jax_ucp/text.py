@@ -7,6 +7,7 @@ that a name reads as another.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 
@@ -67,6 +68,23 @@ def fault_lines(faults: Sequence[str], shown: int = 20) -> str:
     """
     more = [f"... and {len(faults) - shown} more"] if len(faults) > shown else []
     return "".join(f"\n  {line}" for line in (*faults[:shown], *more))
+
+
+def html_table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], shown: int = 500
+) -> str:
+    """The HTML of a table's first `shown` rows, with its title above it, as notebooks show it."""
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag} style='text-align:left'>{html.escape(visible(value))}</{tag}>"
+            for value in values
+        )
+
+    if len(rows) > shown:
+        title += f", the first {shown} of {len(rows)} rows"
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows[:shown])
+    return f"<b>{html.escape(visible(title))}</b><table><tr>{cells('th', heads)}</tr>{body}</table>"
 
 
 def _shown(character: str) -> str:

@@ -93,9 +93,8 @@ def result_of(checkpoint: ucp.Checkpoint, tree: Any) -> Result:
     read = frozenset(
         item.where.partition(":")[0] for item in checkpoint.inventory if not _left_aside(item)
     )
-    return Result(
-        leaves_of(tree), dict(checkpoint.extras), repr(checkpoint.groups), items, told, read
-    )
+    groups = repr([(group.params, group.settings) for group in checkpoint.groups])
+    return Result(leaves_of(tree), dict(checkpoint.extras), groups, items, told, read)
 
 
 def _left_aside(item: Any) -> bool:

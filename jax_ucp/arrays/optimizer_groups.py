@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from jax_ucp.text import is_encodable
+from jax_ucp.text import html_table, is_encodable, visible
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Group:
     """Parameters that a trainer's optimizer treated alike, and how: torch's `param_groups`, lr,
     betas, weight_decay.
@@ -23,6 +23,14 @@ class Group:
 
     params: tuple[str, ...]
     settings: dict[str, Any]
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        return visible(f"<{len(self.params)} parameters: {settings}>")
+
+    def _repr_html_(self) -> str:
+        settings = [(name, str(value)) for name, value in self.settings.items()]
+        return html_table(f"{len(self.params)} parameters", ("setting", "value"), settings)
 
 
 def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:

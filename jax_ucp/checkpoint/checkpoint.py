@@ -40,7 +40,7 @@ from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.moments import together
 from jax_ucp.inspection.page import Findings, Page, page
-from jax_ucp.inspection.parameters import Parameter, ParameterTable, table
+from jax_ucp.inspection.parameters import Parameter, ParameterTable
 from jax_ucp.inspection.report import mesh_plan
 from jax_ucp.inspection.statistics import MAX_READ, statistics_of
 from jax_ucp.jobs.ledger import Share
@@ -52,7 +52,7 @@ from jax_ucp.mapping.model_config import config_of, given_config
 from jax_ucp.mapping.states import rerooted, weights_of
 from jax_ucp.options import Options, require_used
 from jax_ucp.shard_spec.notation import load
-from jax_ucp.text import visible
+from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import (
     CopyBlock,
@@ -1244,4 +1244,4 @@ class Checkpoint:
             (leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves
         )
         rows = [(row.name, *row.cells, str(row.count)) for row in fold(leaves)]
-        return table(repr(self), ("leaf", "dtype", "shape", "how many"), rows)
+        return html_table(repr(self), ("leaf", "dtype", "shape", "how many"), rows)

@@ -22,7 +22,7 @@ from jax_ucp.cli.text_table import TextTable
 from jax_ucp.cli.types import REGEX, RENAME
 from jax_ucp.inspection.diff import ElementChange
 from jax_ucp.inspection.fold import fold
-from jax_ucp.inspection.words import changes, several
+from jax_ucp.inspection.words import several
 
 
 @command(
@@ -68,7 +68,7 @@ def diff(args: Arguments) -> None:
         if found.facts:
             facts = [(fact.label, fact.first, fact.second) for fact in found.facts]
             console.print(folded_table(("fact", "first", "second"), facts, args.all_))
-        rows = list(changes(found))
+        rows = list(found.changes())
         if rows:
             console.print(leaf_table(("leaf", "what", "first", "second"), rows, args.all_))
         # of a trainer's tree, a table for each state, without it in the labels

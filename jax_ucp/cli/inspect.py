@@ -25,7 +25,7 @@ from jax_ucp.cli.types import REGEX
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
-from jax_ucp.inspection.words import SKIPPED, skipped_reasons, spec_words
+from jax_ucp.inspection.words import SKIPPED, head_lines, several, skipped_reasons, spec_words
 
 
 @command(
@@ -63,7 +63,9 @@ def inspect(args: Arguments) -> None:
     if args.json_:
         print_json(inspection)
         return
-    print_head(inspection)
+    meshes = Counter(_mesh_words(leaf) for leaf in inspection["leaves"] if "mesh" in leaf)
+    mesh = ("saved on", next(iter(meshes)) if len(meshes) == 1 else "")
+    print_head(inspection, [*head_lines(inspection), mesh])
     if pattern is not None:
         rows = [
             (leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"])
@@ -72,7 +74,7 @@ def inspect(args: Arguments) -> None:
         ]
         console.print(TextTable(("leaf", "block", "file", "item", "block there"), rows))
         return
-    heads, rows, files = _leaf_rows(inspection["leaves"])
+    heads, rows, files = _leaf_rows(inspection["leaves"], len(meshes) > 1)
     heads, rows = without_empty(heads, rows)
     if args.files or args.all_:
         heads = (*heads, "stored in")
@@ -99,17 +101,22 @@ def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
     return matching
 
 
-def _leaf_rows(leaves: list[Report]) -> tuple[Row, list[Row], list[str]]:
+def _leaf_rows(leaves: list[Report], has_meshes: bool) -> tuple[Row, list[Row], list[str]]:
     """Heads, a row for each leaf, and the files of each row. Where the tree is {state: {parameter:
-    array}} a row is a parameter, with its states where they are not those that most have.
+    array}} a row is a parameter, with its states where they are not those that most have. Rows name
+    the mesh where there are several.
     """
     arrays = [leaf for leaf in leaves if "shape" in leaf]
     paths = [leaf["leaf"].split("/") for leaf in arrays]
     if not all(len(parts) == 2 for parts in paths) or "param" not in {parts[0] for parts in paths}:
-        rows = [
-            (leaf["leaf"], str(leaf.get("shape", "")), leaf.get("dtype", leaf["kind"]), _spec(leaf))
-            for leaf in leaves
-        ]
+        rows: list[Row] = []
+        for leaf in leaves:
+            shape, dtype = leaf.get("shape", ""), leaf.get("dtype", leaf["kind"])
+            if "key" in leaf:
+                shape, dtype = leaf["shape"][:-1], leaf["key"]
+            spec = spec_words(leaf["spec"]) if "spec" in leaf else ""
+            mesh = f" on {_mesh_words(leaf)}" if has_meshes and spec else ""
+            rows.append((leaf["leaf"], str(shape), dtype, spec + mesh))
         return ("leaf", "shape", "dtype", "saved as"), rows, [_files([leaf]) for leaf in leaves]
     states_of: dict[str, list[Report]] = {}
     for (_, name), leaf in zip(paths, arrays, strict=True):
@@ -134,8 +141,9 @@ def _files(leaves: list[Report]) -> str:
     return next(iter(files)) if len(files) == 1 else f"{len(files)} files"
 
 
-def _spec(leaf: Report) -> str:
-    if "spec" not in leaf:
-        return ""
-    mesh = ",".join(f"{axis}={n}" for axis, n in leaf["mesh"].items())
-    return f"{spec_words(leaf['spec'])} on {mesh}"
+def _mesh_words(leaf: Report) -> str:
+    """The mesh of a leaf; axes of length 1, which cut nothing, are counted."""
+    cuts = [f"{axis}={n}" for axis, n in leaf["mesh"].items() if n > 1]
+    whole = len(leaf["mesh"]) - len(cuts)
+    axes = several(whole, "axis", "axes") + " of length 1"
+    return ", ".join([*cuts, *[axes] * bool(whole)])

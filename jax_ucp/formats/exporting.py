@@ -40,7 +40,7 @@ Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
 MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExportPlan:
     """The plan of an export, decided before any byte moves. `notes` say what is left out,
     cast, or not known.
@@ -56,6 +56,13 @@ class ExportPlan:
     def write_bytes(self) -> int:
         """Bytes of tensors; headers and settings come on top."""
         return sum(tensor.nbytes for file in self.files for _, tensor in file.tensors)
+
+    def __repr__(self) -> str:
+        tensors = sum(len(file.tensors) for file in self.files)
+        return (
+            f"<an export to {self.format}: {tensors} tensors, {self.write_bytes:,} bytes, in"
+            f" {len(self.files)} files; {len(self.notes)} notes>"
+        )
 
 
 def plan_export(

@@ -20,6 +20,7 @@ from jax_ucp.arrays.protocol import BLOCK_BYTES
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import grid_boxes
 from jax_ucp.layout.box import Box
+from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf
 
 # What a comparison holds of an element beside what was read: two wide numbers and their difference.
@@ -65,7 +66,7 @@ class ElementChange:
         return self.changed / self.elements if self.elements else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Difference:
     """The differences of two checkpoints; `same` if there are none.
 
@@ -88,6 +89,39 @@ class Difference:
     def same(self) -> bool:
         parts = (self.missing, self.added, self.reshaped, self.recast, self.replaced)
         return not any((*parts, self.values, self.facts))
+
+    def changes(self) -> Iterator[tuple[str, str, str, str]]:
+        """Leaves that differ in more than elements: label, kind of change, and both sides."""
+        for what, several in (
+            ("reshaped", self.reshaped),
+            ("recast", self.recast),
+            ("replaced", self.replaced),
+        ):
+            yield from ((change.label, what, change.first, change.second) for change in several)
+        yield from ((label, "missing", "here", "") for label in self.missing)
+        yield from ((label, "added", "", "here") for label in self.added)
+
+    def __repr__(self) -> str:
+        parts = {
+            "missing": self.missing,
+            "added": self.added,
+            "of another shape": self.reshaped,
+            "of another dtype": self.recast,
+            "replaced": self.replaced,
+            "with other elements": self.values,
+        }
+        counts = [f"{len(several)} {what}" for what, several in parts.items() if several]
+        if self.facts:
+            counts.append("settings: " + visible(", ".join(fact.label for fact in self.facts)))
+        return f"<{', '.join(counts) or 'no difference'}; {self.equal} leaves are equal>"
+
+    def _repr_html_(self) -> str:
+        rows = [*self.changes()]
+        rows += [
+            (each.label, "elements", f"{each.changed:,} of {each.elements:,}", "")
+            for each in self.values
+        ]
+        return html_table(repr(self), ("leaf", "what", "first", "second"), rows)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from jax_ucp.inspection.report import Report, head, inventory_of, pieces_of
 from jax_ucp.inspection.statistics import Statistics
 from jax_ucp.inspection.words import (
     SKIPPED,
-    changes,
     head_lines,
     several,
     size,
@@ -325,6 +324,6 @@ def _difference_section(about: Report, found: Findings) -> str:
         f"<p>{difference.equal} arrays and values are equal in {compared}.</p>"
         + _table("Two checkpoints", ("", about["path"], other["path"]), rows)
         + _folded("Settings that differ", ("setting", "this", "other"), settings)
-        + _folded("What differs", ("leaf", "what", "this", "other"), changes(difference))
+        + _folded("What differs", ("leaf", "what", "this", "other"), difference.changes())
         + ('<div id="changes"></div>' if difference.values else ""),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 from jax_ucp.arrays.contents import Contents, Piece, require_values
 from jax_ucp.arrays.proved import ProvedReads
 from jax_ucp.layout.box import Box
-from jax_ucp.text import visible
+from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf
 
 
@@ -51,7 +50,7 @@ class Parameter:
             for state, leaf in self.states.items()
             for piece in self.contents.locate(leaf)
         ]
-        return table(self.name, ("state", "dtype", "shape", "block", "is stored in"), rows)
+        return html_table(self.name, ("state", "dtype", "shape", "block", "is stored in"), rows)
 
 
 class ParameterTable(dict[str, Parameter]):
@@ -61,17 +60,6 @@ class ParameterTable(dict[str, Parameter]):
         rows = [
             (p.name, str(p.dtype), str(list(p.shape)), ", ".join(p.states)) for p in self.values()
         ]
-        return table(f"{len(rows)} parameters", ("parameter", "dtype", "shape", "states"), rows)
-
-
-def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The HTML of a table, with its title above it."""
-
-    def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag} style='text-align:left'>{html.escape(visible(value))}</{tag}>"
-            for value in values
+        return html_table(
+            f"{len(rows)} parameters", ("parameter", "dtype", "shape", "states"), rows
         )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<b>{html.escape(visible(title))}</b><table><tr>{cells('th', heads)}</tr>{body}</table>"

@@ -182,7 +182,7 @@ def head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
         "files": len({piece.file for several in pieces.values() for piece in several}),
         "arrays": len(arrays),
         "elements": sum(math.prod(leaf.shape) for leaf in arrays),
-        "dtypes": dict(Counter(leaf.dtype for leaf in arrays).most_common()),
+        "dtypes": dict(Counter(map(_dtype_words, arrays)).most_common()),
         "states": _states(checkpoint),
         "groups": [
             {"parameters": len(group.params), "settings": group.settings}
@@ -191,6 +191,10 @@ def head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
         "items": {status: statuses[status] for status in ("mapped", "extra", "skipped")},
         "notes": list(checkpoint.notes),
     }
+
+
+def _dtype_words(leaf: Leaf) -> str:
+    return f"key {leaf.key_impl}" if leaf.kind == "prng_key" else leaf.dtype
 
 
 def _states(checkpoint: Checkpoint) -> Report:
@@ -216,6 +220,10 @@ def _leaf(leaf: Leaf, pieces: Sequence[Piece]) -> Report:
     if not leaf.has_array:
         return entry | {"value": leaf.value}
     entry |= {"shape": list(leaf.shape), "dtype": leaf.dtype}
+    if leaf.kind == "prng_key":
+        entry["key"] = _dtype_words(
+            leaf
+        )  # shape and dtype are those of its data, as they are stored
     if leaf.sharding:
         entry["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
         entry["spec"] = [

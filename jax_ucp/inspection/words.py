@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from jax_ucp.inspection.diff import Difference
 from jax_ucp.inspection.report import Report
 from jax_ucp.tree import Axes
 
@@ -90,18 +89,6 @@ def counted(reasons: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
         names.setdefault(reason, []).append(name)
     most_first = sorted(names.items(), key=lambda pair: -len(pair[1]))
     return [(str(len(several)), reason, several[0]) for reason, several in most_first]
-
-
-def changes(found: Difference) -> Iterator[tuple[str, str, str, str]]:
-    """Leaves that differ but for elements: label, kind of change, the first side, the second."""
-    for what, several in (
-        ("reshaped", found.reshaped),
-        ("recast", found.recast),
-        ("replaced", found.replaced),
-    ):
-        yield from ((change.label, what, change.first, change.second) for change in several)
-    yield from ((label, "missing", "here", "") for label in found.missing)
-    yield from ((label, "added", "", "here") for label in found.added)
 
 
 def spec_words(spec: Iterable[Axes]) -> str:

@@ -44,6 +44,7 @@ from jax_ucp.sharding.restore import (
     shared_plan,
 )
 from jax_ucp.sharding.trees import empty_kind, walk
+from jax_ucp.text import html_table
 from jax_ucp.tree import Leaf, Path, leaf_names
 
 Status = Literal["mapped", "computed", "initial"]
@@ -62,7 +63,7 @@ class Filled:
         return f"{self.slot.label}: {self.status}, {self.reason}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OptimizerPlan:
     """An optax state out of a checkpoint, decided before any moment is read.
 
@@ -80,6 +81,18 @@ class OptimizerPlan:
         """A line for each leaf of the state, and for each state of the checkpoint that is left."""
         left = [f"{name} of the checkpoint: left, {reason}" for name, reason in self.left.items()]
         return "\n".join([*map(str, self.filled), *left])
+
+    def __repr__(self) -> str:
+        steps = "" if self.step is None else f" after {self.step} steps"
+        return (
+            f"<an optax state{steps}: {len(self.filled)} leaves;"
+            f" {len(self.left)} states of the checkpoint are left>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [(each.slot.label, each.status, each.reason) for each in self.filled]
+        rows += [(name, "left", reason) for name, reason in self.left.items()]
+        return html_table(repr(self), ("leaf", "status", "from, or why"), rows)
 
     def restore(
         self,

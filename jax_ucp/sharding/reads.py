@@ -28,6 +28,7 @@ from jax_ucp.sharding.fit import (
     fit_on_host,
     unused_rules,
 )
+from jax_ucp.text import html_table
 from jax_ucp.tree import Axes, Leaf
 from jax_ucp.universal.shard_codec import CRC_BYTES
 from jax_ucp.universal.stack_view import Unstacked
@@ -101,7 +102,7 @@ class PlannedArray:
     count: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HostReads:
     """By host: bytes of the boxes it needs, bytes of the chunks with them, files opened, and
     requests where the files are behind a network.
@@ -129,6 +130,19 @@ class HostReads:
     def balance(self) -> float:
         """The bytes of the host that reads most, over the mean."""
         return float(self.read.max() * len(self.read) / max(1, self.read.sum()))
+
+    def __repr__(self) -> str:
+        return (
+            f"<reads of {len(self.read)} hosts: {self.read.sum():,} bytes, {self.amplification:.3f}"
+            f" of those needed, at most {self.read.max():,} of one>"
+        )
+
+    def _repr_html_(self) -> str:
+        columns = (self.read, self.needed, self.files, self.requests)
+        hosts = np.stack(columns, axis=1).tolist()
+        rows = [(str(host), *map("{:,}".format, numbers)) for host, numbers in enumerate(hosts)]
+        heads = ("host", "bytes read", "bytes needed", "files", "requests")
+        return html_table(repr(self), heads, rows)
 
 
 def planned_reads(arrays: Iterable[PlannedArray], mesh: HostMesh) -> HostReads:

@@ -57,6 +57,7 @@ from jax_ucp.sharding.trees import (
     match,
     narrowed,
 )
+from jax_ucp.text import html_table
 from jax_ucp.tree import Axes, Leaf, tree_of
 
 _NOT_ON_SET_MESH = (
@@ -165,7 +166,7 @@ class Placement:
         return device_boxes(self.sharding, self.leaf.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RestorePlan:
     """A restore, decided before any byte is read.
 
@@ -197,6 +198,21 @@ class RestorePlan:
         """Every departure from the sharding asked for, by leaf; and each unused rule."""
         placed = [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes]
         return [*placed, *self.unused_rules]
+
+    def __repr__(self) -> str:
+        on_devices = sum(p.sharding is not None for p in self.placements)
+        return (
+            f"<a restore of {len(self.placements)} leaves, {on_devices} of them onto devices;"
+            f" {len(self.notes)} notes>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, ...]] = []
+        for p in self.placements:
+            place = getattr(p.sharding, "spec", p.sharding or f"the host, as {p.kind}")
+            dtype = str(p.dtype or "")
+            rows.append((p.leaf.label, str(p.leaf.shape), dtype, str(place), "; ".join(p.notes)))
+        return html_table(repr(self), ("leaf", "shape", "dtype", "goes to", "given up"), rows)
 
 
 def plan_restore(leaves: Sequence[Leaf], request: RestoreRequest) -> RestorePlan:

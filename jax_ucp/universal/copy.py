@@ -97,7 +97,7 @@ class CopyBlock:
         return self.key, self.box
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CopyPlan:
     """The plan of a copy, decided before any byte moves: one block for each outer chunk of each
     array, some of them together in packs.
@@ -139,6 +139,12 @@ class CopyPlan:
         """
         costs = sorted((block.cost for block in self.blocks), reverse=True)
         return min(sum(costs[: threads()]), max(self.budget_bytes, *costs[:1], 0))
+
+    def __repr__(self) -> str:
+        return (
+            f"<a copy of {len(self.arrays)} arrays: {self.write_bytes:,} bytes in"
+            f" {len(self.blocks)} blocks, at most {self.peak_bytes:,} in memory>"
+        )
 
 
 @gc_paused()

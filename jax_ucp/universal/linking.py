@@ -30,6 +30,7 @@ from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.jobs.run import run
 from jax_ucp.layout.runs import RunGrid, run_grid
+from jax_ucp.text import html_table
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.copy import CopyBlock, CopyPlan, UniversalTarget, plan_copy, require_target
 from jax_ucp.universal.linked import CRC, LINK_FOLDER, Linked, source_folders
@@ -40,7 +41,7 @@ from jax_ucp.universal.store import Commit, array_info
 from jax_ucp.universal.validation import storable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinkPlan:
     """The arrays of a checkpoint that a link leaves in their files, and the copy of the others.
 
@@ -69,6 +70,16 @@ class LinkPlan:
     def reasons(self) -> dict[str, int]:
         """The number of arrays that are copied, by reason."""
         return dict(Counter(self.copied.values()).most_common())
+
+    def __repr__(self) -> str:
+        return (
+            f"<a link of {len(self.linked.arrays)} arrays, {self.linked_bytes:,} bytes, in"
+            f" {len(self.files)} files; {len(self.copied)} arrays, {self.copied_bytes:,} bytes,"
+            " are copied>"
+        )
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), ("copied", "because"), [*self.copied.items()])
 
 
 def plan_link(contents: Contents, target: FilePath, budget_bytes: int = DEFAULT_BUDGET) -> LinkPlan:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from commands import invoke, run, run_json
@@ -50,6 +50,31 @@ def test_inspect_says_first_what_people_ask_first():
 def test_inspect_says_of_a_tree_that_was_in_memory_that_it_is_universal(tmp_path):
     ucp.Checkpoint.of({"w": np.ones(3)}).save(tmp_path / "c")
     assert run("inspect", tmp_path / "c").splitlines()[0] == f"{tmp_path / 'c'}: universal"
+
+
+def test_inspect_says_the_mesh_once_and_keys_are_keys(tmp_path):
+    axes = ("replica", "data", "stage", "model")
+    mesh, other = jax.make_mesh((1, 2, 1, 2), axes), jax.make_mesh((4,), ("x",))
+    placed = NamedSharding(mesh, PartitionSpec("data", "model"))
+    weights = {f"w{i}": jax.device_put(np.ones((4, 4)), placed) for i in range(3)}
+    tree = {
+        "layers": weights,
+        "rng": jax.random.key(0),
+        "keys": jax.random.split(jax.random.key(1)),
+    }
+    ucp.Checkpoint.of(tree).save(tmp_path / "one")
+    printed = run("inspect", tmp_path / "one")
+    assert "saved on    data=2, model=2, 2 axes of length 1\n" in printed
+    assert re.search(r"layers/w\{0..2\} +\[4, 4\] +float32 +data,model +x3", printed)
+    assert re.search(r"^rng +\[\] +key threefry2x32$", printed, re.MULTILINE)
+    assert re.search(r"^keys +\[2\] +key threefry2x32$", printed, re.MULTILINE)
+    assert "2 key threefry2x32" in printed
+    tree["wide"] = jax.device_put(np.ones(4), NamedSharding(other, PartitionSpec("x")))
+    ucp.Checkpoint.of(tree).save(tmp_path / "two")
+    printed = run("inspect", tmp_path / "two")
+    assert "saved on" not in printed
+    assert "x on x=4" in printed
+    assert "data,model on data=2, model=2, 2 axes of length 1" in printed
 
 
 def test_inspect_folds_the_layers_of_a_model():
