@@ -72,9 +72,7 @@ class UCPError(Exception):
         self.path, self.way_out = str(path), way_out
 
     def at(self, path: object = "", item: str = "", way_out: str = "") -> Self:
-        """The error, with the file, the item in it and the way out that its caller knows of. The
-        file that it has stays.
-        """
+        """The error, with a file (its own stays), the item and the way out its caller knows of."""
         self.path, self.way_out = self.path or str(path), self.way_out or way_out
         if item:
             self.reason = f"{item}: {self.reason}"
@@ -95,9 +93,7 @@ class LayoutError(UCPError, ValueError):
 
 
 class SpecError(UCPError, ValueError):
-    """A text is not in the universal checkpoint language, or a size in it has no number; or an
-    option is not one.
-    """
+    """A text is not in the universal checkpoint language, or an option is not one."""
 
 
 class FormatError(UCPError, ValueError):
@@ -117,9 +113,7 @@ class NotACheckpoint(UCPError, FileNotFoundError):
 
 
 class QuantizedWeights(UCPError, ValueError):
-    """Weights are stored as codes that mean something only with their scales, and were asked for
-    as weights.
-    """
+    """Weights are stored as codes that need their scales, and were asked for as weights."""
 
 
 class TreeMismatch(UCPError, ValueError):
@@ -127,9 +121,7 @@ class TreeMismatch(UCPError, ValueError):
 
 
 class UnsupportedPath(UCPError, ValueError):
-    """A path is a URL of a kind that is not known, or where a local path is needed, or would be
-    taken for another path than the one that is meant.
-    """
+    """A path is a URL of an unknown kind, or would be taken for another path than is meant."""
 
 
 class StoreError(UCPError, OSError):
@@ -137,9 +129,7 @@ class StoreError(UCPError, OSError):
 
 
 class SaveFailed(UCPError, RuntimeError):
-    """A process could not do its part of a save, and this is another one, which did; there is no
-    checkpoint.
-    """
+    """Another process could not do its part of a save; there is no checkpoint."""
 
 
 class WorkerError(UCPError, RuntimeError):

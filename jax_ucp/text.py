@@ -1,8 +1,7 @@
 """Text that came from outside, as it may be printed.
 
-Names, paths and messages of others may hold what a terminal obeys: escape sequences that change its
-title, its colours or the clipboard, and characters that turn the direction of writing round, so
-that a name reads as another.
+It may hold what a terminal obeys: escape sequences that change its title, its colours or the
+clipboard, and characters that turn the direction of writing round.
 """
 
 from __future__ import annotations

@@ -92,9 +92,7 @@ Path = tuple[Key, ...]
 
 @dataclass(frozen=True, slots=True)
 class SavedSharding:
-    """The NamedSharding a leaf was saved with: names and sizes of the mesh axes, and the
-    PartitionSpec.
-    """
+    """The NamedSharding of a saved leaf: names and sizes of mesh axes, and the PartitionSpec."""
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
@@ -175,9 +173,7 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _unsafe_names(names: Sequence[str]) -> set[str]:
-    """The names that no directory should have: not plain, of several leaves, or with a leaf
-    above or below them.
-    """
+    """The names that no directory should have: not plain, of several leaves, or nested."""
     folded = {name: folded_name(name) for name in names}
     counts = Counter(folded[name] for name in names)
     parents = {name[:at] for name in counts if "/" in name for at in _slashes(name)}
@@ -273,9 +269,7 @@ def _named(path: Path) -> str:
 
 
 def ambiguous_paths(paths: Iterable[Path]) -> list[list[str]]:
-    """Groups of different paths that stock metadata cannot tell apart, such as dict keys 0 and
-    "0".
-    """
+    """Paths that stock metadata cannot tell apart, such as dict keys 0 and "0", in groups."""
     same: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for path in paths:
         same[tuple(map(str, path))].append(" / ".join(repr(key.name) for key in path))
@@ -318,8 +312,7 @@ def _is_plain(name: str, folded: str) -> bool:
 def is_leaf_name(name: str) -> bool:
     """Whether a name can be that of a directory in the checkpoint, and is no file's there.
 
-    `leaf_names` gives fewer: none that only another file system would merge. What was written here
-    may have those.
+    Names that only another file system would merge may be: `leaf_names` gives none, older saves do.
     """
     if _is_taken(name, RESERVED) or "\\" in name or not name.isprintable():
         return False
@@ -330,9 +323,7 @@ def is_leaf_name(name: str) -> bool:
 
 
 def _is_taken(name: str, reserved: frozenset[str]) -> bool:
-    """Whether a file or a directory of the name belongs to the format, to stock Orbax or to
-    TensorStore.
-    """
+    """Whether the format, stock Orbax or TensorStore has a file or directory of the name."""
     top = name.partition("/")[0]
     if top in reserved or name.startswith(("ocdbt.process_", "ucp.", "ucp-")):
         return True

@@ -1,6 +1,4 @@
-"""Values beside the arrays of a checkpoint, as JSON: nothing is dropped, and nothing becomes code
-again.
-"""
+"""Values beside the arrays of a checkpoint, as JSON that never becomes code again."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class MentionedTensors:
         self._repeated = 0
 
     def refusal(self, file: str, value: Any) -> str:
-        """Why a value from a torch file is no extra, by the tensors in it; nothing if it is one,
-        whose tensors count from then on.
-        """
+        """Why a value is not an extra, by its tensors; "" if it is one: then they count."""
         nbytes = tensor_bytes(value)
         if nbytes > MAX_EXTRA_BYTES:
             return f"an object with {nbytes} bytes of tensors inside, which is data and no setting"
@@ -61,15 +57,12 @@ class MentionedTensors:
 
 
 def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> Any:
-    """A value from a torch file as JSON: what JSON has as itself, anything else as a dict with one
-    key `!type`.
+    """A value from a torch file as JSON; what JSON lacks is a dict with a key `!type`.
 
-    Tensors and numpy arrays keep dtype, shape and bytes (base64, little-endian), arrays of text are
-    lists; `read` reads the tensors of the file called `file`. A text with half of a surrogate pair
-    keeps its bytes (base64). Dicts whose keys are not all texts without become lists of pairs. An
-    object of a class that is not known here is `!opaque`, its name, beside what it was made from; a
-    class or function that is only mentioned has its name alone. A tensor that cannot be read is
-    `!left_out`, the reason.
+    Tensors and numpy arrays keep dtype, shape and bytes (base64, little-endian), as does a text
+    with half of a surrogate pair; `read` reads the tensors of the file called `file`. Dicts with
+    other keys than texts become lists of pairs. An object of an unknown class is `!opaque`, with
+    what it was made from; a tensor that cannot be read is `!left_out`, the reason.
     """
 
     def read_whole(tensor: StoredTensor) -> np.ndarray:

@@ -1,8 +1,7 @@
-"""Flax's msgpack, read by ranges: what is no array comes as Python values, of arrays where their
-bytes are.
+"""Flax's msgpack, read by ranges: plain values, and of arrays where their bytes are.
 
-A file can be as large as its arrays, which are passed over. What it says is hostile: lengths end
-where the bytes do, and depth, the number of values and the bytes of texts have limits.
+What a file says is hostile: lengths end where the bytes do, and depth, the number of values and the
+bytes of texts have limits.
 
 Facts: the msgpack specification; `flax/serialization.py` of flax 0.12.7 (`_ndarray_to_bytes`,
 `_MsgpackExtType`, `_chunk`); `msgpack_utils.py` of orbax-checkpoint 0.5.20, which adds tuples.
@@ -58,11 +57,10 @@ class ChunkedArray:
 
 
 def decode(file: ByteRange, where: str) -> Any:
-    """The value that the file is: dicts with text keys, lists, tuples, numbers, texts, bytes, None,
-    PackedArray and ChunkedArray.
+    """The value of a file: plain Python values, PackedArray and ChunkedArray.
 
-    Raises FormatError, naming the file as `where`, for what Flax does not write, for what is beyond
-    the limits, and where bytes are missing or left over.
+    Raises FormatError, naming the file as `where`, for what Flax does not write or is beyond
+    limits.
     """
     reader = _Decoder(file)
     try:

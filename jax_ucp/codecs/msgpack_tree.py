@@ -85,9 +85,7 @@ class _JoinedBytes(ByteRange):
 def leaf_values(
     value: Any, is_leaf: Callable[[Any], bool], path: TreePath = ()
 ) -> Iterator[tuple[TreePath, Any]]:
-    """Every leaf below a value with its path. Leaves are values for which `is_leaf` is true, values
-    other than dicts, lists and tuples, and empty dicts, lists and tuples.
-    """
+    """Every leaf below a value with its path: empty containers too, and wherever `is_leaf`."""
     if is_leaf(value) or not value or not isinstance(value, dict | list | tuple):
         yield path, value
     elif isinstance(value, dict):

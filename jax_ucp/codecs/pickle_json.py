@@ -26,9 +26,7 @@ CLASSES = frozenset(
 
 
 def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Extras by file and name as `from_json` makes them, and a note on each that cannot be
-    written.
-    """
+    """Extras by file and name as `from_json` makes them, and notes on those left out."""
     decoded: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
     for file, named in extras.items():
@@ -47,11 +45,10 @@ def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str,
 
 
 def from_json(value: Any) -> Any:
-    """The value that `formats.extras.as_json` made JSON of, for `torch_pickle`: a class is a name,
-    not the class.
+    """The value of which `json_values.as_json` made JSON, with names for classes.
 
-    A tensor and a numpy array are one in JSON; both come back as an array, which is written as a
-    tensor. Raises UnsupportedLeaf for an object of a class that is not in `CLASSES`.
+    Tensors and numpy arrays both come back as arrays. Raises UnsupportedLeaf for an object of a
+    class that is not in `CLASSES`.
     """
     match value:
         case {"!array": str(data), "dtype": str(name), "shape": list(shape)}:

@@ -1,5 +1,4 @@
-"""The meaning of the names of Python, numpy and the trainers in a pickle: the part of the
-allow-list without tensors.
+"""The names of Python, numpy and the trainers in a pickle: the allow-list without tensors.
 
 Names are as Python writes them at protocols 2 to 5; protocol 2 says `__builtin__` for `builtins`
 (`Lib/_compat_pickle.py`).
@@ -105,11 +104,7 @@ def _complex(args: tuple) -> object:
 
 
 def _getattr(args: tuple) -> object:
-    """A member of an enum by its name: Python 3.11.0 to 3.11.3 write enums so (`Lib/enum.py`),
-    others by value.
-
-    Protocol 2 writes a class inside another in the same way.
-    """
+    """A member of an enum, as Python 3.11.0 to 3.11.3 write it; at protocol 2 an inner class."""
     match args:
         case (Unknown(name), str(member)) if len(name) + len(member) < MAX_GLOBAL:
             return Unknown(f"{name}.{member}") if is_plain_name(member) else NotImplemented
@@ -123,9 +118,7 @@ def _empty_dict(args: tuple) -> object:
 
 
 def _drop_attributes(made: object, state: object) -> object:
-    """Attributes of an OrderedDict are not data: torch keeps `_metadata`, versions of modules,
-    in one.
-    """
+    """Nothing is kept: torch has `_metadata`, versions of modules, in an OrderedDict."""
     return None if isinstance(state, dict) else NotImplemented
 
 
@@ -164,9 +157,7 @@ def _dtype(args: tuple) -> object:
 
 
 def _check_dtype(made: object, state: object) -> object:
-    """State: version, byte order, no sub-array, no fields, ... (`arraydescr_reduce`, numpy
-    `descriptor.c`).
-    """
+    """State: version, byte order, no sub-array, no fields ... (`arraydescr_reduce` of numpy)."""
     match made, state:
         case Opaque(), _:
             made.state = state
@@ -195,11 +186,7 @@ def _empty_array(args: tuple) -> object:
 
 
 def _fill_array(made: Any, state: object) -> object:
-    """State: version, shape, dtype, column-major, bytes. An array of plain numbers runs nothing
-    when it is set.
-
-    Of objects, dates or fields, or big-endian, it stays closed.
-    """
+    """State: version, shape, dtype, column-major, bytes. Plain numbers alone are set."""
     match state:
         case (int(), tuple(shape), np.dtype(), bool() | int(), bytes()):
             if not all(type(n) is int and n >= 0 for n in shape):

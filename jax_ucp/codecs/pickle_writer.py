@@ -1,9 +1,8 @@
-"""Pickles as torch reads them, written without torch: a few opcodes of protocol 2, names instead of
-classes.
+"""Pickles as torch reads them, written without torch: names instead of classes.
 
-`torch.load` reads them with `weights_only=True` too, as far as it allows the names. Opcodes:
-`Lib/pickletools.py`; tensors: `_rebuild_tensor_v2`, `_rebuild_tensor_v3` (`torch/_utils.py`) and
-`persistent_id` (`torch/serialization.py`).
+`torch.load` reads them with `weights_only=True` too, as far as it allows the names. Opcodes of
+protocol 2: `Lib/pickletools.py`; tensors: `_rebuild_tensor_v2`, `_rebuild_tensor_v3`
+(`torch/_utils.py`) and `persistent_id` (`torch/serialization.py`).
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An object made without its `__init__`, with a state: the dict of its attributes, or what
-    `__setstate__` takes.
-    """
+    """An object made without `__init__`, and its attributes or `__setstate__` argument."""
 
     of: Global
     state: Any
@@ -91,11 +88,9 @@ def _none(tensor: Tensor | np.ndarray) -> str:
 
 
 def dumps(value: Any, storage: Storage = _none) -> bytes:
-    """The pickle of a value: None, numbers, strings, bytes, containers, tensors, and the classes
-    above.
+    """The pickle of plain values, containers, tensors and the classes above.
 
-    `storage` is told of each tensor and gives the key of the storage that will hold it, whole and
-    row-major.
+    `storage` gives the key of the storage that will hold a tensor, whole and row-major.
     """
     writer = _Pickler(storage)
     writer.write(value)
@@ -209,9 +204,7 @@ def _(value: Instance, to: _Pickler) -> None:
 @_write.register(Tensor)
 @_write.register(np.ndarray)
 def _(value: Tensor | np.ndarray, to: _Pickler) -> None:
-    """torch's call for a tensor of a typed storage, or of an untyped one, which takes the dtype
-    too.
-    """
+    """torch's call for a tensor of a typed storage, or of an untyped one and a dtype."""
     flat = isinstance(value, Tensor) and value.flat
     shape = (value.size,) if flat else tuple(value.shape)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -85,10 +85,9 @@ _STORAGE_DTYPES = {
 class StoredTensor(ObjectNode):
     """A tensor or Parameter of the file: a strided view of one of its storages.
 
-    `key` names it in `TorchFile.arrays()`: the labels that lead to where the object holds it first.
-    A tensor held in several places is one StoredTensor; two that share a storage are two. Offset
-    and strides count elements. `attributes` are what was pickled with the tensor, such as
-    Megatron's `partition_dim` or DeepSpeed's `ds_id`.
+    `key` names it in `TorchFile.arrays()`: the labels that lead to its first place in the object.
+    Offset and strides count elements. `attributes` were pickled with the tensor, such as Megatron's
+    `partition_dim` or DeepSpeed's `ds_id`.
     """
 
     key: str
@@ -112,9 +111,7 @@ class RefusedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensor(ObjectNode):
-    """A rank's part of a distributed tensor: `local` is in the file, `shape` is that of the whole,
-    and `spec` says which part it is.
-    """
+    """A rank's part, `local`, of a tensor of the shape `shape`; `spec` says which part."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -127,9 +124,7 @@ class DTensor(ObjectNode):
 
 @dataclass(frozen=True, slots=True)
 class StorageClass(Name):
-    """A storage class and the dtype its elements have, None where numpy has none; an untyped one
-    has bytes.
-    """
+    """A storage class and its elements' dtype, None where numpy has none; untyped are bytes."""
 
     dtype: np.dtype | None
 
@@ -161,9 +156,7 @@ def _rebuild_tensor_v2(args: tuple) -> object:
 
 
 def _rebuild_tensor_v3(args: tuple) -> object:
-    """`(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`: the storage is
-    untyped.
-    """
+    """`(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
     match args:
         case (Storage() as storage, offset, tuple(size), tuple(stride), bool(), _, dtype, *rest):
             return _view(storage, dtype, offset, size, stride, rest)
@@ -173,9 +166,7 @@ def _rebuild_tensor_v3(args: tuple) -> object:
 def _view(
     storage: Storage, dtype: object, offset: Any, shape: tuple, strides: tuple, metadata: list
 ) -> object:
-    """The tensor, once its last element is known to lie in the storage. Offset and strides count
-    elements.
-    """
+    """The tensor, proved to lie in the storage. Offset and strides count elements."""
     if len(metadata) > 1 or len(shape) != len(strides):
         return NotImplemented
     if not all(map(_is_size, (offset, *shape, *strides))):
@@ -221,9 +212,7 @@ def _view_refusal(view: StoredTensor, storage: Storage) -> str:
 
 
 def not_a_storage(persistent_id: object) -> FormatError:
-    """The error for a persistent id that does not name a storage, with the kind of storage where
-    that is unknown.
-    """
+    """The error for a persistent id that does not name a storage of a known kind."""
     match persistent_id:
         case ("storage", Name(kind), *_):
             return FormatError(
@@ -259,9 +248,7 @@ def unreadable(node: object) -> str:
 
 
 def _metadata_refusal(metadata: object) -> str:
-    """torch keeps conj and neg as bits of the view; the stored bytes are those of the other
-    tensor.
-    """
+    """The bits conj and neg of the view: the stored bytes are those of the other tensor."""
     names = [key for key in metadata if isinstance(key, str)] if isinstance(metadata, dict) else []
     bits = ", ".join(sorted(name[:20] for name in names[:4])) or "unknown"
     return f"it is a lazy view ({bits}); save tensor.resolve_conj().resolve_neg() instead"
@@ -301,9 +288,7 @@ def _rebuild_dtensor(inner: tuple, state: object) -> object:
 
 
 def _rebuild_from_type_v2(args: tuple) -> object:
-    """`(function, type, args, state)`: a plain tensor with Python attributes, such as ZeRO-3 and
-    Megatron save, or a DTensor.
-    """
+    """`(function, type, args, state)`: a DTensor, or a plain tensor with attributes."""
     match args:
         case (Constructor() as function, Name() as kind, tuple(inner), state) if (
             function in _REBUILD
@@ -327,9 +312,7 @@ def _rebuild_from_type_v2(args: tuple) -> object:
 
 
 def _rebuild_of_torchao(kind: Name, inner: tuple, state: object) -> object:
-    """`inner` as of a DTensor. A weight that is cast to float8 when it is gathered is a plain
-    tensor, `_tensor`, in a wrapper (`torchao/float8/fsdp_utils.py`); states are codes.
-    """
+    """A weight cast to float8 when gathered (`torchao/float8/fsdp_utils.py`), or codes."""
     attributes = _attributes(state)
     match inner:
         case (_, dtype, tuple(shape), *_) if attributes is not None and all(map(_is_size, shape)):
@@ -348,9 +331,7 @@ def _rebuild_of_torchao(kind: Name, inner: tuple, state: object) -> object:
 
 
 def _attributes(state: object) -> dict[str, object] | None:
-    """State is None, the attributes, or a pair of attributes and slots (`_set_obj_state`,
-    torch/_utils.py); None where it is anything else.
-    """
+    """The attributes in None, a dict or a pair of dicts (`_set_obj_state`, torch/_utils.py)."""
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     attributes: dict[str, object] = {}
     for part in parts:

@@ -57,9 +57,7 @@ ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
 
 
 def is_torch_file(path: FilePath) -> bool:
-    """Whether it is a file of torch.save by its content, or is named as one and begins as one,
-    and is damaged.
-    """
+    """Whether it is a file of torch.save, by content, or a damaged one by its name."""
     head = path.read_range(0, torch_legacy.HEAD_BYTES)
     if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
         return torch_legacy.is_legacy(head)
@@ -76,17 +74,13 @@ class TorchFile(ExtentTable):
     In `tree` a tensor or Parameter is a StoredTensor; OrderedDict, defaultdict and Counter are
     dict; torch.Size is tuple; a dtype is the np.dtype; a device, layout or path is str; an instance
     of an allow-listed class is a Record, that of any other an Opaque; a class or constant only
-    mentioned, or a dtype numpy lacks, is a Name. A plain recursive walk ends. `unknown` are the
-    names, of classes and functions, that are in no list.
+    mentioned, or a dtype numpy lacks, is a Name. `unknown` are names that are in no list.
 
-    `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp`
-    files do; `file` is that file as it was looked at. `data` are its bytes where they had to be
-    inflated; `path` then only names them. `alike` keeps tensors that are all of a file, by what
-    they were made from, for the many files of one tensor that have the same pickle. `equal` keeps
-    whole objects so, for ranks that wrote the same but for the bytes of tensors: nobody may change
-    those. A tensor that cannot be read refuses the file, unless it is `lenient`: then it stays in
-    the tree, and `unreadable` of it says why. With `may_be_coded` the whole object may be a state
-    of torchao's optimizers, a CodedState.
+    `offset` and `length` select a file inside `file`, as in DCP's `.distcp` files. `data` are its
+    bytes where they had to be inflated; `path` then only names them. `alike` keeps tensors that are
+    a whole file, and `equal` whole objects, by what they were made from, for other files of the
+    same pickle. A tensor that cannot be read refuses the file, unless it is `lenient`: then it
+    stays in the tree, with its reason. With `may_be_coded` the object may be a CodedState.
     """
 
     def __init__(
@@ -160,9 +154,7 @@ class TorchFile(ExtentTable):
         return [(self._file, region)] if region else []
 
     def checksums(self) -> tuple[tuple[int, int], ...]:
-        """The size and the CRC of every storage in order, as the zip directory has them; () where
-        one with bytes has no CRC.
-        """
+        """The size and the CRC of every storage in order; () if one with bytes has no CRC."""
         members = list(self._storages.values())
         summed = all(member.crc for member in members if member.size)
         return tuple((member.size, member.crc) for member in members) if summed else ()
@@ -173,9 +165,7 @@ class TorchFile(ExtentTable):
         alike: dict[Hashable, StoredTensor],
         equal: dict[Hashable, TreeContents] | None,
     ) -> TreeContents:
-        """The object of data.pkl. That of an equal file is taken, unless it has an object of a
-        class that is not known, which names its file.
-        """
+        """The object of data.pkl, or of an equal file; never an Opaque, which names its file."""
         if equal is None:
             return TreeContents(self._loaded(archive, alike), self.path)
         sizes = tuple([(key, member.size) for key, member in archive.storages.items()])
@@ -188,9 +178,7 @@ class TorchFile(ExtentTable):
         return equal[made_from]
 
     def _loaded(self, archive: _Archive, alike: dict[Hashable, StoredTensor]) -> object:
-        """The object of data.pkl: it depends on the bytes, on what the file spends on them, and
-        on storages' sizes.
-        """
+        """The object of data.pkl, or one made from equal bytes and sizes of storages."""
         if len(archive.pickled) > ALIKE_BYTES:
             return self._unpickled(archive)
         sizes = tuple((key, member.size) for key, member in archive.storages.items())
@@ -206,9 +194,7 @@ class TorchFile(ExtentTable):
         return safe_pickle.load(archive.pickled, NAMES, self._storage, archive.pickled_size)
 
     def _storage(self, persistent_id: object) -> Storage:
-        """The storage that a persistent id names: ('storage', class, key, location, number of
-        elements).
-        """
+        """The storage of ('storage', class, key, location, number of elements)."""
         match persistent_id:
             case ("storage", StorageClass() as kind, str(key), str(location), int(numel)):
                 pass
@@ -233,9 +219,7 @@ class TorchFile(ExtentTable):
 
     @contextmanager
     def _naming_what_is_instead(self) -> Iterator[None]:
-        """Errors of a file that only stands for another, or of a link that leads nowhere, say
-        so.
-        """
+        """A context that explains a file that only stands for another, or a broken link."""
         try:
             yield
         except FileNotFoundError as error:
@@ -250,9 +234,7 @@ class TorchFile(ExtentTable):
 
 
 def _region(storage: str, member: Member) -> Region | None:
-    """The bytes of a storage that have a CRC which no read compares: what is deflated is compared
-    whenever it is inflated.
-    """
+    """The bytes of a storage whose CRC no read compares; inflating compares it."""
     if not member.crc or member.deflated:
         return None
     return Region(storage, member.offset, member.offset + member.size, member.crc)
@@ -263,8 +245,9 @@ _EMPTY = Member("", offset=0, size=0, stored_size=0, crc=0, deflated=False)
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """A zip file of torch.save: its root folder; the members that hold storages, by storage key;
-    the bytes of data.pkl, and how many the file spends on them; whether storages are big-endian.
+    """A zip file of torch.save: its root folder, members by storage key, and data.pkl.
+
+    `pickled_size` is what the file spends on data.pkl.
     """
 
     root: str
@@ -315,9 +298,7 @@ def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
 
 
 class TreeContents:
-    """The tree of a file: every tensor by its key, which is set here, where the path to it
-    is known; the names that are in no list; and why other tensors cannot be read, by path.
-    """
+    """The tensors of a tree by key, set here; names in no list; and unreadable ones by path."""
 
     def __init__(self, tree: object, file: FilePath):
         self.tree = tree

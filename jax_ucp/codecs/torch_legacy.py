@@ -37,8 +37,8 @@ def is_legacy(head: bytes) -> bool:
 def load(file: ByteRange) -> tuple[object, dict[str, Member]]:
     """The object of a file, and where its storages lie in it.
 
-    Raises FormatError where the file is not as torch writes it, CorruptData where storages do not
-    fill it exactly.
+    Raises FormatError for what torch does not write, CorruptData for a file that storages do not
+    fill.
     """
     at = 0
     for want, what in ((_MAGIC, "magic number"), (_PROTOCOL, "protocol")):
@@ -58,9 +58,7 @@ def _pickle(
     names: Mapping[str, object],
     persistent: Callable[[object], object] | None = None,
 ) -> tuple[object, int]:
-    """The object of the pickle at a byte of the file, and the byte after it. How long it is, only
-    its end tells: more is read where too little was.
-    """
+    """The object of the pickle at a byte, and the byte after it, which only reading tells."""
     most = min(file.size - at, MAX_PICKLE_BYTES)
     window = FIRST_BYTES
     while True:
@@ -85,9 +83,7 @@ class _Storages:
         self.views: dict[str, tuple[str, int, int]] = {}
 
     def named(self, persistent_id: object) -> Storage:
-        """The storage of a persistent id: ('storage', class, root key, location, number of
-        elements, view).
-        """
+        """The storage of ('storage', class, root key, location, number of elements, view)."""
         match persistent_id:
             case ("storage", StorageClass() as kind, str(root), str(), int(numel), view):
                 pass

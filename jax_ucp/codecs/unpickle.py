@@ -1,5 +1,4 @@
-"""Pickles read by an interpreter of our own: known names only, bounded, nothing imported and
-nothing run.
+"""Pickles read by an interpreter of our own: known names only, bounded, nothing run.
 
 Python's `Unpickler` with a `find_class` of one's own is not enough: it still allocates gigabytes
 for one memo index, and builds objects that no walk, hash or `repr` survives. Here an opcode is a
@@ -8,8 +7,7 @@ is made by it stays closed (`Unknown`, `Opaque`); and what is returned is a tree
 recursive walk can visit: no cycles, at most `MAX_DEPTH` deep, bounded in nodes.
 
 The opcodes are those that Python writes for data at protocols 2 to 5 (`Lib/pickle.py`,
-`Lib/pickletools.py`). No length is taken beyond the input, and no opcode's argument is read before
-the opcode is known to be one of them.
+`Lib/pickletools.py`). No length is taken beyond the input.
 """
 
 from __future__ import annotations
@@ -74,9 +72,7 @@ _BUILTINS = frozenset(name for name, value in vars(builtins).items() if isinstan
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A global that stands for itself: a class mentioned but never called, a constant of another
-    library.
-    """
+    """A global that stands for itself: a class that is not called, or a constant."""
 
     name: str
 
@@ -89,9 +85,9 @@ class Constructor(Name):
     """A global that a pickle may call; what it makes is up to our own `call`.
 
     `call` takes the tuple of arguments and returns NotImplemented where they do not fit. `build`
-    receives the state of a BUILD, once per object made, and says the same; or it returns the Opaque
-    that takes the place of the object. `inert` marks classes whose instances become records;
-    `holds_keys` those whose argument is a list of what must be hashed.
+    receives the state of a BUILD and says the same, or returns an Opaque in place of the object.
+    Instances of `inert` classes become records; `holds_keys`: the argument lists what must be
+    hashed.
     """
 
     call: Callable[[tuple], object]
@@ -101,9 +97,7 @@ class Constructor(Name):
 
 
 class ObjectNode:
-    """A value with children, besides the containers of Python. As a dict's key it equals itself
-    alone.
-    """
+    """A value with children, besides Python's containers. As a key it equals itself alone."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -114,9 +108,7 @@ class ObjectNode:
 
 @dataclass(slots=True, eq=False)
 class Record(ObjectNode):
-    """An inert stand-in for an instance of a class we know by name: what it was made from, never
-    the class.
-    """
+    """An instance of a class known by name: what it was made from, never the class."""
 
     type: str
     args: tuple = ()
@@ -124,9 +116,7 @@ class Record(ObjectNode):
 
     @property
     def fields(self) -> dict[str, object]:
-        """The attributes the instance would have: its state, or both parts of it where there are
-        slots too.
-        """
+        """The attributes of the instance: its state, or both parts if there are slots too."""
         parts = (
             self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         )
@@ -150,20 +140,17 @@ class Record(ObjectNode):
 
 @dataclass(frozen=True, slots=True)
 class Unknown(Name):
-    """A global that is in no table: mentioned it is its name, and what a pickle makes by it is
-    an Opaque.
-    """
+    """A global that is in no table; what a pickle makes by it is an Opaque."""
 
 
 @dataclass(slots=True, eq=False)
 class Opaque(ObjectNode):
     """An object that a pickle makes by an unknown global: its name, and what it was made from.
 
-    It can be kept, and that is all: nothing was imported or called, so nothing is known of what it
-    means. Whoever takes it for a number, a list or a dict meets a FormatError with its name.
-    `where` says where it lies, for that. `items` and `entries` are those of a list or dict that it
-    is too. What it held is gone where it is `closed`, which says why: an object may hold itself, or
-    much that others hold.
+    It can be kept, and that is all: taking it for a number, a list or a dict raises FormatError
+    with its name and `where` it lies. `items` and `entries` are those of a list or dict that it is
+    too. Once `closed`, which says why, it holds nothing: an object may hold itself, or be too large
+    to walk.
     """
 
     type: str
@@ -232,10 +219,9 @@ def load(
     """The object of a pickle that is the whole of `data`, made only by the constructors in `names`.
 
     `names` maps a dotted name to what it stands for; only a Constructor among them can be called.
-    `persistent` maps a persistent id to the object it stands for; without it persistent ids are
-    refused. `stored_bytes` is what the file spends on the pickle, if it is less than the pickle
-    (deflated). Raises UnsafePickle for what a checkpoint never needs, FormatError for what is no
-    pickle.
+    `persistent` maps a persistent id to its object; without it they are refused. `stored_bytes` is
+    what the file spends on a deflated pickle. Raises UnsafePickle for what a checkpoint never
+    needs, FormatError for what is not a pickle.
     """
     value, end = load_first(data, names, persistent, stored_bytes)
     if end != len(data):
@@ -262,9 +248,7 @@ def load_first(
 
 
 def walk(tree: object, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Every node of a loaded tree with the labels that lead to it, parents first, shared nodes
-    every time.
-    """
+    """Every node of a tree with its labels, parents first, shared nodes every time."""
     yield labels, tree
     for key, child in children(tree):
         yield from walk(child, (*labels, _label(key)))
@@ -288,7 +272,7 @@ def _label(key: object) -> str:
 
 
 class _Machine:
-    """A stack, those below its marks, a memo, and the objects that may still receive their state.
+    """A stack, those below its marks, a memo, and objects that may still receive a state.
 
     A method that is an opcode takes the opcode's argument, None where it has none.
     """
@@ -308,11 +292,9 @@ class _Machine:
         self.paying = 0  # bytes that the file spends on it
 
     def run(self, data: bytes, most: int) -> int:
-        """Run the opcodes up to STOP, and return the byte after it; `most` bytes
-        pay for memory.
+        """The byte after STOP, when all opcodes have run; `most` bytes pay for memory.
 
-        `pickletools.genops` would find them, but interprets escapes in names, with warnings where
-        they are invalid.
+        `pickletools.genops` would find them, but warns of invalid escapes in names.
         """
         at, opcode, stop = 0, None, len(data)
         self.paying = most
@@ -339,9 +321,7 @@ class _Machine:
         return at
 
     def charge(self, nbytes: int) -> None:
-        """Count what an operation makes or looks through. Raises UnsafePickle where that is more
-        than the bytes that were read account for.
-        """
+        """Count a cost. Raises UnsafePickle if the bytes read do not account for it."""
         self.cost += nbytes
         if self.cost <= FREE_BYTES:
             return
@@ -383,9 +363,7 @@ class _Machine:
         self.top(set).update(self.hashable(items))
 
     def hashable(self, items: Sequence[T]) -> Sequence[T]:
-        """Items that a dict or a set is about to hold. Raises UnsafePickle for what cannot be a
-        key, and for keys made so that all have one hash: a dict compares each with all of them.
-        """
+        """Items to be hashed. Raises UnsafePickle for what is no key, and for many of one hash."""
         self.charge(_ELEMENT * len(items))
         for item in items:
             if type(item) is str or (type(item) is int and -_INT_HASHES < item < _INT_HASHES):
@@ -443,9 +421,7 @@ class _Machine:
         return items
 
     def top(self, kind: type = object) -> Any:
-        """The last object, which stays. It must be just of `kind`, or anything at all for
-        `object`.
-        """
+        """The last object, which stays, and is of exactly `kind`, unless that is `object`."""
         if not self.stack:
             raise FormatError("the pickle takes more off its stack than it put there")
         item = self.stack[-1]
@@ -463,9 +439,7 @@ class _Machine:
         (target.entries if isinstance(target, Opaque) else self.top(dict)).update(pairs)
 
     def find(self, module: object, name: object) -> object:
-        """The entry of a global in the table; an Unknown for a class or function of a library that
-        is in no table.
-        """
+        """The entry of a global in the table; an Unknown for a harmless one in no table."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise UnsafePickle(
                 f"the pickle asks for {what_is(name)} of {what_is(module)}, where names of a module"
@@ -588,9 +562,7 @@ def what_is(value: object) -> str:
 
 
 def known(value: T) -> T:
-    """The value, which decides something. Raises FormatError for an object of a class that is
-    not known here.
-    """
+    """The value, which decides something. Raises FormatError if it is an Opaque."""
     if isinstance(value, Opaque):
         value.refuse()
     return value
@@ -603,9 +575,7 @@ def _damaged(at: int) -> FormatError:
 
 
 def _two_lines(data: bytes, at: int, stop: int) -> int:
-    """How many bytes the two lines from byte `at` on take; more than there are where one does
-    not end.
-    """
+    """Bytes of the two lines from byte `at` on; more than there are if one does not end."""
     first = data.find(b"\n", at, stop) + 1
     second = data.find(b"\n", first, stop) + 1 if first else 0
     return (second or stop + 1) - at
@@ -627,8 +597,7 @@ class _Opcode:
     """The action of an opcode, and its argument.
 
     `number` follows the opcode. With `value` the argument is made of as many bytes as that number
-    says, or of two lines. `cost` is what the opcode adds to memory, by CPython's sizes, besides the
-    bytes of its argument: a pointer at least.
+    says, or of two lines. `cost` is what it adds to memory, by CPython's sizes.
     """
 
     step: Callable[[_Machine, Any], None]
@@ -719,9 +688,7 @@ _OPCODES = [_KNOWN.get(_NAMES.get(code, "")) or _refused(code) for code in range
 
 
 def check_key(key: T) -> T:
-    """The key, if a dict can hash it in a few steps: the hash of nested tuples visits every path
-    through them.
-    """
+    """The key, if a dict can hash it in few steps: a hash visits every path of nested tuples."""
     if type(key) in _ATOMS:
         return key
     todo: list[object] = [key]
@@ -747,9 +714,7 @@ _INT_HASHES = 1 << 60
 
 
 def _extent(arguments: Sequence[object]) -> int:
-    """The bytes of a copy of arguments, and of the items of tuples among them: constructors look no
-    deeper.
-    """
+    """The bytes of a copy of arguments, and of the items of tuples among them."""
     inner = [item for part in arguments if type(part) is tuple for item in part]
     return sum(map(_copied, arguments)) + sum(map(_copied, inner))
 
@@ -762,10 +727,7 @@ def _copied(value: Any) -> int:
 def _size(
     node: object, above: int, max_nodes: int, known: dict[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """The nodes of a container, itself too, and how deep it is, where so many others are around it.
-
-    An Opaque that cannot be walked is closed, so that what is around it can be.
-    """
+    """The nodes and depth of a container below `above` others; an endless Opaque is closed."""
     known[id(node)] = _INSIDE
     try:
         # what an object holds lies in one of its fields

@@ -1,11 +1,9 @@
-"""Where the members of a zip file lie, checked so strictly that two readers cannot see two
-different files.
+"""Where the members of a zip file lie, so strictly that no two readers see different files.
 
 `torch.save` writes zip files with miniz (`caffe2/serialize/inline_container.cc`, `miniz.c`):
 members stored, sizes and CRC in the central directory only (flag bit 3), zip64 where a number needs
 it. Python's `zipfile` forgives more than a checkpoint needs (overlaps, bytes before the archive,
-headers that disagree) and does not tell where a stored member's bytes begin, so we parse the
-directory ourselves.
+headers that disagree) and does not tell where a stored member's bytes begin.
 """
 
 from __future__ import annotations
@@ -65,12 +63,11 @@ class _ZipEntry(NamedTuple):
 
 
 def zip_members(file: ByteRange) -> dict[str, Member]:
-    """Every member by name, in the order of the directory, of a zip file that is the whole of
-    `file`.
+    """Every member by name, in the order of the directory, of a zip file that is all of `file`.
 
     Refused: a directory or a member that does not lie in the file, overlaps another or is named
-    twice, encryption, other methods than stored and deflated, several disks, a local header that
-    disagrees with the directory.
+    twice, encryption, other methods, several disks, a local header that disagrees with the
+    directory.
     """
     start, entries = _directory(file)
     members: dict[str, Member] = {}
@@ -129,9 +126,7 @@ def zip_names(file: ByteRange) -> list[str]:
 
 
 def member_bytes(file: ByteRange, member: Member, max_bytes: int = _MAX_INFLATED) -> bytes:
-    """A copy of the member's bytes, inflated if need be, its CRC verified where the file has
-    one.
-    """
+    """The member's bytes, inflated if need be; a CRC that the file has is verified."""
     if member.size > max_bytes:
         raise FormatError(
             f"zip member {member.name!r} has {member.size} bytes, more than the {max_bytes} allowed"
@@ -163,9 +158,7 @@ def _inflate(raw: bytes, member: Member) -> bytes:
 
 
 def _directory(file: ByteRange) -> tuple[int, list[_ZipEntry]]:
-    """Where the central directory starts, and its entries. Comments, which torch never writes,
-    are refused.
-    """
+    """Where the central directory starts, and its entries. Comments are refused."""
     start, size, count = _end(file)
     if count * _CENTRAL.size > size:
         raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
@@ -201,10 +194,9 @@ def _end(file: ByteRange) -> tuple[int, int, int]:
 
 
 def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int]]:
-    """Where the end records begin, and the numbers of the zip64 one, which torch always writes, if
-    there is one.
+    """Where the end records begin, and the numbers of the zip64 one, if there is one.
 
-    The numbers are this disk, the directory's disk, entries here, entries, size and offset of the
+    They are this disk, the directory's disk, entries here, entries, size and offset of the
     directory; those in the plain end record at `end` are the same or, where they do not fit, all
     ones.
     """
@@ -228,9 +220,7 @@ def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int
 
 
 def _entry(directory: memoryview, at: int, start: int) -> tuple[_ZipEntry, int]:
-    """The entry at byte `at` of the directory, which starts at byte `start` of the file, and where
-    the next one starts.
-    """
+    """The entry at byte `at` of the directory, and where the next one starts."""
     if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\1\2":
         raise FormatError(f"no zip directory entry at byte {start + at}")
     fields = _CENTRAL.unpack_from(directory, at)
@@ -259,9 +249,7 @@ def _entry(directory: memoryview, at: int, start: int) -> tuple[_ZipEntry, int]:
 
 
 def _agree(local: _ZipEntry, entry: _ZipEntry) -> bool:
-    """Whether a local header and the directory say the same; sizes and CRC may be zero in the
-    header where flag bit 3 says so.
-    """
+    """Whether both say the same; flag bit 3 allows zeros for sizes and CRC in `local`."""
     if not local.flags & _SIZES_FOLLOW:
         return local == entry
     return entry == local._replace(
@@ -272,10 +260,7 @@ def _agree(local: _ZipEntry, entry: _ZipEntry) -> bool:
 
 
 def _zip64(extra: memoryview) -> list[int]:
-    """The 64-bit numbers of the zip64 field (id 1) of an extra field, in reverse; none without one.
-
-    torch's padding field ("FB") and others are skipped; bytes too short for a field end the search.
-    """
+    """The numbers of the zip64 field (id 1), in reverse; torch pads with another field ("FB")."""
     while len(extra) >= 4:
         field, length = struct.unpack_from("<2H", extra)
         if field == 1:

@@ -43,10 +43,9 @@ class _Member:
 
 
 class TorchZip:
-    """The file of torch.save for a value, of which every byte but those of tensors and their CRCs
-    is known.
+    """The file of torch.save for a value, known but for bytes of tensors and their CRCs.
 
-    `value` is as `torch_pickle.dumps` takes it; a numpy array in it becomes a tensor too.
+    `value` is as `pickle_writer.dumps` takes it; a numpy array in it becomes a tensor too.
     """
 
     def __init__(self, value: Any, root: str = "archive"):
@@ -142,7 +141,5 @@ def _local(member: _Member, crc: int) -> bytes:
 
 
 def _sizes(size: int, *header: int) -> bytes:
-    """The zip64 field: the size twice, and where the local header is, which only the directory
-    says.
-    """
+    """The zip64 field: the size twice, and in the directory where the local header is."""
     return struct.pack(f"<2H{2 + len(header)}Q", 1, 8 * (2 + len(header)), size, size, *header)

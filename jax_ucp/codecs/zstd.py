@@ -1,6 +1,4 @@
-"""Zstandard, by whichever library is there: Python's own (3.14 and later) or the package
-zstandard.
-"""
+"""Zstandard by Python's own library (3.14 and later) or the package zstandard."""
 
 from __future__ import annotations
 
@@ -14,11 +12,9 @@ PIECE_BYTES = 4 << 20
 
 
 def inflate(data: bytes, max_bytes: int) -> bytes:
-    """The inflated bytes of the frame `data`. Raises CorruptData beyond `max_bytes`, or if it is no
-    frame.
+    """The inflated bytes of a frame, in no more memory than they need.
 
-    However large `max_bytes` is, the memory taken is that of what is there. Raises FormatError
-    where neither library is installed.
+    Raises CorruptData beyond `max_bytes`, or if it is no frame, FormatError without either library.
     """
     library = _library()
     try:

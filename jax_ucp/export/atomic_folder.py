@@ -1,6 +1,4 @@
-"""A folder that appears whole, or not at all; or in a bucket, objects, the last of which is created
-when all others exist.
-"""
+"""A folder that appears whole, or not at all; in a bucket the last object is the commit."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from jax_ucp.jobs.ledger import LEDGER_FILE, WRITER_FILE, claimed
 
 
 def check_free(target: FilePath) -> None:
-    """Raise FileExistsError if `target` is anything but an empty folder. `ucp.writer.json` does not
-    count.
-    """
+    """Raise FileExistsError unless `target` is free or empty but for `ucp.writer.json`."""
     is_empty = not any(child.name != WRITER_FILE for child in target.children())
     if target.link() is not None or (target.exists() and not (target.is_dir() and is_empty)):
         raise FileExistsError(f"{target} is in use; give another path")
@@ -30,12 +26,11 @@ def check_free(target: FilePath) -> None:
 @contextmanager
 def new_objects(target: FilePath, names: Sequence[str]) -> Iterator[None]:
     """Context that reserves a folder of a bucket for one writer, and on an error deletes the
-    objects with these names. After FileExistsError they stay, because another writer may have
-    written them.
+    objects with these names; not after FileExistsError, because another writer may have written
+    them.
 
     The caller creates the last of them when all others exist, on the condition that it does not
-    exist. A writer that is killed leaves the objects that it wrote, and `ucp.writer.json`, which
-    names it.
+    exist. A killed writer leaves its objects, and `ucp.writer.json`, which names it.
 
     Raises FileExistsError if `target` is in use, or reserved by another writer.
     """
@@ -59,13 +54,12 @@ def new_objects(target: FilePath, names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `target` at the end, and is deleted on an error.
+    """A folder to write into, which becomes `target` at the end, durably; deleted on an error.
 
-    It is durable before it is renamed. Files that a killed process left in it are deleted by the
-    next one.
+    Files that a killed process left in it are deleted by the next one.
 
-    Raises FileExistsError if another process is writing it, or shares of an export have written in
-    it, OSError if the disk refuses a write, or if `target` is in use.
+    Raises FileExistsError if `target` or the folder is in use by another process or by shares,
+    OSError if the disk refuses a write.
     """
     partial = partial_folder(target)
     with being_written(partial, target, fcntl.LOCK_EX) as handle:
@@ -96,8 +90,7 @@ def shared_folder(target: Path) -> Path:
 
 @contextmanager
 def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
-    """A handle of the folder `partial`, which is made if needed, and holds the `lock` (a flag of
-    `fcntl.flock`) until the context ends.
+    """A handle of the folder `partial`, made if needed, under a `lock` of `fcntl.flock`.
 
     Raises FileExistsError if another process is writing there.
     """
@@ -111,9 +104,7 @@ def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
 
 
 def put_in_place(handle: int, partial: Path, target: Path) -> None:
-    """Make the folder `partial` durable, rename it to `target`, and make that durable. `handle` of
-    the folder was opened before it was written.
-    """
+    """Rename `partial` to `target`, durably. `handle` of it was opened before it was written."""
     for folder, _, _ in os.walk(partial):
         _sync(Path(folder))
     sync_file_system(handle, str(partial))

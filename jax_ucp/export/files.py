@@ -1,8 +1,7 @@
 """Files to be written, decided byte by byte before any byte moves, and the writing of them.
 
-A file consists of literal bytes and arrays of the checkpoint, each at its offset. Arrays are
-written block by block within a budget. Bytes that depend on them, such as the CRCs in a zip
-directory, are written after them.
+A file consists of literal bytes and arrays of the checkpoint, each at its offset. Bytes that depend
+on arrays, such as the CRCs in a zip directory, are written after them.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array as a target stores it: `key` is its name in the source, `dtype` its dtype in the
-    target.
+    """An array as a target stores it: `key` names it in the source, `dtype` is the target's.
 
     `flat` is for targets that store it with one axis; `shape` is the shape of the array even then.
     """
@@ -64,9 +62,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Section:
-    """A run of a file: `tensors` and `literals` at their offsets in the file; `tail`, if there is
-    one, computes the rest from the CRC-32 of each tensor.
-    """
+    """A run of a file; `tail` computes its last parts from the CRC-32 of each tensor."""
 
     tensors: Sequence[tuple[int, Tensor]] = ()
     literals: Sequence[Bytes] = ()
@@ -81,9 +77,8 @@ class Section:
 class File:
     """A file of sections that follow one another; bytes that no section has are zero.
 
-    On a disk the bytes that are not tensors are written after the tensors of all files. A file that
-    was begun and not completed thus has no header, or no directory, and is not taken for a file of
-    its format.
+    On a disk, bytes of tensors are written first: a file begun and not completed has no header, or
+    no directory, and is not taken for a file of its format.
     """
 
     name: str
@@ -101,9 +96,7 @@ class File:
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Consecutive blocks of a tensor in its row-major bytes, for `file` from byte `at` on. One
-    block takes at most `cost` bytes of memory.
-    """
+    """Blocks that follow one another in `file` from `at` on; each takes at most `cost` bytes."""
 
     file: str
     number: tuple[int, int]  # which tensor of which file
@@ -127,9 +120,7 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class TensorTask:
-    """A run to be written to a file of `folder`. If `is_shared`, other processes write other bytes
-    of the file.
-    """
+    """A run for a file of `folder`; others may write other bytes of it if `is_shared`."""
 
     job: Job
     folder: str
@@ -146,9 +137,7 @@ class TensorTask:
         return self.block.cost
 
     def run(self, opened: OpenedJob) -> list[Written]:
-        """Write the blocks, unless the file has their bytes as noted; stop once a proof has failed.
-        Returns the CRC-32 of the bytes, which are durable in a shared file.
-        """
+        """The CRC-32 of the blocks, written unless the file has them, durably if shared."""
         part, [noted] = self.block, self.noted
         path = Path(self.folder, part.file)
         if noted is not None and as_written(_crc_of(path, part.at, part.nbytes)) == noted:
@@ -197,9 +186,7 @@ def plan_runs(files: Sequence[File], source: ArraySource, budget_bytes: int) -> 
 
 
 def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator[Sequence[Box]]:
-    """The boxes of a tensor in order, in batches for one task each; a single batch if two boxes may
-    be of one stored chunk.
-    """
+    """The boxes in batches for tasks; one batch if two may be of one stored chunk."""
     chunk = info.chunk or (1,) * len(tensor.shape)
     if not all(a % c == 0 for box in boxes for a, c in zip(box.start, chunk, strict=True)):
         yield boxes
@@ -211,9 +198,7 @@ def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator
 def complete_files(
     folder: Path, files: Sequence[File], runs: Sequence[BlockRun], written: Blocks
 ) -> None:
-    """Write all bytes that are not tensors, durably, after all tensors are written. Raises
-    CorruptData if a run was not written.
-    """
+    """Write all bytes but tensors' durably. Raises CorruptData if a run was not written."""
     parts: dict[tuple[int, int], list[SummedBytes]] = defaultdict(list)
     for run in runs:
         name, box = run.place
@@ -234,9 +219,7 @@ def complete_files(
 
 
 def create(path: Path, size: int, is_shared: bool = False) -> None:
-    """Make a file of `size` zeros. If `is_shared`, the file may exist, with bytes of other
-    processes.
-    """
+    """Make a file of `size` zeros; if `is_shared` it may exist, with bytes of others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(path, "ab" if is_shared else "xb") as out:
@@ -250,9 +233,7 @@ def create(path: Path, size: int, is_shared: bool = False) -> None:
 
 
 def require_written(folder: Files, files: Sequence[File]) -> None:
-    """Raise CorruptData unless the folder has exactly these files, each with its size, and beside
-    them only control files of the job.
-    """
+    """Raise CorruptData unless the folder has these files, and control files of the job only."""
     names = {file.name for file in files}
     others = [file.name for file in folder.walk() if file.name not in names]
     strange = itertools.filterfalse(is_control_file, others)
@@ -277,9 +258,7 @@ def require_whole(folder: Files, files: Sequence[File]) -> None:
 
 
 def identity_of(contents: Contents, files: Sequence[File], blocks: Iterable[Block]) -> str:
-    """A digest on which all processes of an export must agree: of the source as it was opened, the
-    files, and the blocks.
-    """
+    """A digest of source, files and blocks, on which all processes of an export agree."""
     planned = [
         (file.name, file.size, section.tensors, section.literals)
         for file in files

@@ -39,9 +39,7 @@ from jax_ucp.universal.copy import require_outside
 
 
 class FolderTarget(Target[BlockRun]):
-    """An export into a new folder. One process writes it in a hidden folder beside it. Shares write
-    it in a folder inside that one, with their ledgers, and this folder is renamed to the target.
-    """
+    """An export into a new folder, written hidden beside it; shares write inside that one."""
 
     def __init__(
         self,
@@ -106,9 +104,7 @@ class FolderTarget(Target[BlockRun]):
         require_sound: Callable[[], None],
         note: bytes | None,
     ) -> None:
-        """Write all bytes that are not tensors. The folder of shares is then renamed to the target;
-        `alone` renames the folder of one process.
-        """
+        """Write all bytes but tensors'; `alone` or this call renames the folder to the target."""
         folder = self._folder(note is not None)
         if note is None:
             complete_files(folder, self._files, self._runs, written)
@@ -128,9 +124,7 @@ class FolderTarget(Target[BlockRun]):
             os.close(handle)
 
     def is_result(self, identity: str) -> bool:
-        """Whether the target is the result of this export. Raises CorruptData if it was, and has
-        lost files since.
-        """
+        """Whether the target is this export's result. Raises CorruptData if files are lost."""
         folder = self.path.folder()
         if not is_noted(folder, identity):
             return False

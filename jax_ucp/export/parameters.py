@@ -23,10 +23,9 @@ BUFFER, OTHER = "buffer", "other"
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a checkpoint with their states, its buffers and its other tensors.
+    """The parameters with their states, the buffers and the other tensors of a checkpoint.
 
-    `states[name][state]` is a tensor of a parameter; `other` are tensors beside the model. `groups`
-    are the optimizer settings of the parameters, as far as they are known.
+    `states[name][state]` is a tensor of a parameter. `groups` are known optimizer settings.
     """
 
     states: Mapping[str, Mapping[str, Tensor]]
@@ -59,10 +58,9 @@ class Parameters:
 def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
     """The parameters of a checkpoint with the tree `{state: {parameter: array}}`.
 
-    `dtype`, if given, is that of all floating parameters in the target; states keep theirs.
-
-    Raises TreeMismatch, naming leaves, for any other tree, for a name that is both a parameter and
-    a buffer, and for states without their parameter.
+    `dtype`, if given, is that of all floating parameters in the target; states keep theirs. Raises
+    TreeMismatch for any other tree, a parameter that is a buffer too, or a state without its
+    parameter.
     """
     _check_tree(contents)
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -109,9 +107,8 @@ def torch_groups(
 ) -> list[dict[str, Any]]:
     """Torch's `param_groups` of the parameters `trained`: settings and names in `params`.
 
-    `originals` are the source's own groups, in order, with settings that a `Group` leaves out, such
-    as tensors: all of them come first. Parameters that are in no group form a last group, without
-    settings.
+    `originals` are the source's groups, with settings that a `Group` leaves out; they come first.
+    Parameters in no group form a last group, without settings.
     """
     left = list(_of(groups, trained))
     unknown = dict.fromkeys(trained)

@@ -1,6 +1,4 @@
-"""Files written from the first byte to the last, as buckets require: several at once, each with
-read-ahead, within a budget.
-"""
+"""Files written from first byte to last, as buckets require: several at once, read ahead."""
 
 from __future__ import annotations
 
@@ -82,9 +80,9 @@ class Upload:
 
 @dataclass(frozen=True)
 class UploadTask:
-    """A file to be written to `folder`, in `max_bytes` of memory, unless the folder has it as
-    noted. `on_bytes` is called with numbers of tensor bytes. If `is_noted`, the result has the
-    CRC-32 of the file.
+    """A file to be written in `max_bytes` of memory, unless the folder has it as noted.
+
+    `on_bytes` is called with numbers of tensor bytes; if `is_noted` the result has a CRC-32.
     """
 
     job: Job
@@ -133,9 +131,7 @@ def _crc_of(folder: Files, file: File) -> Written | None:
 
 
 class BucketTarget(Target[Upload]):
-    """An export into a folder of a bucket. The process that commits writes the last file, when all
-    others exist and all is proved: an upload that was not completed is not a file.
-    """
+    """An export into a folder of a bucket; the last file commits it, when all is proved."""
 
     def __init__(
         self,
@@ -183,9 +179,7 @@ class BucketTarget(Target[Upload]):
             self._on_bytes(block.nbytes)
 
     def write(self, work: Work[Upload]) -> None:
-        """Upload files, each of which exists whole or not at all. Bytes in memory take at most
-        about the budget, or the smallest part of a file that a store accepts.
-        """
+        """Upload files, each whole or not at all, in about the budget, or a store's least part."""
         folder = work.coordinator.opened.files(str(self.path))
         if work.share is not None:
             # an export by one process first reserves the folder, and then looks for the ledger
@@ -262,8 +256,7 @@ def file_parts(
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a file in order, in parts; half of `max_bytes` is for read-ahead.
 
-    If a header has the CRC-32 of the bytes that follow it, these are held until the CRC-32 is
-    known. If they are too large for that, they are read twice.
+    Bytes whose CRC-32 a header before them has are held until it is known, or read twice.
     """
     reader = _SectionReader(opened, max_bytes // 2, on_bytes)
     end = 0
@@ -304,9 +297,7 @@ class _SectionReader:
             yield from buffers
 
     def _jobs(self, section: Section) -> Iterator[tuple[int, Callable[[], Buffers]]]:
-        """Jobs that read a section, each with the bytes of memory that it takes. A section with a
-        tail is one job if it fits the budget.
-        """
+        """Jobs that read a section, with their memory; one job if a tail and the budget allow."""
         tensors = [self._blocks(at, tensor) for at, tensor in section.tensors]
         blocks = list(itertools.chain.from_iterable(tensors))
         held = sum(b.nbytes for b in blocks) + max((b.cost for b in blocks), default=0)
@@ -342,9 +333,7 @@ class _SectionReader:
         return sorted([*buffers, *section.rest(crcs)], key=operator.itemgetter(0))
 
     def _one(self, block: _PlacedBlock, crc: int | None) -> Buffers:
-        """A block at its offset. Raises CorruptData if it was read before and had another CRC-32,
-        `crc`.
-        """
+        """A block at its offset. Raises CorruptData if its CRC-32 was another before."""
         data = self._data(block)
         if crc is not None and zlib.crc32(data) != crc:
             raise CorruptData(

@@ -86,11 +86,9 @@ def crc_of(parts: Iterable[SummedBytes]) -> int:
 
 
 class Tally:
-    """Whether the bytes from `start` to `stop` have the CRC-32 `crc`: each is summed when it is
-    first seen, in any order, by any thread.
+    """Whether bytes `start` to `stop` have the CRC-32 `crc`: seen in any order, by any thread.
 
-    `alarm` is called when the last of them is seen and the CRC-32 is another; `note` hears of each
-    part that was seen.
+    `alarm` is called if they do not, once all are seen; `note` with each part when it is seen.
     """
 
     def __init__(
@@ -116,10 +114,7 @@ class Tally:
             self._insert(part)
 
     def join(self, parts: Iterable[SummedBytes]) -> None:
-        """Take over what another tally of the same bytes has seen.
-
-        A part of which some was seen here too is left out: it cannot be divided.
-        """
+        """Take over what another tally of the same bytes has seen and this one has not."""
         for part in parts:
             self._insert(part)
 

@@ -40,8 +40,7 @@ def redirected(url: str, location: str | None, known: Sequence[str] = ()) -> str
     """The address that a server redirects a request to.
 
     Raises StoreError where that is of another host, unless it is a `known` one or the environment
-    allows it; of a private network, if the server is not in one; or not encrypted, if that of the
-    server was.
+    allows it; of a private network, or not encrypted, if the server was not.
     """
     try:
         target = urllib.parse.urljoin(url, location or "")
@@ -77,9 +76,7 @@ def _origin(url: str) -> Origin:
 
 
 def _is_private(host: str) -> bool:
-    """Whether a host has an address that is not of the public internet; a name that is not known
-    here has none.
-    """
+    """Whether a host has an address off the public internet; an unknown name has none."""
     try:
         found = socket.getaddrinfo(host, None)
     except (OSError, UnicodeError):
@@ -112,10 +109,7 @@ class Client:
             self._idle.clear()
 
     def ask(self, method: str, url: str, headers: Mapping[str, str], most: int) -> Answer:
-        """The answer to a request, of which at most `most` bytes are asked for.
-
-        Raises Unanswered, and StoreError for a redirect that is not followed.
-        """
+        """The answer, of which `most` bytes are asked for. Raises Unanswered, StoreError."""
         for _ in range(MOST_REDIRECTS + 1):
             answer = self._answer(method, url, headers, most)
             if answer.status not in REDIRECTS:

@@ -30,10 +30,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 def open_hub(repo: str, revision: str | None) -> Hub:
-    """The files of a model, as of the commit that a revision names now.
-
-    Raises StoreError where there is no such model or revision, or the token may not read it.
-    """
+    """The files of a model, as of the commit that a revision names now. Raises StoreError."""
     hub = require_extra("huggingface_hub", "hub", f"hf://{repo}")
     url = f"hf://{repo}" + (f"@{revision}" if revision else "")
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))

@@ -24,16 +24,12 @@ R = TypeVar("R")
 
 
 def request_all(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results of the function for each item, in order; each is one request, none of which waits
-    for another. Raises the first error, when all have ended.
-    """
+    """The results in order, of requests at once. Raises the first error, when all have ended."""
     return _all(_pool(os.getpid(), "request", REQUESTS), function, list(items))
 
 
 def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results of the function for each item, in order: many at once where it waits for a
-    network, and otherwise one after the other. It may make requests, and must not call this.
-    """
+    """The results in order; at once over a network. It may make requests, not call this."""
     if not files.is_remote:
         return list(map(function, items))
     return _all(_pool(os.getpid(), "file", FILES), function, list(items))
@@ -51,8 +47,7 @@ def opened_files(
 def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
     """The file that has each name now, or None.
 
-    Many over a network are looked up in lists of the folder around them; what is not there may be
-    newer than the list, and is asked for.
+    Over a network, lists of the folders around them answer; what they lack is asked for by itself.
     """
     if not files.is_remote:
         return list(map(files.find, names))

@@ -1,9 +1,8 @@
-"""Files behind a network, as they were when they were first looked at, while a checkpoint is
-opened.
+"""Files behind a network, as they were when first looked at, while a checkpoint is opened.
 
-Readers ask often what is there: on a disk that costs nothing, and over a network each question is a
-request. One list of a folder answers for all that lies in it. Where thousands of processes open one
-checkpoint, one of them asks the store, and the others ask its listing.
+Readers ask often what is there: over a network each question is a request. One list of a folder
+answers for all that lies in it. Where thousands of processes open one checkpoint, one of them asks
+the store, and the others ask its listing.
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ class Listing:
 
     @staticmethod
     def decode(data: bytes) -> Listing:
-        """The listing that was encoded. Raises FormatError for anything else, and for an answer
-        that no files give: names come out of it as they come out of folders.
-        """
+        """The listing that was encoded. Raises FormatError for anything else, and bad names."""
         try:
             listing = msgspec.msgpack.decode(data, type=Listing)
         except msgspec.DecodeError as error:

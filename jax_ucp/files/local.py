@@ -1,9 +1,8 @@
 """Files of the local disk: written whole, read by range, and none outside the root.
 
-Names of files come out of files: leaves in `ucp.json` and in Orbax's `_METADATA`, spans in DCP's
-`.metadata`; and a file of a checkpoint may be a link. Here is decided which names are names of
-something inside (`check_name`), and where links may lead (`Boundary`), for every file of every
-format.
+Names come out of files (`ucp.json`, Orbax's `_METADATA`, DCP's `.metadata`), and a file may be a
+link. Here alone is decided which names are inside (`check_name`), and where links may lead
+(`Boundary`).
 """
 
 from __future__ import annotations
@@ -81,11 +80,10 @@ def name_fault(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The folder that no link below it leads out of: `named`, which somebody named, or the folder
-    of a named file.
+    """The folder that no link below it leads out of: `named`, or the folder of a named file.
 
-    `named` itself may be a link, and so may what leads there. Of what is reached from it upwards,
-    such as a file beside a named folder, the boundary is the folder in which it lies.
+    `named` itself may be a link, and so may what leads there. For paths above it, such as a file
+    beside a named folder, the boundary is the folder in which they lie.
     """
 
     named: str
@@ -96,9 +94,7 @@ class Boundary:
         return cls(named, os.path.dirname(named) if os.path.isfile(named) else named)
 
     def require_inside(self, path: str, real: str) -> None:
-        """Raise FormatError for a path that leads to `real`, outside the boundary and the blobs of
-        a Hugging Face cache.
-        """
+        """Raise FormatError if `real` is outside the boundary and Hugging Face's blobs."""
         if f"{self.named}/".startswith(f"{path.rstrip('/')}/"):
             return
         folder = self.folder if _is_below(path, self.folder) else os.path.dirname(path)
@@ -119,11 +115,9 @@ def _is_below(path: str, folder: str) -> bool:
 class LocalFiles(Files):
     """The local directory at `root`.
 
-    A name that leads out of the boundary through a link is refused, whatever is asked of it. So is
-    a file that was opened and lies outside, where the system says where it lies (`/proc`): a folder
-    may be exchanged for a link after it was looked at. Nothing is created before the first write.
-
-    Raises UnsupportedPath for a URL of another kind than `file://`.
+    A name that leads out of the boundary through a link is refused, and a file that was opened and
+    lies outside: a folder may be exchanged for a link after it was looked at. Nothing is created
+    before the first write. Raises UnsupportedPath for a URL of another kind than `file://`.
     """
 
     def __init__(self, root: str | os.PathLike[str], boundary: Boundary | None = None):
@@ -135,9 +129,7 @@ class LocalFiles(Files):
         self._lock = threading.Lock()
 
     def path(self, name: str) -> str:
-        """The path of a file, which lies inside. Raises FormatError for a name that leads
-        outside.
-        """
+        """The path of a file. Raises FormatError for a name that leads outside."""
         path = self._below(name)
         self._look(path)
         return path
@@ -165,9 +157,7 @@ class LocalFiles(Files):
         return {"driver": "file", "path": f"{path}/"}
 
     def _look(self, path: str) -> os.stat_result | None:
-        """The status of a path, or of where a permitted link leads; None if nothing is there.
-        Raises FormatError for another link.
-        """
+        """The status of where a path leads, or None. Raises FormatError for a link outside."""
         try:
             status = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -266,11 +256,9 @@ class LocalFiles(Files):
         _sync_folder(os.path.dirname(path))
 
     def sync(self) -> None:
-        """Make everything durable that was written here: once for many files, not a wait for the
-        disk with each.
+        """Make everything durable that was written here, with one wait for the disk.
 
-        Raises OSError for whatever the disk did not take since the first file was written, also if
-        another process's sync heard of it before.
+        Raises OSError for whatever the disk did not take since the first file was written.
         """
         sync_file_system(self._open_root(), self.root)
 
@@ -292,10 +280,10 @@ class LocalFiles(Files):
 
 
 def _link(first: str, path: str) -> None:
-    """Give a file another name, where nothing has it. Raises FileExistsError where something has.
+    """Give a file another name. Raises FileExistsError where it is taken.
 
-    A file system without hard links (some of FUSE, SMB) has no way to do that in one step: there
-    one of two writers may replace what the other has just created.
+    A file system without hard links (some of FUSE, SMB) cannot do that in one step: there one of
+    two writers may replace what the other has just created.
     """
     try:
         os.link(first, path)
@@ -309,9 +297,7 @@ def _link(first: str, path: str) -> None:
 
 
 class WholeDisk(LocalFiles):
-    """All files of this machine, by absolute paths without the leading slash, for who named one
-    path.
-    """
+    """All files of this machine, by absolute paths without the leading slash."""
 
     def __init__(self, named: str) -> None:
         super().__init__("/", Boundary.of(named))
@@ -344,8 +330,7 @@ def _sync_folder(path: str) -> None:
 
 
 def _roots(path: str) -> Iterator[str]:
-    """Where links in a directory may lead: into it, and from a snapshot in a Hugging Face cache to
-    the blobs beside.
+    """Where links may lead: into the directory, or from a Hugging Face snapshot to its blobs.
 
     Source: `huggingface_hub`, "Understand caching": `models--org--name/snapshots/<commit>/<file>`
     is a link into `models--org--name/blobs`.
@@ -369,10 +354,9 @@ def remove(path: Path) -> None:
 def sync_file_system(handle: int, path: str) -> None:
     """Make all that was written to the file system of an open directory durable.
 
-    Raises OSError for an error of the disk since the handle was opened. The system writes behind
-    our back, and tells an error to each handle that was open then, once; to one that is opened
-    later only if nobody was told yet. So the handle is opened before anything is written. Source:
-    Linux, `Documentation/core-api/errseq.rst`; syncfs(2) has it since 5.8.
+    Raises OSError for an error of the disk since the handle was opened, before anything is written:
+    the system reports an error once to each handle that was open then. Source: Linux,
+    `Documentation/core-api/errseq.rst`; syncfs(2) has it since 5.8.
     """
     if not hasattr(_libc, "syncfs"):
         os.sync()

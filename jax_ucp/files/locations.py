@@ -18,10 +18,7 @@ _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HF_", "HUGGI
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Files, str]:
-    """The files that a path or a URL is of, and the name that it has there.
-
-    Raises UnsupportedPath for a URL of another scheme, or one that is no name of a file.
-    """
+    """The files of a path or URL, and its name there. Raises UnsupportedPath for others."""
     text = os.fspath(path)
     url = URL.match(text) if isinstance(text, str) else None
     if url is None or url["scheme"].lower() == "file":

@@ -42,8 +42,8 @@ R = TypeVar("R")
 class Bucket(RemoteFiles):
     """The objects of a bucket whose keys begin with `prefix`.
 
-    Nothing is a folder but what the keys of objects have before a slash. An empty object whose key
-    ends in one, as consoles write it, marks a folder and is no file.
+    Folders are what keys have before a slash. An empty object whose key ends in one, as consoles
+    write it, marks a folder and is no file.
     """
 
     def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
@@ -179,10 +179,10 @@ class Bucket(RemoteFiles):
         return info
 
     def create(self, name: str, data: bytes) -> None:
-        """Raises FileExistsError where there is an object of that key, as `Files` has it.
+        """Raises FileExistsError where there is an object of that key.
 
-        A request that was not answered may have created it. It is then asked what is there: the
-        same bytes are taken for ours, so that writers who race put a mark of their own into them.
+        A request that was not answered may have created it: the same bytes are then taken for ours,
+        so that writers who race put a mark of their own into them.
         """
         once = open_store(self._scheme, self._bucket, retries=0)
         was_asked = False
@@ -257,9 +257,7 @@ def _plain(error: BaseException) -> str:
 
 
 def _may_pass(text: str) -> bool:
-    """Whether asking again may help: what the server said is not that the request is wrong, and
-    not a key that the library has no path for, such as one with two slashes together.
-    """
+    """Whether asking again may help: neither a wrong request nor a key without a path."""
     if "invalid path" in text:
         return False
     _, _, status = text.partition("status code: ")
@@ -269,9 +267,7 @@ def _may_pass(text: str) -> bool:
 def open_store(
     scheme: str, bucket: str, retries: int = RETRIES, timeout: str = READ_TIMEOUT
 ) -> Any:
-    """The library's store for a bucket, with the credentials and endpoint that the cloud's own
-    tools would take. Raises StoreError where those are not enough to make one.
-    """
+    """The library's store, with what the cloud's tools would use. Raises StoreError."""
     obstore_store = require_extra("obstore.store", "cloud", f"{scheme}://{bucket}")
     make, config = _STORES[scheme]
     container, settings = config(bucket)
@@ -288,9 +284,7 @@ def open_store(
 
 
 def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """boto3, where it is installed, knows of profiles, SSO and roles; the library by itself of the
-    environment, containers and instances.
-    """
+    """The settings by boto3, if installed, which knows of profiles, SSO and roles."""
     environment = os.environ
     endpoint: dict[str, Any] = {"endpoint": _s3_endpoint(bucket)} if _is_virtual_hosted() else {}
     endpoint = {key: value for key, value in endpoint.items() if value}
@@ -317,9 +311,7 @@ def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _s3_endpoint(bucket: str) -> str | None:
-    """The address that the environment gives. Where buckets are hosts, that of the bucket: the
-    library would send what is for it to the store itself.
-    """
+    """The address in the environment, with the bucket in it where buckets are hosts."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not endpoint or not _is_virtual_hosted():
         return endpoint

@@ -91,9 +91,7 @@ class FilePath:
         return info.size if info else 0
 
     def file(self) -> FileInfo:
-        """The file that is there. Raises FileNotFoundError or IsADirectoryError, and FormatError
-        for a FIFO, a socket or a device.
-        """
+        """The file. Raises FileNotFoundError, IsADirectoryError, or FormatError for a device."""
         info = self.info()
         if info is not None and info.kind == "other" and self.link() is None:
             raise FormatError(f"{self} is a FIFO, a socket or a device, where a file should be")
@@ -128,16 +126,12 @@ class FilePath:
         return read_bytes(self.files, file, 0, min(file.size, HEAD_BYTES))[start:stop]
 
     def read_bytes(self, most: int = TEXT_BYTES) -> bytes:
-        """All bytes of the file. Raises FormatError, before it is read, where they are more than
-        `most`.
-        """
+        """All bytes of the file. Raises FormatError if they are more than `most`."""
         require_small(self.files, self.file(), most)
         return self.read_range(0, most)
 
     def read_pointer(self) -> str:
-        """The text of a pointer file (`latest`), which is not noted as a source file, because it
-        may change.
-        """
+        """The text of a pointer file (`latest`), not noted as a source, because it may change."""
         file = self.file()
         require_small(self.files, file, POINTER_BYTES)
         return self.read_unnoted(file).decode(errors="replace")
@@ -157,8 +151,6 @@ def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:
 
 
 def target_path(path: str | os.PathLike[str]) -> FilePath:
-    """The path or the URL that somebody gives to be written to. Raises UnsupportedPath, before
-    anything is asked, for what is neither, and where nothing can be written.
-    """
+    """A path or URL to be written to. Raises UnsupportedPath where nothing can be written."""
     require_writable(path)
     return file_path(path)

@@ -1,6 +1,4 @@
-"""Files that stand for another that is not there: pointers, pages, and what a download leaves
-while it runs.
-"""
+"""Files that stand for others: pointers, pages, and unfinished downloads."""
 
 from __future__ import annotations
 
@@ -66,8 +64,7 @@ _HUB_DOWNLOADS = ".cache/huggingface/download"
 def stand_in(path: FilePath) -> str | None:
     """The kind of file that stands for a checkpoint, and the remedy; None of any other file.
 
-    A download under way counts too, where its tool keeps a file of its own beside it: the size may
-    be right already.
+    An unfinished download is one too, whose size may be right already.
     """
     if path.with_name(f"{path.name}.aria2").exists():
         return f"its download has not ended: {path.name}.aria2 is beside it"
@@ -107,7 +104,7 @@ def why_missing(folder: FilePath, name: str) -> str:
 
 
 def _downloads(folder: FilePath, name: str) -> Iterator[str]:
-    """Unfinished downloads that may be of a file: beside it, or where huggingface_hub keeps them.
+    """Unfinished downloads that may be of a file: beside it, or in huggingface_hub's folder.
 
     Releases of the hub since 0.27 call those by a hash of the name.
     """

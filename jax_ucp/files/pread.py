@@ -1,7 +1,6 @@
-"""Bytes of a file straight into memory that is there already.
+"""Bytes of a file straight into memory; no page is mapped.
 
-No page of the file is mapped on the way: a mapped page that the disk cannot give ends the process
-(SIGBUS), where a read raises an error.
+A mapped page that the disk cannot give ends the process (SIGBUS), where a read raises an error.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ SCATTERED_BYTES = 512 << 10
 
 
 def pread_into(handle: int, offset: int, out: np.ndarray) -> None:
-    """Fill `out`, whose elements may have gaps between them, with the bytes of the file from
-    `offset` on.
-
-    They are the elements in row-major order. Raises CorruptData where the file ends before.
-    """
+    """Fill `out`, row-major and of any strides, from `offset` on. Raises CorruptData."""
     if out.flags.c_contiguous:
         _fill(handle, offset, out)
         return

@@ -38,9 +38,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class RangeRead:
-    """The bytes of `file` from `start` on, into `out`: its elements in row-major order, of any
-    strides.
-    """
+    """The bytes of `file` from `start` on, into `out`: row-major, of any strides."""
 
     file: FileInfo
     start: int
@@ -48,10 +46,8 @@ class RangeRead:
 
 
 class Files(Protocol):
-    """Files by name under one root. Names are checked here, and nowhere else: one that is absolute,
-    has `..` or leads through a link out of the root that the user named raises FormatError.
-
-    Storage that cannot be reached, or does not answer, raises StoreError.
+    """Files by name under one root. Raises FormatError for a name that is absolute, has `..` or
+    leads through a link out of the root; StoreError for storage that does not answer.
     """
 
     # whether each question is a request over a network, so that few are asked, many at once
@@ -99,10 +95,7 @@ class Files(Protocol):
 
     @abstractmethod
     def read_into(self, reads: Sequence[RangeRead]) -> None:
-        """Read ranges, several of one file in one go.
-
-        Raises CorruptData where a file is not the one that was looked at, or ends too soon.
-        """
+        """Read ranges. Raises CorruptData where a file has changed, or ends too soon."""
         ...
 
     @abstractmethod
@@ -111,8 +104,7 @@ class Files(Protocol):
     ) -> FileInfo | None:
         """Write a file from its parts. Returns its info, if the storage answers with one.
 
-        If `durable`, the file is whole or does not exist, and survives a crash of the machine.
-        Otherwise that holds after `sync`; until then a kill may leave a part of it.
+        If `durable`, it is whole or does not exist, and survives a crash; otherwise after `sync`.
         """
         ...
 
@@ -124,10 +116,7 @@ class Files(Protocol):
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> None:
-        """Write a file that is whole or not there, and durable, where there is none yet.
-
-        Raises FileExistsError where there is one: of several writers one creates it.
-        """
+        """Write a whole and durable file. Raises FileExistsError where there is one already."""
         ...
 
     @abstractmethod
@@ -142,10 +131,7 @@ class Files(Protocol):
 
     @abstractmethod
     def spec(self, name: str = "") -> dict[str, Any]:
-        """TensorStore's description of a folder. It follows every link that it meets.
-
-        Raises UnsupportedPath where TensorStore has no driver for what the files are in.
-        """
+        """TensorStore's description of a folder; it follows links. Raises UnsupportedPath."""
         ...
 
     @abstractmethod
@@ -180,10 +166,7 @@ def read_file(files: Files, name: str) -> bytes | None:
 
 
 def read_bytes(files: Files, file: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
-    """The bytes of a file from `start` to `stop`, or to its end.
-
-    Raises FormatError where it would be read whole and has more than OWN_BYTES.
-    """
+    """Bytes of a file. Raises FormatError for a whole one of more than OWN_BYTES."""
     if stop is None:
         require_small(files, file, OWN_BYTES)
     out = np.empty((file.size if stop is None else stop) - start, np.uint8)

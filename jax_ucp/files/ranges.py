@@ -33,10 +33,7 @@ class ByteRange(Protocol):
 
     @abstractmethod
     def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Fill each array, of any strides, with the bytes from its position on.
-
-        Raises CorruptData where they end before.
-        """
+        """Fill arrays, of any strides, from their positions on. Raises CorruptData."""
         ...
 
     def read(self, start: int, stop: int) -> bytes:
@@ -63,9 +60,7 @@ class ByteRange(Protocol):
 
 
 def _runs(starts: Sequence[int], length: int) -> Iterator[list[int]]:
-    """Neighbouring positions, each at most `length` bytes after the last of which so many are
-    wanted.
-    """
+    """Positions in runs, of which each is at most `length` bytes after the last."""
     run: list[int] = []
     for start in starts:
         if run and not 0 <= start - run[-1] <= 2 * length:
@@ -113,11 +108,10 @@ class FileRange(ByteRange):
 
 
 class EdgesInMemory(ByteRange):
-    """Bytes of which the first and the last have been read, in one go: a file of torch.save has its
-    directory at the end, and how most of its members begin near either.
+    """Bytes of which the first and the last have been read, in one go.
 
-    Over a network the heads that are read are kept too, and a little of what follows each: a member
-    with one number then takes no request of its own.
+    A file of torch.save has its directory at the end. Over a network the heads that are read are
+    kept too, and a little after each: a member with one number then takes no request of its own.
     """
 
     def __init__(self, inner: ByteRange):

@@ -43,9 +43,7 @@ class Refused(StoreError):
 
 
 def bounded(chunks: Iterable[bytes], most: int) -> memoryview:
-    """The bytes of an answer. Raises Unanswered as soon as they are more than `most`, whatever the
-    server says or sends.
-    """
+    """The bytes of an answer. Raises Unanswered as soon as they are more than `most`."""
     parts: list[bytes] = []
     size = 0
     for chunk in chunks:
@@ -120,9 +118,7 @@ class RemoteFiles(Files):
     _prefix: str = ""  # what the keys of all files here begin with
 
     def key(self, name: str) -> str:
-        """The key in the store of the file with a name here. Raises FormatError for no name of a
-        file.
-        """
+        """The key of a file in the store. Raises FormatError for no name of a file."""
         if name:
             check_name(name)
         return self._key(name)
@@ -134,8 +130,7 @@ class RemoteFiles(Files):
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         """Bytes of a file, by one request.
 
-        Raises CorruptData where it is not the file that was looked at, FileNotFoundError where it
-        is gone, and Unanswered.
+        Raises CorruptData if it was replaced, FileNotFoundError if it is gone, and Unanswered.
         """
         ...
 
@@ -167,10 +162,7 @@ class RemoteFiles(Files):
         return data
 
     def persist(self, name: str, ask: Callable[[], R]) -> R:
-        """The answer to a request, asked again while it is Unanswered, later each time.
-
-        Raises StoreError when that was often enough.
-        """
+        """The answer to a request, asked again while Unanswered. Raises StoreError in the end."""
         for attempt in range(1, ATTEMPTS):
             count_request()
             try:

@@ -1,8 +1,7 @@
 """The files that a checkpoint is read from, and whether they are still those that were opened.
 
-Metadata are read when a checkpoint is opened, and bytes when they are wanted. A file that is
-replaced in between belongs to another save: what is then read is of two. So every file is looked at
-before it is first read, and again at the end.
+A file that is replaced between metadata and bytes belongs to another save. So every file is looked
+at before it is first read, and again at the end.
 """
 
 from __future__ import annotations
@@ -93,9 +92,7 @@ class SourceFiles:
 
 @contextmanager
 def opening() -> Iterator[SourceFiles]:
-    """While a checkpoint is opened: what readers note goes into the files given, also where one
-    opens another.
-    """
+    """Context in which files that readers note are added to those given, even if nested."""
     if (outer := _opening.get()) is not None:
         yield outer
         return
@@ -108,9 +105,7 @@ def opening() -> Iterator[SourceFiles]:
 
 
 def note(files: Files, file: FileInfo) -> None:
-    """Note a file that is about to be read, or on whose size something rests, for the checkpoint
-    that is being opened, if one is.
-    """
+    """Note a file that is about to be read for the checkpoint being opened, if one is."""
     if (seen := _opening.get()) is not None:
         seen.note(files, file)
 

@@ -25,7 +25,7 @@ def read_strided(
     boxes: Sequence[Box],
     outs: Sequence[np.ndarray],
 ) -> None:
-    """Read boxes of the array whose first element is at byte `start`, with `strides` in elements.
+    """Read boxes of the array at byte `start`, with `strides` in elements.
 
     Every out has the shape of its box and the dtype of the array, and any strides.
     """
@@ -54,9 +54,7 @@ def read_strided(
 
 
 def _share_rows(steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]) -> bool:
-    """Whether boxes are parts of the same rows, which lie in one run and hold little else: the
-    columns that several devices have of a tensor.
-    """
+    """Whether boxes are columns of the same rows, which lie in one run with little else."""
     if len(pairs) < 2:
         return False
     itemsize, hull = pairs[0][1].itemsize, Box.around(box for box, _ in pairs)

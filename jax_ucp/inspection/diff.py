@@ -134,10 +134,7 @@ class Side:
     groups: Sequence[Group]
 
     def by_path(self, only: str | None, rename: Mapping[str, str]) -> dict[_Path, Leaf]:
-        """The leaves whose labels `only` matches, by their paths, as `rename` has them.
-
-        Raises TreeMismatch where two have one path then.
-        """
+        """The leaves whose labels `only` matches, by renamed paths. Raises TreeMismatch."""
         leaves: dict[_Path, Leaf] = {}
         for leaf in self.leaves:
             path = _renamed(tuple(map(str, leaf.path)), rename)
@@ -223,8 +220,7 @@ def _changes(both: Mapping[str, _Pair], fact: Callable[[Leaf], str]) -> tuple[Le
 def _facts(first: Side, second: Side) -> Iterator[LeafChange]:
     """Differences of the steps, and of the optimizers' settings for parameters of both.
 
-    A setting that differs alike for several parameters is one change; it is "" on a side that lacks
-    it.
+    A setting that differs alike for several parameters is one change; "" where a side lacks it.
     """
     steps = first.about.step, second.about.step
     if None not in steps and steps[0] != steps[1]:

@@ -25,9 +25,7 @@ _Sets = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Rows with equal `cells`, whose names `name` says: `{0..31}` is each number from 0 to 31,
-    `{1,3}` is 1 and 3, and several braces are each with each. `rows` are their places.
-    """
+    """Rows with equal `cells`, at the places `rows`; in names `{0..31}` are the numbers 0 to 31."""
 
     name: str
     cells: tuple[str, ...]
@@ -39,10 +37,9 @@ class Folded:
 
 
 def fold(rows: Iterable[Sequence[str]]) -> list[Folded]:
-    """The rows (name, *cells), those folded that differ in numbers of their names alone.
+    """The rows (name, *cells), folded if they differ in numbers of their names alone.
 
-    Each row is in exactly one of the result, where the first row of it was. A name that is there
-    twice is not folded with others.
+    Each row is in exactly one of the result. A name that is there twice is not folded.
     """
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[_Numbers, list[int]]] = {}
     for place, (name, *cells) in enumerate(rows):

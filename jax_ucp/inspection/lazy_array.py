@@ -17,13 +17,10 @@ Index = SupportsIndex | slice | EllipsisType
 
 
 class LazyArray:
-    """The array of one leaf. Its shape and dtype are known; its elements are read when they are
-    asked for.
+    """The array of one leaf. Its shape and dtype are known; elements are read when asked for.
 
-    `array[3, :10]` reads the smallest box around those elements, so that a slice with a step reads
-    what lies between them too. `numpy.asarray(array)` reads everything. Each read is proved as
-    `Checkpoint.read` does, and refuses what that refuses. Nothing is kept: what is indexed twice is
-    read twice.
+    `array[3, :10]` reads the smallest box around those elements, `numpy.asarray(array)` all. Each
+    read is proved as `Checkpoint.read` does. Nothing is kept: what is indexed twice is read twice.
     """
 
     def __init__(self, leaf: Leaf, read: Callable[[Leaf, Box], np.ndarray]):
@@ -49,8 +46,7 @@ class LazyArray:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
         """The elements that numpy has at `index`: ints, slices with any step, and one `...`.
 
-        Raises IndexError for an int outside its axis, and for more indices than axes; TypeError for
-        any other index.
+        Raises IndexError outside the array, TypeError for any other index.
         """
         given = index if isinstance(index, tuple) else (index,)
         items = [item for item in given if item is not Ellipsis]

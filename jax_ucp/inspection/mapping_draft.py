@@ -1,8 +1,4 @@
-"""A first draft of a mapping, from the names and shapes of a checkpoint and of a model.
-
-What shapes and names leave open is a comment in the draft, for the user to decide: nothing is
-guessed.
-"""
+"""A first draft of a mapping; what shapes and names leave open is a comment in it."""
 
 from __future__ import annotations
 

@@ -22,11 +22,7 @@ _OPTAX = "mu", "nu"
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """A parameter and its moments, `m` and `v`.
-
-    `settings` are those of its optimizer, and `counted` has its number of steps; empty and None
-    where nothing says them.
-    """
+    """A parameter and its moments, `m` and `v`; its optimizer's settings, and its step count."""
 
     param: Leaf
     m: Leaf
@@ -40,10 +36,7 @@ def together(
     params: Mapping[str, Parameter],
     settings: Mapping[str, Mapping[str, Any]],
 ) -> list[Together]:
-    """All arrays, each once: a parameter with its moments where it has them, others alone.
-
-    `settings` are those of the optimizer by the name of a parameter.
-    """
+    """All arrays, each once: a parameter with its moments where it has them, others alone."""
     moments = list(_moments_of_params(params, settings)) or list(_moments_of_optax(leaves))
     by_param = {
         each.param.name: each
@@ -62,9 +55,7 @@ def together(
 
 
 def _adam_step(moments: Moments) -> AdamStep:
-    """The last step of the parameter; if that is not known, `m / sqrt(v)`, the direction of a step
-    of rate 1.
-    """
+    """The last step of the parameter, or `m / sqrt(v)`, the direction of a step."""
     settings = moments.settings
     betas = settings.get("betas")
     if moments.counted is None or not isinstance(betas, list):
@@ -96,9 +87,7 @@ def _moments_of_params(
 
 
 def _moments_of_optax(leaves: Sequence[Leaf]) -> Iterator[Moments]:
-    """The moments in a tree with optax's states, `.../mu/PATH` and `.../nu/PATH`; the parameter is
-    the one other leaf with a path that ends so; where several are, none is taken.
-    """
+    """The moments in optax's `.../mu/PATH` and `.../nu/PATH`, of the one leaf that ends so."""
     params: dict[_Names, list[Leaf]] = defaultdict(list)
     moments: dict[str, dict[tuple[_Names, _Names], Leaf]] = defaultdict(dict)
     for leaf in leaves:

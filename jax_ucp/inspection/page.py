@@ -1,8 +1,6 @@
 """A checkpoint as one page that asks the network for nothing, to be opened in any browser.
 
-Names, paths and messages of others are on it as text: what is written here is escaped, what the
-page's script shows it sets as text, and the page's policy runs no script but those that it was
-made with.
+Texts of others are escaped or set as text, and the page's policy runs no other script than its own.
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ class Page:
     faults: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page to a file, in the place of an older page.
-
-        Raises FileExistsError where something else than a page is.
-        """
+        """Write the page, also over an older one. Raises FileExistsError for other files."""
         target = local_path(path)
         if target.exists():
             begin = b""

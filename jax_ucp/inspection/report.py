@@ -25,9 +25,7 @@ Report = dict[str, Any]
 
 
 def inspection(checkpoint: Checkpoint) -> Report:
-    """The contents of a checkpoint: leaves with their sharding and where their bytes are, and the
-    inventory.
-    """
+    """The leaves of a checkpoint with sharding and place, and the inventory."""
     pieces = pieces_of(checkpoint)
     return {
         **head(checkpoint, pieces),
@@ -102,9 +100,7 @@ def export_plan(plan: ExportPlan, target: str) -> Report:
 
 
 def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> Report:
-    """The place of every leaf on a mesh, and the bytes that each host would read; needs no
-    devices.
-    """
+    """The place of every leaf on a mesh, and each host's bytes; needs no devices."""
     from jax_ucp.sharding.fit import unused_rules  # brings in jax, which nothing else here needs
     from jax_ucp.sharding.reads import planned_fit
 

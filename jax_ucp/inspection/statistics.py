@@ -1,11 +1,9 @@
 """Norms, means, extremes and what is not finite of a checkpoint's arrays, in one bounded pass.
 
-Counts are exact, and extremes of what doubles hold. Floats of 32 bits and fewer are summed in
-single precision, 1,024 at a time, and those sums in doubles: norms, deviations and means are then
-within some 1e-6 of the norm. All else is summed in doubles. What is in memory does not depend on
-how large an array is.
-Arrays of a parameter that say how its optimizer steps (Adam's two moments) are read beside the
-parameter, block by block, for the size of the step.
+Counts are exact. Floats of 32 bits and fewer are summed in single precision, 1,024 at a time, and
+those sums in doubles: norms, deviations and means are then within some 1e-6 of the norm. All else
+is summed in doubles. Adam's two moments are read beside their parameter, block by block, for the
+size of the step.
 """
 
 from __future__ import annotations
@@ -123,9 +121,7 @@ class AdamStep:
     eps: float = 0.0
 
     def squares(self, m: np.ndarray, v: np.ndarray, scratch: np.ndarray) -> float:
-        """The sum of the squares of the step, taken in the dtype of `scratch`, which is memory for
-        as many elements; 0 where nothing moved.
-        """
+        """The sum of the squares of the step, in the dtype of `scratch`, memory of its size."""
         # m / (sqrt(v / second) + eps) = sqrt(second) * m / (sqrt(v) + eps * sqrt(second))
         root = math.sqrt(self.second)
         eps = scratch.dtype.type(self.eps * root)
@@ -158,9 +154,8 @@ def statistics_of(
 ) -> dict[str, Statistics]:
     """The statistics of each leaf's array, by its name.
 
-    `arrays` are those of the leaves, by name. If they have more than `max_read_bytes` together, all
-    larger than some size are sampled, so that about as much is read. A leaf that cannot be read has
-    the reason in its `unread`.
+    If arrays have more than `max_read_bytes` together, all larger than some size are sampled. A
+    leaf that cannot be read has the reason in its `unread`.
     """
     sums = {leaf.name: Statistics(math.prod(leaf.shape)) for each in groups for leaf in each.leaves}
     most = largest_read([arrays[name].nbytes for name in sums], max_read_bytes)
@@ -302,9 +297,7 @@ def _single_statistics(block: np.ndarray, scratch: np.ndarray) -> Statistics:
 
 
 def _mean_and_deviations(block: np.ndarray, scratch: np.ndarray) -> tuple[float, float]:
-    """The mean, and the sum of the squares of what elements deviate from it; `scratch` may be
-    `block`, and is written over.
-    """
+    """The mean, and the sum of squared deviations; `scratch`, maybe `block`, is overwritten."""
     total, squares = _total(block), _products(block, block)
     mean = total / block.size
     deviations = squares - total * mean

@@ -1,8 +1,7 @@
 """Whether what optax keeps in a ScaleByAdamState are Adam's moments.
 
-Adamax, Yogi and ADOPT keep other sums in a state of the same type, so that a checkpoint of Adam
-loads into them without a word. What an optimizer sums is found by asking it for one update from
-chosen moments.
+Adamax, Yogi and ADOPT keep other sums in a state of the same type. So an optimizer is asked for one
+update from chosen moments.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ Moments = Mapping[tuple[str, str], float]
 
 
 def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
-    """States of `tx` that have the type of Adam's, and are updated otherwise.
-
-    `params` is the tree of the model, of arrays or ShapeDtypeStructs.
-    """
+    """States of `tx` of Adam's type that are updated otherwise; `params` is the model's tree."""
     probe = _Probe(tx, params)
     if not probe.keys:
         return

@@ -67,8 +67,8 @@ class Filled:
 class OptimizerPlan:
     """An optax state out of a checkpoint, decided before any moment is read.
 
-    `filled` has every leaf; `left` has what the checkpoint holds for optimizers and no leaf takes,
-    with the reason; `step` is the number of updates done, where all parameters agree on it.
+    `filled` has every leaf; `left` what no leaf takes, with the reason; `step` is the number of
+    updates done, where all parameters agree on it.
     """
 
     contents: Contents
@@ -142,10 +142,7 @@ def plan_optimizer(
     step: int | None = None,
     check: bool = True,
 ) -> OptimizerPlan:
-    """How the state that `tx.init(params)` has is filled from a checkpoint of a torch trainer.
-
-    The arguments, and what is refused, are those of `Checkpoint.plan_optimizer`.
-    """
+    """How `tx.init(params)` is filled from a torch trainer's checkpoint; see `Checkpoint`."""
     state, slots = slots_of(tx, params)
     stored = _states(contents)
     faults = [*_refusals(contents.extras), *_unlike(params, stored.get("param", {}))]

@@ -49,10 +49,7 @@ _COUNTS = ("count", "gradient_step")
 
 @dataclass(frozen=True, slots=True)
 class OptaxLeaf:
-    """A leaf of an optax state: what it holds, and of which parameter or parameters.
-
-    `owner` is the type of the state that has it in one of its fields.
-    """
+    """A leaf of an optax state: what it holds, of which parameters; `owner` is its state's type."""
 
     path: Path
     role: str
@@ -72,10 +69,7 @@ class OptaxLeaf:
 
 
 def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[OptaxLeaf]]:
-    """The abstract state of the optimizer, and its leaves in the order of JAX's.
-
-    Raises TreeMismatch for a state of a type that is not in the table.
-    """
+    """The abstract state and its leaves, in JAX's order. Raises TreeMismatch for a new type."""
     state = jax.eval_shape(tx.init, params)
     names = param_leaves(params).keys()
     slots = list(_visit(state, (), names))

@@ -61,8 +61,7 @@ def torch_states(
 ) -> Contents:
     """The checkpoint of a JAX run as an import has it: `{state: {parameter: array}}`.
 
-    The arguments, and what is refused, are those of `Checkpoint.torch_states`. Parameters and
-    moments are the stored arrays under other names; single numbers are read here, a few bytes each.
+    Arguments and refusals are those of `Checkpoint.torch_states`. Single numbers are read here.
     """
     run = _TrainingRun(contents)
     named = run.parameters(params, model)

@@ -1,9 +1,8 @@
 """Whether an optax optimizer decays the weights that a trainer's did, and in the same way.
 
-Weight decay leaves no state, so that another mask loads without a word, and training goes another
-way. What an optimizer does is found by asking it: from zero moments and zero gradients only decay
-moves a weight. Torch's AdamW and SGD, and Lion, move it in proportion to itself; torch's Adam adds
-decay to the gradient, which Adam then normalises (`torch/optim/adam.py`, 2.13:
+Weight decay leaves no state, so an optimizer is asked: from zero moments and zero gradients only
+decay moves a weight. Torch's AdamW and SGD, and Lion, move it in proportion to itself; torch's Adam
+adds decay to the gradient, which Adam then normalises (`torch/optim/adam.py`, 2.13:
 `decoupled_weight_decay` of a group says which).
 """
 
@@ -30,11 +29,7 @@ Decay = Literal["none", "in proportion", "through the gradient"]
 def decay_faults(
     groups: Sequence[Group], tx: optax.GradientTransformation, params: Any
 ) -> Iterator[str]:
-    """Parameters that `tx` decays otherwise than the groups of the checkpoint say.
-
-    `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are named as in
-    `groups`.
-    """
+    """Parameters that `tx` decays otherwise than `groups`; names are those of `params`."""
     settings_of = {name: group.settings for group in groups for name in group.params}
     settings_of = {
         name: settings for name, settings in settings_of.items() if "weight_decay" in settings

@@ -187,8 +187,7 @@ def planned_reads(arrays: Iterable[PlannedArray], mesh: HostMesh) -> HostReads:
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
     """The reads of a restore of any checkpoint onto a mesh, by its saved specs and the rules.
 
-    Of replicas the one that is read, the first, is counted. Raises ValueError for a rule that
-    cannot be meant.
+    Of replicas the first is counted. Raises ValueError for a rule that cannot be meant.
     """
     check_rules(rules)
     check_logical_rules(rules, contents.leaves)
@@ -272,9 +271,7 @@ def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Host
 def _reads(
     shape: Shape, itemsize: int, chunks: Chunks, count: int, spec: tuple[Axes, ...], mesh: HostMesh
 ) -> np.ndarray:
-    """By host: bytes needed, bytes read, outer chunks opened, and requests, of one array, or of a
-    stack of so many.
-    """
+    """By host, of `count` arrays: bytes needed, bytes read, outer chunks opened, and requests."""
     start, stop = _bounds(shape, spec, mesh)
     hosts = mesh.devices_of_hosts
     together = chunks.outer[0] if chunks.is_stack else 1
@@ -295,8 +292,7 @@ def _reads(
 class _Asked:
     """The requests for an array, or for a stack of `count` arrays of which files have `together`.
 
-    `outer` and `inner` are the chunks of one array. Of a `small` one a host reads one box, around
-    all that it needs.
+    `outer` and `inner` are one array's chunks. Of a `small` one a host reads one box around all.
     """
 
     shape: Shape

@@ -145,9 +145,8 @@ def _is_floating(dtype: DTypeLike) -> bool:
 class Placement:
     """Where a leaf goes and as what: on devices by `sharding`, or on the host as `kind` says.
 
-    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked
-    for. `shared` says which pieces this process reads of an array whose reading it shares with
-    others.
+    `dtype` is that of the result. `notes` tell how the sharding is not the one asked for. `shared`
+    says which pieces this process reads of an array that several read together.
     """
 
     leaf: Leaf
@@ -170,8 +169,7 @@ class Placement:
 class RestorePlan:
     """A restore, decided before any byte is read.
 
-    `nodes` are the leaves of the target that the placements fill, in order, `kept` those that keep
-    the value they have.
+    `nodes` are the target's leaves that the placements fill, in order, `kept` those that stay.
     """
 
     placements: Sequence[Placement]
@@ -216,10 +214,7 @@ class RestorePlan:
 
 
 def plan_restore(leaves: Sequence[Leaf], request: RestoreRequest) -> RestorePlan:
-    """Match the target, if there is one, and give every leaf its sharding.
-
-    Raises TreeMismatch with everything in which target and checkpoint differ.
-    """
+    """The plan of a restore. Raises TreeMismatch with all differences of target and checkpoint."""
     target, mesh, rules = request.target, request.mesh, request.rules
     matched = Matched((), ())
     if target is None:
@@ -254,10 +249,7 @@ def plan_restore(leaves: Sequence[Leaf], request: RestoreRequest) -> RestorePlan
 
 
 def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
-    """The plan with reads shared among processes that hold the same, where that reads less.
-
-    `arrays` are those of the source. In one process it is the plan that it was.
-    """
+    """The plan with reads shared among processes that hold the same, where that reads less."""
 
     def shared(p: Placement) -> Placement:
         if not p.leaf.has_array:
@@ -274,15 +266,12 @@ def run_restore(
     checks: Iterable[Check] = (),
     remote: bool = False,
 ) -> Any:
-    """Read every box that this process needs, once, after the `checks`, and return the tree.
+    """The tree, with every box that this process needs read once, after the `checks`.
 
     Warns of what the plan gave up of a sharding. At most `budget_bytes` are in flight beside the
-    arrays themselves, or one stored chunk where that is larger: an array that takes more goes in
-    blocks. No stored chunk is read twice. The pieces of an array whose reading is shared go at
-    once. An error of one process that shares reads is raised in all. `remote` says that the source
-    is behind a network.
-
-    Raises CorruptData where a check finds a fault.
+    arrays themselves, or one stored chunk where that is larger. Shared reads go at once, and an
+    error of one process that shares them is raised in all. `remote`: the source is behind a
+    network. Raises CorruptData where a check finds a fault.
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes)
     warn_given_up(plan.notes, stacklevel=3)  # where `restore` was called
@@ -353,9 +342,7 @@ class _Reading:
     def _at_once(
         self, numbers: Sequence[int], in_blocks: list[tuple[int, ReadRequest]]
     ) -> Iterator[_Whole]:
-        """The placements whose arrays are read at once; such as take more than their share of the
-        budget are added to `in_blocks`.
-        """
+        """The placements that are read at once; larger ones are added to `in_blocks`."""
         share = self._budget_bytes // threads()
         for i in numbers:
             request = _request(self._plan.placements[i], self._source)
@@ -374,9 +361,7 @@ class _Reading:
             in_blocks.append((i, request))
 
     def _groups(self) -> tuple[Sequence[int], Iterable[Sequence[int]]]:
-        """The numbers of the placements that this process reads for itself: those that are read
-        one by one, and groups that are read together.
-        """
+        """The numbers of this process's own placements, in groups that are read together."""
         groups: dict[str, list[int]] = {}
         for i, placement in enumerate(self._plan.placements):
             if placement.leaf.has_array and not placement.shared:
@@ -405,10 +390,9 @@ class _Reading:
 
 
 def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
-    """The checks that this process runs: its part of full ones if reads are shared, else all.
+    """This process's checks: its part of full ones if reads are shared, else all.
 
-    Samples are compared by all: they cost little, and hosts may have copies of the files of their
-    own.
+    Samples are compared by all: they cost little, and hosts may have their own copies of files.
     """
     if extent == "full" and any(p.shared for p in plan.placements):
         return itertools.islice(checks, jax.process_index(), None, jax.process_count())
@@ -429,9 +413,7 @@ def _request(p: Placement, source: ArraySource) -> ReadRequest:
 
 
 def abstract_leaf(leaf: Leaf) -> Any:
-    """The `jax.ShapeDtypeStruct` of an array or PRNG key, a zero of a Python number's type, or the
-    value of another leaf. Raises FormatError for a PRNG key that this JAX cannot make.
-    """
+    """The abstract array, a number's zero, or a value. Raises FormatError for unknown PRNG keys."""
     match leaf.kind:
         case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
@@ -500,18 +482,14 @@ def _is_like(mesh: Mesh | AbstractMesh, other: Mesh) -> bool:
 
 
 def _says_nothing(own: NamedSharding) -> bool:
-    """Whether a target's sharding leaves open how an array lies: that of `jax.eval_shape` has no
-    axes where the compiler chooses them.
-    """
+    """Whether a sharding leaves open how an array lies, as those of `jax.eval_shape` may."""
     if isinstance(own.mesh, Mesh) or any(own.spec):
         return False
     return any(kind is not AxisType.Explicit for kind in own.mesh.axis_types)
 
 
 def _in_memory_of(own: Sharding | None, fitted: NamedSharding, leaf: Leaf) -> NamedSharding:
-    """The sharding in the kind of memory that the target has. Raises TreeMismatch where the devices
-    have no such memory.
-    """
+    """The sharding in the target's kind of memory. Raises TreeMismatch where there is none."""
     kind = None if own is None else own.memory_kind
     if own is None or kind is None:
         return fitted
@@ -539,9 +517,7 @@ def _ruled(wanted: _LeafRequest) -> Leaf:
 def _sharding_of_target(
     wanted: _LeafRequest, mesh: Literal["saved"] | None
 ) -> tuple[Sharding | None, tuple[str, ...]]:
-    """The sharding of a target's leaf where no mesh is given, with notes: its own; else on the mesh
-    that is set; else, with "saved", that of the checkpoint; else the only device.
-    """
+    """A leaf's sharding without a mesh: its own, by the set mesh, as saved, or one device."""
     own, here = getattr(wanted.value, "sharding", None), mesh_in_scope()
     if isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh):
         if here is None or not _is_like(own.mesh, here):
@@ -564,9 +540,7 @@ def _sharding_of_target(
 
 
 def _named_by_target(wanted: _LeafRequest, mesh: Mesh) -> Leaf | None:
-    """The leaf with the logical axes of the target in the place of what was saved, if these are
-    axes of the mesh, as Flax names them.
-    """
+    """The leaf with the target's logical axes, if these are axes of the mesh, as in Flax."""
     names = {name for axes in wanted.axes or () for name in axis_names(axes)}
     if not names or not names <= set(mesh.axis_names):
         return None
@@ -574,10 +548,9 @@ def _named_by_target(wanted: _LeafRequest, mesh: Mesh) -> Leaf | None:
 
 
 def _saved_sharding(leaf: Leaf, here: Mesh | None) -> tuple[Sharding | None, tuple[str, ...]]:
-    """The sharding that an array of JAX was saved with, on the same devices, with notes; of another
-    format, None. It is on the mesh that is set, if that is the same.
+    """The sharding that a JAX array was saved with, on the same devices, with notes; else None.
 
-    Raises TreeMismatch where one of the devices is not here.
+    It is on the mesh that is set, if that is the same. Raises TreeMismatch if a device is not here.
     """
     if leaf.kind not in ("jax", "prng_key"):
         return None, ()

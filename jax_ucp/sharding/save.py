@@ -57,9 +57,8 @@ class Snapshot(MakesArrays):
     """A tree copied to host memory by this process, ready to be written.
 
     `leaves` and `chunks` are the same on all processes. `blocks` are the outer chunks that this
-    process writes; `data` has the parts of each array that it needs for them, by name. As an
-    `ArraySource` it has these parts. A stack of several arrays has chunks and blocks of its own,
-    and its arrays have none.
+    process writes; `data` has the parts of each array that it needs for them, by name. A stack of
+    several arrays has chunks and blocks of its own, and its arrays have none.
     """
 
     leaves: Sequence[Leaf]
@@ -103,9 +102,7 @@ class Description:
 
 @gc_paused()
 def describe(tree: Any) -> Description:
-    """The leaves of a tree, and their arrays. Raises UnsupportedLeaf for a leaf that could not be
-    restored.
-    """
+    """The leaves of a tree, and their arrays. Raises UnsupportedLeaf."""
     nodes = list(walk(tree))
     if same := ambiguous_paths(node.path for node in nodes):
         raise UnsupportedLeaf(
@@ -137,8 +134,7 @@ def describe(tree: Any) -> Description:
 
 @gc_paused()
 def take_snapshot(described: Description) -> Snapshot:
-    """This process's part of the tree, copied from its devices, after deciding which process writes
-    each chunk.
+    """This process's part of the tree, for the chunks that it writes, copied from its devices.
 
     When it returns, the tree may be changed, donated or deleted.
     """
@@ -204,9 +200,7 @@ class Writing:
 def write_snapshot(
     snapshot: Snapshot, directory: Files, budget_bytes: int = DEFAULT_BUDGET
 ) -> Writing:
-    """Write this process's chunks and digests. The directory is not yet a checkpoint; raises
-    FileExistsError if it is one already.
-    """
+    """Write this process's chunks and digests. Raises FileExistsError for a checkpoint."""
     with ThreadPoolExecutor(1) as meanwhile:
         found = meanwhile.submit(directory.find, METADATA_FILE)
         store = ZarrStore(directory, snapshot.written, snapshot.chunks)
@@ -268,9 +262,7 @@ def _packs(
 
 
 def commit_snapshot(writing: Writing) -> Metadata:
-    """Make the directory a checkpoint. Process 0 calls this, after all have written their
-    snapshots.
-    """
+    """Make the directory a checkpoint: process 0 does, after all have written."""
     directory = writing.store.directory
     others = list(map(_part, range(1, jax.process_count())))
     again = f"{WHO_ELSE} {SHARED_STORAGE}"
@@ -331,9 +323,7 @@ def _placed(sharding: SavedSharding) -> str:
 def _writers(
     sharding: Sharding | None, shape: Shape, itemsize: int, processes: int, count: int = 0
 ) -> tuple[Chunks, list[tuple[Box, list[int]]]]:
-    """The chunks of an array, or of a stack of `count`, and the processes that could write each
-    outer one.
-    """
+    """The chunks of an array or a stack, and the processes that could write each outer one."""
     cells = _cells(sharding, shape, itemsize, processes)
     cell = tuple(max(1, n) for n in cells.shape)
     if not count:

@@ -1,7 +1,6 @@
 """Reads shared by processes: each reads a part of what several hold, then they exchange.
 
-Integers say how boxes are cut into pieces, one for each device that holds a copy; the pieces are
-read as boxes are; an all-gather joins them.
+Integers say how boxes are cut into pieces; these are read as boxes are; an all-gather joins them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ WORDS_BYTES = 1024  # of a message that processes exchange
 class AxisCut:
     """Pieces of `length` elements of one axis, the last ones short or empty.
 
-    Of each box the i-th piece is read by the i-th device that holds the box, counted in row-major
-    order of the mesh axes `names`, over which the sharding has copies.
+    Of each box the i-th piece is read by its i-th device, in row-major order of the axes `names`.
     """
 
     axis: int
@@ -89,8 +87,8 @@ class SharedRead:
     def gathered(self, parts: Sequence[np.ndarray]) -> jax.Array:
         """The array, joined from the parts of all devices.
 
-        Every process that has devices of the mesh must call this, all for the same arrays in the
-        same order.
+        Every process with devices of the mesh must call this, for the same arrays in the same
+        order.
         """
         mesh, axis = _mesh(self.sharding), self.cut.axis
         if not parts:
@@ -124,10 +122,7 @@ Read = tuple[str, SharedRead, int, Callable[[], Sequence[np.ndarray]]]
 
 
 def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> SharedRead | None:
-    """How processes share the reading of an array, or None if it cannot or would not pay.
-
-    Small arrays are not shared: a collective costs more.
-    """
+    """How processes share the reading of an array; None if it cannot or would not pay."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
     is_sum = sharding.spec.unreduced or sharding.spec.reduced
@@ -178,13 +173,12 @@ def best_cut(
 def read_together(
     reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int, remote: bool = False
 ) -> list[jax.Array]:
-    """The arrays of shared reads, in order; `alone` reads this process's other arrays.
+    """The arrays of shared reads, in order; then `alone` reads this process's other arrays.
 
-    What this process reads for itself, `alone` reads after them. Every process must call this, with
-    the same reads. One that fails to read goes on with zeros, so that none waits for it for ever;
-    in the end all hear of it, and raise: it its own error, the others that error's class of ours,
-    or else CorruptData, with its words. Raises TreeMismatch before anything is read if the
-    processes would not read the same.
+    Every process must call this, with the same reads. One that fails to read goes on with zeros, so
+    that none waits for it for ever; in the end all raise: it its own error, the others that error's
+    class of ours, or else CorruptData, with its words. Raises TreeMismatch before anything is read
+    if the processes would not read the same.
     """
     # Processes that are not about to run the same collectives would wait for one another for ever.
     collectives = [
@@ -323,9 +317,7 @@ def _gather(
 
 
 def require_alike(mine: str, otherwise: str) -> None:
-    """Raise TreeMismatch in all processes if one has another word than this one, or another version
-    of this package. Every process must call this; `otherwise` says what is so of the others.
-    """
+    """Raise TreeMismatch in all processes, which call this, if words or versions differ."""
     words = allgathered(f"{VERSION} {mine}".encode())
     own = words[jax.process_index()]
     others = [process for process, theirs in enumerate(words) if theirs != own]
@@ -340,9 +332,7 @@ def require_alike(mine: str, otherwise: str) -> None:
 
 
 def raise_together(fault: Exception | None, what: str) -> None:
-    """Raise the local error, else the first remote one, in `what` it failed. Every process must
-    call this.
-    """
+    """Raise the local error, else the first remote one; all processes call this."""
     text = "" if fault is None else f"{type(fault).__name__}: {fault}"
     messages = allgathered(text.encode(errors="replace"))
     if fault is not None:

@@ -1,7 +1,7 @@
 """A save by several processes, which succeeds in all of them or fails in all of them.
 
-Messages are sent through JAX's coordination service, to which `jax.distributed.initialize` joins
-every process. Unlike collectives, any thread may use it, and it works when the disk does not.
+Messages go through JAX's coordination service, to which `jax.distributed.initialize` joins every
+process: unlike collectives, from any thread, and when the disk does not work.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Content = Sequence[tuple[str, str, str]]
 
 
 class _Word(msgspec.Struct, omit_defaults=True):
-    """A message of a process: that it completed a stage, with a text, or the fault that stopped it.
+    """A message of a process: it completed a stage, with a text, or the fault that stopped it.
 
     Process 0's message is about the whole save; `absent` are processes that were busy with another.
     """
@@ -65,9 +65,8 @@ class _Word(msgspec.Struct, omit_defaults=True):
 def attempt(do: Callable[[], T]) -> Callable[[], T]:
     """Call `do` now; return a function that gives its result, or raises its error, later.
 
-    `SharedSave.run` calls this function. With several processes an error is not raised before:
-    Orbax continues here with collectives, in which the others would wait for this process. With one
-    process it is raised at once.
+    With several processes Orbax continues here with collectives, in which the others would wait for
+    one that raised. With one process an error is raised at once.
     """
     try:
         result = do()
@@ -122,10 +121,8 @@ class SharedSave:
         self, content: Callable[[], Content], write: Callable[[], T], commit: Callable[[T], object]
     ) -> None:
         """Write this process's part if all have the same content; process 0 then commits, with the
-        value that `write` returned.
-
-        Raises SaveFailed in every process if not all have the same content, in which case nothing
-        is written, or if another's part was not done. Nothing is committed then.
+        value that `write` returned. Raises SaveFailed in every process, and commits nothing, if
+        content differs or a part was not done.
         """
         if self._others:
             self._agree(content)
@@ -146,9 +143,7 @@ class SharedSave:
         _next[self._directory] = int(self._key.rpartition("/")[2]) + 1
 
     def _agree(self, content: Callable[[], Content]) -> None:
-        """Return if all processes have the same content; else raise SaveFailed with the
-        differences.
-        """
+        """Raise SaveFailed with the differences unless all processes have the same content."""
         with self.telling():
             # other versions may cut and write differently
             mine = [("", "the version of jax_ucp", VERSION), *content()]
@@ -178,8 +173,7 @@ class SharedSave:
         )
 
     def _conclude(self, text: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """The text that process 0 decides on from the texts of all others, after this process has
-        reported this stage with `text`.
+        """The text that process 0 makes of all texts, once this process has reported `text`.
 
         Raises SaveFailed if another process did not complete the stage.
         """
@@ -233,9 +227,7 @@ class SharedSave:
         return words
 
     def _hear(self, process: int) -> _Word:
-        """The message of another process; or a fault, if it sends none in time or is busy with
-        another save.
-        """
+        """The message of another process; a fault if none comes in time, or it is busy."""
         begin = time.monotonic()
         while True:
             try:
@@ -257,11 +249,10 @@ class SharedSave:
                 return _word(text)
 
     def _busy_elsewhere(self, process: int) -> _Word | None:
-        """The message for a process that is busy with another save, else None. If that is process
-        0, this process's own message is withdrawn.
+        """The message for a process that is busy with another save, else None.
 
-        Process 0 publishes that it has begun before it reads any message: it has not read one that
-        was withdrawn by then.
+        If that is process 0, this process's own message is withdrawn: process 0 publishes that it
+        has begun before it reads any, so it has not read one that was withdrawn by then.
         """
         elsewhere = self._elsewhere(process)
         if elsewhere is None or process:
@@ -274,9 +265,7 @@ class SharedSave:
         return elsewhere
 
     def _elsewhere(self, process: int) -> _Word | None:
-        """The message for a process that has begun a save unknown to this one, and not this save;
-        else None.
-        """
+        """The message for a process that is in a save unknown to this one; else None."""
         begun = _try_get(_recent_place(process)).split("\n")
         if not begun[-1] or self._key in begun or begun[-1] in _keys:
             return None

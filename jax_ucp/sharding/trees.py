@@ -39,9 +39,7 @@ _NUMPY_KINDS: dict[LeafKind, str] = {"bool": "b", "int": "iu", "float": "f", "co
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A leaf of a target that says what is wanted there, in the place of the `original` leaf, which
-    is what stays there if the checkpoint lacks it.
-    """
+    """A target's leaf that says what is wanted; `original` stays if the checkpoint lacks it."""
 
     value: Any
     original: Any
@@ -73,8 +71,7 @@ class TreeNode:
 def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[TreeNode]:
     """Every leaf of a pytree, depth first; None and empty containers are leaves too.
 
-    Raises UnsupportedLeaf for a dict key that is neither a string nor an integer, and for a tree
-    that is too deep.
+    Raises UnsupportedLeaf for a key that is neither string nor integer, and a tree too deep.
     """
     if len(path) > MAX_TREE_DEPTH:
         raise UnsupportedLeaf(
@@ -102,10 +99,7 @@ def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> It
 
 
 def kind_of(node: TreeNode) -> LeafKind:
-    """The kind of a leaf, for the checkpoint to remember.
-
-    Raises UnsupportedLeaf, with the reason, for what we could not restore as what it was.
-    """
+    """The kind of a leaf, for it to come back as that. Raises UnsupportedLeaf."""
     value = node.value
     if value is None:
         return "none"
@@ -157,9 +151,7 @@ def narrowed(dtype: np.dtype) -> np.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The leaves of a target: in order those that the checkpoint has, each with its leaf, and those
-    that keep the value they have.
-    """
+    """The target's leaves that the checkpoint has, with its leaves, and those that stay."""
 
     pairs: Sequence[tuple[TreeNode, Leaf]]
     kept: Sequence[TreeNode]

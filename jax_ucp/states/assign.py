@@ -1,10 +1,9 @@
 """Whose state is it: the one decision, for the optimizers of all formats. Integers only.
 
-A format prepares the slots of its optimizers, as it lists them, and the parameters that they may
-be; what only the format knows is in `unfit` and `bits`. Then decide, in this order: lists of names,
-which the file has or the user gives; the user's word, that each group is in the order of the
-model; equal bits; shapes that leave one arrangement. Else Undecided is raised, and the format keeps
-the states apart.
+A format prepares the slots of its optimizers and the parameters that they may be. Then decide, in
+this order: lists of names, which the file has or the user gives; the user's word, that each group
+is in the order of the model; equal bits; shapes that leave one arrangement. Else Undecided is
+raised, and the format keeps the states apart.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ _NORM = re.compile(r"layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 @dataclass(frozen=True, slots=True)
 class Slot(Generic[Key]):
-    """A parameter of an optimizer: its number or name there, the shapes of its states, and the
-    words for it in messages, such as "number 3".
-    """
+    """A parameter in an optimizer: its number or name, shapes of states, words for messages."""
 
     key: Key
     shapes: Mapping[str, Shape]
@@ -57,9 +54,7 @@ class SlotGroup(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Assignment(Generic[Key]):
-    """The parameter of each slot; `classes` of models have their parameters in the order that the
-    user's word rests on, where the file does not have it.
-    """
+    """The parameter of each slot; `classes` of models whose order the user's word rests on."""
 
     names: Mapping[Key, Name]
     classes: Sequence[str] = ()

@@ -1,9 +1,7 @@
 """Objects of classes that are not known here: they may lie beside the weights, and decide nothing.
 
-The pickle interpreter makes an `Opaque` of each, without importing or calling anything. It is kept
-as JSON where it is an extra. Where it holds tensors, only its class knows what they are: then it
-must not be taken for the model, nor may another dict be taken for the model because this one cannot
-be looked into.
+An `Opaque` is kept as JSON where it is an extra. Where it holds tensors, only its class knows what
+they are: it must not be taken for the model, nor another dict because this one is closed.
 """
 
 from __future__ import annotations
@@ -22,11 +20,9 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True)
 class WeightsPlace:
-    """The place of the weights in a trainer's nested dicts: in the dict at `model`, if there is
-    one, and in no optimizer.
+    """The place of the weights: in the dict at `model`, if there is one, and in no optimizer.
 
-    `model_is_certain` where a usual word for a model says so, or an optimizer that names the
-    parameters.
+    `model_is_certain` by a usual word for a model, or an optimizer that names the parameters.
     """
 
     model: Steps | None
@@ -34,9 +30,7 @@ class WeightsPlace:
     optimizers: frozenset[Steps]
 
     def is_aside(self, path: Steps) -> bool:
-        """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a
-        model that is certain.
-        """
+        """Whether a path is certainly no weight: an optimizer's, or beside a certain model."""
         if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
             return True
         if not self.model_is_certain or has_word(path):
@@ -80,9 +74,7 @@ def in_optimizer(path: Steps, optimizer: Steps) -> bool:
 
 
 def _is_state(path: Steps) -> bool:
-    """Whether a path in an optimizer's dict leads to states or groups; a flattened key begins
-    with such a word.
-    """
+    """Whether a path in an optimizer leads to states or groups, maybe by a flattened key."""
     return bool(path) and head(path[0]) in ("state", "param_groups")
 
 
@@ -107,9 +99,7 @@ def closed_tensors(holder: Opaque) -> str:
 
 
 def unknown_notes(names: Collection[str]) -> list[str]:
-    """A note on the classes and functions that files name and nobody here knows; none if there
-    are none.
-    """
+    """A note on the classes and functions that files name and nobody here knows."""
     if not names:
         return []
     shown = listed(sorted(names), NAMES_SHOWN)

@@ -1,5 +1,4 @@
-"""The optimizers in a trainer's nested state dict: their states by number or by name, and their
-groups.
+"""The optimizers in a trainer's nested state dict: their states by number or name, and groups.
 
 An optimizer is a dict with the keys `state` and `param_groups`, as
 `torch.optim.Optimizer.state_dict` makes it. A state of it lies at `state`, its owner, the state's
@@ -38,11 +37,9 @@ class OwnedGroup:
 
 @dataclass(slots=True)
 class OptimizerDict:
-    """An optimizer at a path. Of a state's name in the file, `states` has every reading of it:
-    (owner, state).
+    """An optimizer at a path; `states` has every reading (owner, state) of a state's name.
 
-    Without `state`, a dict has an optimizer's groups alone: the settings of one that keeps no
-    state.
+    Without `state`, a dict has an optimizer's groups alone: the settings of one without a state.
     """
 
     path: Steps
@@ -61,9 +58,7 @@ class OptimizerDict:
         return dict_name(self.path)
 
     def lists(self) -> list[tuple[Owner, ...]]:
-        """The owners of each group in order; of a flattened optimizer, which has no lists, all
-        in one group.
-        """
+        """The owners of each group in order; all in one group if it is flattened."""
         lists = [group.owners for group in self.groups]
         return [tuple(dict.fromkeys(itertools.chain(*lists)))] if self.flattened else lists
 
@@ -152,9 +147,7 @@ def dict_name(path: Steps) -> str:
 def _groups(
     objects: Mapping[Steps, Any],
 ) -> tuple[dict[Steps, list[dict[str, Any]]], dict[Steps, dict[str, dict[str, Any]]]]:
-    """By the path of each optimizer its `param_groups`; and, where keys are flattened, the settings
-    of each parameter. `objects` are by path.
-    """
+    """The `param_groups` by path of optimizer, and flattened settings by parameter."""
     by_number: dict[Steps, dict[int, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     flattened: dict[Steps, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for path, value in objects.items():
@@ -174,9 +167,7 @@ def _groups(
 
 
 def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """The parameter of each number, where every group has as many names as numbers, and none
-    twice.
-    """
+    """The parameter of each number, if groups name them all, and none twice."""
     name_of: dict[int, str] = {}
     count = 0
     for group in groups:
@@ -217,9 +208,7 @@ def number_of(step: Any) -> int | None:
 
 
 def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str], ...]:
-    """The readings (owner, state) of a state whose path begins at `state`. A number is not a name,
-    unless groups say so.
-    """
+    """The readings (owner, state) of a path from `state` on; numbers only if groups have them."""
     if path[0] == "state":
         state = joined(path[2:]).removeprefix(_OF_8_BITS)
         return ((_owner(path[1], names), state),) if len(path) >= 3 else ()

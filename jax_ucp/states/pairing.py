@@ -1,9 +1,8 @@
 """Searches for the one pairing of numbered optimizer states with parameters. Integers only.
 
-`torch.optim` numbers parameters in the order in which a script lists them, and `state_dict` keeps
-the numbers. Scripts list them in the module's order, sorted by name, reversed, split by weight
-decay, or layer by layer, so an order is a guess. A proof is that the shapes leave one arrangement.
-Anything else raises Undecided: the states stay apart.
+`torch.optim` numbers parameters as a script lists them: in the module's order, sorted, reversed,
+split by weight decay, or layer by layer; so an order is a guess. A proof is that the shapes leave
+one arrangement. Anything else raises Undecided: the states stay apart.
 """
 
 from __future__ import annotations
@@ -56,15 +55,11 @@ _SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
 
 
 class Undecided(ValueError):
-    """Nothing says which parameter each state belongs to; the text is a clause about "their"
-    shapes or numbers.
-    """
+    """The states' parameters are undecided; the text is a clause about "their" shapes."""
 
 
 class Contradicted(Undecided):
-    """Proof by the bits of masters, which tell more than shapes, that they are not of these
-    parameters.
-    """
+    """Bits of masters prove that they are not of these parameters."""
 
 
 def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
@@ -83,11 +78,9 @@ def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
 
 
 def tells_shape(states: Mapping[str, Shape]) -> bool:
-    """Whether the states fix the shape of their parameter: one does, and all others with axes are
-    known by name.
+    """Whether states fix their parameter's shape: one does, and the others are known by name.
 
-    An optimizer that is not known may keep a smaller `exp_avg` beside its own states (GaLore's has
-    a low rank).
+    An unknown optimizer may keep a smaller `exp_avg` beside its own states (GaLore's, of low rank).
     """
     with_axes = {name for name, shape in states.items() if shape}
     return not with_axes - _SHAPES.keys() and not _SHAPES.keys().isdisjoint(states)
@@ -199,9 +192,7 @@ def only_division(
 def _moves(
     at: tuple[int, ...], size: int, ends: Sequence[int], fits: Callable[[int, int], bool]
 ) -> Iterator[tuple[tuple[int, ...], int | None]]:
-    """Where groups are full to after a name of this size, and which group it is in: none, or one
-    that it fits.
-    """
+    """Where groups are full to after a name, and which one it is in: none, or one it fits."""
     yield at, None
     for group, place in enumerate(at):
         if place + size <= ends[group] and fits(group, place):

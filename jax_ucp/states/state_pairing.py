@@ -1,5 +1,4 @@
-"""The weights that the optimizers of a nested state dict belong to: by names in the file, or as
-`assign` decides.
+"""The weights that the optimizers of a nested state dict belong to.
 
 - Names: every state names a tensor of one dict, with a shape that fits. Where they fit two dicts (a
   copy of the model, another model of the same classes), nothing says whose optimizer it is.
@@ -52,11 +51,7 @@ _Key = tuple[Steps, Owner]  # a parameter of an optimizer, at its path
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor of a nested state dict. `trainable`: an optimizer could own it, as its dtype is
-    floating or complex.
-
-    Tensors with an equal `tie` are one under several names.
-    """
+    """A tensor of a nested dict. An optimizer can own `trainable` ones; `tie` is of equal ones."""
 
     path: Steps
     shape: Shape = ()
@@ -65,17 +60,13 @@ class StateTensor:
 
 
 def is_trainable(dtype: np.dtype) -> bool:
-    """Whether torch can have gradients of a tensor of this dtype: real or complex, of any
-    precision.
-    """
+    """Whether torch can have gradients of this dtype: real or complex, of any precision."""
     return dtype.kind not in "biu"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDict:
-    """The dict that is the model, if one is decided; its tensors with their parameters' names;
-    notes on doubts; whether the user said which it is.
-    """
+    """The model dict, if decided; names of its tensors; notes; whether the user said it."""
 
     path: Steps | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -87,9 +78,8 @@ class ModelDict:
 class ModelOrders:
     """The orders of a model whose file may not have its order.
 
-    `of(word)` are those in which the model may have its tensors; it raises Undecided. `words`
-    are the words that the user can be offered, by rule, the likelier rule first: of each rule the
-    first word that decides. None of them: neither a word nor lists would do.
+    `of(word)` are those in which the model may have its tensors; it raises Undecided. `words` are
+    what the user can be offered, likeliest first: the first word of each rule that decides.
     """
 
     of: Callable[[str], Orders]
@@ -100,9 +90,8 @@ class ModelOrders:
 class Places:
     """The place of each tensor: `at[name]` is (state, parameter).
 
-    `notes` say what could not be decided. `in_optimizers` are the tensors that lie in an
-    optimizer's dict, mapped or not. `settings` are pairs: a parameter's name, and its optimizer's
-    settings for it. `said` is the user's word, if there was an optimizer for which it was needed.
+    `in_optimizers` are the tensors in an optimizer's dict, mapped or not. `settings` are pairs: a
+    parameter's name, and its optimizer's settings. `said` is the user's word, if it was needed.
     """
 
     at: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -120,10 +109,10 @@ def pair_states(
     groups: OptimizerGroups | None,
     orders: ModelOrders | None = None,
 ) -> Places:
-    """The places of all states that are mapped. `outside` are the tensors in no optimizer; `orders`
-    are those of the model, where the tensors are not in it.
+    """The places of all states that are mapped. `outside` are the tensors in no optimizer.
 
-    Raises Undecided where `groups`, the user's word, does not fit or leaves several ways.
+    `orders` are the model's, if the tensors are not in it. Raises Undecided where `groups`, the
+    user's word, does not fit or leaves several ways.
     """
     weights = _Weights(outside, model)
     orders = orders or ModelOrders(lambda word: {}, lambda: [[MODULE_ORDER]])
@@ -174,9 +163,7 @@ class _Weights:
         return all(self.tie(tensor) == self.tie(others[key]) for key, tensor in tensors.items())
 
     def params(self, aside: Collection[Hashable] = ()) -> dict[str, Shape]:
-        """The tensors that an optimizer could own, each once, with their shapes; without those of
-        some ties. Of tied ones that of the model is taken, the first of those.
-        """
+        """Shapes of what an optimizer could own; of tied tensors the model's, or the first."""
         trainable = [tensor for tensor, stored in self.tensors.items() if stored.trainable]
         first: dict[Hashable, str] = {}
         for tensor in sorted(trainable, key=lambda tensor: tensor not in self.model.weights):
@@ -185,9 +172,7 @@ class _Weights:
         return {tensor: self.tensors[tensor].shape for tensor in trainable if tensor in kept}
 
     def listed(self, names: Sequence[str]) -> dict[str, str]:
-        """The tensors of names that the user lists: all of them from the top of the file, or all
-        in the model. Raises Undecided.
-        """
+        """The tensors that the user lists, from the top or in the model. Raises Undecided."""
         model = self.model_path()
         in_model, in_file = self.dicts[model], dict(zip(names, names, strict=True))
         are_in_file = in_file.keys() <= self.tensors.keys()
@@ -216,9 +201,7 @@ class _Weights:
 
 
 class _Pairing:
-    """The optimizers of one file. Those whose states have names are settled when it is made, the
-    others by one of its methods: then each is in `owned` or in `apart`.
-    """
+    """The optimizers of one file: named ones are settled at once, others by one of the methods."""
 
     def __init__(
         self,
@@ -293,9 +276,7 @@ class _Pairing:
         return owned
 
     def _in_dict(self, optimizer: OptimizerDict, root: Steps) -> dict[Owner, str]:
-        """The tensor of the dict that each owner of the optimizer names. Raises Undecided where
-        one names none, or does not fit.
-        """
+        """The tensor of the dict that each owner names. Raises Undecided if one does not fit."""
         names = self.weights.dicts[root]
         states = self._states(optimizer, names)
         if states.missing:
@@ -320,9 +301,7 @@ class _Pairing:
         return {owner: names[str(owner)] for owner in with_state}
 
     def _is_called_after_model(self, optimizer: OptimizerDict, others: Sequence[Steps]) -> bool:
-        """Whether the optimizer's own name has that of the model, which the user said, as a word,
-        and of no other dict that it fits.
-        """
+        """Whether the optimizer's name has the said model's as a word, and no other dict's."""
         model = self.weights.model
         if not model.is_said or not model.path:
             return False
@@ -334,9 +313,7 @@ class _Pairing:
         return True
 
     def _states(self, optimizer: OptimizerDict, names: Collection[Owner] = ()) -> _States:
-        """The states by owner: a number, or one of `names`, of several that can be read the
-        longest.
-        """
+        """The states by owner: a number, or one of `names`, the longest of several."""
         states = _States()
         for name, readings in optimizer.states.items():
             numbered_or_named = (
@@ -356,9 +333,7 @@ class _Pairing:
     # Numbers, and names that leave an optimizer apart.
 
     def open_optimizers(self) -> list[OptimizerDict]:
-        """The optimizers for which there is something to say: those with numbers, and those that
-        names leave apart.
-        """
+        """The optimizers with numbers, and those that names leave apart."""
         return [o for o in self.optimizers.values() if o.states and o.path not in self.owned]
 
     def _numbered(self) -> list[OptimizerDict]:
@@ -376,9 +351,7 @@ class _Pairing:
         }
 
     def _slot_groups(self, optimizers: Iterable[OptimizerDict]) -> list[SlotGroup[_Key]]:
-        """The groups of optimizers. Raises Undecided where there are states of what no group
-        lists.
-        """
+        """The groups of optimizers. Raises Undecided for states of what no group lists."""
         groups: list[SlotGroup[_Key]] = []
         for optimizer in optimizers:
             slots, listed = self._slots(optimizer), set(optimizer.listed())
@@ -412,9 +385,7 @@ class _Pairing:
                 self.apart.pop(path, None)
 
     def by_proof(self) -> None:
-        """Settle the optimizers with numbers by shapes, if those leave one arrangement of all
-        tensors that no other optimizer has.
-        """
+        """Settle numbered optimizers by shapes, if those leave one arrangement of all tensors."""
         optimizers = self._numbered()
         slots = [slot for o in optimizers for slot in self._slots(o).values()]
         owned = itertools.chain.from_iterable(names.values() for names in self.owned.values())
@@ -428,9 +399,7 @@ class _Pairing:
             self._settle(optimizers, names)
 
     def in_order(self, word: str) -> None:
-        """Settle the optimizers with numbers: every group lists its parameters in the order of
-        the model, which are those that the word says.
-        """
+        """Settle numbered optimizers: every group is in the order of the model, by the word."""
         self.weights.model_path()
         orders = self.orders.of(word)
         if self.weights.model.is_said:
@@ -472,9 +441,7 @@ class _Pairing:
     def _ordered(
         self, optimizers: Sequence[OptimizerDict], word: str, orders: Orders
     ) -> dict[_Key, str]:
-        """The tensor of each parameter of optimizers whose groups are in the order of the model.
-        Raises Undecided.
-        """
+        """The tensor of each parameter of optimizers in the model's order. Raises Undecided."""
         groups = self._slot_groups(optimizers)
         if rule_of(word) == HF_DECAY and {len(o.lists()) for o in optimizers} - {2}:
             raise Undecided(f"{HF_DECAY} is of two groups, but {sizes_of(optimizers)}")
@@ -493,9 +460,7 @@ class _Pairing:
         return {key: tensors[name] for key, name in decided.names.items()}
 
     def by_lists(self, lists: Lists) -> None:
-        """Settle the optimizers that names in the file do not settle: `lists` are those of their
-        groups, in order.
-        """
+        """Settle optimizers without names by `lists`, which are of their groups in order."""
         optimizers = self.open_optimizers()
         self.weights.model_path()
         if sum(len(optimizer.lists()) for optimizer in optimizers) != len(lists):
@@ -591,9 +556,7 @@ class _Pairing:
 
 @dataclass
 class _States:
-    """Of an optimizer the shapes of states by owner, the place of each state, and states that
-    name no parameter.
-    """
+    """The shapes and places of an optimizer's states by owner, and those without one."""
 
     shapes: dict[Owner, dict[str, Shape]] = field(default_factory=lambda: defaultdict(dict))
     places: dict[str, tuple[Owner, str]] = field(default_factory=dict)
@@ -601,9 +564,7 @@ class _States:
 
 
 def relative(path: Steps, root: Steps) -> Steps | None:
-    """The path from the dict `root`, if it lies there; in the outermost dict only what lies in
-    it directly does.
-    """
+    """The path from `root`, if it lies there; in the outermost dict directly."""
     inside = path[: len(root)] == root if root else len(path) == 1 and isinstance(path[0], str)
     return path[len(root) :] if inside else None
 
@@ -626,9 +587,7 @@ def _names(roots: Sequence[Steps]) -> str:
 
 
 def _unlike(slot: Slot[_Key], name: str) -> str:
-    """Why a parameter with a name in its optimizer is not one of another name: neither ends with
-    the other, as with the prefix of a wrapper. A number can be of any.
-    """
+    """Why a parameter has not the other's name: neither ends with the other."""
     (path, owner) = slot.key
     if isinstance(owner, int) or owner == name:
         return ""

@@ -1,5 +1,4 @@
-"""The place of each tensor of a trainer's nested state dict: a weight, or an optimizer's state of
-a weight.
+"""The place of each tensor of a trainer's nested state dict: a weight, or a weight's state.
 
 A path is the keys that lead to something stored. The rules, in order:
 
@@ -144,9 +143,7 @@ def _model(outside: Mapping[str, StateTensor], optimizers: Iterable[OptimizerDic
 def _said_model(
     outside: Mapping[str, StateTensor], name: str
 ) -> tuple[Mapping[str, StateTensor], ModelDict]:
-    """The model that the user names, and the tensors in no optimizer: with names cut where the
-    model is a part of a dict. Raises UnknownModel.
-    """
+    """The model that the user names, and the tensors in no optimizer. Raises UnknownModel."""
     roots = _dicts_called(outside, name)
     if not roots:
         # a dict with names that begin with `name` is one dict more for each such beginning

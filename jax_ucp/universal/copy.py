@@ -1,6 +1,4 @@
-"""Copies of any source in the universal format: block by block, within a budget of bytes, continued
-where they stopped.
-"""
+"""Copies of any source in the universal format: in blocks, within a budget, resumable."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ LARGEST_PART = 512
 
 @dataclass(frozen=True, slots=True)
 class CopyBlock:
-    """A box of array `key` that is read and written at once: `nbytes` of data, `cost` bytes of
-    memory while it is in flight.
-    """
+    """A box of array `key`, read and written at once: `nbytes` of data, `cost` of memory."""
 
     key: str
     box: Box
@@ -99,11 +95,10 @@ class CopyBlock:
 
 @dataclass(frozen=True, repr=False)
 class CopyPlan:
-    """The plan of a copy, decided before any byte moves: one block for each outer chunk of each
-    array, some of them together in packs.
+    """A copy, decided before any byte moves: a block for each outer chunk, some in packs.
 
-    `notes` describe how the shardings for which the chunks are cut differ from those requested, and
-    name rules that apply to no leaf.
+    `notes` say how the shardings that chunks are cut for differ from those requested, and name
+    rules that apply to no leaf.
     """
 
     arrays: Mapping[str, ArrayInfo]
@@ -134,9 +129,7 @@ class CopyPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that blocks in flight can take, in bytes: the budget, or one larger
-        block, unless all blocks take less.
-        """
+        """The most bytes of memory that blocks in flight can take: the budget, or one block."""
         costs = sorted((block.cost for block in self.blocks), reverse=True)
         return min(sum(costs[: threads()]), max(self.budget_bytes, *costs[:1], 0))
 
@@ -153,11 +146,9 @@ def plan_copy(
 ) -> CopyPlan:
     """A plan with chunks small enough that `threads()` blocks fit the budget together.
 
-    Chunks are not made smaller than 64 KiB for that; with a very small budget blocks are copied one
-    at a time. `cells` are, by name of an array, the shapes of equal blocks that no chunk may cross.
-
-    Raises UnsupportedLeaf for a dtype that the universal format does not have, ValueError for a
-    budget that is not a positive whole number.
+    Chunks are not made smaller than 64 KiB for that. `cells` are, by name of an array, the shapes
+    of equal blocks that no chunk may cross. Raises UnsupportedLeaf for a dtype that the universal
+    format does not have, ValueError for a budget that is not a positive whole number.
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes)
     outer = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
@@ -180,9 +171,7 @@ def plan_copy(
 def _cut(
     info: ArrayInfo, stored: Shape, cell: Shape | None, max_bytes: int
 ) -> tuple[Chunks, Sequence[tuple[Box, int, int]]]:
-    """The chunks of an array whose stored chunks have the shape `stored`, which is empty without
-    any; and for each block, in order, its box, its bytes and its cost.
-    """
+    """The chunks of an array; and the box, bytes and cost of each block, in order."""
     size = info.dtype.itemsize
     cell = _cell(info, stored, max_bytes) if cell is None else cell
     chunks = chunk_shapes(info.shape, size, cell, min(INNER_BYTES, max_bytes), max_bytes)
@@ -193,11 +182,9 @@ def _cut(
 
 
 def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
-    """Bytes of memory while a block is read and written: the block as read, as encoded, and the
-    stored chunks that contain it.
+    """Bytes of memory for a block: as read, as encoded, and the stored chunks around it.
 
-    Large stored chunks are kept decoded; while they are made, the data that they are decoded from
-    is in memory too.
+    Large stored chunks are kept decoded; their data are in memory too while they are made.
     """
     around = whole_chunks(box, chunk).size if chunk else box.size
     cost = (2 * box.size + around) * itemsize
@@ -206,11 +193,9 @@ def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
 
 
 def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
-    """The stored chunk, if it is larger than a block may be and such chunks divide the array: then
-    no block is in two of them.
+    """The stored chunk, if it is larger than a block and divides the array; else None.
 
-    None otherwise, and also if a chunk has a length that only large numbers divide: its parts would
-    be too small.
+    None too if a length has only large divisors. With it no block is in two stored chunks.
     """
     if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
         return None
@@ -234,10 +219,7 @@ def _rough_part(length: int) -> int:
 
 
 class UniversalTarget(Target[CopyBlock]):
-    """A copy of a checkpoint in the universal format, by a plan.
-
-    With `is_noted`, a copy by one process also writes `ucp.conversion.json`, which names the copy.
-    """
+    """A copy by a plan; `is_noted`: one process writes `ucp.conversion.json` too."""
 
     def __init__(
         self,
@@ -318,9 +300,7 @@ class UniversalTarget(Target[CopyBlock]):
         return ZarrStore(files, self.plan.arrays, self.plan.chunks)
 
     def write(self, work: Work[CopyBlock]) -> None:
-        """Write the blocks that the ledger does not have, and those that are not on disk as it
-        records them.
-        """
+        """Write the blocks that the ledger, or the disk, does not have as recorded."""
         plan, is_here = self.plan, work.coordinator.is_here
         self._written = store = self._store(work.coordinator)
         count = len(plan.packs)
@@ -348,9 +328,7 @@ class UniversalTarget(Target[CopyBlock]):
         alone: Sequence[CopyBlock],
         files: Files,
     ) -> Iterator[CopyTask]:
-        """The tasks for the blocks in order, each of several small ones. Elsewhere a task is
-        larger, and has all blocks of a stored chunk, so that one process decodes it.
-        """
+        """Tasks of consecutive blocks; elsewhere larger, with all of a chunk that is decoded."""
         plan = self.plan
         if work.coordinator.is_here:
             # over a network each block is a task of its own
@@ -405,10 +383,7 @@ def copy(
     workers: Workers = HERE,
     is_noted: bool = False,
 ) -> None:
-    """Write the checkpoint to `target` by the plan, as `jobs.run` does.
-
-    If `is_noted`, a copy that an earlier same call completed is left as it is.
-    """
+    """Write the checkpoint by the plan; `is_noted`: a completed same copy is left as it is."""
     copy_of = UniversalTarget(contents, plan, target, progress, is_noted)
     is_begun = (target / LEDGER_FILE).is_file()
     if is_begun or not is_noted or not copy_of.is_result(copy_of.identity()):
@@ -418,10 +393,7 @@ def copy(
 def require_target(
     contents: Contents, target: FilePath, beside: Collection[str] = frozenset()
 ) -> None:
-    """Raise FileExistsError if a copy can be neither written to `target` nor continued there.
-
-    What `beside` names may be in the folder.
-    """
+    """Raise FileExistsError if a copy can be neither written to `target` nor continued there."""
     looks = [target.is_file, lambda: {child.name for child in target.children()}]
     is_file, names = each_file(target.files, lambda look: look(), looks)
     # A copy that was stopped after its commit may still have its ledger: it is continued like any
@@ -442,9 +414,7 @@ def require_target(
 
 
 def require_outside(target: FilePath, contents: Contents) -> None:
-    """Raise FileExistsError if a target is the source, or inside it; on a disk after links are
-    resolved.
-    """
+    """Raise FileExistsError if a target is the source or inside it, links resolved."""
     inner, outer = str(target), contents.path
     if not target.files.is_remote:
         inner, outer = os.path.realpath(inner), os.path.realpath(outer)
@@ -454,11 +424,10 @@ def require_outside(target: FilePath, contents: Contents) -> None:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """Blocks to be copied, one after the other, to `target`, which has these arrays in these
-    chunks: each to a file of its own, or all to the pack numbered `pack`.
+    """Blocks to be copied to `target`: each to a file of its own, or all to the pack `pack`.
 
-    `noted` has the record of each block in the ledger of a stopped copy. Such a block is read and
-    compared with its record, because other programs change files too.
+    `noted` has the records of a stopped copy. Such a block is read and compared with its record,
+    because other programs change files too.
     """
 
     job: Job
@@ -476,10 +445,10 @@ class CopyTask:
         return max(block.cost for block in self.blocks)
 
     def run(self, opened: OpenedJob) -> list[Written]:
-        """Write the blocks that are not on disk as they were noted; stop once a proof has failed.
+        """The record of each block on disk, after writing those that are not there as noted.
 
-        Returns the record of each block on disk. Here blocks are durable when the directory is
-        synced, and elsewhere at once.
+        It stops once a proof has failed. Blocks are durable when the directory is synced, elsewhere
+        at once.
         """
         files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
@@ -537,8 +506,6 @@ def _read_together(opened: OpenedJob, places: Sequence[tuple[str, Box]]) -> Iter
 
 
 def _of_one_chunk(contents: Contents, block: CopyBlock, following: CopyBlock) -> bool:
-    """Whether two blocks are in one stored chunk, which is decoded once if they are copied
-    together.
-    """
+    """Whether two blocks are in one stored chunk, which is decoded once if copied together."""
     chunk = contents.arrays.arrays()[block.key].chunk if block.key == following.key else None
     return bool(chunk and grid_place(block.box, chunk) == grid_place(following.box, chunk))

@@ -54,11 +54,7 @@ NOT_LINKED = Linked()
 
 
 class LinkedChunks(ExtentTable):
-    """The chunks of the linked arrays of a checkpoint, `array/chunk`, in the files that they were
-    linked in.
-
-    Raises CorruptData where a file is gone, or is not the one that was linked.
-    """
+    """The chunks `array/chunk` of linked arrays, in their files. Raises CorruptData."""
 
     def __init__(self, metadata: Metadata, folder: Files):
         self._linked = metadata.linked
@@ -150,9 +146,7 @@ def _source(folder: Files, source: SourceFile) -> tuple[FilePath, FileInfo]:
 
 
 def source_path(folder: Files, name: str) -> FilePath:
-    """The file that a link calls so: below its folder, or where a symbolic link of its own leads,
-    in which the file's name leads no further up.
-    """
+    """The file of a link: below its folder, or where a symbolic link of its own leads."""
     first, _, rest = name.partition("/")
     target = folder.link(first) if first.startswith(LINK_FOLDER) and rest else None
     if target is not None and os.path.isabs(target):

@@ -1,9 +1,8 @@
-"""Links to the arrays of any checkpoint: what lies in its files as runs of elements stays there,
-and the rest is copied. Stock Orbax reads both by one index.
+"""Links to the arrays of any checkpoint: runs of elements stay in its files, the rest is copied.
 
-TensorStore takes no `..` in a key. So the files lie below the link's folder; or on a disk, below a
-symbolic link in it. Facts: `tensorstore/kvstore/file/util.cc` and
-`tensorstore/kvstore/ocdbt/io/indirect_data_kvstore_driver.cc`.
+Stock Orbax reads both by one index. TensorStore takes no `..` in a key, so the files lie below the
+link's folder, or on a disk below a symbolic link in it. Facts: `tensorstore/kvstore/file/util.cc`
+and `tensorstore/kvstore/ocdbt/io/indirect_data_kvstore_driver.cc`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from jax_ucp.universal.validation import storable
 class LinkPlan:
     """The arrays of a checkpoint that a link leaves in their files, and the copy of the others.
 
-    `linked` are those that stay, in `files`. `copied` has the reason why each other array is
-    copied, by name. `folders` are the symbolic links that the target needs, and where each leads.
+    `linked` stay in `files`. `copied` has the reason by name for others. `folders` are the symbolic
+    links that the target needs, and where each leads.
     """
 
     contents: Contents
@@ -83,8 +82,7 @@ class LinkPlan:
 
 
 def plan_link(contents: Contents, target: FilePath, budget_bytes: int = DEFAULT_BUDGET) -> LinkPlan:
-    """The arrays that can be linked from `target`, each as a grid of runs, and a plan for the copy
-    of the others. Reads nothing.
+    """The arrays that can be linked from `target`, and a plan for the copy of the others.
 
     Raises UnsupportedPath where the files cannot be reached from the target, FileExistsError where
     it is in use.
@@ -211,9 +209,7 @@ def link(
     progress: Callable[[CopyBlock], object] = lambda block: None,
     is_noted: bool = False,
 ) -> None:
-    """Make a link at `target` by the plan. What the source stores twice is compared: of what is
-    copied all, of what is linked a sample.
-    """
+    """Make a link by the plan; of linked duplicates a sample is compared, of copied ones all."""
     for check in plan.contents.proofs(plan.linked.arrays, "sample"):
         require(check)
     run(LinkTarget(plan, target, progress, is_noted))

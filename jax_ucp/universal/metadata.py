@@ -41,14 +41,12 @@ _Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class ArrayRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """An array on disk: the shapes of its outer and inner chunks, and a digest of each outer chunk
-    in row-major order.
+    """An array on disk: the shapes of its outer and inner chunks, and a digest of each outer chunk.
 
     A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian,
-    in hex. `places` has for each outer chunk of a packed array the number of its pack and the
-    offset in it, in bytes; a chunk of any other array is a file. `crcs` has the crc32c of each
-    inner chunk, four little-endian bytes, in row-major order of the array's grid of inner chunks;
-    or nothing.
+    in hex; chunks are in row-major order. `places` has for each outer chunk of a packed array the
+    number of its pack and the offset in it. `crcs` has the crc32c of each inner chunk, four
+    little-endian bytes, in row-major order of the array's grid of inner chunks; or nothing.
     """
 
     outer: _Lengths
@@ -59,9 +57,7 @@ class ArrayRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class SourceFile(msgspec.Struct, frozen=True, gc=False):
-    """A file with elements of linked arrays: its name below the checkpoint's folder, and its bytes
-    and version when it was linked.
-    """
+    """A file with linked elements: its name below the folder, bytes and version when linked."""
 
     name: str
     size: _Length
@@ -69,12 +65,11 @@ class SourceFile(msgspec.Struct, frozen=True, gc=False):
 
 
 class LinkedArray(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """An array that lies in other files: the shape of its chunks, which divides that of the array,
-    the axes of a chunk from the slowest to the fastest, and for each chunk, in row-major order of
-    the grid, the number of its file and the byte at which it begins.
+    """An array in other files: the shape of its chunks, which divides the array, a chunk's axes
+    from slowest to fastest, and for each chunk, in row-major order, the file and the byte it
+    begins at.
 
-    A chunk is one run of little-endian elements. `crcs` has the CRC-32 of each, four little-endian
-    bytes; or nothing.
+    A chunk is one run of little-endian elements. `crcs` has the CRC-32 of each, or nothing.
     """
 
     chunk: _Lengths
@@ -110,9 +105,7 @@ class Metadata:
 
 
 class _FileLeaf(msgspec.Struct, omit_defaults=True, gc=False):
-    """A leaf in `ucp.json`. In `path`, a key that is a string of a dict is that string; `sharding`
-    is an index into `shardings`.
-    """
+    """A leaf in `ucp.json`: dict keys are plain texts in `path`; `sharding` is an index."""
 
     path: Annotated[tuple[str | Key, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
     name: str
@@ -126,11 +119,7 @@ class _FileLeaf(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class _MetadataFile(msgspec.Struct):
-    """The encoded form of `ucp.json`. A sharding that thousands of leaves have in common is stored
-    once.
-
-    `digest` is that of the file with `digest` left empty.
-    """
+    """The encoded form of `ucp.json`, each sharding once; `digest` is of it with "" there."""
 
     leaves: list[_FileLeaf]
     shardings: list[SavedSharding]
@@ -197,10 +186,9 @@ def encode(metadata: Metadata) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Metadata:
-    """The metadata in the bytes of a `ucp.json`.
+    """The metadata in a `ucp.json`. Raises CorruptData if its bytes have changed.
 
-    Raises CorruptData if the bytes are not those that were written; FormatError if a newer version
-    of the format wrote them, or if no writer of this version writes such content.
+    Raises FormatError for a newer version of the format, or content that no writer makes.
     """
     try:
         seal = msgspec.json.decode(data, type=_Seal)

@@ -43,9 +43,7 @@ Value = ValueRange | bytes
 
 @dataclass(frozen=True)
 class _Node:
-    """A node of the tree as it is written; and the numbers of keys, of bytes of nodes, and of bytes
-    of values in files, in it and all nodes below it.
-    """
+    """A written node; and the counts of keys, node bytes and value bytes at and below it."""
 
     first: bytes
     height: int
@@ -58,8 +56,7 @@ class _Node:
 def index_parts(file: str, entries: Iterable[tuple[bytes, Value]]) -> tuple[list[bytes], bytes]:
     """The bytes of the index, in parts, and the manifest of a database whose index is `file`.
 
-    `entries` are sorted keys, each with its value or the range that holds it: at least one, and at
-    most MAX_ENTRIES.
+    `entries`, 1 to MAX_ENTRIES, are sorted keys, each with its value or the range that holds it.
     """
     nodes = [_leaf(some) for some in _runs(entries, NODE_ENTRIES)]
     if len(nodes) > 1:
@@ -132,9 +129,7 @@ def _leaf(entries: Sequence[tuple[bytes, Value]]) -> _Node:
 
 
 def _key_table(keys: Sequence[bytes], between: bytes = b"") -> bytes:
-    """The encoded keys, each without the prefix that it shares with the one before; `between` is
-    put after the lengths.
-    """
+    """The encoded keys without prefixes shared with the last; `between` follows the lengths."""
     shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
     suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
     lengths = _varints(map(len, suffixes))

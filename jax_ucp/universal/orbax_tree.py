@@ -1,9 +1,8 @@
-"""The small files by which stock Orbax knows the tree of a PyTree checkpoint, as they are written;
-`formats.orbax.tree` reads them.
+"""The small files by which stock Orbax knows the tree of a PyTree checkpoint.
 
 Facts: `_src/metadata/tree.py`, `_src/metadata/empty_values.py`, `_src/metadata/sharding.py` and
 `_src/handlers/base_pytree_checkpoint_handler.py` of orbax-checkpoint 0.12.8. Nothing of Orbax is
-imported.
+imported; `formats.orbax.tree` reads them.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ _NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 def orbax_files(
     leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]], ocdbt: bool = False
 ) -> dict[str, bytes]:
-    """The files, by name and in the order to write them in, that let stock Orbax read the leaves.
+    """The files, by name and in writing order, that let stock Orbax read the leaves.
 
-    `arrays` has the outer chunk of each array; with `ocdbt`, stock looks for them in an OCDBT
-    database.
+    `arrays` has each array's outer chunk; with `ocdbt`, stock looks in an OCDBT database.
     """
     named = [(".".join(map(str, leaf.path)), leaf) for leaf in leaves]
     # all that stock reads of other arrays is in their `zarr.json`

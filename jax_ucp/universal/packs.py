@@ -1,10 +1,9 @@
-"""Packs: thousands of small arrays in a few files, their chunks one after the other; and an index
-of all arrays.
+"""Packs: thousands of small arrays in a few files, their chunks one after the other; and an index.
 
 A file and a directory for each small array would cost more than its bytes. We find a packed chunk
-by `ucp.json`; stock Orbax and TensorStore find everything, packed or not, by the index, which is an
-OCDBT database. Every `zarr.json` is in a node of it, whose checksum covers it: a flipped bit in a
-shape, which no chunk contradicts, is an error for them too.
+by `ucp.json`; stock Orbax and TensorStore find every array by the index, an OCDBT database. Every
+`zarr.json` is in a node of it, whose checksum covers it: a flipped bit in a shape, which no chunk
+contradicts, is an error for them too.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ def is_indexed(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) ->
 
 
 def packed_arrays(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> frozenset[str]:
-    """The arrays that are packed: those of at most 64 KiB without inner chunks, if there are a
-    thousand of them, and an index; else none.
-    """
+    """The arrays to pack: a thousand or more of at most 64 KiB, if there is an index."""
     small = [
         key
         for key, info in arrays.items()

@@ -37,9 +37,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_universal(path: FilePath, options: Options) -> Contents:
-    """The universal checkpoint at `path`. Raises CorruptData if one of its files is missing, or has
-    another size; NotACheckpoint if only the file that is written last is missing.
-    """
+    """The universal checkpoint at `path`. Raises CorruptData or NotACheckpoint by its files."""
     metadata, store = open_store(path)
     looks = [partial(missing_files, metadata, store), partial(_inventory, path, metadata, store)]
     missing, inventory = each_file(path.files, lambda look: look(), looks)

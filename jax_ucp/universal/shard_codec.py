@@ -1,11 +1,8 @@
-"""The codec of an outer chunk as a file: zarr v3's `sharding_indexed`, its inner chunks with a
-crc32c each, its index at the end.
+"""The codec of an outer chunk as a file: zarr v3's `sharding_indexed`, its index at the end.
 
-An outer chunk of one inner chunk has no index: it is the chunk and its crc32c.
-
-The file is byte for byte the one that TensorStore writes, and any zarr v3 reader reads it. We
-encode and decode it here because a chunk is then copied once from the file to its output, and is
-checked on the way. Facts: zarr-specs, `docs/v3/codecs/sharding-indexed` and
+Each inner chunk has a crc32c; one alone has no index. The file is byte for byte the one that
+TensorStore writes. It is encoded and decoded here because a chunk is then copied once from the file
+to its output, and is checked on the way. Facts: zarr-specs, `docs/v3/codecs/sharding-indexed` and
 `docs/v3/codecs/crc32c`.
 """
 
@@ -51,10 +48,10 @@ def has_index(chunks: Chunks) -> bool:
 
 
 def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
-    """The bytes of the file of an outer chunk, in parts that are valid until the next is requested.
+    """The file of an outer chunk, in parts that are valid until the next is requested.
 
-    `data` is the part of the outer chunk inside the array; its last inner chunks are zero beyond
-    that. The crc32c of each inner chunk is appended to `crcs`, in row-major order.
+    `data` is the part inside the array; beyond it inner chunks are zero. The crc32c of each is
+    appended to `crcs`, in row-major order.
     """
     if not has_index(chunks) and data.shape == chunks.inner:
         whole = np.asarray(data, order="C")
@@ -111,10 +108,9 @@ def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
 class OuterChunk:
     """An outer chunk with wanted elements, and its place in a file.
 
-    `box` is its part inside the array. A wanted box may extend beyond it; the elements of both are
-    copied into the wanted array. An outer chunk without index may be a part of a larger file, from
-    byte `offset` on. `crcs` has the crc32c that each inner chunk in `box` was saved with, by its
-    place, as `CRC`; None if they were not recorded.
+    `box` is its part inside the array; wanted boxes may extend beyond it. One without index may lie
+    in a larger file, from byte `offset` on. `crcs` has the recorded crc32c of each inner chunk in
+    `box`, by its place, as `CRC`; or is None.
     """
 
     file: FileInfo
@@ -132,8 +128,7 @@ class OuterChunk:
 
 
 def read_shard(files: Files | ReadAhead, shard: OuterChunk) -> None:
-    """Copy from an outer chunk into the wanted arrays. Each inner chunk with a wanted element is
-    read once, and no other.
+    """Copy from an outer chunk into the wanted arrays, each inner chunk read at most once.
 
     Raises CorruptData if a checksum does not match, or the file has another size.
     """
@@ -152,12 +147,11 @@ def read_shard(files: Files | ReadAhead, shard: OuterChunk) -> None:
 
 
 def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]:
-    """The outer chunks that still have to be read; all others are copied from as by `read_shard`,
-    with requests of which none waits for another.
+    """The outer chunks still to be read; others are copied from, by requests that go at once.
 
     Inner chunks are expected where our writer puts them, one after the other. An outer chunk is
-    left if one of its inner chunks does not have the expected crc32c there, because it was written
-    in another order or is damaged; or if its order is known only from its index.
+    left if one is not there with its crc32c: it is damaged, in another order, or has an index
+    alone.
     """
     left = {id(shard): shard for shard in shards if not _is_placed(shard)}
     pieces = list(itertools.chain.from_iterable(map(_placed, shards)))
@@ -183,9 +177,7 @@ class _Placed:
     takers: Sequence[tuple[Box, np.ndarray]]
 
     def deliver(self, data: np.ndarray) -> bool:
-        """Copy the takers' elements if `data` is this inner chunk, by its crc32c. Returns whether
-        it is.
-        """
+        """Whether `data` is this inner chunk, by its crc32c; if so takers' elements are copied."""
         shard, crc = self.shard, _crc(data[:-CRC_BYTES])
         recorded = crc if shard.crcs is None else shard.crcs[self.place].tobytes()
         if not crc == data[-CRC_BYTES:].tobytes() == recorded:
@@ -226,9 +218,7 @@ def _first_element(shard: OuterChunk, place: Shape) -> Shape:
 def _wanted_chunks(
     box: Box, chunks: Chunks, wanted: Sequence[tuple[Box, np.ndarray]]
 ) -> dict[Shape, list[tuple[Box, np.ndarray]]]:
-    """The inner chunks with a wanted element, by their places, each with the wanted boxes that it
-    meets and their arrays.
-    """
+    """The inner chunks with wanted elements, by place, each with wanted boxes and arrays."""
     places: dict[Shape, list[tuple[Box, np.ndarray]]] = defaultdict(list)
     for want, out in wanted:
         hit = want.intersect(box)
@@ -290,9 +280,7 @@ def _entries(reader: _ShardReader, chunks: Chunks) -> np.ndarray:
 
 
 class _Piece(NamedTuple):
-    """A range of a part of a file, with its crc32c at its end: its first byte, its end, its
-    description, and the crc32c that it was saved with, if that is known.
-    """
+    """A range of a part of a file, with its crc32c at its end, and the one recorded, if any."""
 
     begin: int
     end: int
@@ -301,9 +289,7 @@ class _Piece(NamedTuple):
 
 
 class _ShardReader:
-    """A reader of ranges of a part of a file, each with its crc32c behind it. Later ranges
-    overwrite the memory of earlier ones.
-    """
+    """A reader of ranges with a crc32c behind each; later ones overwrite earlier memory."""
 
     def __init__(self, files: Files | ReadAhead, file: FileInfo, url: str, offset: int, size: int):
         self.url = url
@@ -316,10 +302,7 @@ class _ShardReader:
         self._batch_bytes = REMOTE_BATCH_BYTES if files.is_remote else 0
 
     def checked(self, pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
-        """The bytes of each range without the crc32c at its end, valid until the next is requested.
-        Raises CorruptData if the crc32c does not match, or is not the one that the range was saved
-        with.
-        """
+        """The bytes of each range, valid until the next. Raises CorruptData for another crc32c."""
         for piece in pieces:
             if not 0 <= piece.begin < piece.end - CRC_BYTES or piece.end > self.size:
                 raise CorruptData(f"{self.url} is too short for {piece.what}")
@@ -363,9 +346,7 @@ class _ShardReader:
 
 
 def read_unit(chunks: Chunks, itemsize: int) -> Shape:
-    """The block that is read whole if any element of it is wanted: an inner chunk, or all of a
-    small file.
-    """
+    """The block that is read whole if any of it is wanted: an inner chunk, or a small file."""
     count = math.prod(_inner_grid(chunks))
     nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
     return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner

@@ -66,9 +66,7 @@ class Unstacked(ArraySource):
 
 
 def _in_stack(box: Box, number: int | None) -> Box:
-    """The box of a stack with the elements of a box of array `number`; the box itself if that is
-    None.
-    """
+    """The box in a stack of a box of array `number`; the box itself if that is None."""
     if number is None:
         return box
     return Box((number, *box.start), (number + 1, *box.stop))

@@ -1,9 +1,8 @@
 """Stacks: arrays of one shape, dtype and sharding in one zarr array, whose first axis numbers them.
 
-If each of thousands of hosts holds some kilobytes of each of thousands of arrays, a file for each
-piece is a request for each, both when it is written and when it is read. In a stack one file has
-the pieces of hundreds of arrays, and the elements at one place of all of them are together: a host
-of another mesh reads a few long ranges.
+A file for each host's kilobytes of each of thousands of arrays is a request for each. In a stack
+one file has the pieces of hundreds of arrays, and the elements at one place of all of them are
+together: a host of another mesh reads a few long ranges.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, Shape, Hashable]]) -> dict[s
     """The names of the arrays of each stack, by the name of the stack, in the order given.
 
     `pieces` has for each array its info, the shape of a writer's piece, and a value that the arrays
-    of a stack have in common. There are no stacks if fewer than STACK_FROM arrays would be in them.
-    Nor are there any if they would give too many keys for the index, by which stock Orbax finds
-    arrays, and separate files would not.
+    of a stack have in common. There are none for fewer than STACK_FROM arrays, or if only stacks
+    would give too many keys for the index by which stock Orbax finds arrays.
     """
     alike: dict[tuple[ArrayInfo, Shape, Hashable], list[str]] = defaultdict(list)
     for name, piece in pieces.items():
@@ -104,16 +102,12 @@ def is_recorded(shape: Sequence[int], chunks: Chunks) -> bool:
 
 
 def member_chunks(chunks: Chunks) -> Chunks:
-    """The chunks of one array of a stack, without the stack's axis, as stock Orbax sees them: the
-    stack's inner chunks, with no second level.
-    """
+    """The inner chunks of one array of a stack, without the stack's axis, as Orbax sees them."""
     return Chunks(chunks.inner[1:], chunks.inner[1:])
 
 
 def member_places(info: ArrayInfo, chunks: Chunks, i: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """For each inner chunk of the i-th array: its place in the array's grid, the place of the
-    stack's outer chunk that has it, and its offset there in bytes. `info` is the stack's.
-    """
+    """Each inner chunk's place in the i-th array, its outer chunk's, and its byte in that."""
     first, within = divmod(i, chunks.outer[0])
     count = min(chunks.outer[0], info.shape[0] - first * chunks.outer[0])
     parts = [o // n for o, n in zip(chunks.outer[1:], chunks.inner[1:], strict=True)]

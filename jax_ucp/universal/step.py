@@ -1,8 +1,8 @@
 """A checkpoint as an item of a step of a run, where the managers of Orbax look for one.
 
 Facts: `_src/metadata/step_metadata_serialization.py` and `_src/path/atomicity.py` of
-orbax-checkpoint 0.12.8. A folder with this suffix is of a step that is not finished; in a bucket,
-one without the file of `CommitFileTemporaryPath`.
+orbax-checkpoint 0.12.8. An unfinished step's folder has this suffix; in a bucket it has no file of
+`CommitFileTemporaryPath`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def write_step(
     """The path of the item, after `write` has written it. The step appears only when it is whole:
     on a disk by a rename, in a bucket by the creation of `commit_success.txt`.
 
-    Raises FileExistsError if the run has that step already, or is a checkpoint itself, or if
-    another process is writing the step; ValueError for an item that is not a name.
+    Raises FileExistsError if the step exists or is being written, or the run is a checkpoint
+    itself; ValueError for an item that is not a name.
     """
     step = whole_number("step", step, least=0)
     fault = name_fault(item) or ("it has a slash" if "/" in item else None)

@@ -1,9 +1,7 @@
-"""The universal store: one zarr v3 array per leaf, and two files without which they are not a
-checkpoint: `ucp.json`, and `_METADATA`, which is written last.
+"""The universal store: one zarr v3 array per leaf, `ucp.json`, and `_METADATA`, written last.
 
-Each outer chunk has one writer and is one file; that of a small array among thousands is a part of
-a file. Inner chunks carry a crc32c, so that a flipped bit is an error for every reader.
-`docs/format.md` states the format; this file writes, reads and proves it.
+Each outer chunk has one writer and is one file, or a part of a pack. Inner chunks carry a crc32c,
+so that a flipped bit is an error for every reader. `docs/format.md` states the format.
 """
 
 from __future__ import annotations
@@ -72,9 +70,7 @@ PACKS_READ = 8  # at once, over a network
 
 
 class Beside(NamedTuple):
-    """A file beside the arrays that was written: its digest, and its info, if the storage returned
-    it.
-    """
+    """A written file beside the arrays: its digest, and its info, if storage returned it."""
 
     digest: str
     file: FileInfo | None
@@ -112,9 +108,7 @@ class ZarrStore(Watched):
         return self._arrays
 
     def create(self, key: str) -> None:
-        """Write the array's `zarr.json`. One process calls this, once; the file is durable after
-        `directory.sync`.
-        """
+        """Write the array's `zarr.json`, durable after `directory.sync`; one process calls this."""
         text = zarr_json(self._arrays[key], self.chunks[key])
         self.write_beside(f"{key}/zarr.json", text, durable=False)
 
@@ -127,9 +121,7 @@ class ZarrStore(Watched):
         self.beside[name] = Beside(hasher.hexdigest(), file)
 
     def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
-        """Write one whole outer chunk, and record it. If not `durable`, it is durable after
-        `directory.sync`.
-        """
+        """Write one outer chunk, and record it; durable at once, or after `directory.sync`."""
         if box.size:
             name = self._chunk_key(key, box)
             data = np.asarray(data, dtype=self._arrays[key].dtype)
@@ -156,9 +148,7 @@ class ZarrStore(Watched):
     def pack_parts(
         self, number: int, blocks: Sequence[tuple[str, Box]], arrays: Iterable[np.ndarray]
     ) -> Iterator[memoryview | bytes]:
-        """The bytes that `write_pack` writes, in parts. A chunk is recorded when its parts are
-        taken.
-        """
+        """The bytes that `write_pack` writes; a chunk is recorded when its parts are taken."""
         self.place_pack(number, blocks)
         for (key, box), block in zip(blocks, arrays, strict=True):
             data = np.asarray(block, dtype=self._arrays[key].dtype)
@@ -188,9 +178,7 @@ class ZarrStore(Watched):
         )
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        """Read several boxes, each into its array. Every inner chunk that they meet is read once
-        for all.
-        """
+        """Read several boxes, each into its array, and every inner chunk of them once."""
         with self._telling(key):
             shards = self._shards(key, boxes, outs)
             # of a pack many arrays are read, one after the other; the index of a stack is long
@@ -238,9 +226,7 @@ class ZarrStore(Watched):
         outs: Sequence[np.ndarray],
         look: Callable[[str], FileInfo] | None = None,
     ) -> list[OuterChunk]:
-        """The outer chunks that boxes meet, each with its wanted boxes, in files whose info `look`
-        gives. Raises IndexError if a box is not inside the array.
-        """
+        """The outer chunks with wanted boxes; `look` gives files' infos. Raises IndexError."""
         shape, outer = self._arrays[key].shape, self.chunks[key].outer
         for box in boxes:
             if not box.within(Box.whole(shape)):
@@ -268,9 +254,7 @@ class ZarrStore(Watched):
         crcs: bytes,
         look: Callable[[str], FileInfo],
     ) -> OuterChunk:
-        """An outer chunk with its wanted boxes and their arrays, and the crc32c of its inner
-        chunks, if any.
-        """
+        """An outer chunk with its wanted boxes and arrays, and recorded crc32c, if any."""
         chunks = self.chunks[key]
         file, offset = self.find(self._chunk_key(key, box))
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
@@ -309,9 +293,7 @@ class ZarrStore(Watched):
         return bool(written and written.file and written.file == self.seen.get(name))
 
     def _file(self, name: str) -> FileInfo:
-        """The info of a file: over a network as it was when the checkpoint was opened, else as it
-        is now. Raises CorruptData if it is missing.
-        """
+        """A file's info, over a network as first seen. Raises CorruptData if it is missing."""
         info = self.seen.get(name) if self.directory.is_remote else None
         info = info or self.directory.stat(name)
         if info is None or info.kind != "file":
@@ -330,9 +312,7 @@ class ZarrStore(Watched):
         )
 
     def find(self, name: str) -> tuple[str, int | None]:
-        """The file of the outer chunk with a key, and the offset in it; None if the file is that
-        chunk.
-        """
+        """A pack and the offset in it of the outer chunk with a key; None if it is its own file."""
         if name not in self.places:
             return name, None
         number, offset = self.places[name]
@@ -346,11 +326,9 @@ class ZarrStore(Watched):
     def digest_checks(
         self, key: str, label: str, stored: ArrayRecord, leaves: Iterable[str]
     ) -> Iterator[Check]:
-        """A check for each outer chunk of an array: whether its elements have the recorded digest.
-        `leaves` are the leaves with elements in the array.
+        """A check of each outer chunk's recorded digest; `leaves` have elements in the array.
 
-        A read compares every inner chunk with its recorded crc32c, if there is one. If all of an
-        outer chunk was read so, its digest proves nothing more, and is not computed.
+        It proves nothing, and is not computed, where a read compared all recorded crc32c before.
         """
         itemsize = self._arrays[key].dtype.itemsize
         passing = _Passing(self, key)
@@ -438,9 +416,7 @@ def require_storable(label: str, dtype: np.dtype) -> None:
 
 @dataclass(frozen=True)
 class Commit:
-    """The content of the files that make a directory of arrays a checkpoint. One process writes
-    them when all have written their parts.
-    """
+    """The files that make a directory of arrays a checkpoint; one process writes them last."""
 
     leaves: Sequence[Leaf]
     packed: frozenset[str]
@@ -452,9 +428,7 @@ class Commit:
     linked: Linked = NOT_LINKED
 
     def prepare(self, store: ZarrStore) -> None:
-        """Write the files beside the arrays, except the last one. The store must have the places of
-        all packed chunks; the chunks themselves need not be written yet.
-        """
+        """Write the files beside the arrays but the last. Packed chunks must have places."""
         early = {name: [data] for name, data in self.files.items() if name != TREE_FILE}
         beside = _index(store, self.stacks, self.linked) | early
         each_file(store.directory, lambda name: store.write_beside(name, *beside[name]), beside)
@@ -465,9 +439,7 @@ class Commit:
         neither stock Orbax nor this package takes the directory for a checkpoint.
 
         The store has the records of all chunks; if `is_shared`, several processes wrote them.
-
-        Raises CorruptData if a chunk was not written, or any file is no longer as it was written,
-        because something else deletes or writes here too; FileExistsError if another writer has
+        Raises CorruptData if a file is missing or changed, FileExistsError if another writer has
         made the directory a checkpoint meanwhile. Then neither of the two is written.
         """
         directory = store.directory
@@ -517,9 +489,7 @@ def is_committed(directory: Files) -> bool:
 
 
 def _index(store: ZarrStore, stacks: Stacks, linked: Linked) -> dict[str, list[bytes]]:
-    """The files by which stock Orbax finds every array, in parts; empty if an index cannot have so
-    many entries.
-    """
+    """The index by which stock Orbax finds arrays, in parts; empty if it cannot be so large."""
     if not linked.arrays and not is_indexed(*as_leaves(store.arrays(), store.chunks, stacks)):
         return {}
     parts, manifest = index_parts(INDEX_FILE, _index_entries(store, stacks, linked))
@@ -529,9 +499,7 @@ def _index(store: ZarrStore, stacks: Stacks, linked: Linked) -> dict[str, list[b
 def _index_entries(
     store: ZarrStore, stacks: Stacks, linked: Linked
 ) -> Iterator[tuple[bytes, Value]]:
-    """Each key of the index with its value, in order: a `zarr.json`, or the range of an outer
-    chunk. The arrays of a stack have entries of their own.
-    """
+    """The keys of the index in order, with values: `zarr.json`s, and outer chunks' ranges."""
     homes = {name: (stack, i) for stack, names in stacks.items() for i, name in enumerate(names)}
     keys = [key for key in store.arrays() if key not in stacks]
     # an array's keys begin with its name and a slash: no key of another sorts between them
@@ -587,10 +555,10 @@ def _stored_array(store: ZarrStore, key: str) -> ArrayRecord:
 
 
 def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrStore]:
-    """The metadata and the arrays of the universal checkpoint at `path`.
+    """The metadata and the arrays of the universal checkpoint at `path`; reads no array data.
 
     Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged,
-    FormatError if no writer makes such a file. Reads no array data.
+    FormatError if no writer makes such a file.
     """
     directory = file_path(path).folder()
     file = directory.find(METADATA_FILE)
@@ -622,9 +590,7 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
 
 
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
-    """A line for each file of a checkpoint that is missing, or has another size than its chunk
-    takes.
-    """
+    """A line for each file that is missing, or has another size than its chunk takes."""
     directory = store.directory
     beside = [
         *metadata.files,
@@ -652,9 +618,7 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
 
 
 class _OuterChunk(NamedTuple):
-    """An outer chunk: the box of it inside the array, and that as text; its file in the array's
-    directory, and its number of bytes.
-    """
+    """An outer chunk: its box inside the array, also as text; its file and its bytes."""
 
     box: Box
     text: str
@@ -686,9 +650,7 @@ def _chunk_name(box: Box, outer: Shape, shape: Shape) -> str | None:
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
-    """A line for each fault of the files beside the array data, by their digests, or of the set of
-    files.
-    """
+    """A line for each fault of the files beside the array data, or of the set of files."""
     faults = missing_files(metadata, store)
     unknown = [name for name in metadata.files if not store.has_kept(name)]
 
@@ -718,9 +680,7 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
 
 
 def _description_faults(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
-    """A line for each array that was stored with another shape, dtype or chunks than `ucp.json`
-    has: bytes and their checksums are the same for float32 and int32.
-    """
+    """A line for each array whose stored shape, dtype or chunks differ from `ucp.json`'s."""
     for key, info in store.arrays().items():
         recorded = metadata.files.get(f"{key}/zarr.json")  # none of an array that is packed
         if recorded not in (None, digest(zarr_json(info, store.chunks[key]))):
@@ -737,9 +697,7 @@ def _first_chunk(axes: int) -> str:
 
 
 def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
-    """The number of inner chunks along each axis of an array, or of the part of an outer chunk
-    inside it.
-    """
+    """Inner chunks along each axis, of an array or the part of an outer chunk inside it."""
     return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 
@@ -769,9 +727,7 @@ def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]
 
 
 def _row_faults(store: ZarrStore, number: int, ranges: array[int]) -> Iterator[str]:
-    """The faults of a pack that is not exactly these ranges, one after the other; `ranges` has the
-    begin and the end of each.
-    """
+    """The faults of a pack that is not exactly these ranges, one after the other."""
     name = pack_name(number)
     begins, ends = np.sort(np.frombuffer(ranges, np.int64).reshape(-1, 2), axis=0).T
     if begins[0] or (begins[1:] != ends[:-1]).any():

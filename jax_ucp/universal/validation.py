@@ -1,5 +1,4 @@
-"""Checks of the leaves and arrays that `ucp.json` declares, before anything is opened, allocated or
-written by them.
+"""Checks of the leaves and arrays that `ucp.json` declares, before anything is made by them.
 
 The digest of `ucp.json` shows that nobody changed it by accident. It is not a signature: a file
 with any content can be made to have the right digest.
@@ -36,10 +35,9 @@ _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c", "numpy_scala
 
 
 def check_metadata(metadata: Metadata, where: str) -> None:
-    """Raise FormatError with the first fault of `ucp.json`, the file `where`, that no writer makes.
+    """Raise FormatError with the first fault of `ucp.json`, the file `where`.
 
-    The size of the file bounds the metadata that passes: each outer chunk has a digest of its own
-    in it.
+    The size of the file bounds the metadata: each outer chunk has a digest of its own in it.
     """
     for fault in _faults(metadata):
         raise FormatError(

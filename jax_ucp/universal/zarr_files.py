@@ -19,9 +19,7 @@ _CRC = {"name": "crc32c"}
 
 
 def chunk_name(place: Sequence[int]) -> str:
-    """The file of an outer chunk inside its array's directory: zarr v3's default key encoding,
-    separator `.`.
-    """
+    """The file of an outer chunk in its array's directory, by zarr v3's default encoding."""
     return ".".join(["c", *map(str, place)])
 
 
@@ -43,9 +41,7 @@ def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def linked_json(info: ArrayInfo, chunk: Shape, order: Sequence[int]) -> bytes:
-    """The content of the `zarr.json` of an array whose chunks are plain elements, with the axes in
-    an order of their own.
-    """
+    """The `zarr.json` of an array of plain chunks with the axes in an order of their own."""
     codecs = [_data_bytes(info.dtype)]
     if list(order) != sorted(order):
         codecs.insert(0, {"name": "transpose", "configuration": {"order": order}})
