@@ -1,5 +1,4 @@
-"""Checkpoints into the formats that torch's world reads: decided file by file, then written within
-a budget.
+"""Checkpoints into the formats that torch's world reads, decided file by file.
 
 To add a format, write a module with a function that makes `File`s of `Parameters`, and add its
 `_Writer` here.
@@ -42,9 +41,7 @@ MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
 
 @dataclass(frozen=True, repr=False)
 class ExportPlan:
-    """The plan of an export, decided before any byte moves. `notes` say what is left out,
-    cast, or not known.
-    """
+    """An export, decided before any byte moves; `notes`: left out, cast, not known."""
 
     format: ExportFormat
     files: Sequence[File]
@@ -74,8 +71,7 @@ def plan_export(
     zero_stage: int | None = None,
     budget_bytes: int = DEFAULT_BUDGET,
 ) -> ExportPlan:
-    """The files of a checkpoint in another format. Reads metadata, and for DeepSpeed the steps of
-    the optimizer.
+    """The files of a checkpoint in another format. Reads metadata, and DeepSpeed's steps.
 
     The arguments, and what is refused, are those of `Checkpoint.export`.
     """
@@ -114,9 +110,7 @@ def plan_export(
 
 @dataclass(frozen=True)
 class _Content:
-    """The files of a format, of which the last makes the folder whole to its readers, what to say
-    of them, and the extras without a place in them: (file, name).
-    """
+    """The files of a format, the last of which commits, notes, and extras without a place."""
 
     files: Sequence[File]
     notes: Sequence[str]
@@ -174,8 +168,7 @@ def _as_deepspeed(request: _Request) -> _Content:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The functions that decide the files of a format, and what of a checkpoint and of the
-    arguments it takes.
+    """The function that decides the files of a format, and what it takes of a checkpoint.
 
     A format that `stores_other` has a place for tensors that are no part of a model.
     """
@@ -200,9 +193,7 @@ def _places(extras: Extras) -> list[tuple[str, str]]:
 
 
 def _places_beside_groups(params: Parameters, extras: Extras) -> list[tuple[str, str]]:
-    """The extras but the optimizer's groups, which the format has from `params`, whatever they
-    were called.
-    """
+    """The extras without optimizer groups, which the format makes of `params`."""
     places = _places(extras)
     return [
         (file, name) for file, name in places if not params.groups or "param_groups" not in name
@@ -211,9 +202,7 @@ def _places_beside_groups(params: Parameters, extras: Extras) -> list[tuple[str,
 
 @contextmanager
 def _of_trainers(contents: Contents) -> Iterator[None]:
-    """Raises FormatError where extras are not what a trainer's files say: a part is not there,
-    or of another type.
-    """
+    """A context that raises FormatError where extras are not a trainer's."""
     try:
         yield
     except UCPError:

@@ -25,8 +25,9 @@ _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 
 
 def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
-    """Raises NotACheckpoint, naming what to open, where a folder holds checkpoints, FormatError
-    where parts of one. `recognised` may raise too, of what would be refused if it were opened.
+    """Raise NotACheckpoint, naming what to open inside, or FormatError for parts of one.
+
+    `recognised` may raise too, of what would be refused if it were opened.
     """
     children = _children(at)
     # folders that are marked as a step of Orbax, and have a step's name or an item
@@ -76,9 +77,7 @@ def _is_whole(path: FilePath) -> bool:
 
 
 def not_read(at: FilePath) -> str:
-    """The reason why a folder cannot be read, as it shows it: a download under way, or another
-    format; empty if nothing.
-    """
+    """The reason why a folder cannot be read: a download under way, another format, or ""."""
     for path in _children(at):
         name = finished_name(path.name)
         if name is not None and holds_weights([name]):
@@ -92,9 +91,7 @@ def not_read(at: FilePath) -> str:
 
 
 def _revisions(at: FilePath) -> Iterator[FilePath]:
-    """The revisions that huggingface_hub's cache of a model holds: that of `main`, if it is
-    there.
-    """
+    """The revisions in huggingface_hub's cache of a model: that of `main`, if it is there."""
     snapshots, main = at / "snapshots", at / "refs" / "main"
     if not snapshots.is_dir():
         return

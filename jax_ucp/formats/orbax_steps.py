@@ -64,18 +64,14 @@ def is_step(path: FilePath) -> bool:
 
 
 def is_unmarked_step(path: FilePath) -> bool:
-    """Whether it is named as a step and has trees: old versions of Orbax, T5X and Paxml leave no
-    mark.
-    """
+    """Whether it is named as a step and has trees, but no mark, as of older writers."""
     if not _STEP_NAME.fullmatch(path.name) or not path.is_dir() or (path / STEP_FILE).exists():
         return False
     return bool(items_of_step(path))
 
 
 def not_a_step(path: FilePath) -> str:
-    """Why what has the name of a step of Flax, T5X or Paxml is none; empty where it has another
-    name.
-    """
+    """Why a folder named as a step of Flax, T5X or Paxml is none; "" for another name."""
     if not _NAMED_STEP.fullmatch(path.name) or _is_checkpoint(path):
         return ""
     if path.is_dir():
@@ -84,9 +80,7 @@ def not_a_step(path: FilePath) -> str:
 
 
 def find_run(path: FilePath) -> Run | None:
-    """The run whose steps lie in a folder; None where there are none, or where they have names of
-    more than one kind, so that the highest number may not be the latest.
-    """
+    """The run in a folder; None if it has no steps, or names of several kinds."""
     if not path.is_dir():
         return None
     steps: dict[int, FilePath] = {}
@@ -124,8 +118,9 @@ def _is_checkpoint(path: FilePath) -> bool:
 
 
 def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
-    """The steps without the file that finished ones have: those after the first that has it, since
-    older versions of Orbax did not write it, and those that say themselves that they are begun.
+    """The steps without the file of finished ones: after the first with it, or begun.
+
+    Versions of Orbax before that did not write it.
     """
     folders = {number: path for number, path in steps.items() if path.is_dir()}
     committed = {n for n, path in folders.items() if (path / _COMMITTED_FILE).is_file()}
@@ -144,8 +139,7 @@ def _is_begun(step: FilePath) -> bool:
 
 
 def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
-    """The one tree of a step, or that which the user named as `model`, with what other items say in
-    JSON as extras.
+    """The one tree of a step, or that of `model`, with other items in JSON as extras.
 
     Raises NotACheckpoint, naming the items, where there is not just one, or it is not there.
     """
@@ -177,9 +171,7 @@ def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
 
 
 def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """JSON of a step by the file's name: items that are one such file, as a config or
-    metrics, and what the user had written into the file that marks it.
-    """
+    """JSON of a step by file: items of one file, and user data in the file of the mark."""
     for child in filter(FilePath.is_dir, step.children()):
         file = _json_file(child)
         if file is None:
@@ -203,9 +195,7 @@ def _json_file(item: FilePath) -> FilePath | None:
 def _json(
     path: FilePath, read: Callable[[FilePath], str] = FilePath.read_text
 ) -> dict[str, Any] | None:
-    """The JSON of a file, under a name if it has none; None where it is not JSON, or too large or
-    deep to be kept.
-    """
+    """The JSON of a file, named if it has no names; None if it is not JSON, or too large."""
     if not path.is_file() or path.size() > _MAX_JSON_BYTES:
         return None
     try:

@@ -199,12 +199,10 @@ def formats() -> tuple[Format, ...]:
 def open_contents(
     path: str | os.PathLike[str] | FilePath, options: Options, at: FilePath | None = None
 ) -> Contents:
-    """The contents of the checkpoint at `path`, whoever wrote it. Reads metadata only. `at` is
-    where the path leads, where that is known.
+    """The contents of the checkpoint at `path`, whoever wrote it, found `at` where it leads.
 
-    Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table,
-    FormatError where what is there is not as its format has it, and SpecError for a spec that its
-    format has no use for.
+    Raises NotACheckpoint where nothing is a finished checkpoint of a known format, FormatError for
+    what breaks its format, and SpecError for a spec that its format has no use for.
     """
     with counting() as asked:
         at = at or file_path(path)
@@ -298,9 +296,7 @@ def _opens(inside: FilePath) -> bool:
 
 
 def _with_notes(contents: Contents, at: FilePath, format: Format, options: Options) -> Contents:
-    """The contents, with notes on weights that a trainer left beside, and where there is nothing
-    to `on_conflict`.
-    """
+    """The contents, with notes on weights beside, and on a useless `on_conflict`."""
     notes = list(contents.notes)
     if format.beside != "none":
         of_torch = format.beside == "weights"
@@ -312,9 +308,7 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
 
 
 def _require_use(contents: Contents, format: Format, options: Options) -> None:
-    """Raise FormatError where the user said something of the optimizer, or of the model, that
-    decided nothing.
-    """
+    """Raise FormatError where a word on the optimizer or the model decided nothing."""
     # a universal checkpoint takes neither; its source records what was said when it was made
     said = contents.source.keys() & format.takes
     if options.model is not None and "model" not in said:

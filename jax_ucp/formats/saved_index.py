@@ -1,9 +1,8 @@
 """Index of a checkpoint: what its files answered while it was opened, in one file.
 
-Opening an index reads that file and asks the checkpoint's files only whether they are still those
-that answered. What it holds are bytes of their headers and lists of their names, not what a reader
-made of them: the readers of the formats check them again, as they check files, so that an index
-can say nothing that a checkpoint could not.
+It has bytes of headers and lists of names, which the readers of the formats check again, so that an
+index can say nothing that a checkpoint could not. Opening one asks whether the files are still
+those.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def encoded_index(path: str, options: Options, open_contents: Open) -> tuple[Con
 
 
 def open_index(path: FilePath, options: Options, open_contents: Open) -> Contents:
-    """The checkpoint of an index. Raises FormatError for what is no index, and CorruptData where a
-    file of the checkpoint has another size or version than it had.
-    """
+    """The checkpoint of an index. Raises FormatError, CorruptData if a file has changed."""
     body = _read(path)
     try:
         at = file_path(body.path)

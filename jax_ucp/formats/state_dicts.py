@@ -1,6 +1,4 @@
-"""Nested dicts and lists in files of torch.save: tensors by their paths, other objects,
-and what is kept of them as extras.
-"""
+"""Nested dicts and lists in files of torch.save: tensors, other objects, and extras."""
 
 from __future__ import annotations
 
@@ -38,18 +36,13 @@ class TreeTensor:
 
 @dataclass
 class Tree:
-    """The nested dicts and lists of the files: tensors by their paths joined by dots, and
-    other objects by path, with their files.
-    """
+    """Nested dicts of files: tensors by dotted path, other objects by path, with files."""
 
     tensors: dict[str, TreeTensor] = field(default_factory=dict)
     objects: dict[Steps, tuple[TorchFile, object]] = field(default_factory=dict)
 
     def add(self, name: str, file: TorchFile, under: Steps = ()) -> None:
-        """Add the content of the file `name`, as if it were in a dict at the path `under`.
-
-        Raises FormatError where two tensors would have one name.
-        """
+        """Add the content of the file `name` at `under`. Raises FormatError for two of one name."""
         for path, node in nested_leaves(file.tree, under):
             if not isinstance(node, StoredTensor):
                 self.objects[path] = file, node
@@ -78,9 +71,7 @@ class Tree:
         return numbers
 
     def check(self, imported: ContentsBuilder, place: WeightsPlace) -> None:
-        """Raise FormatError where what cannot be read may be a weight: unreadable tensors, objects
-        of unknown classes; skip what is aside.
-        """
+        """Raise FormatError where something unreadable, not aside, may be a weight."""
         unreadable_weights: dict[FilePath, dict[str, str]] = defaultdict(dict)
         for path, (file, node) in self.objects.items():
             label = _label(path)
@@ -135,9 +126,7 @@ GONE = Name("a tensor, which is an array of the tree")
 
 
 def without_tensors(node: object) -> object:
-    """The rest of a node without the tensors that `nested_leaves` finds in it; GONE if there is
-    nothing.
-    """
+    """The rest of a node without its tensors; GONE if there is nothing."""
     entries = _entries(node)
     if entries is None:
         return GONE if isinstance(node, StoredTensor | DTensor) else node

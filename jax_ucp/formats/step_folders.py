@@ -38,10 +38,10 @@ MAX_BESIDE_BYTES = 1 << 26  # of more a file is data, such as weights
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A framework's folder of a step. `models` are the saves in it by name: the folders that are
-    one checkpoint together. `beside` are folders whose files are kept, as those of the step are.
-    With `open_one`, a model is one folder, of any format; with `may_lack`, a save of the optimizer
-    may be missing.
+    """A framework's folder of a step; `models` in it are the folders that are one checkpoint.
+
+    Files of `beside` folders are kept, as the step's are. With `open_one`, a model is one folder,
+    of any format; with `may_lack`, a save of the optimizer may be missing.
     """
 
     writer: str
@@ -131,8 +131,7 @@ def _step_of(path: FilePath) -> Step | None:
 def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents:
     """The checkpoint in a step's folder: its only model, or the one that `model` names.
 
-    Raises NotACheckpoint, naming them, where there are several and none is asked for, or where the
-    one that is asked for is not there.
+    Raises NotACheckpoint, naming them, where there is no such model, or several.
     """
     step = _step_of(path)
     assert step is not None, "it is recognised by that"

@@ -50,10 +50,7 @@ class Run:
 
 
 def open_run(run: Run, options: Options, open_contents: Open) -> Contents:
-    """The checkpoint of a step: the one that `step` names, or the one of the tracker, or the last.
-
-    Raises NotACheckpoint, naming the steps, where that is not there.
-    """
+    """The checkpoint of step `step`, of the tracker, or the last. Raises NotACheckpoint."""
     unfinished = f"; not finished: {listed(run.unfinished)}" if run.unfinished else ""
     number = options.step
     if number is None:
@@ -97,11 +94,7 @@ def _tracked(run: Run) -> int:
 
 
 def chosen_model(path: FilePath, models: Iterable[str], model: str | None) -> str:
-    """The only model of a step, or the one that the user names.
-
-    Raises NotACheckpoint, naming the models, where there are several and none is named, or where
-    the one that is named is not there.
-    """
+    """The only model of a step, or the one that the user names. Raises NotACheckpoint."""
     names = list(models)
     if model in names:
         return model

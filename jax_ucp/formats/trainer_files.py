@@ -1,6 +1,4 @@
-"""Files that a trainer leaves beside the weights: schedulers, random states, counters. Each is kept
-as extras, and decides nothing.
-"""
+"""Files that a trainer leaves beside the weights, kept as extras; they decide nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +18,9 @@ _TEXTS = (".yaml", ".yml", ".txt")
 
 
 def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
-    """Keep what a file holds as extras of `name`: of torch.save what it saved, JSON, or a text.
+    """Keep a file as extras of `name`: what torch.save saved, JSON, or a text; or as unread.
 
-    What is none of these, or asks for more than data, is accounted for and not read. Raises
-    FormatError for a file that is damaged, and where those of two ranks are of different steps.
+    Raises FormatError where it is damaged, and where two ranks' are of different steps.
     """
     if path.suffix == ".json":
         imported.extra(name, "content", read_json(path))

@@ -78,9 +78,7 @@ def read_index(path: FilePath) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def index_save(path: FilePath) -> tuple[Mapping[str, Any], list[str]]:
-    """An index and the files that it names: all of a model, and beside it. Raises FormatError
-    where one is not.
-    """
+    """The files of one model: an index and what it names. Raises FormatError."""
     index, names = read_index(path)
     beside = {file.name for file in path.parent.children() if file.is_file()}
     require_files(path, path.parent, [name for name in names if name not in beside], len(names))
@@ -96,9 +94,7 @@ def require_all(folder: FilePath, save: WeightSave) -> None:
 
 
 def _require_named(index: FilePath, names: Sequence[str], unnamed: Sequence[str]) -> None:
-    """Raises FormatError if an index names some parts of a model and not all that are counted in
-    their names.
-    """
+    """Raise FormatError if an index names some of the parts that their names count."""
     if not unnamed:
         return
     shown = listed([f"{name!r:.200}" for name in unnamed])
@@ -111,9 +107,7 @@ def _require_named(index: FilePath, names: Sequence[str], unnamed: Sequence[str]
 
 
 def require_files(by: FilePath, folder: FilePath, missing: Sequence[str], of: int) -> None:
-    """Raises FormatError if files are missing of those that `by` says there are, in its content
-    or in its name.
-    """
+    """Raise FormatError if files are missing that `by`, or its name, says there are."""
     if not missing:
         return
     plain = filter(_is_plain, missing[:8])
@@ -142,9 +136,7 @@ def keep_index(
     index: Mapping[str, Any],
     in_files: Iterable[tuple[str, str]],
 ) -> None:
-    """Account for an index; `in_files` are the tensors of its files: (file, name). Raises
-    FormatError if it has others.
-    """
+    """Account for an index. Raises FormatError if `in_files` has other (file, name)."""
     in_index = {(name, key) for key, name in index["weight_map"].items()}
     for name, key in sorted(in_index ^ set(in_files)):
         place = "in the file, but not so in the index"
@@ -186,9 +178,7 @@ def refuse_stand_in(path: FilePath) -> None:
 
 
 def refuse_part(path: FilePath) -> None:
-    """Raises FormatError for a file that is one of several, by its name or by an index beside
-    it.
-    """
+    """Raise FormatError for one file of several, by its name or an index beside it."""
     if path.suffix == ".distcp":
         raise FormatError(
             f"{path} holds one rank's items of a checkpoint (torch DCP): open its folder"
@@ -232,9 +222,7 @@ def _one_part(path: FilePath, part: int, parts: int) -> FormatError:
 
 
 def refuse_rank(path: FilePath) -> None:
-    """Raises FormatError for a file that is named after a rank, where other ranks have files
-    too.
-    """
+    """Raise FormatError for a file named after a rank, beside other ranks' files."""
     world = _WORLD.fullmatch(path.name)
     if world and int(world["world"]) > 1:
         raise FormatError(
@@ -259,11 +247,10 @@ def refuse_rank(path: FilePath) -> None:
 
 
 def refuse_rank_of_llama(imported: ContentsBuilder, path: FilePath) -> None:
-    """Raises FormatError for one rank's file of Llama's originals, of which no other is there.
+    """Raise FormatError for one rank's file of Llama's originals, of which no other is there.
 
-    Each rank's norms are whole, and of a matrix it has a part of the rows or the columns; the
-    `params.json` beside it has the whole model's sizes. Source: `ModelArgs` and `Transformer` in
-    meta-llama `llama/model.py` and `llama3/llama/model.py`.
+    The `params.json` beside it has the whole model's sizes. Source: `ModelArgs` and `Transformer`
+    in meta-llama `llama/model.py` and `llama3/llama/model.py`.
     """
     if not _RANKS[2].fullmatch(path.name):
         return

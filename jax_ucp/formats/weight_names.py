@@ -39,9 +39,7 @@ RANKS_PARTS = "shard"  # the stem of what the ranks wrote, all of which is one m
 
 @dataclass(frozen=True, slots=True, order=True)
 class Model:
-    """The model that files are the weights of: their format, the name that they share, and the
-    variant, such as `fp16`.
-    """
+    """A model by format, name that its files share, and variant, such as `fp16`."""
 
     kind: Kind
     stem: str
@@ -67,12 +65,10 @@ _KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class WeightSave:
-    """The files of one save of a model. `index` names them, if one does; `missing` are those that
-    are not there.
+    """The files of one save of a model, and those `missing`; `index` names them, if one does.
 
-    Parts that are `numbered`, with no index, are a save by their names alone; transformers would
-    not load them. `unnamed` are parts that numbers in names count and the index does not name,
-    whether they are there or not.
+    `numbered` parts, with no index, transformers would not load. `unnamed` are parts that numbers
+    in names count and the index does not name, whether they are there or not.
     """
 
     model: Model
@@ -105,11 +101,7 @@ class WeightSave:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The save that is read; it may lack files, which is for the reader to refuse.
-
-    `same` is another save of the same model, to be compared. `left` are files that are not read,
-    with the reason.
-    """
+    """The save that is read, maybe without files; another one of the model, `same`; and others."""
 
     save: WeightSave
     same: WeightSave | None = None
@@ -190,10 +182,9 @@ def holds_weights(names: Iterable[str]) -> bool:
 def saves_of(
     names: Collection[str], indexes: Mapping[str, Sequence[str]]
 ) -> dict[Model, list[WeightSave]]:
-    """Every save in a folder with these files, by model: a whole file, then what an index names,
-    then numbered parts.
+    """Every save in a folder by model: a whole file, an index's, then numbered parts.
 
-    `indexes` has the files that each index names. What an index names is no save of its own.
+    `indexes` has the files that each index names, which are no save of their own.
     """
     named = itertools.chain.from_iterable(indexes.values())
     parts = _parts(sorted(set(names).difference(named)))
@@ -251,9 +242,7 @@ def missing_parts(names: Iterable[str]) -> list[str]:
 
 
 def _others(count: int, by_number: Mapping[int, str]) -> tuple[str, ...]:
-    """Files that are numbered from 1 to `count`, or from 0, and are not among those that are
-    given.
-    """
+    """Files numbered from 1 to `count`, or from 0, beside those given."""
     first = min(by_number)
     numbers = range(count) if first == 0 else range(1, count + 1)
     return tuple(numbered(by_number[first], n) for n in numbers if n not in by_number)
@@ -273,13 +262,10 @@ def numbered(name: str, number: int) -> str:
 
 
 def choose(folder: str, saves: Mapping[Model, Sequence[WeightSave]], named: str = "") -> Choice:
-    """The save that is the checkpoint of a folder: what transformers would load, where it would
-    load anything.
+    """The save of a folder's checkpoint: what transformers would load, if it would.
 
-    `named` is the file or index that the config names. Where no save of a model is whole, one that
-    is not is chosen.
-
-    Raises FormatError, naming files, where several models, or several saves of one, could be meant.
+    `named` is the file or index that the config names. One that is not whole is chosen if none is.
+    Raises FormatError where several models, or several saves of one, could be meant.
     """
     all_saves = list(itertools.chain(*saves.values()))
     chosen, same = next((save for save in all_saves if save.name == named), None), None
@@ -314,9 +300,7 @@ def numbered_models(
 def _first_of_known(
     folder: str, saves: Mapping[Model, Sequence[WeightSave]]
 ) -> tuple[WeightSave, WeightSave | None]:
-    """The save of the first known model, or of the one model that there is, and another one to
-    be compared with it.
-    """
+    """The save of the first known or only model, and another one to compare."""
     known = [model for model in _KNOWN if model in saves]
     models = known or list(saves)
     of_one_library = known and len({model.stem.startswith("diffusion") for model in known}) == 1
@@ -331,9 +315,7 @@ def _first_of_known(
 
 
 def _first_loaded(known: Sequence[Model], saves: Mapping[Model, Sequence[WeightSave]]) -> Model:
-    """The first model that transformers would load; if it would load none, the first that is
-    whole, or the first.
-    """
+    """The first model that transformers would load; else the first whole one, or the first."""
     for model in known:
         if not all(save.numbered for save in saves[model]):
             return model
@@ -344,9 +326,7 @@ def _first_loaded(known: Sequence[Model], saves: Mapping[Model, Sequence[WeightS
 
 
 def _of_one_model(folder: str, saves: Sequence[WeightSave]) -> tuple[WeightSave, WeightSave | None]:
-    """The one save that is whole, or two of which the first is to be compared with the second, or
-    one that is not.
-    """
+    """The one whole save, or two to be compared, or one that is not whole."""
     stale = [save for save in saves if save.is_stale_index]
     # beside an index that lacks files, numbered parts are not a save that anybody would load
     whole = [save for save in saves if save.whole and not (stale and save.numbered)]

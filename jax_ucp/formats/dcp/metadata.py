@@ -1,10 +1,9 @@
 """The table of contents of PyTorch's distributed checkpoints (DCP), `.metadata`.
 
-`.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. It has each tensor's
-shape, dtype and chunks, and for each chunk, found by the tensor's name and the chunk's offsets, the
-bytes of a file that hold it. With `use_collectives=False` every rank writes `__<rank>.metadata`
-instead, which describes what that rank wrote; together they say the same, and a tensor that every
-rank had is stored once per rank: as replicas.
+It is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: each tensor's shape, dtype and
+chunks, and by the tensor's name and the chunk's offsets the bytes of a file that hold it. With
+`use_collectives=False` every rank writes `__<rank>.metadata` of what it wrote; together they say
+the same, and a tensor that every rank had is stored once per rank: as replicas.
 
 Facts: `torch/distributed/checkpoint/metadata.py`, `filesystem.py` and `default_planner.py` of torch
 2.13; torch 1.13 has the same classes in `torch.distributed._shard.checkpoint`.
@@ -78,9 +77,7 @@ _Block = tuple[Shape, Shape]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of one item: `length` of them from `offset` of `file`, put through `transforms`
-    when written.
-    """
+    """The bytes of an item: `length` from `offset` of `file`, put through `transforms`."""
 
     file: str
     offset: int
@@ -110,9 +107,7 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
     def layout(self) -> ParamLayout:
-        """Where the chunks lie. A rank that had nothing of the tensor wrote a chunk of no
-        elements.
-        """
+        """Where the chunks lie; one without elements is of a rank that had nothing."""
         sizes = tuple(chunk.sizes for chunk in self.chunks)
         own = [(i, chunk) for i, chunk in enumerate(self.chunks) if 0 not in chunk.sizes]
         fragments = [Fragment(i, Box.whole(chunk.sizes), chunk.box) for i, chunk in own]
@@ -124,9 +119,8 @@ class DcpMetadata:
     """Everything that a DCP checkpoint says it holds.
 
     `tensors` and `objects` go by flattened name (fqn). `paths[fqn]` is the path in the nested state
-    dict that was saved, where the planner recorded it; names contain dots, so only the path tells
-    where a key ends. `files` are those of the metadata itself. `short` are chunks whose items have
-    fewer bytes than their elements: codes, or damaged.
+    dict that was saved, where the planner recorded it. `files` are those of the metadata. `short`
+    are chunks whose items have fewer bytes than their elements: codes, or damaged.
     """
 
     folder: FilePath
@@ -158,13 +152,9 @@ def metadata_files(folder: FilePath) -> list[FilePath]:
 def read_metadata(
     folder: FilePath, leave: Callable[[DcpMetadata], Collection[str]] | None = None
 ) -> DcpMetadata:
-    """The table of contents of the checkpoint in `folder`, every span of it proved to lie in a file
-    that is there.
+    """The table of contents of `folder`, every span of it proved to lie in a file.
 
-    `leave` says of which items that need not be so, because nobody will read them.
-
-    Raises FormatError, naming the file and the tensor, for metadata that contradicts itself or the
-    files.
+    Items for which `leave` is true may lie nowhere. Raises FormatError, naming file and tensor.
     """
     files = metadata_files(folder)
     if not files:
@@ -204,9 +194,7 @@ def read_metadata(
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of one or several metadata files, merged. `declared` are the (offsets, sizes) of
-    all chunks of a tensor, `chunks` those that have bytes.
-    """
+    """The tables of metadata files, merged; `chunks` are those of `declared` with bytes."""
 
     tensors: dict[str, tuple[Shape, np.dtype]] = field(default_factory=dict)
     declared: dict[str, set[_Block]] = field(default_factory=lambda: defaultdict(set))
@@ -272,10 +260,9 @@ def _declared(tables: _Tables, fqn: str, entry: Mapping[str, Any]) -> list[_Bloc
 
 
 def _misfit(shape: Shape, chunks: Collection[_Block]) -> str:
-    """How chunks of a tensor without elements, if there are any, do not end where it does.
+    """How chunks of a tensor without elements do not end where it does.
 
-    A tensor with elements is proved to be tiled; of one without, only this says that its shape is
-    right.
+    Tiling proves the shape of a tensor with elements; of one without, only this does.
     """
     for axis, n in enumerate(shape if chunks and 0 in shape else ()):
         if n and n != max(offsets[axis] + sizes[axis] for offsets, sizes in chunks):
@@ -286,9 +273,7 @@ def _misfit(shape: Shape, chunks: Collection[_Block]) -> str:
 def _stored(
     fqn: str, declared: Sequence[_Block], spans: Mapping[tuple[str, Shape | None], Span]
 ) -> Iterable[Chunk]:
-    """The chunks of a tensor with their bytes. One without elements may share its offsets with
-    another.
-    """
+    """The chunks with their bytes; one without elements may share its offsets with another."""
     with_elements = {offsets for offsets, sizes in declared if 0 not in sizes}
     for offsets, sizes in declared:
         is_stored = (fqn, offsets) in spans
@@ -361,9 +346,7 @@ def _shape(value: Any, fqn: str) -> Shape:
 
 
 def _dtype(properties: Any, fqn: str) -> np.dtype:
-    """The dtype is the first of the tuple that is the properties' state; what follows differs
-    between versions.
-    """
+    """The first of the properties' state; what follows differs between versions."""
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if isinstance(dtype, np.dtype):
@@ -374,11 +357,7 @@ def _dtype(properties: Any, fqn: str) -> np.dtype:
 
 
 def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
-    """Every span lies in a regular file beside the metadata, no two share a byte, and each chunk
-    fits its span.
-
-    Items that are `left` may lie anywhere.
-    """
+    """Check that spans lie in files, share no byte, and fit chunks; but those `left`."""
     folder = metadata.folder.folder()
     by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
     for fqn, span in metadata.spans():
@@ -399,9 +378,7 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
 
 
 def _short(metadata: DcpMetadata, left: Collection[str]) -> list[tuple[str, Chunk]]:
-    """The chunks whose elements their bytes cannot hold, but codes of them. Raises CorruptData
-    where codes of them cannot be there either: nothing is allocated for such a one.
-    """
+    """The chunks that have bytes for codes alone. Raises CorruptData for fewer bytes."""
     short: list[tuple[str, Chunk]] = []
     for fqn, tensor in metadata.tensors.items():
         for chunk in tensor.chunks if fqn not in left else ():

@@ -1,10 +1,8 @@
-"""PyTorch's distributed checkpoints (DCP), as FSDP, FSDP2, HSDP, tensor parallelism and torchtitan
-write them.
+"""PyTorch's distributed checkpoints (DCP), of FSDP, FSDP2, HSDP, tensor parallelism and torchtitan.
 
 Every chunk says which block of its tensor it is, so that nothing about the parallelism has to be
 known. Which tensor is a weight and which a state of it follows from the paths that the planner
-recorded; `state_paths` has the rules. Objects that are no tensors, such as param_groups, schedulers
-and data loaders, are extras.
+recorded (`state_paths`). Other objects are extras.
 
 An item is opened when it is first read, `verify` opens them all: each must have the dtype and sizes
 of its chunk and the CRC of its bytes. What no reader can prove: an item does not say its name, its
@@ -63,15 +61,14 @@ def recognise(path: FilePath) -> bool:
 def open_dcp(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a folder with `.metadata`, or with one `__<rank>.metadata` per rank.
 
-    Raises FormatError, naming the file and the tensor, where metadata and files do not fit
-    together, and NotACheckpoint where there is no metadata: it is written last.
+    Raises FormatError, naming file and tensor, where metadata and files do not fit together, and
+    NotACheckpoint where there is no metadata: it is written last.
     """
     return open_saves(path, [path], options)
 
 
 def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) -> Contents:
-    """The one checkpoint that several saves of a run are, such as a model's and its optimizer's:
-    they lie in `folders` at or below `path`, and each holds a part of the nested state dict.
+    """The one checkpoint of several saves, such as a model's and its optimizer's, in `folders`.
 
     Raises as `open_dcp`, and where two of them hold a tensor of one name.
     """
@@ -106,9 +103,7 @@ def require_metadata(folder: FilePath) -> None:
 
 @dataclass(frozen=True)
 class DcpSave:
-    """The files that one call of `save` wrote; `prefix` leads to its folder, `left` are the names
-    of items that are not to be read.
-    """
+    """The files of one call of `save` below `prefix`; items `left` are not to be read."""
 
     prefix: str
     metadata: DcpMetadata
@@ -129,8 +124,7 @@ class DcpSave:
 
 
 def check_facts(save: DcpSave) -> None:
-    """Raise FormatError where ranks that each wrote an object of one name say in it that they are
-    of other steps.
+    """Raise FormatError where ranks' objects of one name are of other steps.
 
     Places in the data are each rank's own. Objects that are left aside are not read.
     """
@@ -221,9 +215,7 @@ def _tensor(
 
 
 def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
-    """The path of everything that is stored. Raises FormatError where planner_data does not fit
-    the names.
-    """
+    """The path of everything stored. Raises FormatError for planner_data of other names."""
     if not metadata.paths:
         return {fqn: (fqn,) for fqn in (*metadata.tensors, *metadata.objects)}
     file = metadata.folder / metadata.files[0]
@@ -246,9 +238,7 @@ def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
 
 
 def read_object(imported: ContentsBuilder, fqn: str, span: Span, save: DcpSave) -> Any:
-    """An object, kept as an extra; None of one that asks for code or is made of data, or that is
-    left aside and damaged.
-    """
+    """An object for extras; None if it asks for code, is data, or is left and damaged."""
     in_file = save.prefix + span.file
     item = f"{in_file}:{fqn}"
     try:

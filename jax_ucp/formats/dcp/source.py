@@ -1,6 +1,4 @@
-"""The items of a DCP checkpoint as arrays: each chunk is a torch.save file of one tensor inside
-a `.distcp` file.
-"""
+"""The items of a DCP checkpoint as arrays: torch.save files of one tensor in `.distcp` files."""
 
 from __future__ import annotations
 
@@ -43,11 +41,11 @@ _OVERHEAD = 1 << 20
 
 
 class DcpSource(ExtentTable):
-    """The table of the chunks of a DCP checkpoint, `file:fqn@byte`, read from the items themselves.
+    """The table of the chunks of a DCP checkpoint, `file:fqn@byte`, read from the items.
 
     An item is opened when it is first read, and must hold one tensor of the dtype and sizes of its
-    chunk. Items do not say their own names: of two files in which all items have equal sizes,
-    nothing tells that they were exchanged. A compressed item is inflated whole.
+    chunk. It does not say its name: of two files with items of equal sizes, nothing tells that they
+    were exchanged. A compressed item is inflated whole.
     """
 
     def __init__(self, metadata: DcpMetadata):
@@ -102,9 +100,7 @@ class DcpSource(ExtentTable):
         yield Piece(span.file, key.removeprefix(f"{span.file}:"), box, box)
 
     def sums(self) -> Iterator[SummedArrays]:
-        """The items of each tensor: that they are the tensor declared, and have the CRC that they
-        record.
-        """
+        """The items of each tensor: they are the tensor declared, with the CRC they record."""
         for fqn, tensor in self._tensors.items():
             nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
             keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]

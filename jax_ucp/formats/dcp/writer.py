@@ -1,10 +1,9 @@
-"""PyTorch's distributed checkpoints (DCP), as one process writes them: `.metadata` and
+"""PyTorch's distributed checkpoints (DCP), written by one process as `.metadata` and
 `__0_0.distcp`.
 
 The state dict is `{"model": {name: tensor}, "optimizer": {"state": {name: {state: tensor}},
 "param_groups": ...}}`, what `get_model_state_dict` and `get_optimizer_state_dict` give, so that
-`torch.distributed.checkpoint.load` fills it on any number of ranks. Each tensor is one chunk; a
-load onto shards reads the parts it needs.
+`torch.distributed.checkpoint.load` fills it on any number of ranks. Each tensor is one chunk.
 
 Facts: `metadata.py`, `filesystem.py`, `default_planner.py` in `torch/distributed/checkpoint` of
 torch 2.13.
@@ -42,14 +41,10 @@ Steps = tuple[str | int, ...]
 
 
 def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
-    """The files of a checkpoint with parameters, buffers, optimizer states, other tensors, and
-    `objects` by path.
+    """The files of a checkpoint of parameters, states, other tensors, and `objects` by path.
 
-    Of a source that was DCP `objects` have the groups of its optimizer, as it had them; else they
-    are made here.
-
-    Raises UnsupportedLeaf for dtypes that torch lacks, TreeMismatch where two tensors would have
-    one name.
+    Groups are those of `objects`, if the source was DCP, else made here. Raises UnsupportedLeaf for
+    dtypes that torch lacks, TreeMismatch where two tensors would have one name.
     """
     items: list[tuple[Steps, Any]] = [
         ((MODEL, name), tensor) for name, tensor in parameters.model.items()
@@ -73,18 +68,14 @@ def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
 
 
 def groups(parameters: Parameters, objects: Mapping[Steps, Any]) -> list[dict[str, Any]]:
-    """The groups that `objects` do not have. States that are in no group are no optimizer's to a
-    reader.
-    """
+    """The groups that `objects` do not have: readers take states in no group for others."""
     if any(map(_of_groups, objects)):
         return []
     return torch_groups(parameters.groups, parameters.trained)
 
 
 def _of_groups(path: Steps) -> bool:
-    """Whether an object is of the optimizer's groups, nested or flattened
-    (`param_groups.<name>.lr`).
-    """
+    """Whether an object is of groups, nested or flattened (`param_groups.<name>.lr`)."""
     if path[0] != OPTIMIZER or len(path) < 2:
         return False
     return str(path[1]).partition(".")[0] == "param_groups"
@@ -93,8 +84,7 @@ def _of_groups(path: Steps) -> bool:
 def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Steps, Any]:
     """The objects of a DCP checkpoint, from its extras by file and name, by path.
 
-    Where the parameters have been `renamed` since, without the groups of its optimizer, which have
-    the old names.
+    Where the parameters were `renamed` since, without its groups, which have the old names.
     """
     by_path: dict[Steps, Any] = {}
     for file in extras.values():
@@ -183,9 +173,7 @@ def _size(shape: Sequence[int]) -> Call:
 
 
 def _steps(name: str) -> Steps:
-    """A path for what came with a name only. `load` goes by names; the outermost key is the part
-    before a dot.
-    """
+    """A path for a name alone: the outermost key, by which `load` goes, is before a dot."""
     outer, dot, rest = name.partition(".")
     return (outer, rest) if dot else (name,)
 

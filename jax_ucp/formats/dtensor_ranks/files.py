@@ -22,9 +22,7 @@ _NAME = re.compile(r"(model|optim|extra_state)_world_size_([1-9]\d{0,6})_rank_(0
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of a save, by kind in the order of the ranks; a kind that was not saved is empty.
-    `fsdp_config` is what the writer says beside of how it saved.
-    """
+    """The files of a save by kind, in the order of ranks; `fsdp_config` is what its writer says."""
 
     folder: FilePath
     world_size: int
@@ -53,10 +51,7 @@ def has_rank_files(folder: FilePath) -> bool:
 
 
 def rank_files(folder: FilePath) -> RankFiles:
-    """The files of the one save in a folder.
-
-    Raises FormatError where files of a rank are missing, or there are two saves.
-    """
+    """The files of the one save in a folder. Raises FormatError if not all are there."""
     ranks: dict[int, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for child in folder.children():
         if match := _NAME.fullmatch(child.name):

@@ -94,8 +94,9 @@ def _ways(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
 
 
 def _wrappings(names: Sequence[str], count: int) -> Iterator[set[str]]:
-    """Sets of modules that may be wrapped besides the outermost, with `count` in all, or so
-    many and one that has no parameters of its own.
+    """Sets of `count` modules that may be wrapped, the outermost among them.
+
+    There may be one more, without parameters of its own.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     for name in names:
@@ -129,9 +130,7 @@ def _subsets(sizes: Sequence[tuple[str, int]], most: int) -> Iterator[list[str]]
 
 
 def _units(names: Sequence[str], wrapped: Collection[str]) -> Units:
-    """The parameters of each wrapped module that are in no wrapped one inside it; a module comes
-    before those inside it.
-    """
+    """The parameters of each wrapped module without those of wrapped ones inside; outer first."""
     units: dict[str, list[str]] = {"": []}
     for name in names:
         path = name.split(".")[:-1]

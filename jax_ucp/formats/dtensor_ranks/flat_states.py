@@ -36,10 +36,10 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class FlatStates:
-    """The states of an optimizer by number and name; `groups` with their numbers; `parts` of the
-    flat parameter, or of the original one, with each number, None of one without states.
+    """The states of an optimizer by number and name, and its groups.
 
-    `shards` are the ranks that share a flat parameter.
+    `parts` are of the flat or original parameter with each number; `shards` the ranks that share
+    it.
     """
 
     states: Mapping[int, Mapping[str, Sequence[FlatShard]]]
@@ -73,9 +73,7 @@ class FlatStates:
 
 
 def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[ElementRange] | None:
-    """The parts of the parameter that has these states. Raises FormatError where replicas have
-    other lengths.
-    """
+    """The parts of the parameter with these states. Raises FormatError for unlike replicas."""
     stored = next((stored for stored in states.values() if stored[0].shape), None)
     if stored is None:
         return None
@@ -96,8 +94,8 @@ def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[ElementRange] | No
 def place_flat(
     imported: ContentsBuilder, flat: FlatStates, shapes: Mapping[str, Shape], options: Options
 ) -> None:
-    """Give the states to parameters of these names, in the order of the model, if the user says so;
-    else keep them apart.
+    """Give the states to parameters in the model's order, if the user says so; else keep them
+    apart.
 
     Raises FormatError where that does not fit.
     """
@@ -172,9 +170,7 @@ def _total(parts: Sequence[ElementRange] | None) -> int | None:
 def _layout(
     stored: Sequence[FlatShard], shape: Shape, start: int, parts: Sequence[ElementRange] | None
 ) -> ParamLayout:
-    """The layout of a state of the parameter of this shape that begins at `start` of a flat one;
-    what has no axes is equal in all ranks.
-    """
+    """The layout of a state of the parameter at `start` of a flat one; numbers are in all ranks."""
     if stored[0].shape:
         return flat_layout(shape, start, parts or [])
     return Replicated().join([part.shape for part in stored])

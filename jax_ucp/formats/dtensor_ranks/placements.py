@@ -38,9 +38,7 @@ Placement = Split | None  # None: each has the same
 
 @dataclass(frozen=True, slots=True)
 class PlacedShard:
-    """The part of a tensor on the rank at a coordinate of a mesh: its shape, and its blocks: where
-    each lies in the shard, and where in the tensor.
-    """
+    """The part of a tensor on a rank: its shape, and blocks by place in shard and tensor."""
 
     shape: Shape
     blocks: tuple[tuple[Box, Box], ...]

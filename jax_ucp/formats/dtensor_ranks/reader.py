@@ -1,10 +1,9 @@
 """Folders in which each rank saved its shards by torch.save, as verl and SkyRL do.
 
-A tensor of the model is a DTensor: its mesh and placements say which part of the whole the file of
-a rank has. What is no DTensor (buffers, steps) each rank has whole, and the copies are compared.
-The optimizer's states go by numbers. FSDP2 has a DTensor for each; FSDP1's optimizer knows flat
-parameters, of which `flat` tells more. The ranks' files are of one save where meshes agree with the
-files' names, and counters and learning rates with one another.
+A DTensor's mesh and placements say which part of the whole a rank has. What is no DTensor (buffers,
+steps) each rank has whole, and the copies are compared. The optimizer's states go by numbers: FSDP2
+has a DTensor for each, FSDP1's flat parameters are in `flat`. Files are of one save where meshes
+agree with their names, and counters and learning rates with one another.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
-    """The checkpoint that the files of all ranks in a folder form.
+    """The checkpoint of the files of all ranks in a folder.
 
-    Raises FormatError, naming the file, where one is missing or of another save, or where a tensor
-    cannot be put together.
+    Raises FormatError, naming the file, where one is missing, of another save, or does not fit.
     """
     ranks = rank_files(path)
     files = _opened(ranks, options)
@@ -164,9 +162,7 @@ _Parts = Mapping[Steps, Sequence[RankPart]]
 
 
 def _parts(saved: _Saved, kind: str) -> _Parts:
-    """The tensors in the files of a kind, by path, each as the parts that ranks have. Raises
-    FormatError for one that cannot be read.
-    """
+    """The tensors by path, each as the parts that ranks have. Raises FormatError."""
     parts: dict[Steps, list[RankPart]] = defaultdict(list)
     for rank, name, file in saved.of(kind):
         for path, node in nested_leaves(file.tree, (kind,)):
@@ -248,9 +244,7 @@ def _layout(
 
 
 def _check_facts(saved: _Saved) -> None:
-    """Raise FormatError where ranks say that they are of different steps, or were told different
-    things.
-    """
+    """Raise FormatError where ranks are of different steps, or were told different things."""
     facts = Facts(saved.ranks.folder)
     for _, name, file in saved.of("optim"):
         tree = file.tree if isinstance(file.tree, dict) else {}
@@ -303,9 +297,7 @@ def _place_flat(
     parts: _Parts,
     options: Options,
 ) -> None:
-    """Place the states of FSDP1's optimizer: the last axis of the mesh of each rank says which
-    shard of the flat parameters it has.
-    """
+    """Place FSDP1's states: the last axis of a rank's mesh says which shard it has."""
     sharded = [whole for whole in model.values() if whole.specs]
     params = sharded or [whole for whole in model.values() if whole.described().trainable]
     shapes = {joined(whole.path[1:]): whole.shape for whole in params}
@@ -324,9 +316,7 @@ def _place_flat(
 
 
 def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> None:
-    """Extras: what is no tensor in the files of weights and optimizers, and all of the extra state
-    of each rank.
-    """
+    """Keep as extras what is no tensor in weights and optimizers, and all extra states."""
     for kind in ("model", "optim"):
         for rank, name, file in saved.of(kind):
             rest = without_tensors(file.tree)

@@ -43,10 +43,7 @@ class TensorSpec:
 
 
 def spec_of(tensor: DTensor, rank: int, read: Read) -> TensorSpec:
-    """The spec of a DTensor in the file of `rank`.
-
-    Raises FormatError where it contradicts itself or the file, or cannot be put together.
-    """
+    """The spec of a DTensor in the file of `rank`. Raises FormatError where it does not fit."""
     fields = tensor.spec.fields
     mesh = mesh_of(fields.get("mesh"), rank, read)
     placements = fields.get("placements")
@@ -79,9 +76,7 @@ def _placement(entry: object, ndim: int) -> Placement:
 
 
 def mesh_of(record: object, rank: int, read: Read) -> Mesh:
-    """The mesh of a DTensor in the file of `rank`. Raises FormatError where that rank is not at the
-    coordinate that it says.
-    """
+    """The mesh of a DTensor. Raises FormatError where `rank` is not at its coordinate."""
     if not isinstance(record, Record):
         raise FormatError(f"its mesh should be a DeviceMesh, but is {what_is(record)}")
     fields = record.fields
@@ -103,9 +98,7 @@ def _misplaced(rank: int, has: str) -> FormatError:
 
 
 def _coordinate(fields: Mapping[str, Any], shape: Shape) -> tuple[int, ...]:
-    """The coordinate of the rank that wrote the file. Raises FormatError where it is not in a mesh
-    of this shape.
-    """
+    """The coordinate of the writing rank. Raises FormatError where the mesh lacks it."""
     coordinate = fields.get("_coordinate_on_dim")
     numbers = tuple(coordinate) if isinstance(coordinate, list | tuple) else ()
     within = [type(i) is int and 0 <= i < n for i, n in zip(numbers, shape, strict=False)]

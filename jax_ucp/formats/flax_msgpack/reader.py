@@ -94,9 +94,7 @@ class _Save:
 
 
 def recognise(path: FilePath) -> bool:
-    """Whether it is a msgpack file with a tree of names, or a folder with one as T5X and Orbax call
-    it. It is not noted as one that the checkpoint is read from.
-    """
+    """Whether it is a msgpack file with a tree of names, or a folder with one; not noted."""
     if path.is_dir():
         path = path / AGGREGATE_FILE
     if not path.is_file():
@@ -108,8 +106,7 @@ def recognise(path: FilePath) -> bool:
 def open_flax(path: FilePath, options: Options) -> Contents:
     """The tree of a msgpack file, or of the folder that has one.
 
-    Raises FormatError for what Flax, T5X and Orbax do not write, and where an array is not what the
-    file says of it.
+    Raises FormatError for what no writer makes, and an array that is not as the file says.
     """
     save = _read(path)
     values = _values(save)

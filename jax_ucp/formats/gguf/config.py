@@ -110,7 +110,7 @@ _TOLERANCE = 1e-5
 def model_config(
     values: Mapping[str, Any], tensors: Mapping[str, ArraySource]
 ) -> tuple[dict[str, Any], str]:
-    """The config that keys and tensors decide, by source; empty where they do not. And a note.
+    """The config that keys and tensors decide, by source, if they do; and a note.
 
     Reads the factors of the rotation, where they are stored.
     """
@@ -227,9 +227,7 @@ def _rope(
 
 
 def _llama3(rope: Mapping[str, Any], dimensions: int, source: ArraySource) -> dict[str, Any]:
-    """The settings of Llama 3.1's rotation, if the factors that are stored are those that they
-    give; otherwise a type that no mapping takes.
-    """
+    """Llama 3.1's rotation, if it gives the stored factors; else a type no mapping takes."""
     info, other = source.arrays()[ROPE_FACTORS], {"rope_type": ROPE_FACTORS}
     is_theirs = info.dtype == np.float32 and info.shape == (dimensions // 2,)
     if not is_theirs or info.shape[0] > _MOST_FACTORS or rope["rope_type"] != "default":

@@ -26,11 +26,10 @@ class _Tensor:
 
 
 class GGUFFile(ExtentTable):
-    """The table of a file's tensors, in row-major order: the axes are those of GGUF, turned round.
+    """The table of a file's tensors, row-major: with the axes of GGUF turned round.
 
-    Tensors in blocks are arrays of bytes; `in_blocks` has their types by name. Opening reads the
-    head. Raises FormatError, naming the file, where it is not as the format has it, and CorruptData
-    where it is cut short.
+    Tensors in blocks are arrays of bytes; `in_blocks` has their types by name. Raises FormatError,
+    naming the file, or CorruptData where it is cut short.
     """
 
     def __init__(self, path: FilePath):

@@ -42,9 +42,7 @@ _LEAST_KEY, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor by the header. `lengths` begin with the axis on which elements lie side by side;
-    `offset` counts from where the tensors begin.
-    """
+    """A tensor by the header: the fastest axis first; `offset` is from the first tensor."""
 
     name: str
     lengths: tuple[int, ...]
@@ -56,8 +54,7 @@ class GGUFTensor:
 class Head:
     """The header of a file, whose tensors begin at byte `data`.
 
-    Values are numbers, booleans, strings, lists of strings or booleans, and arrays of numbers; a
-    string that is no UTF-8 is bytes.
+    Values are plain, lists, or arrays of numbers; a string that is no UTF-8 is bytes.
     """
 
     version: int
@@ -82,9 +79,7 @@ def read_head(file: ByteRange) -> Head:
 
 
 class _HeaderReader:
-    """Values one after the other. What of the file has been read is kept, and doubled when more is
-    wanted.
-    """
+    """Values one after the other, from a window that is doubled when more is wanted."""
 
     def __init__(self, file: ByteRange):
         self.at = 0

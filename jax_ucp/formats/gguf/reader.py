@@ -42,8 +42,8 @@ def recognise(path: FilePath) -> bool:
 def open_gguf(path: FilePath, options: Options) -> Contents:
     """The tensors of a file, or with the first of several parts those of all.
 
-    Raises FormatError, naming the file, for what is not as the format has it, for parts that are
-    missing or of another model, and for a part that is not the first.
+    Raises FormatError, naming the file, for what breaks the format, for missing parts or another
+    model's, and for a part that is not the first.
     """
     refuse_stand_in(path)
     first = GGUFFile(path)
@@ -82,9 +82,7 @@ def _writer(version: int, values: Mapping[str, Any]) -> str:
 
 
 def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:
-    """The parts of a model after the first. Raises FormatError where the first is none, or
-    another is missing or does not belong to it.
-    """
+    """The parts of a model after the first. Raises FormatError where one is missing or wrong."""
     name = _PART.fullmatch(path.name)
     count = first.head.values.get(_COUNT, 0)
     parts = int(name["parts"]) if name else 1

@@ -1,6 +1,4 @@
-"""The types that tensors of GGUF have, by their numbers in the file: those of `ggml.h` in ggml 0.25
-without Q8_1 and Q8_K, which a program has in memory alone.
-"""
+"""The types of GGUF's tensors by number: `ggml.h` of ggml 0.25, less Q8_1 and Q8_K."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Files that go with a model: its tokenizer, chat template, generation settings, licence. Their
-bytes are kept as they are.
+"""Files that go with a model (tokenizer, chat template, licence ...), whose bytes are kept.
 
 Facts: the names are those that `save_pretrained` of transformers 4 and 5 writes and
 `from_pretrained` looks for (`utils/hub.py`, `tokenization_utils_base.py`, `processing_utils.py`),
@@ -49,9 +48,7 @@ def kind_of(name: str) -> str:
 
 
 def keep_companions(imported: ContentsBuilder, folder: FilePath) -> set[str]:
-    """Account for the files in a folder that go with the model; those that are too large are left
-    out with a note. Returns the names in the folder that are accounted for.
-    """
+    """The names in a folder of files that go with the model: kept, or too large and noted."""
     room, met = MAX_BYTES, set[str]()
     for file in _files(folder):
         what = f"{kind_of(file.key)}, {file.name}"

@@ -1,9 +1,9 @@
 """Weights of `Conv1D` modules that a method of quantisation stores as those of a `Linear`.
 
-A `Conv1D` has inputs before outputs. bitsandbytes and GPTQ put a Linear in its place and store its
-weight turned: `replace_with_bnb_linear` and `Bnb4bitQuantize.convert` in transformers 5.23
-`integrations/bitsandbytes.py`, `Linear.pack` in AutoGPTQ 0.7 `qlinear_cuda.py`. The numbers that
-they give are outputs first, under a config whose model has them the other way round.
+A `Conv1D` has inputs before outputs. bitsandbytes and GPTQ store it as a Linear, outputs first
+(`replace_with_bnb_linear` and `Bnb4bitQuantize.convert` in transformers 5.23
+`integrations/bitsandbytes.py`, `Linear.pack` in AutoGPTQ 0.7 `qlinear_cuda.py`), under a config
+whose model has them the other way round.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _WEIGHT = re.compile(r".*\b(c_attn|q_attn|c_proj|c_fc)\.weight")
 
 
 def turned(method: str, extras: Mapping[str, Any], weights: Iterable[str]) -> str:
-    """The name of the first dequantised weight that the model's class stores transposed (Conv1D);
-    empty if there is none.
-    """
+    """The first dequantised weight that the model's class transposes (Conv1D), or ""."""
     config = extras.get("config.json", {}).get("config")
     model = config.get("model_type") if isinstance(config, Mapping) else None
     if method not in _METHODS or model not in _MODELS:

@@ -1,10 +1,9 @@
-"""Folders of weights: safetensors, or files of torch.save named as weights, and what lies beside
-them.
+"""Folders of weights: safetensors, or files of torch.save, and what lies beside them.
 
 `weight_names` decides what is read. Nothing else in the folder is silent: what an index or a name
 says is missing is an error, what belongs to the same run is named in a note, and another save of
-the same weights is compared with what is read: a little of every tensor when the folder is opened,
-all of it by `verify` and in a conversion.
+the same weights is compared: a sample when the folder is opened, all by `verify` and in a
+conversion.
 """
 
 from __future__ import annotations
@@ -101,9 +100,8 @@ def recognise(path: FilePath) -> bool:
 def open_weight_folder(path: FilePath, options: Options) -> Contents:
     """The weights in a folder, by the index or the names of its files.
 
-    Raises FormatError, naming files, where some are missing or are not files, where several models
-    or saves could be meant, and where two saves of one model differ; and as `open_safetensors` and
-    `open_torch`.
+    Raises FormatError, naming files, where some are missing, where several models or saves could be
+    meant, and where two saves differ; and as `open_safetensors` and `open_torch`.
     """
     for entry in sorted(path.children()):
         called_so = entry.name in CONFIGS or holds_weights([entry.name])
@@ -173,11 +171,10 @@ def _others(
 
 
 def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> Iterator[str]:
-    """Notes on weights and a trainer's state beside a checkpoint of another format, but for files
-    that are `kept`. Lists the folder once.
+    """Notes on weights and a trainer's state beside a checkpoint of another format.
 
-    Beside those that are not `of_torch`, and have no files that are called so, also what else
-    torch's users save.
+    Files that are `kept` are left out; `of_torch` ones alone are noted with it. Lists the folder
+    once.
     """
     files = [info.name for info in path.folder().list() if info.kind == "file"]
     files = [name for name in files if name not in kept]
@@ -200,9 +197,7 @@ def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _files(path: FilePath) -> list[str]:
-    """The names of files, and of links that lead nowhere, which are called as weights or an
-    index of them first.
-    """
+    """The names of files and of broken links, those of weights or indexes first."""
     names = sorted(entry.name for entry in path.children() if entry.is_file() or entry.link())
     return sorted(names, key=lambda name: not holds_weights([name]))
 
@@ -226,9 +221,7 @@ def _read(path: FilePath, save: WeightSave, options: Options) -> ContentsBuilder
 def _inventory(
     imported: ContentsBuilder, choice: Choice, read: Collection[str], options: Options
 ) -> None:
-    """Account for everything in the folder that is not `read`; what belongs to the same run or may
-    be meant is noted.
-    """
+    """Account for what is not `read`, with notes on files of the run and rivals."""
     used = choice.files_read | {*CONFIGS, SHARDED, *read}
     is_adapter = choice.save.model.stem == "adapter_model"
     noted: dict[str, list[str]] = defaultdict(list)
@@ -288,9 +281,7 @@ def _what_is(name: str) -> str:
 def _compared(
     path: FilePath, contents: Contents, save: WeightSave, same: WeightSave, options: Options
 ) -> Contents:
-    """The checkpoint, whose weights are those of another save too. Raises FormatError where they
-    differ.
-    """
+    """The checkpoint, compared with another save. Raises FormatError where they differ."""
     other = _read(path, same, options).contents()
     if difference := _other_structure(contents, other) or _other_values(contents, other):
         raise FormatError(
@@ -312,11 +303,9 @@ def _compared(
 
 
 def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: Options) -> Contents:
-    """The checkpoint that torch DCP consolidated, compared with the ranks' parts of it, where they
-    were kept.
+    """The checkpoint that torch DCP consolidated, compared with the ranks' parts, if all are there.
 
-    Raises FormatError where they differ. Parts that are not all there do not make the checkpoint
-    less.
+    Raises FormatError where they differ.
     """
     parts = path / SHARDED
     if not parts.is_dir():
@@ -409,9 +398,7 @@ def _kinds(contents: Contents) -> dict[str, str]:
 
 
 def _other_values(contents: Contents, copy: Contents) -> str | None:
-    """The first difference between two checkpoints in a sample of the elements of each array that
-    both have; None if they agree.
-    """
+    """The first difference in a sample of each array that both have; None if they agree."""
     for leaf, other in _pairs(contents, copy):
         for box in _corners(leaf.shape, np.dtype(leaf.dtype).itemsize):
             first, second = contents.arrays.read(leaf.name, box), copy.arrays.read(other.name, box)

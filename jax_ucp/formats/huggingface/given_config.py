@@ -1,8 +1,8 @@
 """A config that somebody gives for weights that have none: what of it the weights can disprove.
 
-A loader makes what a config has and a file lacks of random numbers, and leaves out what the config
-lacks, each time with no more than a warning. Fact: `from_pretrained` of transformers 4 and 5; with
-`tie_word_embeddings` version 4 takes the embedding for the head, whatever is stored.
+A loader makes what a file lacks of random numbers, and leaves out what the config lacks, with no
+more than a warning. Fact: `from_pretrained` of transformers 4 and 5; with `tie_word_embeddings`
+version 4 takes the embedding for the head, whatever is stored.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "transforme
 
 
 def described(contents: Contents, config: Mapping[str, Any]) -> Contents:
-    """The weights with a config that somebody gave for them.
-
-    Raises LayoutError where it is of another number of layers.
-    """
+    """The weights with a given config. Raises LayoutError for another number of layers."""
     params = _parameters(contents)
     for key, pattern in _LAYERS.items():
         said, more = config.get(key), config.get(_MORE_LAYERS)
@@ -52,9 +49,7 @@ def described(contents: Contents, config: Mapping[str, Any]) -> Contents:
 
 
 def require_tied(contents: Contents, config: Mapping[str, Any]) -> None:
-    """Raise LayoutError where a head is stored that is not the embedding to which the config ties
-    it. Reads both.
-    """
+    """Raise LayoutError where the stored head is not the tied embedding. Reads both."""
     params = _parameters(contents)
     embedding = next(filter(None, map(params.get, _EMBEDDINGS)), None)
     head = params.get(_HEAD)

@@ -1,6 +1,4 @@
-"""Files that an export writes beside weights, so that the folder loads as a model: its config, and
-the files that go with it.
-"""
+"""Files beside exported weights, by which the folder loads as a model."""
 
 from __future__ import annotations
 
@@ -23,11 +21,9 @@ _DTYPES = ("dtype", "torch_dtype")
 def model_configs(
     extras: Mapping[str, Mapping[str, Any]], params: Parameters
 ) -> tuple[dict[str, Config], list[str]]:
-    """The configs among the extras that are still true, by the names of their files, and what was
-    changed in them.
+    """The configs among the extras that are still true, by file name, and what was changed.
 
-    The dtype that a config names is that of the floating weights, where they have one: a loader
-    would round them to it.
+    The dtype in a config becomes that of the weights: a loader would round them to it.
     """
     is_adapter = all(name.startswith(PREFIX) for name in params.model)
     kept: dict[str, Config] = {}
@@ -53,8 +49,6 @@ def model_configs(
 
 
 def companion_files(companions: Mapping[str, FilePath]) -> Iterator[File]:
-    """The files that go with a model, as they are. Names that are none of such files are those of
-    no writer, and are not written.
-    """
+    """The files that go with a model; names that are none of such files are not written."""
     for name in filter(kind_of, companions):
         yield File.literal(name, companions[name].read_bytes())

@@ -1,9 +1,8 @@
 """The order of a model's modules, which safetensors do not have: their names are sorted.
 
-`module_orders.json` says of model types of transformers in which order modules lie side by side, as
-their classes have them (`tests/generators/module_orders.py` writes it, of the releases that it
-names). `torch.nn.Module.parameters` goes through modules in that order, and `torch.optim` numbers
-parameters so.
+`module_orders.json` has the orders of side by side modules, by model type of transformers
+(`tests/generators/module_orders.py` writes it). `torch.nn.Module.parameters`, and so numbers in
+`torch.optim`, go by them.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ _Order = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A model type: orders of modules that lie side by side, by the major release that has them;
-    `all` have some. `buffers` are names that no parameter has.
-    """
+    """A model type: its orders of modules by major release; `buffers` are no parameters."""
 
     orders: Mapping[str, Sequence[_Order]]
     buffers: frozenset[str]
@@ -116,9 +113,7 @@ def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
 def orders_of(
     names: Sequence[str], types: Iterable[str] | None = None, release: str = ""
 ) -> dict[tuple[str, ...], list[str]]:
-    """Every order that the types, or any that is known, give to these names, with the types that
-    give it.
-    """
+    """Every order that the types, or any known ones, give to names, with those types."""
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for model_type in model_types() if types is None else types:
         try:

@@ -1,13 +1,8 @@
-"""Quantised weights, recognised in any format: tensors that mean something only together with
-others.
+"""Quantised weights, recognised in any format: tensors that mean something only together.
 
-A table has the schemes, each a few names beside one another and their dtypes: which tensor holds
-the codes, which others they need, what the weight is called that they stand for. A model's config,
-where one is stored, says more: with a quantisation declared there, a tensor of codes that no scheme
-explains is not taken for a weight either.
-
-Names are compared as labels whose parts are joined by dots, so that it does not matter which format
-holds them.
+A table has the schemes: which tensor holds the codes, which others they need, what the weight is
+called that they stand for. With a quantisation declared by a model's config, a tensor of codes that
+no scheme explains is not taken for a weight either. Names are labels joined by dots, in any format.
 
 Sources: `quantizers/` and `integrations/` of transformers 4.57 (fp8, mxfp4, gptq, awq, eetq, hqq,
 quanto), bitsandbytes 0.48 `functional.py` (QuantState.as_dict), compressed-tensors 0.12
@@ -138,12 +133,9 @@ SCHEMES = (
 
 
 def settle(contents: Contents, dequantize: Dequantize) -> Contents:
-    """The checkpoint, in which quantised weights are marked, with `dequantize=False` kept as
-    parts, or with a dtype dequantised to it.
+    """The checkpoint with quantised weights marked, kept as parts (False), or dequantised.
 
-    Marked, they are not handed out. Kept, what was imported as a parameter is under the state
-    `stored`; the tree of a JAX program stays as that program saved it.
-
+    Kept, imported parts are under the state `stored`; a JAX program's tree stays as it was saved.
     Raises QuantizedWeights and FormatError for what cannot be dequantised.
     """
     if contents.source.get("dequantize") is False and "mapping" in contents.source:
@@ -183,11 +175,9 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
 
 
 def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeight]:
-    """Every weight of a checkpoint that is stored as codes, with its parts; parts that are kept as
-    such are none.
+    """Every weight of a checkpoint that is stored as codes, with its parts.
 
-    `method` is what a config declares. `contents.quantized` are those that an importer knows of
-    already, by a dtype that has no whole bytes.
+    `method` is what a config declares. `contents.quantized` are known by a narrow dtype already.
     """
     # the leaves with an array, but for parts that are kept as such, by their labels with dots
     arrays = [leaf for leaf in contents.leaves if leaf.has_array]
@@ -233,9 +223,7 @@ def declared(extras: Mapping[str, Any]) -> str:
 
 
 def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The method that a config among the extras declares, and all that it says of it; empty if
-    none does.
-    """
+    """The method that a config among the extras declares, and its settings; or ""."""
     for file, key in _DECLARED:
         config = extras.get(file, {}).get("config")
         for inner in (config, _item(config, "text_config")):
@@ -309,9 +297,7 @@ def _by_names(leaves: Mapping[str, Leaf]) -> Iterator[QuantizedWeight]:
 def _parts(
     scheme: Scheme, name: str, base: str, leaves: Mapping[str, Leaf]
 ) -> dict[str, str] | None:
-    """The stored parts of the weight whose codes may be called `name`, if all it needs is there
-    and fits.
-    """
+    """The stored parts of the weight with codes `name`, if all it needs fits."""
     codes = leaves[name]
     if not codes.dtype.startswith(scheme.dtypes):
         return None
@@ -338,7 +324,7 @@ def _role(suffix: str) -> str:
 def _unexplained(
     leaves: Mapping[str, Leaf], claimed: set[str], method: str
 ) -> Iterator[QuantizedWeight]:
-    """Codes of which no scheme has the scales, where a config declares that weights are quantised.
+    """Codes that no scheme explains, where a config declares that weights are quantised.
 
     What else is of the same module goes with them, except a bias.
     """
@@ -377,9 +363,7 @@ _UNCOMPRESSED = (
 
 
 def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedWeight:
-    """With the labels of leaves for names; the weight, which may be no leaf, is called as its
-    codes are.
-    """
+    """The weight and parts by labels of leaves; the weight may be no leaf of its own."""
     parts = {role: leaves[name].label for role, name in weight.parts.items()}
     depth = parts["codes"].count("/")
     steps = weight.name.split(".")
@@ -389,9 +373,7 @@ def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedW
 
 
 def _imported(contents: Contents) -> bool:
-    """Whether an importer made the tree; otherwise a JAX program did, which knows what its
-    leaves are.
-    """
+    """Whether an importer made the tree, and not a JAX program, which knows its leaves."""
     return contents.source.get("format", contents.format) not in ("universal", "orbax", "memory")
 
 
@@ -431,9 +413,7 @@ def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequen
 
 
 def _kept(contents: Contents) -> Contents:
-    """The checkpoint with the parts of quantised weights as they are: in an imported tree under
-    `stored`.
-    """
+    """The checkpoint with the parts of quantised weights, imported ones under `stored`."""
     note = (
         f"{len(contents.quantized)} quantised weights are kept as the parts that are stored, as"
         " asked"

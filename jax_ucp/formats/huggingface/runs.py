@@ -1,5 +1,4 @@
-"""The folder of a run of transformers' Trainer, or of accelerate: a checkpoint for each of some
-steps.
+"""The folder of a run of transformers' Trainer, or of accelerate, with its steps.
 
 transformers calls them `checkpoint-N`, where N is `global_step` in `trainer_state.json`, which is
 written last; accelerate calls them `checkpoint_N`, where N counts.
@@ -19,9 +18,7 @@ _STEP = re.compile(r"checkpoint([-_])(0|[1-9]\d{0,17})")
 
 
 def find_run(path: FilePath) -> Run | None:
-    """The run of the Trainer (`checkpoint-N`), or else of accelerate (`checkpoint_N`), in a folder;
-    None if it has neither.
-    """
+    """The run of the Trainer, or else of accelerate, in a folder; None if there is neither."""
     trainer: dict[int, FilePath] = {}
     accelerate: dict[int, FilePath] = {}
     unread: list[str] = []
@@ -41,9 +38,7 @@ def find_run(path: FilePath) -> Run | None:
 
 
 def _check_step(run: Run, number: int) -> None:
-    """Raise FormatError where a checkpoint of the Trainer is not finished, or is of another step.
-    One of accelerate has nothing that says so.
-    """
+    """Raise FormatError for an unfinished checkpoint of the Trainer, or one of another step."""
     folder = run.steps[number]
     others = [other for other in run.steps if other != number]
     other = f"; step={others[-1]} opens the one before" if others else ""

@@ -54,8 +54,7 @@ _MAX_KEPT_BYTES = 1 << 26
 class TrainingFolder:
     """The files of a training checkpoint beside the weights that are read.
 
-    `optimizers` are files by what their dict is called; `others` are other models by name, which
-    are not read; `kept` is the rest of the trainer's state.
+    `optimizers` are by what their dict is called; `others` are other models, not read.
     """
 
     path: FilePath
@@ -74,10 +73,7 @@ class TrainingFolder:
 
 
 def parse(path: FilePath, names: Collection[str]) -> TrainingFolder:
-    """The training checkpoint that files of these names are, beside weights.
-
-    Raises FormatError where two files are of one optimizer.
-    """
+    """The training checkpoint of files beside weights. Raises FormatError for rivals."""
     optimizers: dict[str, str] = {}
     for match in filter(None, map(_OPTIMIZER.fullmatch, sorted(names))):
         first = optimizers.setdefault(match["stem"], match[0])
@@ -97,11 +93,10 @@ def add_training(
     others: Mapping[str, StateTensor],
     options: Options,
 ) -> None:
-    """Give the optimizer's states to the parameters of an import, and keep the rest of the
-    trainer's state as extras. `others` are the weights of other models.
+    """Give the optimizer's states to an import's parameters; other files become extras.
 
-    Raises FormatError where a file is not what its name says, or where the user's word does not
-    fit.
+    `others` are the weights of other models. Raises FormatError where a file is not what its name
+    says, or where the user's word does not fit.
     """
     for name in folder.kept:
         _keep(imported, folder.path / name)
@@ -112,9 +107,7 @@ def add_training(
 
 
 def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
-    """A checkpoint of another format, such as DeepSpeed's, with what the Trainer or accelerate
-    saved beside it in the folder `path` as extras.
-    """
+    """A checkpoint with what the Trainer or accelerate saved beside it as extras."""
     names = [child.name for child in path.children() if child.is_file()]
     folder = parse(path, names)
     if not folder.kept:
@@ -190,9 +183,7 @@ def _place(imported: ContentsBuilder, tree: Tree, placed: Places) -> None:
 
 
 def _opened(path: FilePath) -> TorchFile:
-    """A file that the name says torch.save wrote. Raises FormatError, with the way to the
-    weights, where it is none.
-    """
+    """A file named as torch.save's. Raises FormatError, with the way to the weights."""
     try:
         if not path.is_file() or not is_torch_file(path):
             why = stand_in(path) if path.is_file() else why_missing(path.parent, path.name)
@@ -220,18 +211,14 @@ def weights_of(imported: ContentsBuilder, model: str) -> dict[str, StateTensor]:
 
 @dataclass(frozen=True)
 class _ModelOf:
-    """The class of a folder's model, as its configs name it, and whether its files have the weights
-    in the model's order.
-    """
+    """The class of a folder's model, by its configs, and whether files have its order."""
 
     imported: ContentsBuilder
     folder: TrainingFolder
 
     @property
     def is_ordered(self) -> bool:
-        """Whether weights come from one file of torch.save, which has them in the order of the
-        module.
-        """
+        """Whether weights come from one file of torch.save, which has the module's order."""
         return self.imported.format == "torch" and len(self.imported.weight_files()) == 1
 
     def types(self) -> list[str]:
@@ -304,11 +291,7 @@ _NO_ORDER = (
 
 
 def _keep(imported: ContentsBuilder, path: FilePath) -> None:
-    """A file of the trainer's state as extras. It is read now, so that its checksums are compared
-    now.
-
-    Raises FormatError where it is not what its name says.
-    """
+    """Keep a file of the trainer's state as extras, read and proved now. Raises FormatError."""
     name = path.name
     if name == TRAINER_STATE:
         imported.extra(name, "state", read_json(path))

@@ -19,7 +19,7 @@ _PLACEHOLDER = "PLACEHOLDER://"
 
 
 def placeholder(value: Any) -> str | None:
-    """The name of the array that a value of the file stands for; None of any other value.
+    """The name of the array that a value stands for; None of any other value.
 
     Source: `leaf_placeholder`, `utils.py` of orbax-checkpoint 0.5.20.
     """
@@ -29,10 +29,7 @@ def placeholder(value: Any) -> str | None:
 
 
 def read_aggregate(directory: Files, paths: Collection[TreePath]) -> Mapping[TreePath, Any]:
-    """The values in the file by leaf of the tree with these paths; empty without a file.
-
-    Raises FormatError where it has another tree.
-    """
+    """The values in the file by leaf of the tree; Raises FormatError for another tree."""
     path = FilePath(directory, AGGREGATE_FILE)
     # the files of others that are called so are texts, which begin below 0x80
     if not path.is_file() or path.read_range(0, 1) < b"\x80":

@@ -32,11 +32,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_array_folders(path: FilePath, options: Options) -> Contents:
-    """The arrays in the folder at `path`, each at the path that is its name, split at dots.
-
-    Raises FormatError where these paths are no tree, or an array is not one of zarr v2 that can be
-    read.
-    """
+    """The arrays in the folder, each at the path of its name. Raises FormatError."""
     directory = path.folder()
     note_files(directory)
     stored = [child.name for child in path.children() if (child / ARRAY_FILE).is_file()]

@@ -1,5 +1,4 @@
-"""The arrays that Orbax, T5X and Paxml leave in a folder, read by TensorStore: zarr v2 or v3, each
-in a folder of its own, or all in an OCDBT database.
+"""The arrays that Orbax, T5X and Paxml leave: zarr v2 or v3, in folders or OCDBT databases.
 
 Facts: `_src/serialization/tensorstore_utils.py` and `ocdbt_utils.py` of orbax-checkpoint 0.12.8.
 """
@@ -75,8 +74,8 @@ class ZarrFolder:
 def databases(folder: Files, ocdbt: bool | None) -> tuple[str, ...]:
     """The databases that a folder has, where its files say of `ocdbt` whether it has any.
 
-    Without a word, there is one if it has a manifest, as Orbax itself looks. Where only processes
-    have databases, the save was never merged. Raises FormatError where one of them is missing.
+    Without a word, a manifest says it, as for Orbax. Where only processes have databases, the save
+    was never merged. Raises FormatError where one is missing.
     """
     if ocdbt is False:
         return ()
@@ -115,10 +114,7 @@ def check_size(storage: ZarrFolder, arrays: Mapping[str, ArrayInfo]) -> None:
 
 
 def names_beside(storage: ZarrFolder, stored: Mapping[str, str]) -> set[str]:
-    """The entries directly in the folder that belong to the arrays with these names.
-
-    Raises FormatError where an array is there twice.
-    """
+    """The folder's entries that belong to the named arrays. Raises FormatError for two of one."""
     if storage.databases:
         folders = {file.name.partition("/")[0] for file in storage.folder.walk()}
         processes = {name for name in folders if name.startswith(PROCESS_PREFIX)}
@@ -144,16 +140,12 @@ def joined(*sources: ArraySource) -> ArraySource:
 class ZarrArrays(MakesArrays):
     """The arrays of a stock checkpoint, by the names of their leaves.
 
-    Stock's chunks are as large as what a device held. One that is read in several blocks stays
-    decoded until another is wanted: to decode it costs more than to copy it, and takes its bytes in
-    memory for each block anew.
+    Stock's chunks are as large as a device's part. One that is read in several blocks stays decoded
+    until another is wanted.
     """
 
     def __init__(self, storage: ZarrFolder, stored: Mapping[str, str]):
-        """`stored` has the names of arrays in the folder, by those that they have here.
-
-        Raises FormatError where one is not there, or is none that stock writes.
-        """
+        """`stored` has the names of arrays in the folder. Raises FormatError."""
         self._storage, self._stored = storage, stored
         self._specs = _specs(storage, stored)
         self._handles: dict[str, Any] = {}
@@ -191,9 +183,7 @@ class ZarrArrays(MakesArrays):
         yield Piece(database or stored, stored, box, box)
 
     def _handle(self, key: str, box: Box) -> Any:
-        """The array, as it is opened for a read of `box`: with a cache for the chunks of which
-        that is a part.
-        """
+        """The array for a read of `box`: with a cache for the chunks that are larger."""
         info = self._infos[key]
         around = whole_chunks(box, info.chunk or box.shape)
         nbytes = around.size * info.dtype.itemsize
@@ -252,7 +242,7 @@ def _kvstore(storage: ZarrFolder, name: str, layers: Mapping[str, Any]) -> dict[
 
 
 def _process_layers(storage: ZarrFolder) -> dict[str, list[dict[str, Any]]]:
-    """For each array the files that processes wrote of it, each in the database that has it.
+    """For each array the files of its processes, each in the database that has it.
 
     Raises FormatError where two have one chunk, or describe an array differently.
     """
@@ -299,9 +289,7 @@ def _differ(values: Any, others: Any, key: str) -> bool:
 
 
 def _check_complete(storage: ZarrFolder, name: str, array: Any, spec: Mapping[str, Any]) -> None:
-    """Raise FormatError where a chunk is in no process's database: it may be zeros that were left
-    out, or the database of a process is missing.
-    """
+    """Raise FormatError where a chunk is in no database: zeros left out, or one is missing."""
     chunk = array.chunk_layout.write_chunk.shape or ()
     chunks = math.prod(-(-n // max(1, c)) for n, c in zip(array.shape, chunk, strict=True))
     there = len(spec["kvstore"]["layers"]) - 1

@@ -1,8 +1,4 @@
-"""Checkpoints of stock Orbax: v0 (OCDBT or plain, zarr v2) and v1 (OCDBT, zarr v3) PyTree
-checkpoints, of 0.5 and later.
-
-Nothing of Orbax is imported.
-"""
+"""PyTree checkpoints of stock Orbax 0.5 and later: v0 (OCDBT or plain, zarr v2), v1 (zarr v3)."""
 
 from __future__ import annotations
 
@@ -49,8 +45,7 @@ def recognise(path: FilePath) -> bool:
 def open_orbax(path: FilePath, options: Options) -> Contents:
     """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`.
 
-    Raises FormatError where an array is none that stock writes, or says that it is larger than its
-    files can make it.
+    Raises FormatError for an array that stock does not write, or larger than its files.
     """
     directory = path.folder()
     note_files(directory)
@@ -73,8 +68,10 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
 
 
 def note_files(directory: Files) -> None:
-    """Note every file: TensorStore reads most of them, does not say which, follows every link, and
-    waits for ever for a FIFO. A name that leads out is refused here, and what is not a file.
+    """Note every file, since TensorStore does not say which it reads. Raises FormatError.
+
+    It follows every link, and waits for ever for a FIFO: names that lead out, and what is no file,
+    are refused here.
     """
     files = directory.walk()
     if not directory.is_remote:  # where there are links
@@ -120,9 +117,7 @@ def _check_described(directory: Files, tree: OrbaxTree, leaf: Leaf) -> None:
 
 
 def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
-    """Raise FormatError where an array is not what a device wrote a part of: smaller, of other
-    axes, or in chunks that do not divide that part, as Orbax's do.
-    """
+    """Raise FormatError where an array is not what a device wrote a part of, in such chunks."""
     written = tree.written.get(leaf.name)
     if written is None:
         return

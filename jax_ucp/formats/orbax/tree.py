@@ -61,9 +61,7 @@ class _TreeEntry(msgspec.Struct):
 
 
 class _TreeFile(msgspec.Struct):
-    """The part of `_METADATA` that is read; of the rest older versions say less: 0.5 only the tree,
-    and `use_ocdbt` only those from 0.11.31 on.
-    """
+    """The part of `_METADATA` that is read: 0.5 has only the tree, 0.11.31 adds `use_ocdbt`."""
 
     tree_metadata: dict[str, _TreeEntry]
     use_ocdbt: bool | None = None
@@ -81,9 +79,7 @@ class _DeviceMesh(msgspec.Struct):
 
 
 class _Sharding(msgspec.Struct):
-    """A NamedSharding in `_sharding`; its devices, which older versions lack, are in lists as
-    deep as it has axes.
-    """
+    """A NamedSharding in `_sharding`; devices, if any, are in lists as deep as its axes."""
 
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -112,11 +108,10 @@ class _ArrayMetadatas(msgspec.Struct):
 class OrbaxTree:
     """The tree of a stock PyTree checkpoint, and how its arrays are stored.
 
-    The leaves have no shape or dtype yet: those are with the arrays. `stored` has the name that
-    stock gave each array, by the name of its leaf here, which is safe for a directory; stock's need
-    not be. `packed` are the values in `checkpoint`. `written` is the shape of what a device wrote
-    of an array, where it says so. `undescribed` are the arrays of which `array_metadatas` had more
-    to say, and is lost. `ocdbt` is None where the files do not say it.
+    The leaves have no shape or dtype yet. `stored` has stock's name of each array, by the name of
+    its leaf. `packed` are the values in `checkpoint`. `written` is the shape of what a device wrote
+    of an array, if known. `undescribed` are arrays whose properties in `array_metadatas` are lost.
+    `ocdbt` is None where the files do not say it.
     """
 
     leaves: tuple[Leaf, ...]
@@ -133,10 +128,9 @@ class OrbaxTree:
 def read_orbax_tree(directory: Files) -> OrbaxTree:
     """The tree of the stock PyTree checkpoint in `directory`.
 
-    Raises FormatError where a file says something stock Orbax does not, or two leaves have one
-    name, as stock gives to `{"a": {"b": x}}` and `{"a.b": y}`, of which it keeps one array;
-    NotACheckpoint where it belongs to a universal checkpoint without its `ucp.json`, which stock
-    would read half of.
+    Raises FormatError for what stock Orbax does not say, or two leaves of one name, as stock gives
+    to `{"a": {"b": x}}` and `{"a.b": y}`, of which it keeps one array; NotACheckpoint where it
+    belongs to a universal checkpoint without its `ucp.json`, which stock would read half of.
     """
     content = _json(directory, TREE_FILE, _TreeFile)
     if MARK in (content.custom_metadata or {}):
@@ -187,10 +181,7 @@ def _in_arrays(
 
 @dataclass(frozen=True)
 class _TreeFiles:
-    """Properties of leaves in the files beside the tree, by stock's names.
-
-    `aggregate` has them by their paths.
-    """
+    """Properties of leaves in the files beside the tree, by stock's names; `aggregate` by paths."""
 
     directory: Files
     shardings: Mapping[str, SavedSharding]
@@ -199,17 +190,15 @@ class _TreeFiles:
     aggregate: Mapping[TreePath, Any]
 
     def lacks(self, entry: _TreeEntry) -> bool:
-        """Whether `array_metadatas` had something of an array and does not have it: `write_shape`
-        is taken from there (Orbax 0.12, `_get_param_infos_with_write_shape`).
+        """Whether an array's properties in `array_metadatas`, and so `write_shape`, are lost.
+
+        Source: `_get_param_infos_with_write_shape` of Orbax 0.12.
         """
         written = entry.value_metadata.write_shape is not None
         return written and _stock_name(entry) not in self.key_impls
 
     def packed_value(self, path: TreePath, entry: _TreeEntry) -> Any:
-        """The value of a leaf in the aggregate file; None where it is stored elsewhere, or nothing.
-
-        Raises FormatError where one of the two files says that the other has the value.
-        """
+        """The value of a leaf in the aggregate file; None of any other. Raises FormatError."""
         value = self.aggregate.get(path)
         about = entry.value_metadata
         is_elsewhere = not self.aggregate or placeholder(value) is not None
@@ -224,9 +213,7 @@ class _TreeFiles:
         return value if about.skip_deserialize else None
 
     def leaf(self, path: TreePath, name: str, entry: _TreeEntry, packed: Any) -> Leaf:
-        """A leaf of the tree. Raises FormatError for a type that stock does not write, and for a
-        string without its text.
-        """
+        """A leaf of the tree. Raises FormatError for an unknown type, or a missing text."""
         stock_name, value_type = _stock_name(entry), entry.value_metadata.value_type
         if value_type in EMPTY_TYPES and packed is not None:
             # what 0.5 had no handler for, such as an empty tuple

@@ -56,9 +56,7 @@ class LoraConfig:
 
     @classmethod
     def of(cls, config: Any, where: str) -> LoraConfig:
-        """The config in a file. Raises FormatError where it is no adapter's, of another method, or
-        says what changes the sum in a way that is not known here.
-        """
+        """The config in a file. Raises FormatError for another method or an unknown setting."""
         if not isinstance(config, Mapping):
             raise FormatError(f"{where} is not a config of an adapter, but {config!r:.80}")
         _require_lora(config, where)
@@ -84,8 +82,7 @@ class LoraConfig:
     def scale(self, module: str, rank: int) -> float:
         """The scale of the product of a module's factors, which have this rank.
 
-        Raises FormatError where the config has another rank for it, or versions of peft would take
-        another alpha.
+        Raises FormatError for another rank, or where versions of peft would take another alpha.
         """
         said = self._said(self.rank_pattern, module, self.rank)
         if said != rank:
@@ -135,8 +132,7 @@ def saved_modules(extras: Mapping[str, Any]) -> Sequence[str]:
 def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
     """A checkpoint of an adapter's factors with peft's config for them.
 
-    Raises FormatError where the config is of another method, or of other ranks, and TreeMismatch
-    where the checkpoint has other parameters than peft has in an adapter.
+    Raises FormatError for another method or ranks, TreeMismatch for other parameters than peft's.
     """
     checked = LoraConfig.of(config, CONFIG)
     for leaf in contents.leaves:

@@ -54,9 +54,8 @@ _Step = tuple[_Adapter, WeightChange]
 def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     """The base with adapters merged; nothing is read but their metadata.
 
-    Raises FormatError where one is no LoRA adapter, or does not fit the base, with everything that
-    does not; LayoutError where the base has states of an optimizer, or weights of another dtype
-    than float32, bfloat16 and float16.
+    Raises FormatError with all that does not fit; LayoutError where the base has states of an
+    optimizer, or weights of another dtype than float32, bfloat16 and float16.
     """
     params = _parameters(base)
     shapes = {name: leaf.shape for name, leaf in params.items()}
@@ -104,9 +103,7 @@ def _changed(adapters: Sequence[_Adapter]) -> Mapping[str, Sequence[_Step]]:
 def _leaves(
     base: Contents, params: Mapping[str, Leaf], made: Mapping[str, MergedWeight]
 ) -> tuple[list[Leaf], dict[str, str]]:
-    """The leaves of the base, then those of new parameters; and the name of the array of each
-    weight that is merged.
-    """
+    """The leaves of the base and of new parameters; and the array of each merged weight."""
     leaves = list(base.leaves)
     for name, weight in made.items():
         if name not in params:
@@ -127,9 +124,7 @@ def _checks(
 
 
 def _parameters(base: Contents) -> dict[str, Leaf]:
-    """The parameters by name. Raises LayoutError where the tree is not that of an import, or has
-    more than these.
-    """
+    """The parameters by name. Raises LayoutError for a tree with more than these."""
     params: dict[str, Leaf] = {}
     for leaf in base.leaves:
         if len(leaf.path) != 2 or not leaf.has_array:
@@ -166,11 +161,10 @@ def _adapter(contents: Contents, base: Mapping[str, tuple[int, ...]]) -> _Adapte
 
 
 def _untied(base: Contents, changed: Mapping[str, Sequence[_Step]]) -> Mapping[str, Any]:
-    """The extras of what is merged. A config that ties a model's head to its embedding does not any
-    more where an adapter has one for each.
+    """The extras of what is merged; a config does not tie heads that adapters untie.
 
-    Raises FormatError where it has only the head, or takes the place of the embedding alone, beside
-    which it was trained with the head as it was: a loader would take the embedding for the head.
+    Raises FormatError where an adapter has only the head, or replaces the embedding alone, beside a
+    head that stays: a loader would take the embedding for the head.
     """
     config = base.extras.get(_CONFIG, {}).get("config")
     if not isinstance(config, Mapping) or not config.get("tie_word_embeddings"):
@@ -201,10 +195,7 @@ def _untied_config(
 def _merged_weight(
     leaf: Leaf | None, base: Mapping[str, Array], steps: Sequence[_Step]
 ) -> MergedWeight:
-    """A weight of the base, or a new one, with what adapters do to it one after the other.
-
-    What replaces it comes first: the others add to that.
-    """
+    """A weight, or a new one, with adapters' changes in order; a replacement comes first."""
     whole = [step for step in steps if step[1].replaced]
     adding = [step for step in steps if not step[1].replaced]
     name = steps[0][1].weight

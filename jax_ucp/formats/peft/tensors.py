@@ -48,9 +48,8 @@ Shapes = Mapping[str, Shape]
 class WeightChange:
     """A change that an adapter makes to one weight of the base.
 
-    `a` and `b` name its factors, and `shapes` are what they are read as: where they are for
-    `experts`, with an axis of these. `magnitude` is DoRA's. With `b` alone, a vector is added.
-    Without factors, `replaced` is the tensor that takes the weight's place.
+    `a` and `b` name its factors, read as `shapes`, with an axis of `experts`. `magnitude` is
+    DoRA's. With `b` alone, a vector is added. Without factors, `replaced` takes the weight's place.
     """
 
     weight: str
@@ -74,8 +73,7 @@ class WeightChange:
 def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightChange]:
     """The changes that an adapter of these tensors makes to a base with these parameters.
 
-    Raises FormatError with everything that is not right: a tensor that is none of a LoRA adapter's,
-    a factor without the other, a weight that the base lacks, shapes and ranks that do not agree.
+    Raises FormatError with everything that does not fit.
     """
     modules, others, faults = _sorted(tensors)
     found: list[WeightChange] = []
@@ -110,9 +108,7 @@ def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightCha
 def _sorted(
     tensors: Shapes,
 ) -> tuple[dict[str, dict[str, str]], dict[str, str], list[str]]:
-    """The tensors of each module by role, those that replace a parameter by its name, and what is
-    neither.
-    """
+    """The tensors of modules by role, replacements by parameter, and all others."""
     modules: dict[str, dict[str, str]] = defaultdict(dict)
     others: dict[str, str] = {}
     faults: list[str] = []
@@ -313,9 +309,7 @@ class _AdapterReader:
 
     @cached_property
     def _is_linear(self) -> bool:
-        """Whether the base has weights whose outputs, as their biases count them, come first, and
-        none whose outputs come last.
-        """
+        """Whether all weights of the base have outputs first, by their biases."""
         return not self._has_conv1d and any(
             len(shape) == 2 and self._bias(weight) == shape[:1] != shape[1:]
             for weight, shape in self.base.items()
@@ -325,8 +319,8 @@ class _AdapterReader:
     def _has_conv1d(self) -> bool:
         """Whether the base has weights whose outputs, as their biases count them, come last.
 
-        Then `fan_in_fan_out` decides nothing: peft writes what the module that it looked at last
-        is, also where others are Linear, as GPT-2's head (`dispatch_default`, `lora/layer.py`).
+        Then `fan_in_fan_out` decides nothing: peft writes what the last module is, also where
+        others are Linear, as GPT-2's head (`dispatch_default`, `lora/layer.py`).
         """
         return any(map(self._is_conv1d, self.base))
 

@@ -1,6 +1,4 @@
-"""The rule of nearly every scheme: (code - zero point) * scale, with one scale for each block of
-elements.
-"""
+"""The rule of nearly every scheme: (code - zero point) * scale, by blocks of elements."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 class Codes:
     """How stored codes are numbers: by their own dtype, or packed.
 
-    `table` has the number of each code; without it that is the code less `offset`. With `row`, the
-    last axis of the words is stored as two, the second of that length.
+    `table` has each code's number, else it is the code less `offset`. With `row`, the last axis of
+    words is stored as two, the second of that length.
     """
 
     packing: Packing | None = None
@@ -69,9 +67,7 @@ def _numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The element of a small array that belongs to an element of the weight: `index // block[axis]`
-    on every axis. The last block of an axis may be cut short.
-    """
+    """The place in a small array: `index // block[axis]`; last blocks may be cut short."""
 
     block: tuple[int, ...]
 
@@ -136,9 +132,7 @@ def _counts(start: int, stop: int, block: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The element of a small array that belongs to an element of the weight: an array of groups
-    says it for one axis; on the others there is one for each.
-    """
+    """The place in a small array: an array of groups says it for one axis."""
 
     axis: int
     groups: int
@@ -156,9 +150,7 @@ class Gathered:
     def apply(
         self, change: np.ufunc, values: np.ndarray, small: np.ndarray, group: np.ndarray
     ) -> None:
-        """Change values in their place, each with the element that belongs to it; neighbours of one
-        group at once.
-        """
+        """Change values in place, neighbours of one group at once."""
         values, small = np.moveaxis(values, self.axis, 0), np.moveaxis(small, self.axis, 0)
         edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
         if len(edges) > _MOST_RUNS:
@@ -263,9 +255,9 @@ class Wrapping(Dequantizer):
 
 @dataclass(frozen=True)
 class TurnedParts(Wrapping):
-    """A weight whose parts are stored with their last two axes exchanged, which are exchanged back
-    before `inner` makes numbers of them: words, and not the elements that they hold, which are
-    several times as many.
+    """A weight whose parts are stored with their last two axes exchanged.
+
+    They are exchanged back as words, before `inner` makes numbers of them.
     """
 
     def boxes(self, box: Box) -> Mapping[str, Box]:

@@ -1,5 +1,4 @@
-"""AWQ (`version: gemm`), as AutoAWQ and GPTQModel write it: 4 bits across the outputs, eight to a
-word in an order of their own.
+"""AWQ (`version: gemm`), as AutoAWQ and GPTQModel write it: eight codes to a shuffled word.
 
 Rule: (code - zero point) * scale, in float32, rounded once; the weight is that of a Linear, outputs
 before inputs. Source: `dequantize_gemm` in AutoAWQ 0.2.9 `utils/packing_utils.py`.

@@ -24,9 +24,8 @@ _CODES = np.arange(16, dtype=np.float32)
 class Packing:
     """Codes of `bits` bits along one axis, the first in the lowest bits of the first word.
 
-    A code may lie in two words. `order[i]` is where among the codes of a word the i-th element is,
-    for writers that shuffle them; `is_high_first` has the first of two elements in the high half of
-    a byte.
+    A code may lie in two words. `order[i]` is the place of the i-th element among the codes of a
+    word; `is_high_first` has the first of two elements in the high half of a byte.
     """
 
     bits: int
@@ -82,9 +81,7 @@ class Packing:
         return codes[tuple(index)]
 
     def numbers(self, words: np.ndarray, box: Box, table: np.ndarray | None) -> np.ndarray:
-        """For each code in a box its number in a table of float32, or the code itself, of just the
-        words that `box` says.
-        """
+        """The codes in a box, or their numbers in a table, from just the words of `box`."""
         if self.bits != 4 or self.order or self.axis != words.ndim - 1:
             codes = self.unpack(words, box)
             return codes.astype(np.float32) if table is None else np.take(table, codes)

@@ -55,11 +55,10 @@ def _rows(stored: StoredWeight) -> Dequantizer:
 
 @dataclass(frozen=True)
 class Runs:
-    """A matrix of 4-bit codes with one scale for each run of `block` elements of a row; the last
-    run of a row may be cut short. A stored element of the codes has `width` bytes.
+    """A matrix of 4-bit codes with one scale for each run of `block` elements of a row.
 
-    With `nested`, a scale is a code itself, and `nested` scales in the order of rows have one
-    scale; `offset` is added to each.
+    The last run of a row may be cut short. A stored element of codes has `width` bytes. With
+    `nested`, scales are codes: `nested` of them in order have one scale, and `offset` is added.
     """
 
     scheme: str

@@ -128,9 +128,7 @@ def _stored_shape(stored: StoredWeight) -> tuple[int, ...]:
 def _few_bits(
     table: np.ndarray, bits: int, group: int, scales: Sequence[str], is_global: bool = False
 ) -> _Format:
-    """Floats of 4 or 6 bits in bytes, with a scale for each group of elements of a row; with
-    `is_global` one number divides all scales.
-    """
+    """Floats of 4 or 6 bits with a scale for each group in a row, and maybe a global one."""
 
     def make(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
         stored.only("codes", "scale", *["global_scale"] * is_global)
@@ -208,9 +206,7 @@ def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -
 
 
 def _block(stored: StoredWeight, block: object) -> tuple[int, int]:
-    """Rows and columns of a config's `block_structure`, such as [128, 128] or "128x128". Raises
-    QuantizedWeights for anything else.
-    """
+    """Rows and columns of `block_structure`, [128, 128] or "128x128". Raises QuantizedWeights."""
     text = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", str(block))
     match [int(n) for n in text.groups()] if text else block:
         case [rows, columns] if type(rows) is type(columns) is int and min(rows, columns) > 0:

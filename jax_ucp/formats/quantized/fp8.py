@@ -31,9 +31,10 @@ def block_fp8(stored: StoredWeight) -> Dequantizer:
 
 
 def row_fp8(stored: StoredWeight) -> Dequantizer:
-    """fp8 with a scale for each output. The experts of Llama 4, several in one array, have inputs
-    before outputs, and the scales of `down_proj` are stored as (expert, output, 1). Source:
-    `FbgemmFp8Quantize.convert` in transformers 5.23 `integrations/fbgemm_fp8.py`.
+    """fp8 with a scale for each output; Llama 4's experts have inputs before outputs.
+
+    The scales of their `down_proj` are (expert, output, 1). Source: `FbgemmFp8Quantize.convert` in
+    transformers 5.23 `integrations/fbgemm_fp8.py`.
     """
     stored.only("codes", "scale")
     shape = _matrix(stored)

@@ -32,11 +32,7 @@ _Part = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks: `elements` in `nbytes`.
-
-    `codes` are integers, one for each element; `scales`, and `minima` where there are, are one for
-    each of some equal parts of a block.
-    """
+    """A type of blocks of `elements` in `nbytes`: codes, and scales and minima of parts."""
 
     elements: int
     nbytes: int
@@ -151,9 +147,7 @@ def _q5_k_codes(blocks: np.ndarray) -> np.ndarray:
 
 
 def _six_bits(first: int, shift: int) -> _Part:
-    """Eight numbers of six bits of Q4_K and Q5_K: four in the low bits of four bytes, of the others
-    the low halves in the last four bytes, and two bits above the first four.
-    """
+    """Eight numbers of Q4_K and Q5_K: four in the low bits of four bytes, four split."""
 
     def read(blocks: np.ndarray) -> np.ndarray:
         own = blocks[:, first : first + 4]

@@ -52,8 +52,7 @@ def grouped(stored: StoredWeight) -> Dequantizer:
 def _bits(stored: StoredWeight, rows: int) -> tuple[int, int]:
     """Bits of a code, and the inputs that so many rows of words hold.
 
-    `dynamic` in a config gives some modules other bits, so that what is stored decides: `g_idx` has
-    each input. Without it the config does.
+    With `dynamic` in a config, modules differ, and `g_idx` with each input decides.
     """
     declared = stored.settings.get("bits")
     if stored.has("g_idx"):

@@ -40,11 +40,7 @@ _FP4 = "F4, several to a byte"
 
 
 def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
-    """How a weight is made of its parts.
-
-    Raises QuantizedWeights where that is not known, and FormatError where the parts are not those
-    of the method.
-    """
+    """How a weight is made of its parts. Raises QuantizedWeights or FormatError."""
     if why := why_unread(method, stored.weight):
         is_said = why == stored.weight.fault
         raise QuantizedWeights(f"{stored.weight}" if is_said else f"{stored.weight}: {why}")

@@ -32,9 +32,7 @@ _LEFT_ALONE = (
 
 @dataclass(frozen=True)
 class Declared:
-    """The quantisation that a config declares: its method, empty if it has none; all of its
-    settings; and the settings that files declare for single weights, by name.
-    """
+    """The quantisation that a config declares: method, settings, and those of weights by name."""
 
     method: str
     settings: Mapping[str, Any]
@@ -44,11 +42,9 @@ class Declared:
 def dequantized(
     contents: Contents, weights: Sequence[QuantizedWeight], declared: Declared, dtype: Dtype
 ) -> Contents:
-    """The checkpoint with each quantised weight in place of its parts; other arrays stay as they
-    are.
+    """The checkpoint with each quantised weight in place of its parts.
 
-    Raises QuantizedWeights where it is not known how one is meant, and FormatError where parts are
-    missing, have no use, or do not fit; with all that is wrong.
+    Raises QuantizedWeights or FormatError with all that is not known, is missing or does not fit.
     """
     by_label = {leaf.label: leaf for leaf in contents.leaves}
     stored = expressions(contents.arrays)
@@ -158,9 +154,7 @@ def _leaves(
 def _placed(
     contents: Contents, weights: Sequence[QuantizedWeight], made: Sequence[Dequantizer]
 ) -> Iterator[tuple[TreePath, Leaf, Dequantizer | None]]:
-    """The leaves that stay, with their paths, and the codes of weights, with the weights' paths and
-    how these are made. Other parts are gone.
-    """
+    """The leaves that stay, and codes of weights, with paths and how weights are made."""
     by_codes = {
         weight.parts["codes"]: (weight, make) for weight, make in zip(weights, made, strict=True)
     }
@@ -187,9 +181,7 @@ def _path(weight: QuantizedWeight, codes: Leaf) -> TreePath:
 def _inventory(
     contents: Contents, weights: Sequence[QuantizedWeight], leaves: Mapping[str, Leaf]
 ) -> list[Item]:
-    """The inventory, in which parts are mapped as what they are of a weight; what is about
-    activations is left out.
-    """
+    """The inventory with parts mapped to their weights; those about activations are out."""
     said: dict[str, tuple[str, bool]] = {}
     for weight in weights:
         for role, label in weight.parts.items():

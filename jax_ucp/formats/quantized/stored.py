@@ -28,8 +28,7 @@ MAX_READ = 1 << 16
 class StoredWeight:
     """The parts of a quantised weight, by role.
 
-    `settings` are what the model's config says of its quantisation; `said` is what the file says of
-    this weight, where its format has a place for that.
+    `settings` are of the model's config; `said` is what the file says of this weight.
     """
 
     weight: QuantizedWeight
@@ -50,8 +49,8 @@ class StoredWeight:
         return self.arrays[role].info
 
     def part(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> WeightPart:
-        """A part as an array of a shape. Its last axes may be left out of what is stored, or be
-        added to it, if their length is 1: no other shape with as many elements has the same layout.
+        """A part as an array of a shape, up to trailing axes of length 1, which do not change
+        layout.
 
         Raises FormatError, naming the part, where it is missing or has another shape or dtype.
         """
@@ -75,11 +74,10 @@ class StoredWeight:
         return replace(part, valid=is_finite, why="a finite number")
 
     def require_block(self, length: int, size: int, what: str) -> None:
-        """Raises FormatError where the scales of an axis do not show the length of their blocks,
-        the last of which may be cut short, and another length is the likelier.
+        """Raise FormatError where scales of an axis do not show their blocks' length.
 
-        Blocks are powers of two in what libraries write. One of them alone fits a number of scales,
-        while each gives other numbers.
+        Blocks, the last maybe cut short, are powers of two in what libraries write: one of them
+        alone fits a number of scales.
         """
         count = -(-length // size)
         if count < 2:

@@ -63,9 +63,7 @@ def _is_offset(n: Any) -> bool:
 
 
 def layout_of(name: str, parts: Sequence[tuple[str, Box]]) -> ParamLayout:
-    """The layout of the tensor `name` over its parts, which are stored under the keys given. It
-    ends where the last of them does.
-    """
+    """The layout of a tensor over its parts by key; it ends where the last of them does."""
     keys, blocks = zip(*parts, strict=True)
     if len({box.ndim for box in blocks}) > 1:
         raise FormatError(

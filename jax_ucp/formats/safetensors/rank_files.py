@@ -42,8 +42,7 @@ _NORM = re.compile(
 
 
 def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Sizes) -> str | None:
-    """A note on what shows that no rank's file is missing; None if no rank wrote parts of tensors,
-    which are (file, block).
+    """A note on what shows that no rank's file is missing; None if no rank wrote parts.
 
     Raises FormatError where files are missing, or nothing shows that none is.
     """
@@ -88,8 +87,8 @@ def require_total(
 ) -> None:
     """Raise FormatError where the index of torch's writer counts other bytes than the files have.
 
-    Without `save_distributed` every rank writes files of the same names, so that the last one's
-    stay, and the index sums what all of them wrote (`HuggingFaceStorageWriter.finish`).
+    Without `save_distributed` ranks overwrite each other's files, and the index sums what all of
+    them wrote (`HuggingFaceStorageWriter.finish`).
     """
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
@@ -192,9 +191,7 @@ def _shows_ranks(
 
 
 def _cut_axis(boxes: Sequence[Box]) -> int | None:
-    """The one axis on which boxes differ, the first if there is one box; None if there are
-    several.
-    """
+    """The one axis on which boxes differ; the first of a single box; None of several."""
     spans = zip(*[zip(box.start, box.stop, strict=True) for box in boxes], strict=True)
     cut = [axis for axis, of_axis in enumerate(spans) if len({*of_axis}) > 1]
     if len(boxes) == 1 and boxes[0].ndim:
@@ -209,8 +206,9 @@ def _is_of(lengths: Sequence[int]) -> bool:
 
 
 def _is_strided(order: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether an axis is cut by tensor parallelism first, and by FSDP within: its first parts are
-    those of every second rank, or third. Another row of ranks would have left holes.
+    """Whether tensor parallelism cuts an axis first, and FSDP within: there are strides.
+
+    Another row of ranks would have left holes.
     """
     stride = order[1]
     if stride < 2:
@@ -226,11 +224,7 @@ def _is_strided(order: Sequence[int], lengths: Sequence[int]) -> bool:
 def _width(
     folder: FilePath, cuts: Mapping[str, Sequence[tuple[int, Box]]], ranks: int
 ) -> int | None:
-    """The width of the model: what the config says, or columns that are not cut; None if neither
-    is there.
-
-    Raises FormatError where the embedding has fewer rows than the config says.
-    """
+    """The width of the model, by the config or uncut columns, or None. Raises FormatError."""
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
     said = config if isinstance(config, Mapping) else {}
     hidden, vocab = said.get("hidden_size"), said.get("vocab_size")

@@ -76,11 +76,10 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_safetensors(path: FilePath, options: Options) -> Contents:
-    """The weights in a file, or in the files that an index names; all of them are under `param`.
+    """The weights in a file, or in the files that an index names; all are under `param`.
 
-    Raises FormatError, naming the file, where a header breaks a rule of the format, where index and
-    files disagree, and for a file that is a part of a model; LayoutError where parts of a tensor
-    overlap or leave a hole.
+    Raises FormatError, naming the file, where a header breaks the format, index and files disagree,
+    or a file is a part of a model; LayoutError where parts overlap or leave a hole.
     """
     if path.name.endswith(SUFFIX):
         refuse_part(path)
@@ -105,11 +104,10 @@ def read_weights(
     sizes: Sizes,
     index: Mapping[str, Any] | None = None,
 ) -> ContentsBuilder:
-    """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their
-    headers say, as extras. `sizes` may say how many `ranks` wrote files with parts of tensors.
-    `index` is the one that names the files.
+    """The tensors of files in a folder, as weights of `path`, and headers as extras.
 
-    Raises as `open_safetensors`.
+    `sizes` may say how many `ranks` wrote parts; `index` names the files. Raises as
+    `open_safetensors`.
     """
     files = opened_files(folder, names, _opened)
     imported = ContentsBuilder("safetensors", path, Combined.of_files(files))
@@ -160,9 +158,7 @@ def _keep_header(imported: ContentsBuilder, name: str, file: SafetensorsFile) ->
 
 @dataclass(frozen=True, slots=True)
 class _HeaderEntry:
-    """A tensor by the header: its bytes lie from `begin` to `end` of the data. Where several
-    elements are in a byte, `has_rows` says whether each row has whole ones.
-    """
+    """A tensor in the header: bytes `begin` to `end`; `has_rows`: rows are whole bytes."""
 
     name: str
     dtype: str
@@ -175,8 +171,8 @@ class _HeaderEntry:
 class SafetensorsFile(ExtentTable):
     """The table of a file's tensors. Opening reads the header.
 
-    Tensors of less than 8 bits an element are arrays of the bytes that are stored; `packed` has
-    their dtypes by name, and `packed_rows` are those of which each row has whole bytes.
+    Tensors of less than 8 bits an element are bytes; `packed` has their dtypes by name, and
+    `packed_rows` those with whole bytes in each row.
     """
 
     def __init__(self, path: str | os.PathLike[str] | FilePath):
@@ -198,9 +194,7 @@ class SafetensorsFile(ExtentTable):
 
 
 def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
-    """The entries of tensors in the header, and where the data begins, of a file of so many
-    bytes.
-    """
+    """The entries of tensors in the header, and where data begins, of a file of `size` bytes."""
     head = path.read_range(0, 8)
     length = int.from_bytes(head, "little") if len(head) == 8 else -1
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -224,9 +218,7 @@ def _metadata(path: FilePath, metadata: Any) -> dict[str, str]:
 
 
 def _check_tiled(path: FilePath, entries: Sequence[_HeaderEntry], start: int, size: int) -> None:
-    """Raise unless tensors, in the order of their bytes, fill a file of so many bytes from where
-    the data starts.
-    """
+    """Raise unless tensors, in the order of their bytes, fill the file from the data on."""
     at = 0
     for entry in entries:
         if entry.begin != at:
@@ -271,9 +263,7 @@ def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
 
 
 def _is_shape(shape: Sequence[Any]) -> bool:
-    """Whether these are the sizes of an array that there can be. numpy makes none without elements
-    whose other axes are beyond any array.
-    """
+    """Whether an array can have these sizes; numpy makes none beyond any array."""
     if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
         return False
     return math.prod(n or 1 for n in shape) <= 1 << 58
@@ -287,9 +277,7 @@ def _info(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
 
 
 def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
-    """The bytes of a tensor of less than 8 bits an element, in rows where each has whole bytes;
-    None if it has not.
-    """
+    """A narrow tensor's bytes, in rows where each has whole bytes; None if it has not."""
     bits = _PACKED_BITS[dtype]
     if _has_rows(shape, dtype):
         return ArrayInfo((*shape[:-1], shape[-1] * bits // 8), np.dtype(np.uint8))

@@ -39,14 +39,10 @@ _DTYPES = {
 def safetensors_files(
     parameters: Parameters, configs: Mapping[str, Mapping[str, object]], max_shard_bytes: int
 ) -> list[File]:
-    """The files of a model: shards of at most `max_shard_bytes` of tensors, the index if there are
-    several, `configs` by their names. With that of an adapter, they are named as peft names them.
+    """The files of a model: shards of `max_shard_bytes`, an index if there are several, `configs`.
 
-    A tensor larger than that is a shard of its own. Tensors beside the model (`other`) and states
-    of the optimizer are no part of it.
-
-    Raises UnsupportedLeaf, naming every parameter, for dtypes and names that the format does not
-    have.
+    With an adapter's config they are named as peft names them. A larger tensor is a shard of its
+    own. Raises UnsupportedLeaf, naming every parameter, for dtypes and names beyond the format.
     """
     tensors = parameters.model
     _require_storable(tensors)

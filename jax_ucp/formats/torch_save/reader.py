@@ -54,8 +54,7 @@ def recognise(path: FilePath) -> bool:
 def open_torch(path: FilePath, options: Options) -> Contents:
     """The tensors of a file, or of the files that an index names.
 
-    Raises FormatError, naming the file, where one holds what is no data, and for a file that is a
-    part of a model.
+    Raises FormatError, naming the file, for what is no data, and a part of a model.
     """
     if path.name.endswith(INDEX_SUFFIX):
         index, names = index_save(path)
@@ -77,11 +76,7 @@ def _opened(path: FilePath) -> TorchFile:
 def read_weights(
     path: FilePath, folder: FilePath, names: Sequence[str], options: Options
 ) -> ContentsBuilder:
-    """The tensors of files in a folder, each under the state that it is, and as extras what is no
-    tensor.
-
-    Raises as `open_torch`.
-    """
+    """The tensors of files, each under its state, and other objects as extras."""
     files = opened_files(folder, names, _opened)
     for name, file in files.items():
         of_deepspeed = isinstance(file.tree, dict) and "ds_version" in file.tree
@@ -125,9 +120,7 @@ def refuse_distributed(path: FilePath) -> None:
 def _owned_by_optimizers(
     tensors: Mapping[str, StateTensor], files: Mapping[str, TorchFile]
 ) -> Mapping[str, StateTensor]:
-    """The tensors, of which those of Lightning's callbacks, scores and averages, are no
-    optimizer's.
-    """
+    """The tensors without those of Lightning's callbacks, which are no optimizer's."""
     if not any(isinstance(f.tree, dict) and LIGHTNING in f.tree for f in files.values()):
         return tensors
     return {
