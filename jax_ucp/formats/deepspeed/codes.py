@@ -55,8 +55,9 @@ def numbers_of_codes(states: Iterable[str]) -> list[str]:
 def split_codes(
     states: Mapping[str, list[Any]],
 ) -> tuple[dict[str, list[RankCodes]], dict[str, list[StoredTensor]], dict[str, list[Any]]]:
-    """Each rank's states, apart: the meaning of codes, tensors that have no element of them, and
-    the states. Codes that are not understood on one rank stay as they are, with their parts.
+    """Each rank's states without codes, codes by state, and their parts that are not elements.
+
+    Codes that are not understood on one rank stay as they are, with their parts.
     """
     codes: dict[str, list[RankCodes]] = {}
     for number in numbers_of_codes(states):

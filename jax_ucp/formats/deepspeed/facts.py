@@ -1,7 +1,7 @@
 """Facts that all files of a DeepSpeed checkpoint must have alike: they are of one step.
 
-Counters, loss scaler and overflow are reduced over all ranks. Groups of parameters are those of a
-pipeline stage: its data- and tensor-parallel ranks have them alike.
+Counters, loss scaler and overflow are reduced over all ranks; groups of parameters are alike in a
+pipeline stage.
 
 Facts: `_save_checkpoint` in `runtime/engine.py`, `state_dict` in `runtime/zero/stage_1_and_2.py`,
 `stage3.py` and `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8.

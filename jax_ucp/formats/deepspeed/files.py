@@ -94,10 +94,9 @@ class TagFiles:
     """The files of one tag, by position.
 
     `models[mp_rank]` has one file of model states, or under ZeRO-3 one for each data-parallel rank;
-    `ranks[mp_rank]` one optimizer file for each data-parallel rank, or none (ZeRO-0). `layers` is
+    `ranks[mp_rank]` the optimizer files of its data-parallel ranks, or none (ZeRO-0). `layers` is
     keyed (layer, tp_rank), `experts` (layer, expert, mp_rank), `expert_optimizers` (ep_rank,
-    mp_rank). `unusable` says why optimizer files that should be there are not, where only weights
-    were asked for.
+    mp_rank). `unusable` says why optimizer files are missing, if only weights were asked for.
     """
 
     folder: FilePath
@@ -152,9 +151,8 @@ def _is_own(name: str) -> bool:
 class _Names:
     """The names of the files of one tag, by the numbers in them.
 
-    `models` and `optimizers` are keyed (dp_rank, mp_rank), the rest as in `TagFiles`. The dp_rank
-    of model states is None below ZeRO-3. `prefixes` are those of the optimizer files: "bf16_", or
-    nothing.
+    `models` and `optimizers` are keyed (dp_rank, mp_rank), the rest as in `TagFiles`. Below ZeRO-3
+    the dp_rank of model states is None. `prefixes` of optimizer files are "bf16_", or nothing.
     """
 
     folder: FilePath
@@ -226,9 +224,8 @@ class _RunDegrees:
 def open_files(folder: FilePath, weights_only: bool = False) -> TagFiles:
     """The files of one tag; with `weights_only` of the optimizer only those of masters.
 
-    Raises FormatError, naming the file, where one is missing, or is of another run or step. With
-    `weights_only` that of an optimizer file is not raised, unless it is ZeRO-3's, which keeps the
-    weights nowhere else.
+    Raises FormatError, naming the file, where one is missing, or of another run or step; with
+    `weights_only` of optimizer files only for ZeRO-3's, which alone keep its weights.
     """
     names = _parse_names(folder)
     first = (0 if _is_zero3(names) else None), 0
@@ -307,9 +304,7 @@ def _is_zero3(names: _Names) -> bool:
 
 
 def _parse_run(names: _Names, model: StateFile, zero3: bool) -> _RunDegrees:
-    """The degrees (pp, tp, data-parallel) that the model states record. Versions of DeepSpeed that
-    record none have them counted from the numbers in the names of files.
-    """
+    """The degrees (pp, tp, data-parallel) that the model states, or names of files, have."""
     state = model.state
     data_ranks = {dp for dp, _ in names.optimizers}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
@@ -328,8 +323,9 @@ def _parse_run(names: _Names, model: StateFile, zero3: bool) -> _RunDegrees:
 
 
 def mics_ranks(model: StateFile) -> int:
-    """Over how many ranks MiCS shards a parameter; 0 without it. Other ranks have copies of what
-    the first ones have, and save nothing (`runtime/zero/mics.py`, up to DeepSpeed 0.19.5).
+    """Over how many ranks MiCS shards a parameter, or 0; only those of the first copy save.
+
+    Source: `runtime/zero/mics.py`, up to DeepSpeed 0.19.5.
     """
     return max(0, _count(zero_config(model), "mics_shard_size", 0))
 
@@ -376,8 +372,8 @@ def _check_models(
 def _optimizers(names: _Names, run: _RunDegrees, weights_only: bool) -> list[list[Rank]]:
     """The optimizer files by model-parallel rank, or none.
 
-    Raises FormatError where they are not one for each rank of the run. With `weights_only` there
-    may be more: they are left aside like all of the optimizer.
+    Raises FormatError where they are not one for each rank of the run; with `weights_only` others
+    are left aside.
     """
     if not names.optimizers:
         return [[] for _ in range(run.mp_world)]

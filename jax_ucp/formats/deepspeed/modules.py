@@ -173,10 +173,7 @@ def _stack_experts(slices: Slices, mp: int, name: str, experts: Mapping[int, Arr
 def add_model_states(
     slices: Slices, mp: int, owned: Collection[str], add: Callable[[ModuleTensor], None]
 ) -> None:
-    """Add the module in the model states of a rank; `add` adds tensors of parameters.
-
-    `owned` are the parameters that are stored elsewhere, as masters.
-    """
+    """Add the module in a rank's model states; `owned` parameters are stored as masters."""
     # The second names of parameters on all model-parallel ranks, and their owners.
     shared: dict[str, str] = {}
     for first, *_ in slices.files.models:
@@ -263,10 +260,7 @@ def names_in(files: TagFiles, key: str) -> set[str]:
 def tensors_of(
     slices: Slices, stored: StateFile, values: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, StoredTensor]:
-    """The tensors among values, of which the others become extras.
-
-    Raises FormatError for tensors inside objects that cannot be read.
-    """
+    """The tensors among values; others become extras. Raises FormatError for unreadable ones."""
     tensors: dict[str, StoredTensor] = {}
     for name, value in values.items():
         if isinstance(value, StoredTensor):
@@ -283,8 +277,7 @@ def aliases(
 ) -> dict[str, str]:
     """Second names, each with the name that owns the tensor.
 
-    `shared_params` lists them, or both are one block of one storage: ZeRO-0 and pipelines have no
-    `shared_params`.
+    `shared_params` lists them, or, in ZeRO-0 and pipelines, both are one block of one storage.
     """
     owned = set(owned)
     owners: dict[tuple[object, ...], str] = {}
@@ -370,9 +363,7 @@ _Signature = frozenset[tuple[str, Shape, str]]
 
 
 def check_expert_tensors(files: TagFiles) -> None:
-    """Raise FormatError for an expert's file that differs from most of its layer in names, shapes
-    or dtypes, or has a name that no parameter of the run has.
-    """
+    """Raise FormatError for an expert's file unlike most of its layer, or of an unknown name."""
     layers: dict[tuple[int, int], list[StateFile]] = defaultdict(list)
     for (layer, _, mp), stored in sorted(files.experts.items()):
         layers[layer, mp].append(stored)

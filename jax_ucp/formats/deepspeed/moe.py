@@ -210,8 +210,7 @@ def cut_twice(files: TagFiles, name: str) -> FormatError:
 def expert_layout(name: str, slices: Mapping[int, Shape], model: StateFile) -> ParamLayout:
     """The parameter that slices of fused experts form, by `ds_autoep_layers`.
 
-    Without a placement (older versions) each rank has the experts after those of the rank before
-    it.
+    Without a placement (older versions) ranks' experts follow one another.
     """
     shapes = [slices[ep] for ep in sorted(slices)]
     layer = _layer_of(name, model)

@@ -80,10 +80,7 @@ class Joins:
         self.by_spec.bind(params)
 
     def places(self, state: str, name: str, slices: StateSlices) -> list[Place]:
-        """The places of a parameter's slices, in the order in which they form it.
-
-        Raises FormatError where a tensor-parallel rank has none.
-        """
+        """The places of a parameter's slices, in order. Raises FormatError where one is missing."""
         stage = slices.stages[0]
         places = [place for place in slices.arrays if place[0] == stage]
         experts: list[Place] = [(stage, ep, 0) for _, ep, _ in places if ep is not None]
@@ -116,9 +113,7 @@ class Joins:
 
 
 def make_parameters(slices: Slices, joins: Joins) -> None:
-    """Add all parameters and their states, of the lowest pipeline stage that has them. Raises
-    FormatError where others may not have them too.
-    """
+    """Add parameters and states, of the lowest stage with them. Raises FormatError."""
     builder = slices.builder
     unowned = FROZEN if any(slices.files.ranks) else _UNPROVED
     reasons = {"param": unowned, "buffer": "a buffer"}

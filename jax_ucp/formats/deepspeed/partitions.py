@@ -163,9 +163,7 @@ def _add_flat_states(slices: Slices, team: Team) -> None:
 
 
 def _add_wholes(slices: Slices, team: Team) -> None:
-    """Add the states of parameters that are not partitioned. The first rank's are taken; those of
-    later ranks are second copies, which `verify` compares with them.
-    """
+    """Add the states of parameters that are not partitioned: the first rank's, others compared."""
     place = slices.place(team.mp, team.ep)
     for state, wholes in team.group.whole.items():
         for whole in wholes:

@@ -49,7 +49,7 @@ def open_deepspeed(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory (with `latest`), or in the folder of one tag.
 
     Raises FormatError, naming the file, for one that is missing or of another run, and where
-    nothing in the files says how their tensors form parameters.
+    nothing says how tensors form parameters.
     """
     folder = tag_folder(path) or path
     if not folder.is_dir():

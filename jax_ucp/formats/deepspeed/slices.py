@@ -34,10 +34,7 @@ FileValue = tuple[StateFile, Any]
 
 @dataclass
 class StateSlices:
-    """A state of a parameter: slices, by place, or values of whole groups, by pipeline stage.
-
-    Slices at the places `stored` are stored tensors, which the inventory has not counted yet.
-    """
+    """A state's slices by place, or group values by stage; `stored` ones are not yet counted."""
 
     arrays: dict[Place, Array] = field(default_factory=dict)
     stored: set[Place] = field(default_factory=set)
@@ -49,8 +46,9 @@ class StateSlices:
 
 
 class Slices:
-    """The slices of one checkpoint, by state and name; `builder` has the status of each stored
-    tensor, `more` are files beside those of the engine.
+    """The slices of a checkpoint, by state and name; `builder` has the inventory so far.
+
+    `more` are files beside those of the engine.
     """
 
     def __init__(
@@ -76,9 +74,7 @@ class Slices:
         layout: ParamLayout | None,
         inputs: Sequence[Array],
     ) -> None:
-        """Add a slice: the inputs by a layout, or the one input itself. Raises FormatError where
-        its place has one.
-        """
+        """Add a slice of inputs by a layout, or one input. Raises FormatError if one is there."""
         stage, ep, tp = place
         if ep is not None and moe.is_native(name):
             place = stage, None, tp

@@ -29,9 +29,7 @@ _OTHER_RUN = (
 
 @dataclass(frozen=True)
 class StageZero:
-    """The optimizer in one file, and the parameters it may have; `masters` by number, in `flat`
-    buffers of a group each, or one by one.
-    """
+    """The optimizer in one file, and its possible parameters; `masters` by number, maybe `flat`."""
 
     stored: StateFile
     mp: int
@@ -48,8 +46,9 @@ class StageZero:
         return all("param_names" in group for group in self.groups)
 
     def kinds(self) -> list[tuple[list[int], dict[str, Shape]]]:
-        """The indices of the groups of dense parameters and of those of experts, each with the
-        parameters that they may have; of masters, which no experts have, all groups together.
+        """The indices of dense groups, and of experts', each with the parameters they may have.
+
+        Masters are all in one kind, because experts have none.
         """
         if self.masters:
             return [([*range(len(self.groups))], dict(self.shapes))]
@@ -79,8 +78,8 @@ class StageZero:
 def optimizers_of(slices: Slices, mp: int) -> list[StageZero]:
     """The optimizers of a model-parallel rank: those of experts, then of the model states.
 
-    Raises FormatError where a file has none, or where expert-parallel ranks have other states than
-    the first: each has all of the dense parameters, and as many experts.
+    Raises FormatError where a file has none, or other states than the first expert-parallel rank:
+    each has all of the dense parameters, and as many experts.
     """
     by_experts = slices.files.expert_optimizers.items()
     files = sorted((ep, stored) for (ep, rank), stored in by_experts if rank == mp)
@@ -115,9 +114,7 @@ def optimizers_of(slices: Slices, mp: int) -> list[StageZero]:
 
 
 def _optimizer(slices: Slices, stored: StateFile, mp: int, ep: int, ranks: int) -> StageZero:
-    """The optimizer of a file. Raises FormatError where it is not of torch's form, or where
-    experts' states of other ranks are missing.
-    """
+    """The optimizer of a file. Raises FormatError for no torch's, or missing experts' ranks."""
     optimizer = stored.state["optimizer"]
     inner, masters = unwrapped(optimizer)
     match inner:

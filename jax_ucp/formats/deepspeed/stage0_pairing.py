@@ -104,8 +104,7 @@ def _names_of_numbers(
 def _in_module_order(one: StageZero, group: Mapping[str, Any]) -> list[list[int]]:
     """The numbers of a group, in lists that each follow the order of the module.
 
-    Muon sorts its parameters by shape, so that only those of one shape do
-    (`runtime/zero/muon/original_muon.py`).
+    Muon sorts parameters by shape (`runtime/zero/muon/original_muon.py`): one list for each shape.
     """
     if one.masters or not group.get("use_muon"):
         return [list(group["params"])]
@@ -191,9 +190,7 @@ def _listed_in_buffers(
 class Copies:
     """The 16-bit weights of a rank, by parameter, which the bits of rounded masters find.
 
-    A weight of 16 bits is its master, rounded, so a master's parameter is among those with these
-    bits. Their first elements tell nearly always; where several have the same, all elements are
-    compared. `shards` has the weights, and the masters.
+    First elements nearly always tell; else all are compared. `shards` has weights and masters.
     """
 
     def __init__(self, shards: ArraySource, keys: Mapping[str, str], shapes: Mapping[str, Shape]):

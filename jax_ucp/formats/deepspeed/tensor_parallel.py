@@ -66,9 +66,7 @@ class _SubParams:
         return cls(patterns, shape, int(fields["partition_dim"]))
 
     def lengths(self, slices: Sequence[Shape], what: str) -> Sequence[int]:
-        """The lengths of the arrays. Raises FormatError, which begins with `what`, unless slices
-        can have those shapes.
-        """
+        """The lengths of the arrays. Raises FormatError, naming `what`, for other slices."""
         shape, rank = slices[0], len(slices[0])
         past_the_end = [length for length in self.shape[rank:] if length not in (-1, 1)]
         if not 0 <= self.axis < rank or past_the_end:
@@ -266,8 +264,7 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
     """The parameter of slices by an affine map, if all its pieces are boxes on both sides.
 
     A piece is (shape, source in the parameter, dest in the slice), both ends an offset and strides
-    in elements. Raises FormatError where a piece is no box (a transposition, a stride over rows),
-    or is scaled.
+    in elements. Raises FormatError for a transposed, strided or scaled piece.
     """
     shape = tuple(map(int, entry["logical_shape"]))
     ranks = {int(rank): value for rank, value in entry["ranks"].items()}

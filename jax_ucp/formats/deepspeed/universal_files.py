@@ -42,7 +42,7 @@ class UniversalFiles:
     """The files of a universal folder: `files` are the model states, `atoms` those under zero/.
 
     Atoms are keyed by parameter, then state, where `fp32` is the parameter. `optimizer` is what the
-    optimizer has beside them, or None with weights_only; `left` then are the files not read.
+    optimizer has beside them; with weights_only it is None, and `left` are the files not read.
     """
 
     files: TagFiles

@@ -142,8 +142,7 @@ class _UniversalReader:
     def _compare_rank_0(self, atoms: Mapping[tuple[str, str], Array]) -> None:
         """Compare rank 0's partitions, which ZeRO-3 leaves in its state, with the atoms.
 
-        Under tensor parallelism those are elements of a slice, which atoms are not made of in their
-        order.
+        Not under tensor parallelism, where they are of slices.
         """
         masters = self.universal.optimizer_entry("fp32_flat_groups")
         if masters is None or self.files.tp > 1:
@@ -225,9 +224,7 @@ class _UniversalReader:
             self.slices.skip(keys, "copy", reason)
 
     def _add_optimizer(self, optimizer: StateFile) -> None:
-        """Add from rank 0's optimizer state the step that ZeRO-3 writes for sub-groups, the
-        settings of each group, and the rest as extras.
-        """
+        """Add rank 0's optimizer: the step of ZeRO-3's sub-groups, settings, extras."""
         states = self.universal.rank_0().get("state") or {}
         for index, shapes in enumerate(param_shapes(self.files.models[0][0], ())):
             value = (states.get(index) or {}).get("step")
@@ -248,9 +245,7 @@ class _UniversalReader:
                 self.builder.extra(OPTIMIZER, name, value)
 
     def _skip_other_files(self) -> None:
-        """Account for files that are not read: in the folder, in zero/ and beside the atoms; and
-        for folders of what is not the optimizer's. Raises FormatError if the model has no such.
-        """
+        """Account for what is not read. Raises FormatError for folders of no parameter."""
         folder, atoms = self.files.folder, self.universal.atoms
         module = names_in(self.files, "module")
         for name in sorted(atoms.keys() - self.owned.keys()):
@@ -280,10 +275,7 @@ class _UniversalReader:
 def _layout_of(
     file: TorchFile, name: str, tensor: StoredTensor, shape: Shape | None
 ) -> ParamLayout:
-    """How an atom forms its parameter: as it is, or flat.
-
-    `shape` is None of a fused parameter, whose shape the model states do not have.
-    """
+    """How an atom forms its parameter: as it is, or flat; `shape` is None of a fused one."""
     if shape is None or tensor.shape == shape:
         return Unique().join([tensor.shape])
     if shape and tensor.shape == (math.prod(shape),):

@@ -70,8 +70,8 @@ def deepspeed_files(
     parameter that has one. `zero_stage` is that of the run to be resumed; None is that of the
     source, or 1.
 
-    Raises UnsupportedLeaf, naming every parameter, for dtypes that torch lacks and for names that a
-    folder cannot have; and if the steps differ in a group of the loader, or in ZeRO-3 at all.
+    Raises UnsupportedLeaf, naming every parameter, for dtypes that torch lacks, names that a folder
+    cannot have, and steps that differ in a group of the loader, or in ZeRO-3 at all.
     """
     _check(params)
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
@@ -99,9 +99,7 @@ def deepspeed_files(
 def _check_steps(
     groups: Sequence[Mapping[str, Any]], steps: Mapping[str, np.ndarray], stage: int
 ) -> Any:
-    """The one step of all parameters in ZeRO-3; None in other stages. Raises UnsupportedLeaf if the
-    steps differ in a group, or in ZeRO-3 at all.
-    """
+    """ZeRO-3's one step of all parameters, else None. Raises UnsupportedLeaf if steps differ."""
     for group in groups:
         own = {name: steps[name] for name in group["params"] if name in steps}
         _one_step(
@@ -149,9 +147,7 @@ def _owned(params: Parameters) -> dict[str, Mapping[str, Tensor]]:
 def _groups(
     params: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The optimizer groups in the order in which the loader reads them, which is that of a
-    DeepSpeed source.
-    """
+    """The optimizer groups in the loader's order, which is that of a DeepSpeed source."""
     groups = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
     while groups and not groups[-1].keys() - {"params"}:
         groups.pop()  # an export wrote these for groups that are not known
@@ -205,9 +201,7 @@ def carries(file: str, name: str) -> bool:
 
 
 def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
-    """The step of all these parameters, None if there are none. Raises UnsupportedLeaf, with `why`,
-    if they differ.
-    """
+    """The step of all these parameters, or None. Raises UnsupportedLeaf, with `why`."""
     different = {step.item(): name for name, step in steps.items()}
     if len(different) > 1:
         raise UnsupportedLeaf(
@@ -245,9 +239,7 @@ def _check(params: Parameters) -> None:
 
 
 def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
-    """Reasons why the folder cannot hold a parameter: a dtype, a name, or a step that is not a
-    number.
-    """
+    """Reasons why the folder cannot hold a parameter: a dtype, a name, or a step."""
     for state, tensor in states.items():
         if not has_dtype(tensor.dtype):
             yield f"{state} of {name} has dtype {tensor.dtype}"
@@ -271,11 +263,9 @@ def _how_to_cut(
     parts: Mapping[str, tuple[int, Any]],
     matching: frozenset[str],
 ) -> dict[str, Any]:
-    """The fields of an atom from which ranks cut their slices, in the converter's order of
-    precedence.
+    """The fields of an atom from which ranks cut their slices, in the converter's precedence.
 
-    `matching` are the patterns that match the parameter's name, of the lists and of `parts`; of
-    several in `parts`, the one with the lowest number counts.
+    `matching` are patterns of the lists and of `parts` that match; in `parts` the first counts.
     """
 
     def matches(key: str) -> bool:
@@ -292,9 +282,7 @@ def _how_to_cut(
 
 
 def _cut(tensor: Tensor, sub: Any, matches: Callable[[str], bool]) -> dict[str, Any]:
-    """The axis, or the parts `sub`, along which a parameter is cut; empty for a replica. `matches`
-    looks up a list.
-    """
+    """The axis, or the parts `sub`, that a parameter is cut along; empty for a replica."""
     if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
         return {}
     if matches("parameter_with_2_sub_params_cat_dim_0"):
@@ -305,9 +293,7 @@ def _cut(tensor: Tensor, sub: Any, matches: Callable[[str], bool]) -> dict[str, 
 
 
 def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`universal_checkpoint_info` without the fields that concern only the ranks that wrote the
-    source.
-    """
+    """`universal_checkpoint_info` without the fields that concern only the source's ranks."""
     info = model.get("universal_checkpoint_info") or {}
     return {
         key: value
@@ -317,8 +303,9 @@ def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
-    """The `SubparamShape` of an atom, with the widths of its parts; versions before 0.4 store a
-    number of equal parts. Raises FormatError if that number does not divide the axis.
+    """The `SubparamShape` of an atom. Raises FormatError if equal parts do not divide the axis.
+
+    Versions before 0.4 store a number of equal parts, others widths.
     """
     fields = _attributes(sub)
     shape, axis = list(fields["shape"]), fields["partition_dim"]

@@ -43,9 +43,8 @@ class PartitionGroup:
 
     The states by name: `flat` are tensors of the partition's length, `whole` those of whole
     parameters, `scalars` values for the whole group, and `aside` are not of elements of parameters,
-    with the reason. `codes` say what flat codes mean, `parts` are tensors of an optimizer's codes
-    that are not of elements. `layouts` say where each parameter lies in a flat tensor of the
-    partition's length.
+    with the reason. `codes` say what flat codes mean, `parts` are tensors of codes that are not of
+    elements. `layouts` say where each parameter lies in a flat tensor.
     """
 
     ranks: Sequence[Rank]
@@ -99,8 +98,7 @@ def group(
 ) -> PartitionGroup:
     """A group of parameters, and its states on `ranks`; with `weights_only` its masters.
 
-    Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of
-    ranks give.
+    Raises FormatError, naming the file, for other lengths than `shapes` and ranks give.
     """
     masters = [rank.masters[index] for rank in ranks]
     is_muon = any(param_group(rank, index).get("use_muon") for rank in ranks)

@@ -55,8 +55,7 @@ class BufferTensor:
 class FlatBuffer:
     """A chunk's parameters of one dtype on one rank; `buckets` are sizes without tails.
 
-    `moved` are the parameters that a writer moves which takes padded for coalesced offsets, each
-    with how far.
+    `moved` are parameters that a writer of padded offsets moves, each with how far.
     """
 
     tensors: tuple[BufferTensor, ...]
@@ -126,10 +125,9 @@ def plan_buffers(
 ) -> Plan:
     """The buffers of the optimizer of dense parameters (False), experts (True), all (None).
 
-    `shapes` are those that one rank has of every parameter, with the copies of the embedding on
-    later stages; `dtypes` name those of the parameters in buffers. `recorded` are the sizes of
-    buckets, where args do not say after how many elements one ends. Raises FormatError where the
-    order of modules is not known here.
+    `shapes` are one rank's of every parameter, with later stages' copies of the embedding; `dtypes`
+    those of parameters in buffers; `recorded` the sizes of buckets, where args do not say them.
+    Raises FormatError where the order of modules is not known here.
     """
     if expert:
         world = args.degree("world_size")
@@ -241,8 +239,7 @@ def copies_of_embedding(args: Args, names: Iterable[str]) -> dict[str, str]:
 def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | None:
     """Elements after which a bucket is closed; None where a buffer has one bucket.
 
-    Only the first chunk of the first pipeline stage has several, and only where gradients are
-    reduced meanwhile. `numel` are the elements of all parameters of the stage.
+    Only the first chunk of the first stage has several, if gradients are reduced meanwhile.
     """
     if pp or chunk or not args.get("overlap_grad_reduce"):
         return None

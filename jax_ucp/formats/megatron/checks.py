@@ -69,9 +69,7 @@ def _count(found: Iterable[int | None]) -> int | str:
 
 
 def sizes_of(args: Args) -> dict[str, Any]:
-    """The numbers that rules may name: those of args, also by the names that the built-in rules
-    (`shard_spec/specs/megatron.yaml`) have for the lengths of the model.
-    """
+    """The numbers that rules may name: args, and lengths of `shard_spec/specs/megatron.yaml`."""
     get, optional = args.get, args.optional
     heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
     head_dim = get("kv_channels") or (get("hidden_size", 0) // heads if heads else None)
@@ -93,9 +91,7 @@ def sizes_of(args: Args) -> dict[str, Any]:
 
 
 def check_whole(args: Args, shapes: Mapping[str, Shape]) -> None:
-    """Raise LayoutError, naming the parameter, where one has another shape than the whole has by
-    args. Parameters that no rule knows are not looked at.
-    """
+    """Raise LayoutError for a parameter of another shape than by args, if a rule knows it."""
     spec = Spec(extends=built_in("megatron"))
     rules = {sentence.param for layer in spec.layers for sentence in layer.own}
     claims = re2.compile("|".join(f"(?:{regex_of(rule)})" for rule in sorted(rules)))
@@ -116,9 +112,7 @@ def uses_gtp(args: Args) -> bool:
 
 
 def check_gtp(args: Args, path: FilePath, shapes: Mapping[str, Shape]) -> None:
-    """Raise FormatError unless every weight is stored as it is without GTP; `shapes` are those of
-    the model's parameters, and `path` has the args.
-    """
+    """Raise FormatError unless every weight is stored as without GTP; `path` has the args."""
     if not uses_gtp(args):
         return
     for name, shape in shapes.items():

@@ -158,10 +158,10 @@ def _add_parameters(
 ) -> list[str]:
     """Add all parameters; returns those with states of which nothing says how often they stepped.
 
-    Raises FormatError where a parameter has not the states of most that share one with it: those of
-    one optimizer have the same states, those of another, such as Muon beside Adam, share none with
-    them. What has no state was frozen, or is of plain SGD. Also raises it for low bits of masters
-    that may have been moved, because nothing would show it.
+    Raises FormatError where a parameter has not the states of most that share one with it: one
+    optimizer's have the same states, another's, such as Muon's beside Adam's, share none. What has
+    no state was frozen, or is of plain SGD. Also for low bits of masters that may have been moved,
+    because nothing would show it.
     """
     args, stepless = files.args, list[str]()
     steps = {} if options.weights_only else steps_of(files)

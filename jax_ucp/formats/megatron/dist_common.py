@@ -1,5 +1,4 @@
-"""Whether `common.pt` describes the model, ranks and optimizer that are stored beside it, and how
-often the optimizers stepped.
+"""Whether `common.pt` describes the model, ranks and optimizer beside it, and their steps.
 
 torch's AdamW and FusedAdam keep their step in two places.
 
@@ -37,10 +36,7 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 
 
 def check_args(files: DistFiles, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> None:
-    """Compare args with what is stored: `shapes` and `dtypes` of the model's parameters.
-
-    Raises FormatError, naming the file, at the first difference. Without args nothing is compared.
-    """
+    """Raise FormatError at the first difference of args and the model's shapes and dtypes."""
     if not files.args.fields:
         return
     check_gtp(files.args, files.common.path, shapes)
@@ -92,8 +88,7 @@ def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[Compa
 class StepCount:
     """A number of steps, and `file:item` that has it, which may be a tensor in `common.pt`.
 
-    `decays` marks parameter groups with weight decay, `adam` those of an optimizer with betas,
-    which has their moments; None is either.
+    `decays` marks groups with weight decay, `adam` those of betas and moments; None is either.
     """
 
     value: int | float
@@ -108,9 +103,7 @@ Steps = Mapping[bool, list[StepCount]]
 
 
 def steps_of(files: DistFiles) -> Steps:
-    """The steps in `common.pt` and in the objects of ranks. Raises FormatError where ranks of one
-    stage differ in their optimizers.
-    """
+    """The steps in `common.pt` and ranks' objects. Raises FormatError if ranks differ."""
     by_experts: dict[bool, list[StepCount]] = defaultdict(list)
     for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
         inner = part.get("optimizer", part)
@@ -153,10 +146,9 @@ def step_of(
     states: States,
     mixed: bool,
 ) -> Array | None:
-    """The step of a parameter, or None where nothing has it, as SGD has none; `mixed` is whether
-    there are parameters of several kinds of optimizers.
+    """The step of a parameter, or None, as SGD has none. Raises FormatError for two.
 
-    Raises FormatError where two places differ.
+    `mixed`: there are parameters of several kinds of optimizers.
     """
     steps = by_experts.get(is_expert(name) and True in by_experts, [])
     if mixed:  # Adam beside another optimizer: the step of one is not that of the other
@@ -181,10 +173,7 @@ def step_of(
 
 
 def optimizers(optimizer: Any) -> list[dict[Any, Any]]:
-    """The optimizers in `common.pt`: one, or those of dense parameters (0) and of experts (1).
-
-    NeMo has a list of them.
-    """
+    """The optimizers in `common.pt`: one, or those of dense parameters (0) and experts (1)."""
     if isinstance(known(optimizer), list):
         optimizer = dict(enumerate(optimizer))
     if not isinstance(optimizer, dict):

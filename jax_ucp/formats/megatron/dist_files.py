@@ -55,11 +55,10 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class StoredItems:
-    """Tensors and objects as a backend stores them; `source` has the chunks of the tensors, and
-    `files` are the names of what they lie in.
+    """Tensors and objects as a backend stores them; `source` has the chunks of the tensors.
 
-    `left` names what is the optimizer's, where only weights were asked for: objects, and folders of
-    zarr. `beside` names what lies in folders of zarr and is no part of it.
+    `files` are the names of what they lie in. `left` names objects and folders of the optimizer, if
+    only weights were asked for, `beside` strangers in folders of zarr.
     """
 
     tensors: Mapping[str, DistTensor]
@@ -81,9 +80,7 @@ class DistFiles(StoredItems):
     common_name: str = COMMON_FILE
 
     def object_checks(self, extent: Extent, arrays: Collection[str]) -> Iterator[Check]:
-        """For each object, whether its bytes have the CRC recorded, where one is. No leaf rests
-        on them; `arrays` are the objects whose tensors have checks of their own.
-        """
+        """For each object that is not in `arrays`, whether its bytes have a recorded CRC."""
 
         def fault(stored: StoredObject) -> str | None:
             try:
@@ -108,9 +105,7 @@ def is_checkpoint(path: FilePath) -> bool:
 
 
 def checkpoint_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration in a save directory; of a checkpoint of NeMo, or of the only one
-    in a folder of such, its `weights`; else the path itself.
-    """
+    """The folder of the iteration in a save directory; NeMo's `weights`; else the path."""
     folder = iteration_folder(path)
     if folder != path or _is_iteration(path):
         return folder
@@ -123,8 +118,7 @@ def checkpoint_folder(path: FilePath) -> FilePath:
 
 
 def _is_iteration(folder: FilePath) -> bool:
-    """Whether `metadata.json` says so, or what lies there if that file is lost or damaged: shards
-    of an object, as the backend `zarr` has them, or `.metadata` and `common.pt`.
+    """Whether `metadata.json` says so, or, if that is lost, what lies there.
 
     What only the keys in `.metadata` say, `fsdp` asks, which reads that file.
     """
@@ -141,8 +135,8 @@ def _is_iteration(folder: FilePath) -> bool:
 def without_backend(folder: FilePath) -> FormatError:
     """The error for a checkpoint of which nothing says that its save ended.
 
-    Facts: `save` in `megatron/core/dist_checkpointing/serialization.py` of Megatron-LM
-    core_v0.16.1 to core_v0.19.0, which calls `save_config` last.
+    Facts: `save` in `megatron/core/dist_checkpointing/serialization.py` of Megatron-LM core_v0.16.1
+    to core_v0.19.0, which calls `save_config` last.
     """
     path = folder / CONFIG_FILE
     state = "does not name the backend: it is cut or damaged" if path.exists() else "is missing"
@@ -283,9 +277,7 @@ def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> StoredItems:
 
 
 def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> StoredItems:
-    """Raises FormatError for names that Megatron never gives: a folder in capitals, as file systems
-    write names that keep no case, or the second copy of an object that a browser numbers.
-    """
+    """The items of zarr. Raises FormatError for names that a file system or a browser changed."""
     folders = sorted(path.name for path in folder.children() if path.is_dir())
     if changed := [name for name in folders if name.isupper()]:
         raise FormatError(

@@ -76,9 +76,7 @@ Address = tuple[int, int, int, str]
 
 @dataclass(frozen=True)
 class StoredBuffer:
-    """A rank's coalesced buffer: the sizes of its buckets, and by state the stored pieces, each as
-    (start, stop, key) in the order of elements.
-    """
+    """A rank's coalesced buffer: sizes of buckets, and states' pieces (start, stop, key)."""
 
     name: str
     coalesced: bool
@@ -90,9 +88,8 @@ class StoredBuffer:
 class BufferStates:
     """The states in flat buffers, by parameter, then state.
 
-    `gaps` are the stored pieces between tensors. `copies` are embeddings that further stages had,
-    with the parameter that each is a copy of. `causes` say of parameters why their masters may be
-    those of others.
+    `gaps` are the pieces between tensors. `copies` are later stages' embeddings, with their
+    parameters. `causes` say of parameters why their masters may be those of others.
     """
 
     states: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
@@ -113,8 +110,7 @@ def buffer_states(
 ) -> BufferStates:
     """The states in flat buffers; `inside` are the objects that have buffers.
 
-    Raises FormatError or LayoutError where the buffers are not those of the model; both name the
-    remedy, because the weights are not in the buffers.
+    Raises FormatError or LayoutError, with the remedy, for buffers that are not the model's.
     """
     try:
         if has_flat_buffers(files):
@@ -161,8 +157,7 @@ def _states(
 def part_of(label: str, part: ParamPart, start: int, pieces: Sequence[tuple[int, Array]]) -> Array:
     """The array `label`: a part, which begins at `start` + `part.start` of a buffer.
 
-    `pieces` are the flat arrays that the buffer is stored as, each with its start, ascending and
-    without holes.
+    `pieces` are the buffer's flat arrays by start, ascending and without holes.
     """
     first, numel = start + part.start, math.prod(part.shape)
     at = max(0, bisect.bisect_right(pieces, first, key=lambda piece: piece[0]) - 1)
@@ -299,7 +294,7 @@ def _only(tree: Any, key: str) -> Any:
 class _RankTensors:
     """How tensor-parallel ranks held each parameter, and the copies of an embedding.
 
-    `dtypes` are those of parameters that can be in flat buffers: not of those with states by name.
+    `dtypes` are those of parameters without states by name, which can be in flat buffers.
     """
 
     cuts: Mapping[str, ParamLayout]
@@ -311,7 +306,7 @@ class _RankTensors:
 class PlacedBuffer:
     """A buffer of the plan, its rank, and the stored one; `gaps` are the pieces between tensors.
 
-    Tensors begin at multiples of 64 elements, and what was in memory between them is stored too.
+    Tensors begin at multiples of 64 elements, and what was between them is stored too.
     """
 
     rank: ModelRank
@@ -349,8 +344,8 @@ def _in_proved_order(
 ) -> list[PlacedBuffer]:
     """The buffers, by the first order of modules that has their sizes.
 
-    Whether it is theirs shows when weights are compared with masters. Of which only the low 16 bits
-    are stored, masters prove no order: then all that fit must be one.
+    Comparing weights with masters proves it. Masters of low 16 bits prove none: then all orders
+    that fit must be one.
     """
     dtypes = {tensor.dtype for key, tensor in files.tensors.items() if is_flat(key)}
     every = any(are_remainders(files.args, dtype, BF16) for dtype in (*dtypes, np.dtype("f4")))
@@ -384,9 +379,7 @@ def _plans(
     several: bool,
     stored: Mapping[Address, StoredBuffer],
 ) -> dict[int, Plan]:
-    """The buffers of the optimizer, or of `several`, by the numbers of these: that of experts is
-    the second, and so is the one behind a layer-wise optimizer, which has no buffers.
-    """
+    """The buffers by optimizer: of `several` the second is experts', or layer-wise."""
     shapes = {name: layout.shards[0] for name, layout in ranks.cuts.items()}
     experts: dict[int, bool | None] = {0: False, 1: True} if several else {0: None}
     if files.args.is_layer_wise:
@@ -405,10 +398,7 @@ def _plans(
 def placed_buffers(
     files: DistFiles, plans: Mapping[int, Plan], stored: Mapping[Address, StoredBuffer]
 ) -> list[PlacedBuffer]:
-    """The buffers of all optimizers as they are stored; `plans` by the numbers of these.
-
-    Raises FormatError where one is missing, or more are there, or sizes are not those of the plans.
-    """
+    """The buffers of all optimizers as they are stored. Raises FormatError unless they fit."""
     planned = {(chain, *place): own for chain, plan in plans.items() for place, own in plan.items()}
     for _, group, c, dtype in planned.keys() - stored.keys():
         raise FormatError(

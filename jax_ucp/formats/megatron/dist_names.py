@@ -59,8 +59,9 @@ def state_of(key: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The key of a flat buffer of a model-parallel rank, or of an object of it: `what` is
-    `optimizer` for its param groups, and `per_bucket_numel` for sizes.
+    """The key of a flat buffer of a rank, or of its object `what`.
+
+    `what` is `optimizer` for param groups, and `per_bucket_numel` for sizes.
     """
 
     chain: int

@@ -48,9 +48,7 @@ _UNTIES = "untie_embeddings_and_output_weights"
 def run_fields(
     folder: FilePath, tensors: Mapping[str, DistTensor], objects: Iterable[str]
 ) -> dict[str, Any]:
-    """The fields of args: by Megatron-Bridge's configuration, where it can be read, or else as the
-    stored keys and shapes show them.
-    """
+    """The fields of args, by Megatron-Bridge's configuration or by stored keys and shapes."""
     fields, path = _seen(tensors, list(objects)), folder / RUN_CONFIG
     if not path.is_file() or path.size() > MAX_TEXT:
         return fields

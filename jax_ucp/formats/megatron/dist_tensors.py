@@ -1,5 +1,4 @@
-"""The tensors of a torch_dist checkpoint that have shapes of the model's tensors, or are parts of
-such: weights, and the masters and moments that are stored in the same way.
+"""The tensors of a torch_dist checkpoint that are the model's, its masters and moments.
 
 Facts: `megatron/core/dist_checkpointing/` of Megatron-LM core_v0.16.1.
 """
@@ -32,8 +31,8 @@ from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 class TensorStates:
     """By parameter and state how it is stored; `weight` is what the model computes with.
 
-    `boxes` are the blocks in which the weight was written, and `dtypes` those of the weights.
-    `left` are the stored tensors of the optimizer, where weights alone are opened.
+    `boxes` are the blocks in which the weight was written, `dtypes` those of weights, `left` the
+    optimizer's tensors, where weights alone are opened.
     """
 
     states: Mapping[str, Mapping[str, Array]]
@@ -49,8 +48,8 @@ class TensorStates:
 def tensor_states(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> TensorStates:
     """The states that are stored as tensors of the model's shapes.
 
-    Raises FormatError where one is of a tensor that the model has not, is stored twice, or is cut
-    otherwise than a run of these args cuts it.
+    Raises FormatError for one of no tensor of the model, stored twice, or cut otherwise than by
+    these args.
     """
     models = {key: state_of(key) for key in itertools.filterfalse(is_flat, files.tensors)}
     weights = {key: place for key, place in models.items() if place[0] == "weight"}
@@ -90,9 +89,7 @@ def tensor_states(importer: ContentsBuilder, files: DistFiles, weights_only: boo
 
 
 def _unstacked(files: DistFiles, key: str, model: str) -> Blocks:
-    """The parameters in the tensor `key`: the model's tensor `model`, or a state of it. Raises
-    FormatError where its shape or its leading axes are not those of the run.
-    """
+    """The parameters in the tensor `key` of `model`. Raises FormatError for its shape."""
     tensor, shape = files.tensors[key], files.tensors[model].shape
     runs: Sequence[StoredRun] = tensor.runs
     if tensor.shape != shape:
@@ -124,8 +121,6 @@ def stored_run(importer: ContentsBuilder, run: StoredRun) -> Array:
 
 
 def run_layout(shape: Shape, boxes: Sequence[Box]) -> ParamLayout:
-    """The layout of a tensor over the blocks that its runs are. Ranks may have written some without
-    elements.
-    """
+    """The layout of a tensor over its runs' blocks, of which some may have no elements."""
     fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(boxes) if box.size]
     return ParamLayout(shape, tuple(box.shape for box in boxes), tuple(fragments))

@@ -101,9 +101,9 @@ def recognise(path: FilePath) -> bool:
 def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory, or in one iteration's folder.
 
-    Raises FormatError, naming the file and the tensor, where metadata and files do not fit
-    together, or tensors of several ranks had one name, so that only one rank's are stored; also
-    for a checkpoint of torch_dist that lost its `metadata.json`.
+    Raises FormatError, naming file and tensor, where metadata and files do not fit together, or
+    ranks had tensors of one name, of which one is stored; also for torch_dist without its
+    `metadata.json`.
     """
     folder = checkpoint_folder(path)
     require_folder(path, folder)
@@ -121,10 +121,9 @@ def _of_optimizer(metadata: DcpMetadata) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Saved:
-    """The state dict: tensors of the model by their names in it, and those of the optimizer.
+    """The state dict: tensors of the model by their names, and those of the optimizer.
 
-    Tensors are named in DCP's flattened way. `named` has states by parameter, `numbered` the dicts
-    of optimizers that number their parameters.
+    Names are DCP's flattened ones. `named` has states by parameter, `numbered` optimizers' dicts.
     """
 
     weights: Mapping[str, str]
@@ -135,9 +134,7 @@ class Saved:
 
 
 def saved(paths: Mapping[str, _Path], leaves: Mapping[str, Any]) -> Saved:
-    """The leaves by the meaning of their paths; `leaves` has tensors and objects by flat name.
-    Raises FormatError if one path leads through the value of another.
-    """
+    """The leaves, tensors and objects, by their paths. Raises FormatError for a path in a value."""
     weights: dict[str, str] = {}
     named: dict[tuple[str, str], Any] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -271,8 +268,9 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
 
 
 def check_settings(metadata: DcpMetadata, objects: Mapping[str, Any]) -> None:
-    """Raise FormatError where files have settings of several steps: the first of groups that are
-    alike, such as those without weight decay, says how often it stepped, and its rate.
+    """Raise FormatError where files have settings of several steps.
+
+    The first of groups that are alike, such as those without weight decay, has its step and rate.
     """
     facts, settings = Facts(metadata.folder), dict[str, dict[str, tuple[str, Any]]]()
     for fqn, spans in metadata.objects.items():
@@ -307,9 +305,7 @@ def _block(metadata: DcpMetadata, fqn: str) -> tuple[Shape, list[StoredRun]]:
 def _whole(
     importer: ContentsBuilder, metadata: DcpMetadata, args: Args, fqns: Mapping[str, str]
 ) -> dict[str, Array]:
-    """Tensors of the model, or one state of each, by the global name of the parameter; gate and up
-    are one.
-    """
+    """A state of the tensors by the parameter's global name; gate and up are one."""
     params = {local: _block(metadata, fqn) for local, fqn in fqns.items()}
     whole: dict[str, Array] = {}
     for local, (shape, runs) in join_gated(params).items():
@@ -350,8 +346,7 @@ def _fill_states(
     weights: Mapping[str, str],
     states: Mapping[str, dict[str, Array]],
 ) -> None:
-    """Add the optimizer's states to those of the parameters: tensors, or numbers. `weights` are the
-    tensors of the model.
+    """Add the optimizer's states, tensors or numbers, to parameters' of `weights`.
 
     Raises FormatError for a state of no parameter, and for two of one.
     """
@@ -428,10 +423,7 @@ def check_alike(states: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_degrees(args: Args, model: Mapping[str, Any]) -> None:
-    """Raise FormatError where tensors of several ranks had one name.
-
-    DCP keeps one of those that begin at the same place, and says nothing of the others.
-    """
+    """Raise FormatError where tensors of several ranks had one name: DCP keeps one of them."""
     kinds = ["pipeline_model"]
     if args.optional("ckpt_format") != "fsdp_dtensor":
         kinds += ["tensor_model", "expert_model"]

@@ -78,8 +78,9 @@ _RankModules = tuple[LegacyRank, list[list[Module]]]
 
 @dataclass(frozen=True)
 class RankShards:
-    """A parameter as ranks have it. By state `shards` has, for each tensor-parallel rank, every
-    copy of its shard, and `numbers` what each file says. `file` is the first that has it.
+    """A parameter as ranks have it; `file` is the first that has it.
+
+    By state `shards` has each tensor-parallel rank's copies, and `numbers` what each file says.
     """
 
     file: str
@@ -372,10 +373,7 @@ def _add_parameters(
 
 
 def _states(folder: FilePath, name: str, layout: ParamLayout, param: RankShards) -> States:
-    """The states of a parameter, with every copy of its shards: replicas of one another.
-
-    A number that each file has for a group of parameters must be equal in all.
-    """
+    """The states of a parameter, with every copy of its shards; numbers must be equal in all."""
     states: dict[str, Any] = {}
     for state in sorted(param.shards, key=lambda state: (state != "param", state == "step")):
         by_rank = param.shards[state]
@@ -445,9 +443,7 @@ def _add_beside(
 
 
 def _account_for_files(importer: ContentsBuilder, rank: LegacyRank, weights_only: bool) -> None:
-    """Skip files that are not read. Raises FormatError for those of an optimizer that is not known
-    here.
-    """
+    """Skip files that are not read. Raises FormatError for those of an unknown optimizer."""
     for path in rank.folder.children():
         name = f"{path.parent.name}/{path.name}"
         is_layer_wise = path.name.startswith(_LAYER_WISE)

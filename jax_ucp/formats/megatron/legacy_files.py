@@ -86,8 +86,8 @@ def _rank_folders(folder: FilePath) -> list[str]:
 def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
     """(tp, pp, ep, etp) of every rank that writes files, in the order of ranks.
 
-    They are the ranks whose expert-data-parallel rank is 0: of each pipeline stage the first ep *
-    etp. With etp unlike tp not every pair of tp and ep is among them.
+    Their expert-data-parallel rank is 0: of each stage the first ep * etp. With etp unlike tp not
+    every pair of tp and ep is among them.
     """
     t, p, e = args.model_degrees
     etp = args.expert_ranks
@@ -103,8 +103,7 @@ def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
 def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list[LegacyRank]]:
     """The args of the run, and the files of every rank; with `weights_only` not the optimizer's.
 
-    Raises FormatError, naming the file, where one is missing, is another rank's, or is of another
-    run.
+    Raises FormatError, naming the file, where one is missing or of another rank or run.
     """
     names = _rank_folders(folder)
     first = next((name for name in names if (folder / name / MODEL_FILE).is_file()), None)
@@ -177,9 +176,9 @@ def _check_together(folder: FilePath, args: Args, ranks: Sequence[LegacyRank]) -
 
 
 def _facts(rank: LegacyRank) -> Iterator[tuple[int | None, str, Any]]:
-    """(pipeline stage, name, value) of the facts that the ranks of all stages, or those of one,
-    have alike. Groups of parameters are those of a stage; of the states of a group, the first step
-    is enough.
+    """(pipeline stage, name, value) of facts that ranks of all stages, or of one, have alike.
+
+    Groups are those of a stage; of the states of a group, the first step is enough.
     """
     for name in ("iteration", "opt_param_scheduler", "checkpoint_version"):
         yield None, name, rank.tree.get(name)

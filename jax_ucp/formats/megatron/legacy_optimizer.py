@@ -34,11 +34,8 @@ def find_states(
 ) -> Iterator[tuple[Module, ModuleState]]:
     """Every state in the rank's files of its modules.
 
-    There can be several optimizers: another for experts, and with Muon one more of each for what is
-    no matrix.
-
-    Raises FormatError, naming the file, where sizes do not fit, and Undecided where groups can be
-    filled in no way, or in several.
+    There can be several optimizers: for experts, and beside Muon. Raises FormatError, naming the
+    file, where sizes do not fit, and Undecided where groups can be filled in no way, or in several.
     """
     where = rank.model.path
     parts = optimizer_parts(rank.tree["optimizer"])
@@ -82,8 +79,9 @@ def find_states(
 
 
 def _flat_buffers(rank: LegacyRank, count: int) -> list[Mapping[Any, Any] | None]:
-    """The flat buffers of each of a rank's `count` optimizers, by model chunk, then dtypes; None
-    of what another expert-parallel rank's file has: only dense data-parallel rank 0 writes it.
+    """The flat buffers of a rank's `count` optimizers, by model chunk, then dtypes.
+
+    None if another rank's file has them: only dense data-parallel rank 0 writes them.
     """
     path = rank.folder / OPTIM_FILE
     if rank.optim is None:

@@ -189,9 +189,7 @@ Blocks = dict[str, tuple[Shape, Sequence[StoredRun]]]
 
 
 def join_gated(params: Mapping[str, tuple[Shape, Sequence[StoredRun]]]) -> Blocks:
-    """The parameters, in which those that are stored as gate and up are one, at the end: the rows
-    of the gate, then those of up.
-    """
+    """The parameters; those stored as gate and up are one, with the rows of the gate first."""
     joined = dict(params)
     for name, halves in gate_and_up(params).items():
         (shape, gate), (other, up) = (joined.pop(half) for half in halves)
@@ -316,10 +314,7 @@ class ModelChunk:
 
 
 def stage_chunks(args: Args) -> dict[tuple[int, int], ModelChunk]:
-    """The parts of each (chunk, pipeline stage), in the order of chunks, then stages.
-
-    Raises FormatError where the args do not say how layers lie on stages.
-    """
+    """The parts of each (chunk, stage), by chunk, then stage. Raises FormatError if unknown."""
     letters = stage_letters(args)
     layers = sum(part.count("t") for part in letters)
     p = args.degree("pipeline_model_parallel_size")

@@ -74,9 +74,7 @@ def numbered_states(
 ) -> Iterator[tuple[Module, ModuleState]]:
     """States and masters of optimizers that number their parameters; keys are those of tensors.
 
-    `modules` are in the order of the model; `muon` is whether the run's optimizer is Muon, with
-    another beside it for what is no matrix.
-
+    `modules` are in the order of the model; `muon`: matrices are Muon's, and others another's.
     Raises FormatError, naming the file, for what belongs to no parameter, and Undecided where
     groups can be filled in no way, or in several.
     """
@@ -223,9 +221,7 @@ def numbered_alone(optimizers: Iterable[Any]) -> bool:
 
 
 def beside_tensors(optimizer: Any) -> dict[str, Any]:
-    """The hyper-parameters and the loss scaler of an optimizer, or of a list of them: what is not
-    a tensor.
-    """
+    """The hyper-parameters and loss scalers of an optimizer, or a list: what is no tensor."""
     beside: dict[str, Any] = {}
     for i, part in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
         if isinstance(part, dict):

@@ -56,8 +56,8 @@ def add_parameter(
 ) -> None:
     """Add a parameter with its states, in their order.
 
-    `copies` are all copies of the weight, if there are several, and `cause` is why the master may
-    be another parameter's. Without `remainders` every master is a whole one.
+    `copies` are all copies of the weight, `cause` why the master may be another parameter's.
+    Without `remainders` every master is a whole one.
     """
     weight, master = states["weight"], states.get("param")
     if name.endswith(BUFFERS):
@@ -113,8 +113,7 @@ def are_rounded(args: Args) -> bool:
 def keeps_masters(args: Args) -> bool:
     """Whether TransformerEngine's optimizer keeps the masters, and not Megatron's.
 
-    It does not for fp8 weights that are scaled as the optimizer steps, nor where that is on the
-    CPU.
+    It does not for fp8 weights scaled as the optimizer steps, nor on the CPU.
     """
     if not args.optional("use_precision_aware_optimizer") or args.optional("optimizer_cpu_offload"):
         return False
@@ -128,9 +127,7 @@ def _rounds_masters(args: Args) -> bool:
 
 
 def unpadded(name: str, states: States, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """The states, those of an embedding without the rows that pad the vocabulary, if `sizes` has
-    the length of that.
-    """
+    """The states; an embedding's without rows of padding, if `sizes` has its length."""
     vocab, own = sizes.get("vocab"), dict(states)
     if vocab is None or name not in (EMBEDDING, TIED):
         return own
@@ -168,8 +165,7 @@ def add_notes(
 ) -> None:
     """Add the notes that people need of every Megatron checkpoint, and `notes` between them.
 
-    `rows` are those of the embedding, if there is one, `saved` is whether the files have an
-    optimizer, and `without_args` what to say if they have no args.
+    `rows` are the embedding's; `saved`: the files have an optimizer; `without_args` explains none.
     """
     if rows is not None and "vocab" not in options.sizes:
         importer.notes.append(

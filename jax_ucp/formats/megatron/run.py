@@ -58,10 +58,7 @@ class Args:
         return max(1, size) if isinstance(size, int) else 1
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` where the release that wrote it had no such one.
-
-        Raises FormatError where it is an object of a class that is not known here.
-        """
+        """The argument, or `default` if there is none. Raises FormatError for an Opaque."""
         if name not in self.fields:
             if name not in self.absent:
                 self.absent.append(name)
@@ -134,9 +131,7 @@ def about(layout: str, args: Args, iteration: Any) -> About:
 
 
 def iteration_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration in the tracker file; without one, the only one that is there,
-    or the path itself.
-    """
+    """The folder of the tracker's iteration, or the only one that is there, or the path."""
     tracker = path / TRACKER
     if not tracker.is_file():
         inside = [child for child in path.children() if _SAVED.fullmatch(child.name)]
