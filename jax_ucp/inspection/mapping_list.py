@@ -28,8 +28,8 @@ def mapping_list(
         config: as of `Checkpoint.map`.
 
     Returns:
-        For each its name, `model`, `target` and `variants`, and with a checkpoint `fits`, and
-        `why` it does not.
+        For each its name, `model`, `target` and `variants` (with layouts), and with a checkpoint
+        `fits`, and `why` it does not.
     """
     mappings = [LeafMapping.load(name) for name in shipped()]
     if checkpoint is None:
@@ -53,4 +53,4 @@ def mapping_list(
 
 def _entry(mapping: LeafMapping) -> Report:
     name = mapping.name.removesuffix(".yaml")
-    return {"name": name, **mapping.about, "variants": list(mapping.variants)}
+    return {"name": name, **mapping.about, "variants": [*mapping.variants, *mapping.layouts]}

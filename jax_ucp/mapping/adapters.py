@@ -49,7 +49,9 @@ def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Ma
         if any(module.endswith(tuple(modules_to_save)) for module in modules):
             params = {PREFIX + name: axes for name, axes in rule.params.items()}
             tied = {PREFIX + name: axes for name, axes in rule.tied.items()}
-            rules.append(replace(rule, params=params, tied=tied, optional=True, place=""))
+            rules.append(
+                replace(rule, params=params, tied=tied, optional=True, layout="", place="")
+            )
         else:
             skips |= dict.fromkeys(Skip(leaf, _OF_BASE) for leaf in rule.leaves)
     name = f"the adapters of {mapping.name}"

@@ -179,10 +179,36 @@ def bind(
     if undecided:
         asks_for_config = bool(faults) and not config
         raise _refusal(mapping, faults if asks_for_config else [*faults, *undecided])
+    rules = _of_one_layout(mapping, rules, shapes, faults)
     bound = _bound(replace(mapping, rules=tuple(rules)), shapes, given, numbers_of(config), faults)
     assumptions = [outcome for outcome in checked if outcome.state == "assumed"]
     vouched = [f"on the user's word, against the requirement {one}" for one in assumptions]
     return replace(bound, notes=[*vouched, *bound.notes])
+
+
+def _of_one_layout(
+    mapping: LeafMapping,
+    rules: Sequence[MappingRule],
+    shapes: Mapping[str, Shape],
+    faults: Sequence[str],
+) -> list[MappingRule]:
+    """The rules without a layout, and those of the one in which the parameters are: of the first
+    where there are none.
+
+    Raises LayoutError with `faults` and its own where parameters are in several.
+    """
+    found: dict[str, str] = {}  # by layout, a parameter that is in it
+    for rule in rules:
+        for pattern in (*rule.params, *rule.tied) if rule.layout not in ("", *found) else ():
+            named = filter(name_regex(pattern).fullmatch, shapes)
+            if name := next(named, None):
+                found[rule.layout] = name
+                break
+    if len(found) > 1:
+        each = " and ".join(f"{layout} ({name})" for layout, name in found.items())
+        raise _refusal(mapping, [*faults, f"has parameters in several layouts, {each}"])
+    layout = next(iter((*found, *mapping.layouts)), "")
+    return [rule for rule in rules if rule.layout in ("", layout)]
 
 
 def _unmet_faults(
@@ -626,7 +652,9 @@ def given_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Given:
         return Given()
     if not all(map(is_length, lengths.values())):
         return Given()
-    if LeafMapping.from_dict(rules).inverse() != replace(mapping, skips=()):
+    before = LeafMapping.from_dict(rules)
+    ways = before, *map(before.variant, before.layouts)
+    if replace(mapping, skips=()) not in [way.inverse() for way in ways]:
         return Given()
     assumed, config = done.get("assumed"), done.get("config")
     names = tuple(map(str, assumed)) if isinstance(assumed, list) else ()

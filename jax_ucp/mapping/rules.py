@@ -18,8 +18,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Dict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
@@ -41,7 +41,7 @@ _REQUIREMENTS = resources.files("jax_ucp.mapping") / "requirements.yaml"
 _SECTIONS = ("about", "sizes", "requires", "variants", "leaves", "skip")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The fields of a rule that its YAML has only where they are not the default.
-_OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when")
+_OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when", "layout")
 # A power of a size: `head_dim ** -0.5`.
 _POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
 
@@ -64,7 +64,8 @@ class MappingRule:
     leaf's parameter (its other states keep theirs). A parameter becomes `x * scale + add`, or with
     `backwards` `(x - add) / scale`; `scale` may be a power of a size, `head_dim ** -0.5`. An
     `optional` rule may find no parameter. A rule with `when`, a condition on the model's config, is
-    there only where that holds.
+    there only where that holds. Rules with a `layout` are for one of several ways in which
+    checkpoints have the same parameters: of a checkpoint, those of one layout are there.
     """
 
     params: Dict[str, str]
@@ -76,6 +77,7 @@ class MappingRule:
     add: float = 0
     backwards: bool = False
     when: str = ""
+    layout: str = ""
     place: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -298,6 +300,7 @@ class Mapping:
         variants, about = _variants(top), top.content.get("about") or {}
         if about and not (_are_texts(about) and about.keys() == {"model", "target"}):
             top.faults.append(f"{top.place('about')}: about has a model and a target, two texts")
+        top.faults += _layout_faults(rules, variants)
         top.raise_faults(f"{name} is not a mapping:")
         mapping = cls(tuple(rules), tuple(skips), sizes, name, tuple(requires), variants, about)
         for variant in variants:
@@ -310,6 +313,11 @@ class Mapping:
         """Every name that may have a length: axes, sizes, and what sizes are made of."""
         of_sizes = [names_in(size) for size in self.sizes.values()]
         return frozenset(self.sizes).union(*(rule.names for rule in self.rules), *of_sizes)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The names of its layouts, the one that its inverse writes first."""
+        return tuple(dict.fromkeys(rule.layout for rule in self.rules if rule.layout))
 
     @property
     def takes_parts(self) -> bool:
@@ -326,22 +334,25 @@ class Mapping:
         return frozenset(key.partition(".")[0] for key in keys)
 
     def variant(self, name: str) -> Mapping:
-        """The mapping to the other leaves that `variants` describes under a name.
+        """The mapping to the other leaves that `variants` describes under a name, or from one of
+        its layouts alone.
 
-        What begins a leaf's name there begins it otherwise; an index that the name has then is no
-        axis of the leaf any more.
+        What begins a leaf's name in `variants` begins it otherwise; an index that the name has then
+        is no axis of the leaf any more.
 
         Args:
-            name: of the variant, such as `unscanned`.
+            name: of the variant, such as `unscanned`, or of the layout, such as `packed`.
 
         Returns:
-            The mapping from the same parameters.
+            The mapping.
 
         Raises:
             SpecError: where there is no such variant, or it does not fit.
         """
+        if name in self.layouts:
+            return replace(self, rules=self._rules_of(name), name=f"{self.name}:{name}")
         if name not in self.variants:
-            known = ", ".join(self.variants) or "none"
+            known = ", ".join((*self.variants, *self.layouts)) or "none"
             raise SpecError(f"{self.name} has no variant {name!r}; it has {known}")
         renames = self.variants[name]
         rules = tuple(replace(rule, leaves=_renamed(rule, renames)) for rule in self.rules)
@@ -370,7 +381,8 @@ class Mapping:
             SpecError: where there is no such variant, or it does not fit.
         """
         rules: dict[tuple[tuple[str, str], ...], MappingRule] = {}
-        for rule, other in zip(self.rules, self.variant(name).rules, strict=True):
+        one = replace(self, rules=self._rules_of(*self.layouts[:1]))
+        for rule, other in zip(one.rules, one.variant(name).rules, strict=True):
             back = rule.inverse()
             pairs = zip(rule.leaves, other.leaves.items(), strict=True)
             leaves = dict(leaf for old, leaf in pairs if old in back.params)
@@ -380,7 +392,8 @@ class Mapping:
         return Mapping(tuple(rules.values()), (), self.sizes, f"{self.name}:to-{name}")
 
     def inverse(self) -> Mapping:
-        """From the leaves to the parameters: what exports. Names in `skip` cannot come back.
+        """From the leaves to the parameters: what exports. Names in `skip` cannot come back. Of
+        several layouts it writes the first; that of `variant("packed")` writes `packed`.
 
         Raises SpecError for a mapping of parts of quantised weights.
         """
@@ -389,9 +402,14 @@ class Mapping:
                 f"{self.name} maps parts of quantised weights (`{STORED}/NAME`), which are not"
                 " parameters, and has no inverse"
             )
-        rules = tuple(rule.inverse() for rule in self.rules)
+        rules = tuple(rule.inverse() for rule in self._rules_of(*self.layouts[:1]))
         name = f"the inverse of {self.name}"
         return Mapping(rules, self.leaf_skips, self.sizes, name, self.requires)
+
+    def _rules_of(self, layout: str = "") -> tuple[MappingRule, ...]:
+        """The rules of one layout, and those of none, as rules of none."""
+        of_it = (rule for rule in self.rules if rule.layout in ("", layout))
+        return tuple(replace(rule, layout="") for rule in of_it)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""
@@ -520,6 +538,23 @@ def _listed(axes: frozenset[str]) -> str:
     return ", ".join(sorted(axes)) or "of a scalar"
 
 
+def _layout_faults(rules: Sequence[MappingRule], variants: Dict[str, object]) -> Iterator[str]:
+    """Faults: layouts that form other leaves than the first, one alone, one named as a variant."""
+    leaves: dict[str, set[str]] = defaultdict(set)
+    for rule in rules:
+        leaves[rule.layout].update(rule.leaves)
+    layouts = [layout for layout in leaves if layout]
+    for layout in layouts:
+        if layout in variants or not layout.isidentifier():
+            yield f"layout {layout!r}: its name is one word, and not that of a variant"
+        others = set().union(*(leaves[other] for other in layouts if other != layout))
+        if strays := sorted(leaves[layout] ^ others):
+            yield (
+                f"layout {layout!r}: layouts are of the same leaves, but {strays[0]} is not formed"
+                " in each"
+            )
+
+
 def _variants(top: Document) -> dict[str, dict[str, str]]:
     """The section `variants`: by name, what begins leaves' names by what they begin with there."""
     variants: Any = top.content.get("variants") or {}
@@ -586,6 +621,8 @@ def _rule(item: object, place: str) -> MappingRule:
         if not isinstance(content.get(flag, False), bool):
             raise SpecError(f"{flag} is true or false, not {content[flag]!r}")
     options = {name: content[name] for name in _OPTIONS if name in content}
+    if not isinstance(options.get("layout", ""), str):
+        raise SpecError(f"the layout of a rule is a word, not {options['layout']!r}")
     options["tied"] = _named(content.get("tied", {}), axes, "tied")
     options["cast"] = str(content.get("cast", ""))
     leaves = _named(content["leaf"], axes if len(params) == 1 else None, "leaf")
