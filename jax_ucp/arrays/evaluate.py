@@ -28,6 +28,7 @@ from jax_ucp.arrays.value import (
     stored,
 )
 from jax_ucp.arrays.watched import Look, Watching
+from jax_ucp.files.copying import copy_into
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment
@@ -336,7 +337,7 @@ def _overlapping(blocks: Sequence[_FlatBlock]) -> Iterator[tuple[Box, list[_Flat
 
 def _copy_all(copies: Copies) -> None:
     for out, elements in copies:
-        out[...] = elements
+        copy_into(out, elements)
 
 
 def _average(out: np.ndarray, copies: Sequence[np.ndarray]) -> None:
@@ -374,7 +375,7 @@ def _want_rearranged(
             steps, _fetched(array.inputs[name], sources), strict=True
         ):
             elements = _strided(data, part.source, step.indices)
-            _strided(view, part.target, step.indices)[...] = elements
+            copy_into(_strided(view, part.target, step.indices), elements)
 
 
 def _fetched(array: Array, boxes: Sequence[Box]) -> Iterable[np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from jax_ucp.arrays.checks import Check, Extent
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import read, split
 from jax_ucp.arrays.proof import Proof
-from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.value import Array, Computed, Rearranged, Rule
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.box import Box
@@ -53,7 +52,7 @@ def scaled(array: Array, form: LeafForm) -> Array:
     if not form.scaled and dtype == array.info.dtype:
         return array
     rule = Scaled(form.scale, form.add, form.backwards, dtype)
-    return Computed(rule, {"x": array}, ArrayInfo(array.info.shape, dtype, array.info.chunk))
+    return Computed(rule, {"x": array}, replace(array.info, dtype=dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,16 @@ class ArrayInfo:
     """The shape, dtype and stored chunk of an array, known before any of its bytes are read.
 
     `chunk` is the shape of the stored blocks, if a part of a block costs as much to read as all of
-    it; None if any box costs about its own bytes. Raises FormatError for a shape that no array can
-    have: too many axes, a negative length, or too many bytes.
+    it; None if any box costs about its own bytes. `row` is the shape of what a row of a mapped
+    array's input fills, if that has no chunks: a block that cuts it reads pieces of rows. Raises
+    FormatError for a shape that no array can have: too many axes, a negative length, or too many
+    bytes.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...] | None = None
+    row: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # numpy has no array without elements either whose other axes are beyond any array.
@@ -53,12 +56,12 @@ class ArrayInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self, boxes: Sequence[Box], max_bytes: int) -> Iterator[Box]:
-        """Blocks of whole chunks, each of at most `max_bytes` or one chunk, that meet the boxes and
-        together cover them.
+        """Blocks of whole chunks, or else rows, each of at most `max_bytes` or one of them, that
+        meet the boxes and together cover them.
 
         At the high edge of the array they may extend past it.
         """
-        chunk = self.chunk or (1,) * len(self.shape)
+        chunk = self.chunk or self.row or (1,) * len(self.shape)
         around = whole_chunks(Box.around(boxes), chunk)
         step = rows_of_chunks(around.shape, chunk, self.dtype.itemsize, max_bytes)
         for block in grid_boxes(around.shape, step):

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from jax_ucp.files.copying import copy_into
+
 # From here on float16 has infinity.
 _TOO_LARGE = 65520
-_WORD = np.dtype(np.uint64)
 
 
 def round_into(out: np.ndarray, values: np.ndarray) -> None:
@@ -20,8 +21,7 @@ def round_into(out: np.ndarray, values: np.ndarray) -> None:
     if out.dtype == np.float16 and values.dtype == np.float32:
         values = _halves(values)
     if _is_turned(out):
-        rounded = values.astype(out.dtype, order="C", copy=False)
-        _write_turned(out.swapaxes(-1, -2), rounded)
+        copy_into(out, values.astype(out.dtype, order="C", copy=False))
     else:
         out[...] = values
 
@@ -55,20 +55,6 @@ def _halves(values: np.ndarray) -> np.ndarray:
 def _is_turned(array: np.ndarray) -> bool:
     """Whether neighbours in memory are neighbours on the last axis but one."""
     return array.ndim > 1 and abs(array.strides[-1]) > abs(array.strides[-2])
-
-
-def _write_turned(out: np.ndarray, elements: np.ndarray) -> None:
-    """Write a contiguous array with its last two axes exchanged, as many elements at once as a word
-    has.
-    """
-    count = _WORD.itemsize // elements.itemsize
-    *leading, rows, columns = elements.shape
-    if columns % count:
-        out[...] = elements.swapaxes(-1, -2)
-        return
-    words = np.ascontiguousarray(elements.view(_WORD).swapaxes(-1, -2))
-    split = words.view(elements.dtype).reshape(*leading, columns // count, rows, count)
-    out.reshape(*leading, columns // count, count, rows, copy=False)[...] = split.swapaxes(-1, -2)
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:

@@ -134,8 +134,10 @@ class Rearranged:
     def info(self) -> ArrayInfo:
         first = self.layout.parts[0]
         whole = self.inputs[first.array].info
-        chunk = None if whole.chunk is None else first.chunk(whole.chunk)
-        return ArrayInfo(self.layout.shape, whole.dtype, chunk)
+        if whole.chunk is not None:
+            return ArrayInfo(self.layout.shape, whole.dtype, first.chunk(whole.chunk))
+        row = whole.row or (*(1,) * (len(whole.shape) - 1), *whole.shape[-1:])
+        return ArrayInfo(self.layout.shape, whole.dtype, row=first.chunk(row))
 
     @cached_property
     def hulls(self) -> list[Box]:

@@ -10,11 +10,12 @@ import os
 import numpy as np
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.files.copying import copy_into
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 
 # What goes to places with gaps is read into so much memory first, which stays in a core's cache,
 # and then put there.
-SCATTERED_BYTES = 512 << 10
+SCATTERED_BYTES = 1 << 20
 
 
 def pread_into(handle: int, offset: int, out: np.ndarray) -> None:
@@ -29,7 +30,7 @@ def pread_into(handle: int, offset: int, out: np.ndarray) -> None:
     ):
         data = room[: block.size * out.itemsize]
         _fill(handle, offset, data)
-        out[block.index] = data.view(out.dtype).reshape(block.shape)
+        copy_into(out[block.index], data.view(out.dtype).reshape(block.shape))
         offset += len(data)
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, NoReturn, TypeVar
 import numpy as np
 
 from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
+from jax_ucp.files.copying import copy_into
 from jax_ucp.files.in_flight import request_all
 from jax_ucp.files.listing import count_request
 from jax_ucp.files.local import check_name
@@ -66,7 +67,8 @@ class Request:
     def deliver(self, data: np.ndarray) -> None:
         for start, out in self.parts:
             first = start - self.start
-            out[...] = data[first : first + out.nbytes].view(out.dtype).reshape(out.shape)
+            elements = data[first : first + out.nbytes].view(out.dtype)
+            copy_into(out, elements.reshape(out.shape))
 
 
 def plan_requests(reads: Sequence[RangeRead]) -> list[Request]:

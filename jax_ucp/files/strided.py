@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_ucp.files.copying import copy_into
 from jax_ucp.files.ranges import ByteRange
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
@@ -45,7 +46,8 @@ def read_strided(
             file.read_into([(start + _offset(block, steps), rows)])
             for box, out in pairs:
                 if hit := box.intersect(block):
-                    out[hit.relative_to(box).index] = rows[hit.relative_to(block).index]
+                    inside = out[hit.relative_to(box).index]
+                    copy_into(inside, rows[hit.relative_to(block).index])
         return
     reader = _GatheredReads(file)
     for box, out in pairs:
@@ -120,7 +122,7 @@ class _GatheredReads:
         if reads:
             self._file.read_into(reads)
         for out, elements in copies:
-            out[...] = elements
+            copy_into(out, elements)
 
 
 def _is_run(shape: Sequence[int], steps: Sequence[int], itemsize: int) -> bool:

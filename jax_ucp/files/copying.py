@@ -1,0 +1,40 @@
+"""Copies of arrays whose axes lie in memory in different orders."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_ucp.layout.blocks import grid_boxes
+
+# What is transposed at once fits the caches of a core, and is so wide at most. Its rows begin an
+# odd number of cache lines apart: lines that are a multiple of 4 KiB apart share a set of the
+# cache, of 8 to 16 lines, so that the rows of most models' matrices would evict one another.
+_WINDOW_BYTES, _COLUMNS, _LINE_BYTES = 512 << 10, 4096, 64
+
+
+def copy_into(out: np.ndarray, elements: np.ndarray) -> None:
+    """Copy elements into an array of the same shape and dtype, of any strides.
+
+    Where neighbours on the last axis of `elements` are neighbours on another axis of `out`, as in a
+    transposed matrix, they are copied in windows, several times as fast as by numpy.
+    """
+    axis = _fastest_axis(out)
+    if axis == out.ndim - 1 or out.shape[axis] * out.shape[-1] < _COLUMNS:
+        out[...] = elements
+        return
+    out, elements = np.moveaxis(out, axis, -2), np.moveaxis(elements, axis, -2)
+    columns = min(_COLUMNS, out.shape[-1])
+    rows = min(max(1, _WINDOW_BYTES // (columns * out.itemsize)), out.shape[-2])
+    window = np.empty((rows, columns + (_LINE_BYTES // out.itemsize)), out.dtype)
+    for box in grid_boxes(out.shape, (*(1,) * (out.ndim - 2), rows, columns)):
+        block = window[: box.shape[-2], : box.shape[-1]]
+        block[...] = elements[box.index].reshape(block.shape)
+        out[box.index] = block
+
+
+def _fastest_axis(array: np.ndarray) -> int:
+    """The axis with more than one element whose neighbours are nearest in memory; of several the
+    last.
+    """
+    axes = [axis for axis in reversed(range(array.ndim)) if array.shape[axis] > 1]
+    return min(axes, key=lambda axis: abs(array.strides[axis]), default=array.ndim - 1)
