@@ -164,7 +164,8 @@ def planned_reads(arrays: Iterable[PlannedArray], mesh: HostMesh) -> HostReads:
         if not array.pieces:
             totals[2:] += reads[2:]
             continue
-        opened = _opened(array, mesh)
+        boxes = tuple([box for _, box in array.pieces])
+        opened = _opened(array.shape, array.spec, boxes, mesh)
         for (file, _), by_host in zip(array.pieces, opened.T, strict=True):
             shared[file] = shared[file] | by_host if file in shared else by_host
         if array.packed:
@@ -431,13 +432,16 @@ def _union(boxes: np.ndarray) -> int:
     return int(volume)
 
 
-def _opened(array: PlannedArray, mesh: HostMesh) -> np.ndarray:
-    """A mask of the pieces that each host reads of: (hosts, pieces)."""
-    corners = np.concatenate(_bounds(array.shape, array.spec, mesh), axis=1)
+@functools.lru_cache(maxsize=1024)
+def _opened(
+    shape: Shape, spec: tuple[Axes, ...], pieces: tuple[Box, ...], mesh: HostMesh
+) -> np.ndarray:
+    """A mask of the pieces of an array that each host reads of: (hosts, pieces)."""
+    corners = np.concatenate(_bounds(shape, spec, mesh), axis=1)
     boxes, of_device = np.unique(corners, axis=0, return_inverse=True)
     start, stop = np.split(boxes[:, None], 2, axis=2)
-    low = np.array([box.start for _, box in array.pieces], np.int64)
-    high = np.array([box.stop for _, box in array.pieces], np.int64)
+    low = np.array([box.start for box in pieces], np.int64)
+    high = np.array([box.stop for box in pieces], np.int64)
     meets = np.all((start < high) & (stop > low), axis=2)
     boxes_of_hosts = np.split(of_device.ravel(), mesh.hosts)
     return np.array([meets[numbers].any(axis=0) for numbers in boxes_of_hosts])
