@@ -1,7 +1,7 @@
 """Mistakes with what one format keeps beside its arrays: configs, tables, scales, arguments.
 
 The table that they are added to is that of `temptation_mistakes`. Each kind of edit is a row of a
-small table: what it is, and what a message about it must name.
+small table.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ import jax_ucp as ucp
 from folders import Link, dtype_of, stored_tensors
 from safetensors_writer import file_of
 from temptation_mistakes import (
-    ABSENT,
-    DAMAGED,
-    FOREIGN,
-    MISSING,
     Attempt,
     each_file,
     mistake,
-    names_of,
     replacing,
 )
 from temptation_subjects import Subject
@@ -50,8 +45,7 @@ def step_opened_without_a_table(subject: Subject, _: Sequence[Subject]) -> Itera
         left: dict[str, bytes | None] = {"missing": None, "cut": data[: len(data) // 2]}
         for how, rest in left.items():
             what = f"{step[1]}/ is opened, and {name} is {how}"
-            named = (PurePosixPath(name).name, PurePosixPath(name).stem, *ABSENT)
-            yield Attempt(what, put({name: rest}), named, f"{MISSING}|{DAMAGED}", opened=opened)
+            yield Attempt(what, put({name: rest}), opened=opened)
 
 
 def _inside(folder: str, root: Path) -> str:
@@ -76,14 +70,12 @@ def link_to_elsewhere(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
             yield Attempt(
                 f"{name} is {how} link to a copy outside",
                 put({name: Link(target, absolute=how == "an absolute")}),
-                names_of(name),
-                r"link|leads out",
                 noticed=noticed,
                 beside=beside,
             )
         kept = "kept/0"  # named like no file of a checkpoint
         inside = {name: Link("../" * (len(path.parts) - 1) + kept), kept: data}
-        yield Attempt(f"{name} is a link to {kept}", put(inside), (*names_of(name), kept), r".")
+        yield Attempt(f"{name} is a link to {kept}", put(inside))
 
 
 # The config of a model, with a mapping.
@@ -118,10 +110,7 @@ _OTHER_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "has other heads": ({"num_attention_heads": 2, "num_key_value_heads": 1}, "llama|qwen3|gemma"),
     "has a layer more": ({"num_hidden_layers": 3, "n_layer": 3}, "."),
     "has a layer less": ({"num_hidden_layers": 1, "n_layer": 1}, "."),
-    "has another family": (
-        {"model_type": "granite", "architectures": ["GraniteForCausalLM"]},
-        ".",
-    ),
+    "has another family": ({"model_type": "granite", "architectures": ["GraniteForCausalLM"]}, "."),
     "has another activation": (
         {"hidden_act": "relu", "hidden_activation": "relu"},
         "llama|qwen|mixtral|gemma",
@@ -160,8 +149,6 @@ def config_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         yield Attempt(
             f"config.json {what}",
             put({"config.json": changed}),
-            (*edits, "layers", "weight", "shape"),
-            r".",
             act=mapped,
             noticed=_NO_NOTE_IS_ENOUGH if re.search(matters, subject.name) else "",
         )
@@ -206,13 +193,11 @@ def scheme_of_another(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
             for place in places:
                 place[key] = value
             if places and config != json.loads(text):
-                named = (key, str(value), "scale", "codes", "quant", "shape", "group", "zero")
                 changed = {"config.json": json.dumps(config).encode()}
-                yield Attempt(f"config.json has {key} {value}", put(changed), named, r".")
+                yield Attempt(f"config.json has {key} {value}", put(changed))
     config = {k: v for k, v in json.loads(text).items() if k != "quantization_config"}
     changed = {"config.json": json.dumps(config).encode()}
-    named = ("quantization_config", "config.json", "scale", "codes")
-    yield Attempt("config.json has no quantization_config", put(changed), named, r".")
+    yield Attempt("config.json has no quantization_config", put(changed))
 
 
 @mistake
@@ -229,8 +214,7 @@ def scales_turned(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             if re.search("scale|zero", key) and len(shape) == 2 and shape[0] != shape[1]:
                 turned = {key: about | {"shape": shape[::-1]}}
                 made = put({name: _with_header(data, _header(data) | turned)})
-                named = (key, key.rpartition(".")[0])
-                yield Attempt(f"{key} is {shape[::-1]}", made, named, r"scale|shape|zero|axes|fit")
+                yield Attempt(f"{key} is {shape[::-1]}", made)
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -258,8 +242,7 @@ def shard_of_a_save_in_another_dtype(subject: Subject, _: Sequence[Subject]) -> 
     files = sorted(set(json.loads(subject.folder[indexes[0]])["weight_map"].values()))
     for file in files[:3] if len(files) > 1 else ():
         made = put({file: _in_another_dtype({file: other[file]}, file)})
-        named = (*names_of(file), "total_size")
-        yield Attempt(f"{file} is of another run, in 16 bits or 32", made, named, FOREIGN)
+        yield Attempt(f"{file} is of another run, in 16 bits or 32", made)
 
 
 def _in_another_dtype(files: Mapping[str, bytes], name: str) -> bytes:
@@ -305,8 +288,6 @@ def arguments_of_another_run(subject: Subject, _: Sequence[Subject]) -> Iterator
         yield Attempt(
             f"{name} has {what} {value}",
             put({name: data}),
-            (what,),
-            r".",
             act=_restored,
             noticed=_NO_NOTE_IS_ENOUGH if gated else "",
         )

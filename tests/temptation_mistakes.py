@@ -1,8 +1,7 @@
 """What people do to checkpoints and say of them by mistake: one function for each kind, which
 yields its attempts.
 
-An attempt is a folder as the mistake leaves it, or options as the mistake has them, and what a true
-message about it must contain: one of the things that it is about by name, and a word of the cause.
+An attempt is a folder as the mistake leaves it, or options as the mistake has them.
 """
 
 from __future__ import annotations
@@ -29,79 +28,6 @@ from temptation_subjects import Subject
 # Of the files of one role, which differ in numbers alone, how many are tried.
 PER_ROLE = 2
 
-# What a message may name for a file that is not there.
-ABSENT = (
-    "rank",
-    "layer",
-    "state",
-    "hole",
-    "no such folder",
-    ".metadata",
-    "is in no file",
-    "PyTree item",
-)
-
-# Words of causes. A message has one of them beside a name; paths in it do not count.
-DAMAGED = "|".join(
-    (
-        (
-            r"cut|truncat|short|end|incomplete|damage|corrupt|bytes|zip|crc|checksum|digest|header|not"
-            r" a|is no |json|empty"
-        ),
-        (
-            r"differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not"
-            r" what|should|says|fail"
-        ),
-        r"unknown",
-    )
-)
-MISSING = "|".join(
-    (
-        (
-            r"missing|not there|does not exist|lacks|no file|is in"
-            r" no|without|incomplete|absent|hole|not found|only|needs"
-        ),
-        (
-            r"no such|\bno\s+\S|nothing|should name|neither|is no |is not an? |no checkpoint|finished|not a"
-            r" checkpoint|cannot be read|not_found"
-        ),
-        r"should (have|hold|be)|cover|there (is|are)|names|not in|never",
-    )
-)
-FOLDER = rf"folder|director|not a file|{MISSING}"
-FOREIGN = "|".join(
-    (
-        (
-            r"another|other|differ|not the|not of"
-            r" one|twice|disagree|exchange|rank|step|run|iteration|master|copy|replica"
-        ),
-        (
-            r"two|both|family|prefix|not_found|data_loss|expected|but |does not|do"
-            r" not|checksum|crc|digest|not what"
-        ),
-        r"missing|lacks|hole|overlap",
-    )
-)
-POINTER = r"lfs|pointer|text"
-WEB = "|".join(
-    (
-        (
-            r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not"
-            r" what|bytes|should|says|digest"
-        ),
-        r"is not json|not as expected|error parsing|server answered",
-    )
-)
-TEXT = "|".join(
-    (
-        (
-            r"json|utf|text|encod|decod|name|byte order|line|not a|is no |should|does"
-            r" not|damage|checksum|crc|zip|header"
-        ),
-        r"bytes",
-    )
-)
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -109,16 +35,14 @@ class Attempt:
 
     `folder` gives the files as it leaves them. `opened` gives what is opened from the path of that
     folder; unsaid, what is opened rightly. `options` are those of `open` beside the right ones.
-    `act` does something else than restoring. `named` and `cause`: a refusal has one of these names
-    and a match of this expression. `also` are checkpoints whose truth is right too. `noticed`:
-    where it is not refused, notes, warnings or the log must have a match of it. `small`: so few
-    bytes are other that a sample may miss them. `beside` are files outside of the checkpoint.
+    `act` does something else than restoring. `also` are checkpoints whose truth is right too.
+    `noticed`: where it is not refused, notes, warnings or the log must have a match of it. `small`:
+    so few bytes are other that a sample may miss them. `beside` are files outside of the
+    checkpoint.
     """
 
     what: str
     folder: Callable[[], Folder]
-    named: tuple[str, ...]
-    cause: str
     opened: Callable[[Path], str] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     act: Callable[[ucp.Checkpoint, Path], Any] | None = None
@@ -164,30 +88,6 @@ def chosen(subject: Subject, rng: Random, per_role: int = PER_ROLE) -> list[str]
         for names in by_role(list(subject.folder)).values()
         for n in [*rng.sample(names[:-1], min(per_role, len(names)) - 1), names[-1]]
     ]
-
-
-# Files that tell of others.
-_TABLE = re.compile(
-    r"\.metadata|.*index\.json|ucp\.json|_METADATA|manifest\.ocdbt|common\.pt|metadata\.json|latest.*|_CHECKPOINT_METADATA"
-)
-
-
-def names_of(*files: str) -> tuple[str, ...]:
-    """How a message may name files: by path, name, or what is stored in the folder that they are
-    in.
-    """
-    found: set[str] = set()
-    for file in files:
-        path = PurePosixPath(file)
-        if _TABLE.fullmatch(path.name):
-            return ("",)  # what is wrong with a table shows in what it tells of
-        found |= {file, path.name, path.stem}
-        for parent in path.parts[:-1]:
-            if len(parent) > 1 and not re.fullmatch(
-                r"iter_\d+|global_step\d+.*|default|state|zero|ckpt", parent
-            ):
-                found |= {parent, parent.replace(".", "/"), parent.partition(".")[2] or parent}
-    return tuple(sorted(name for name in found if len(name) > 1))
 
 
 def rng_of(subject: Subject, what: str) -> Random:
@@ -236,16 +136,11 @@ def each_file(subject: Subject, what: str) -> Iterator[tuple[str, bytes, Random]
 def file_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, _data, _rng in each_file(subject, "missing"):
-        yield Attempt(f"{name} is missing", put({name: None}), (*names_of(name), *ABSENT), MISSING)
+        yield Attempt(f"{name} is missing", put({name: None}))
     for names in by_role(list(subject.folder)).values():
         if len(names) > 1:
             gone = dict.fromkeys(names)
-            yield Attempt(
-                f"all {role(names[0])} are missing",
-                put(gone),
-                (*names_of(*names), *ABSENT),
-                MISSING,
-            )
+            yield Attempt(f"all {role(names[0])} are missing", put(gone))
 
 
 @mistake
@@ -253,12 +148,7 @@ def folder_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for folder in some_folders(subject, "folder missing"):
         gone = {name: None for name in subject.folder if name.startswith(f"{folder}/")}
-        yield Attempt(
-            f"{folder}/ is missing",
-            put(gone),
-            (*names_of(f"{folder}/x"), folder, *ABSENT),
-            MISSING,
-        )
+        yield Attempt(f"{folder}/ is missing", put(gone))
 
 
 def some_folders(subject: Subject, what: str) -> list[str]:
@@ -291,12 +181,7 @@ def file_truncated(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             else ()
         ):
             cut = data[:length]
-            yield Attempt(
-                f"{name} has its first {length} of {len(data)} bytes",
-                put({name: cut}),
-                names_of(name),
-                DAMAGED,
-            )
+            yield Attempt(f"{name} has its first {length} of {len(data)} bytes", put({name: cut}))
 
 
 @mistake
@@ -304,9 +189,7 @@ def file_empty(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, _rng in each_file(subject, "empty"):
         if data:
-            yield Attempt(
-                f"{name} is empty", put({name: b""}), names_of(name), f"{DAMAGED}|{MISSING}"
-            )
+            yield Attempt(f"{name} is empty", put({name: b""}))
 
 
 @mistake
@@ -319,23 +202,14 @@ def half_downloaded(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
         for share in (0.1, 0.5, 0.9):
             keep = int(len(data) * share)
             zeros = data[:keep] + bytes(len(data) - keep)
-            yield Attempt(
-                f"{name} is zeros after byte {keep}", put({name: zeros}), names_of(name), DAMAGED
-            )
+            yield Attempt(f"{name} is zeros after byte {keep}", put({name: zeros}))
         start = rng.randrange(len(data) // 2)
         stop = min(len(data), start + max(64, len(data) // 4))
         hole = data[:start] + bytes(stop - start) + data[stop:]
-        yield Attempt(
-            f"{name} has zeros at {start}:{stop}", put({name: hole}), names_of(name), DAMAGED
-        )
+        yield Attempt(f"{name} has zeros at {start}:{stop}", put({name: hole}))
         for end in (".part", ".crdownload", ".incomplete"):
             other = {name: None, name + end: data[: len(data) // 2]}
-            yield Attempt(
-                f"{name} is half, as {end}",
-                put(other),
-                (*names_of(name), *ABSENT),
-                f"{MISSING}|{DAMAGED}",
-            )
+            yield Attempt(f"{name} is half, as {end}", put(other))
 
 
 @mistake
@@ -343,12 +217,7 @@ def bytes_appended(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, _rng in each_file(subject, "appended"):
         for what, more in (("zeros", bytes(512)), ("itself once more", data), ("a newline", b"\n")):
-            yield Attempt(
-                f"{name} ends with {what}",
-                put({name: data + more}),
-                names_of(name),
-                DAMAGED + "|extra|after",
-            )
+            yield Attempt(f"{name} ends with {what}", put({name: data + more}))
 
 
 @mistake
@@ -359,13 +228,7 @@ def bit_flipped(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             bit = rng.randrange(8)
             flipped = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
             what = f"bit {bit} of byte {at} of {name} is flipped"
-            yield Attempt(
-                what,
-                put({name: flipped}),
-                names_of(name),
-                f"{DAMAGED}|{FOREIGN}|{MISSING}",
-                small=True,
-            )
+            yield Attempt(what, put({name: flipped}), small=True)
 
 
 def places_in(name: str, data: bytes, rng: Random) -> list[int]:
@@ -417,9 +280,7 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             }
         for how, other in ways.items():
             if other != data:
-                yield Attempt(
-                    f"{name} with {how}", put({name: other}), names_of(name), TEXT + "|" + DAMAGED
-                )
+                yield Attempt(f"{name} with {how}", put({name: other}))
 
 
 _LARGE = (".safetensors", ".gguf", ".pt", ".bin", ".distcp")  # what a hub keeps in git-lfs
@@ -436,26 +297,15 @@ def another_thing_in_its_place(subject: Subject, _: Sequence[Subject]) -> Iterat
             b" found.</body></html>\n"
         )
         denied = b'{"error":"Repository not found"}'
-        named = names_of(name)
         if not is_text(data):
-            kept_so = PurePosixPath(name).suffix in _LARGE or name.endswith(".metadata")
-            yield Attempt(
-                f"{name} is a git-lfs pointer",
-                put({name: lfs}),
-                named,
-                POINTER if kept_so else f"{POINTER}|{DAMAGED}",
-            )
-        yield Attempt(f"{name} is a web page", put({name: page}), named, WEB)
-        yield Attempt(
-            f"{name} is an error in JSON", put({name: denied}), named, WEB + "|lacks|no |should"
-        )
+            yield Attempt(f"{name} is a git-lfs pointer", put({name: lfs}))
+        yield Attempt(f"{name} is a web page", put({name: page}))
+        yield Attempt(f"{name} is an error in JSON", put({name: denied}))
         inner = {name: None, f"{name}/{PurePosixPath(name).name}": data}
-        yield Attempt(f"{name} is a folder that has it", put(inner), named, FOLDER)
-        yield Attempt(f"{name} is an empty folder", put({name: EmptyFolder()}), named, FOLDER)
+        yield Attempt(f"{name} is a folder that has it", put(inner))
+        yield Attempt(f"{name} is an empty folder", put({name: EmptyFolder()}))
         broken = Link(f"../nowhere/{PurePosixPath(name).name}")
-        yield Attempt(
-            f"{name} is a broken link", put({name: broken}), (*named, "rank"), r"link|" + MISSING
-        )
+        yield Attempt(f"{name} is a broken link", put({name: broken}))
 
 
 @mistake
@@ -478,13 +328,7 @@ def file_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         for other in others:
             new = path.with_name(other).as_posix()
             if new != name and new not in subject.folder:
-                named = (*names_of(name, new), *ABSENT)
-                yield Attempt(
-                    f"{name} is called {other}",
-                    put({name: None, new: data}),
-                    named,
-                    MISSING + "|" + FOREIGN,
-                )
+                yield Attempt(f"{name} is called {other}", put({name: None, new: data}))
 
 
 @mistake
@@ -501,8 +345,7 @@ def folder_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             if new == folder or any(name.startswith(f"{new}/") for name in subject.folder):
                 continue
             made = renaming(subject, partial(_moved, folder=folder, new=new))
-            named = (folder, path.name, new, other, *names_of(f"{folder}/x"), *ABSENT)
-            yield Attempt(f"{folder}/ is called {other}/", made, named, MISSING + "|" + FOREIGN)
+            yield Attempt(f"{folder}/ is called {other}/", made)
 
 
 def _below(name: str, folder: str) -> str:
@@ -522,18 +365,12 @@ def folders_nested_or_flattened(subject: Subject, _: Sequence[Subject]) -> Itera
     """As an archive unpacked into a folder of its own, or files moved without theirs."""
     tops = {PurePosixPath(name).parts[0] for name in subject.folder if "/" in name}
     deeper = renaming(subject, "checkpoint/{}".format)
-    yield Attempt(
-        "all of it lies one folder deeper",
-        deeper,
-        ("checkpoint", "does not exist"),
-        MISSING + r"|known|open ",
-    )
+    yield Attempt("all of it lies one folder deeper", deeper)
     for top in sorted(tops)[:2]:
         flat = renaming(subject, partial(_below, folder=top))
-        named = (top, *{PurePosixPath(name).name for name in subject.folder}, "known here")
-        yield Attempt(f"the files of {top}/ lie beside it", flat, named, MISSING + r"|known|open ")
+        yield Attempt(f"the files of {top}/ lie beside it", flat)
         twice = renaming(subject, partial(_moved, folder=top, new=f"{top}/{top}"))
-        yield Attempt(f"{top}/ lies in {top}/", twice, named, MISSING + r"|known|open ")
+        yield Attempt(f"{top}/ lies in {top}/", twice)
 
 
 # Files that are there once more, or beside others.
@@ -559,13 +396,7 @@ def file_twice(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         for other in others:
             new = path.with_name(other).as_posix()
             if new not in subject.folder:
-                named = names_of(name, new)
-                yield Attempt(
-                    f"{name} is there as {other} too",
-                    put({new: data}),
-                    named,
-                    FOREIGN + "|" + MISSING,
-                )
+                yield Attempt(f"{name} is there as {other} too", put({new: data}))
 
 
 def _numbers(folder: Mapping[str, bytes], name: str, at: int) -> list[int]:
@@ -598,17 +429,12 @@ def clutter_beside(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for folder in dict.fromkeys([folders[0], folders[-1]]):
         prefix = "" if folder == "." else f"{folder}/"
         for name, data in _CLUTTER.items():
-            yield Attempt(f"{prefix}{name} is there", put({prefix + name: data}), (name,), r".")
+            yield Attempt(f"{prefix}{name} is there", put({prefix + name: data}))
     for name, _data, _rng in each_file(subject, "apple"):
         path = PurePosixPath(name)
         other = path.with_name(f"._{path.name}").as_posix()
         double = b"\0\5\26\7\0\2\0\0Mac OS X        " + bytes(100)
-        yield Attempt(
-            f"{other} of macOS is there",
-            put({other: double}),
-            (f"._{path.name}",),
-            r"mac|apple|resource|hidden|copy",
-        )
+        yield Attempt(f"{other} of macOS is there", put({other: double}))
 
 
 @mistake
@@ -634,22 +460,12 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
         ("checkpoint.pt", some),
     ):
         if prefix + name not in subject.folder:
-            yield Attempt(
-                f"{prefix}{name} of something else is there",
-                put({prefix + name: data}),
-                (name,),
-                r".",
-            )
+            yield Attempt(f"{prefix}{name} of something else is there", put({prefix + name: data}))
     for name in rng.sample(pool, min(6, len(pool))):
         owner = next(other for other in others if name in other.folder)
         if name not in subject.folder:
             data = owner.folder[name]
-            yield Attempt(
-                f"{name} of {owner.name} is there too",
-                put({name: data}),
-                (*names_of(name), "prefix", "family"),
-                FOREIGN + "|" + MISSING,
-            )
+            yield Attempt(f"{name} of {owner.name} is there too", put({name: data}))
 
 
 def _small_safetensors() -> bytes:
@@ -677,12 +493,7 @@ def files_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
             [*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]
         ):
             both = {a: subject.folder[b], b: subject.folder[a]}
-            yield Attempt(
-                f"{a} and {b} are exchanged",
-                put(both),
-                (*names_of(a, b), "exchanged", "rank"),
-                FOREIGN + "|" + DAMAGED,
-            )
+            yield Attempt(f"{a} and {b} are exchanged", put(both))
 
 
 @mistake
@@ -697,12 +508,7 @@ def file_of_another_rank(subject: Subject, _: Sequence[Subject]) -> Iterator[Att
         for a, b in dict.fromkeys(
             [*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]
         ):
-            yield Attempt(
-                f"{a} is a copy of {b}",
-                put({a: subject.folder[b]}),
-                (*names_of(a, b), "exchanged", "rank"),
-                FOREIGN + "|" + DAMAGED,
-            )
+            yield Attempt(f"{a} is a copy of {b}", put({a: subject.folder[b]}))
 
 
 @mistake
@@ -722,8 +528,7 @@ def folders_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
     ]
     for a, b in rng.sample(pairs, min(8, len(pairs))):
         swap = renaming(subject, partial(_swapped, a=a, b=b))
-        named = (*names_of(f"{a}/x", f"{b}/x"), a, b)
-        yield Attempt(f"{a}/ and {b}/ are exchanged", swap, named, FOREIGN + "|" + DAMAGED)
+        yield Attempt(f"{a}/ and {b}/ are exchanged", swap)
 
 
 def _swapped(name: str, a: str, b: str) -> str:
@@ -751,39 +556,18 @@ def _of_sibling(subject: Subject, which: str) -> Iterator[Attempt]:
     ]
     for names in by_role(differing).values():
         for name in rng.sample(names, min(PER_ROLE, len(names))):
-            yield Attempt(
-                f"{name} is of another {which}",
-                put({name: other[name]}),
-                names_of(*differing),
-                FOREIGN + "|" + DAMAGED,
-            )
+            yield Attempt(f"{name} is of another {which}", put({name: other[name]}))
         whole = {name: other[name] for name in names}
         if 1 < len(names) < len(differing):
-            yield Attempt(
-                f"all {role(names[0])} are of another {which}",
-                put(whole),
-                names_of(*names),
-                FOREIGN + "|" + DAMAGED,
-            )
+            yield Attempt(f"all {role(names[0])} are of another {which}", put(whole))
         if len(names) > 1:  # another rank's file of the other step or run
             a, b = rng.sample(names, 2)
-            yield Attempt(
-                f"{a} is {b} of another {which}",
-                put({a: other[b]}),
-                names_of(*differing),
-                FOREIGN + "|" + DAMAGED,
-            )
-    for folder in {
-        PurePosixPath(name).parent.as_posix() for name in differing if name.count("/") > 1
-    }:
+            yield Attempt(f"{a} is {b} of another {which}", put({a: other[b]}))
+    parents = {PurePosixPath(name).parent.as_posix() for name in differing if name.count("/") > 1}
+    for folder in sorted(parents):
         inside = {name: other[name] for name in differing if name.startswith(f"{folder}/")}
         if 1 < len(inside) < len(differing) and rng.random() < 0.3:
-            yield Attempt(
-                f"{folder}/ is of another {which}",
-                put(inside),
-                names_of(*inside),
-                FOREIGN + "|" + DAMAGED,
-            )
+            yield Attempt(f"{folder}/ is of another {which}", put(inside))
 
 
 @mistake
@@ -806,7 +590,7 @@ def interrupted_copy_over_another_step(subject: Subject, _: Sequence[Subject]) -
                 f"{len(some)} of {len(differing)} files are of another {which}:"
                 f" {', '.join(some)[:200]}"
             )
-            yield Attempt(what, put(mixed), names_of(*differing), FOREIGN + "|" + DAMAGED)
+            yield Attempt(what, put(mixed))
 
 
 @mistake
@@ -814,7 +598,7 @@ def whole_checkpoint_of_another(subject: Subject, _: Sequence[Subject]) -> Itera
     """Nothing is wrong with it but that it is another one."""
     for which in subject.siblings:
         made = partial(subject.as_saved, which)
-        yield Attempt(f"all of it is of another {which}", made, ("",), r".", also=(which,))
+        yield Attempt(f"all of it is of another {which}", made, also=(which,))
 
 
 @mistake
@@ -832,27 +616,23 @@ def file_of_another_model(subject: Subject, others: Sequence[Subject]) -> Iterat
         ]
         for donor in rng.sample(donors, min(3, len(donors))):
             what = f"{name} is that of {donor.name}"
-            yield Attempt(
-                what,
-                put({name: donor.folder[name]}),
-                names_of(name),
-                FOREIGN + "|" + MISSING + "|" + DAMAGED,
-            )
+            yield Attempt(what, put({name: donor.folder[name]}))
 
 
 @mistake
 def two_checkpoints_in_one_folder(subject: Subject, others: Sequence[Subject]) -> Iterator[Attempt]:
     rng = rng_of(subject, "merged")
-    donors = [other for other in others if other is not subject and other.entry == subject.entry]
+    donors = [  # those whose truth is what the same options give
+        other
+        for other in others
+        if other is not subject and (other.entry, other.options) == (subject.entry, subject.options)
+    ]
     for donor in rng.sample(donors, min(4, len(donors))):
         for under, over in ((donor.folder, subject.folder), (subject.folder, donor.folder)):
             whose = donor.name if over is donor.folder else "this one"
             made = partial(_merged, under, over)
-            named = (*names_of(*sorted({**under, **over})), "prefix")
             what = f"merged with {donor.name}; of what both have, that of {whose}"
-            yield Attempt(
-                what, made, named, FOREIGN + "|" + MISSING + "|" + DAMAGED, also=(donor.name,)
-            )
+            yield Attempt(what, made, also=(donor.name,))
 
 
 @mistake
@@ -882,38 +662,19 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             "release",
         ]
         for text in dict.fromkeys(wrong):
-            named = (pointer, text or pointer, "known here")
-            yield Attempt(
-                f"{pointer} says {text!r}",
-                put({pointer: text.encode()}),
-                named,
-                MISSING + "|" + FOREIGN,
-            )
+            yield Attempt(f"{pointer} says {text!r}", put({pointer: text.encode()}))
         if "step" not in subject.siblings:
             continue
         other = subject.as_saved("step")
         later = {name: data for name, data in other.items() if name != pointer}
         now = other[pointer].decode()
-        yield Attempt(
-            f"a later step is there, and {pointer} says {said}",
-            put(later),
-            (pointer,),
-            ".",
-            also=(),
-        )
+        yield Attempt(f"a later step is there, and {pointer} says {said}", put(later), also=())
         yield Attempt(
             f"a later step is there, and {pointer} says {now}",
             put({**later, pointer: now.encode()}),
-            (pointer,),
-            FOREIGN,
             also=("step",),
         )
-        yield Attempt(
-            f"two steps are there, and no {pointer}",
-            put({**later, pointer: None}),
-            (pointer, now, said),
-            MISSING + "|steps|open",
-        )
+        yield Attempt(f"two steps are there, and no {pointer}", put({**later, pointer: None}))
 
 
 @mistake
@@ -945,13 +706,8 @@ def stale_index(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             turned = dict(zip(files, [*files[1:], files[0]], strict=True))
             ways["names the files in turn"] = {k: turned[f] for k, f in where.items()}
             ways[f"says that {key} is in another file"] = where | {key: turned[where[key]]}
-        named = (*names_of(name, *files), key, "layers.99")
         for how, other in ways.items():
             data = json.dumps({**index, "weight_map": other}).encode()
-            yield Attempt(
-                f"{name} {how}", put({name: data}), named, FOREIGN + "|" + MISSING + "|index"
-            )
+            yield Attempt(f"{name} {how}", put({name: data}))
         total = json.dumps({**index, "metadata": {"total_size": 12}}).encode()
-        yield Attempt(
-            f"{name} has another total_size", put({name: total}), named, "total_size|" + FOREIGN
-        )
+        yield Attempt(f"{name} has another total_size", put({name: total}))

@@ -25,10 +25,8 @@ from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder
 from temptation_subjects import Subject, mesh
 
 
-def _said(
-    subject: Subject, what: str, options: Mapping[str, Any], named: Sequence[str], noticed: str = ""
-) -> Attempt:
-    return Attempt(what, same_folder(subject), tuple(named), r".", options=options, noticed=noticed)
+def _said(subject: Subject, what: str, options: Mapping[str, Any], noticed: str = "") -> Attempt:
+    return Attempt(what, same_folder(subject), options=options, noticed=noticed)
 
 
 @mistake
@@ -36,10 +34,10 @@ def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     vocab = subject.options.get("sizes", {}).get("vocab", 101)
     for sizes in ({"vocabulary": vocab}, {"Vocab": vocab}, {"vocab_size": vocab}, {"hidden": 16}):
         (name,) = sizes
-        yield _said(subject, f"sizes={sizes}", {"sizes": sizes}, (name,), re.escape(name))
+        yield _said(subject, f"sizes={sizes}", {"sizes": sizes}, re.escape(name))
         both = {"vocab": vocab, **sizes}
         if "sizes" in subject.options:
-            yield _said(subject, f"sizes={both}", {"sizes": both}, (name,), re.escape(name))
+            yield _said(subject, f"sizes={both}", {"sizes": both}, re.escape(name))
     for value in (
         0,
         -1,
@@ -51,54 +49,29 @@ def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         10**30,
         np.nan,
     ):
-        yield _said(
-            subject, f"vocab is {value!r}", {"sizes": {"vocab": value}}, ("vocab",), "vocab"
-        )
+        yield _said(subject, f"vocab is {value!r}", {"sizes": {"vocab": value}}, "vocab")
     for value in ("vocab=101", [("vocab", vocab)], vocab, {1: 2}):
-        yield _said(subject, f"sizes={value!r}", {"sizes": value}, ("size", "vocab"), "sizes|vocab")
+        yield _said(subject, f"sizes={value!r}", {"sizes": value}, "sizes|vocab")
     if "sizes" in subject.options:
         yield _said(
-            subject,
-            f"vocab is one row too few: {vocab - 1}",
-            {"sizes": {"vocab": vocab - 1}},
-            ("vocab",),
+            subject, f"vocab is one row too few: {vocab - 1}", {"sizes": {"vocab": vocab - 1}}
         )
         yield _said(
-            subject,
-            f"vocab is one row too many: {vocab + 1}",
-            {"sizes": {"vocab": vocab + 1}},
-            ("vocab",),
+            subject, f"vocab is one row too many: {vocab + 1}", {"sizes": {"vocab": vocab + 1}}
         )
 
 
 @mistake
 def believe_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for value in ("masters", "Master", "", True, 1, "copies"):
-        yield _said(
-            subject,
-            f"on_conflict={value!r}",
-            {"on_conflict": value},
-            ("on_conflict", "master"),
-            "on_conflict",
-        )
-    yield _said(
-        subject,
-        "on_conflict='master' where nothing differs",
-        {"on_conflict": "master"},
-        ("on_conflict", "master"),
-    )
+        yield _said(subject, f"on_conflict={value!r}", {"on_conflict": value}, "on_conflict")
+    yield _said(subject, "on_conflict='master' where nothing differs", {"on_conflict": "master"})
 
 
 @mistake
 def weights_only_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for value in ("no", "false", "False", 2):
-        yield _said(
-            subject,
-            f"weights_only={value!r}",
-            {"weights_only": value},
-            ("weights_only",),
-            "weights_only",
-        )
+        yield _said(subject, f"weights_only={value!r}", {"weights_only": value}, "weights_only")
 
 
 _SPECS = {
@@ -115,21 +88,18 @@ _SPECS = {
 
 @mistake
 def spec_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    named = ("spec",)
     for what, text in _SPECS.items():
         options = {"spec": Beside("spec.yaml")}
         beside = {"spec.yaml": text.encode()}
         yield Attempt(
             f"spec is {what}",
             same_folder(subject),
-            named,
-            r".",
             options=options,
             noticed=r"\bspec\b",
             beside=beside,
         )
     for value in ("nowhere.yaml", "/", "/dev/null"):
-        yield _said(subject, f"spec={value!r}", {"spec": value}, (*named, str(value)), r"\bspec\b")
+        yield _said(subject, f"spec={value!r}", {"spec": value}, r"\bspec\b")
 
 
 @mistake
@@ -143,7 +113,7 @@ def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
         {"dequantize": True},
     ):
         (name,) = options
-        yield _said(subject, f"open({name}={options[name]!r})", options, (name,), name)
+        yield _said(subject, f"open({name}={options[name]!r})", options, name)
     for name in (
         "size",
         "weight_only",
@@ -154,7 +124,7 @@ def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
         "optimizer_group",
         "dequantise",
     ):
-        yield _said(subject, f"open({name}=...)", {name: 1}, (name,))
+        yield _said(subject, f"open({name}=...)", {name: 1})
 
 
 @mistake
@@ -167,57 +137,34 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
         return restore
 
     P1, P9 = P("data"), P(*[None] * 9, "data")
-    ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], tuple[str, ...], str]] = {
-        "rules without a mesh": (act(rules=[("weight$", P1)]), ("rules", "mesh"), ""),
-        "a rule that no leaf has": (
-            act(mesh=mesh(), rules=[("kernal_$", P1)]),
-            ("kernal",),
-            "kernal",
-        ),
+    ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], str]] = {
+        "rules without a mesh": (act(rules=[("weight$", P1)]), ""),
+        "a rule that no leaf has": (act(mesh=mesh(), rules=[("kernal_$", P1)]), "kernal"),
         "a rule for an axis that the mesh has not": (
             act(mesh=mesh(), rules=[("e", P("modle"))]),
-            ("modle",),
             "modle",
         ),
-        "a rule with too many axes": (
-            act(mesh=mesh(), rules=[("e", P9)]),
-            ("rule", "axes", "dimension", "'e'"),
-            "axes|dim|rule",
-        ),
-        "a rule that is not an expression": (
-            act(mesh=mesh(), rules=[("(", P1)]),
-            ("(", "rule"),
-            "",
-        ),
-        "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ("rules", "pair"), ""),
-        "one rule in place of a list": (
-            act(mesh=mesh(), rules=("weight$", P1)),
-            ("rules", "pair"),
-            "",
-        ),
-        "a rule with a string for a spec": (
-            act(mesh=mesh(), rules=[("e", "data")]),
-            ("rule", "PartitionSpec"),
-            "rule",
-        ),
-        "a mesh of names and sizes": (act(mesh={"data": 4}), ("mesh",), ""),
-        "the name of a mesh": (act(mesh="data=4"), ("mesh",), ""),
-        "cast to no dtype": (act(cast="bfloat61"), ("cast", "bfloat61"), ""),
-        "cast to integers": (act(cast="int32"), ("cast", "int32"), ""),
-        "cast without a target": (act(cast=True), ("cast",), ""),
-        "no budget": (act(budget_bytes=0), ("budget",), ""),
-        "a negative budget": (act(budget_bytes=-1), ("budget",), ""),
-        "a budget in words": (act(budget_bytes="1GiB"), ("budget",), ""),
-        "partial without a target": (act(partial="params"), ("partial",), "partial"),
-        "an option that is not there": (act(meshes=mesh()), ("meshes",), ""),
-        "verify misspelt": (act(verify="ful"), ("verify", "ful"), ""),
-        "verify as a number": (act(verify=2), ("verify",), ""),
-        "narrow_integers misspelt": (act(narrow_integer=True), ("narrow_integer",), ""),
+        "a rule with too many axes": (act(mesh=mesh(), rules=[("e", P9)]), "axes|dim|rule"),
+        "a rule that is not an expression": (act(mesh=mesh(), rules=[("(", P1)]), ""),
+        "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ""),
+        "one rule in place of a list": (act(mesh=mesh(), rules=("weight$", P1)), ""),
+        "a rule with a string for a spec": (act(mesh=mesh(), rules=[("e", "data")]), "rule"),
+        "a mesh of names and sizes": (act(mesh={"data": 4}), ""),
+        "the name of a mesh": (act(mesh="data=4"), ""),
+        "cast to no dtype": (act(cast="bfloat61"), ""),
+        "cast to integers": (act(cast="int32"), ""),
+        "cast without a target": (act(cast=True), ""),
+        "no budget": (act(budget_bytes=0), ""),
+        "a negative budget": (act(budget_bytes=-1), ""),
+        "a budget in words": (act(budget_bytes="1GiB"), ""),
+        "partial without a target": (act(partial="params"), "partial"),
+        "an option that is not there": (act(meshes=mesh()), ""),
+        "verify misspelt": (act(verify="ful"), ""),
+        "verify as a number": (act(verify=2), ""),
+        "narrow_integers misspelt": (act(narrow_integer=True), ""),
     }
-    for what, (way, named, noticed) in ways.items():
-        yield Attempt(
-            f"restore with {what}", same_folder(subject), named, r".", act=way, noticed=noticed
-        )
+    for what, (way, noticed) in ways.items():
+        yield Attempt(f"restore with {what}", same_folder(subject), act=way, noticed=noticed)
 
 
 @mistake
@@ -283,15 +230,8 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         "a leaf of another float": doubles,
         "a number for an array": number,
     }
-    named = ("target", "checkpoint", "shape", "dtype", "leaf")
     for what, change in ways.items():
-        yield Attempt(
-            f"the target has {what}",
-            same_folder(subject),
-            named,
-            r"target|shape|dtype|array",
-            act=changed(change),
-        )
+        yield Attempt(f"the target has {what}", same_folder(subject), act=changed(change))
 
     def renamed(checkpoint: ucp.Checkpoint, _: Path) -> Any:
         return checkpoint.restore(_with_another_key(checkpoint.abstract()), mesh=mesh())
@@ -313,13 +253,7 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         "all of it under a key": nested,
         "a leaf renamed, in part": partly,
     }.items():
-        yield Attempt(
-            f"the target has {what}",
-            same_folder(subject),
-            ("x_misspelt", *named),
-            r"target|checkpoint",
-            act=act,
-        )
+        yield Attempt(f"the target has {what}", same_folder(subject), act=act)
 
 
 def _with_another_key(tree: Any) -> Any:
@@ -377,8 +311,7 @@ def mapping_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator
         ] in subject.name
         if not fits:
             act = partial(_mapped, name)
-            named = (name, "mapping", "rule", "param", "not there")
-            yield Attempt(f"map({name!r})", same_folder(subject), named, r".", act=act)
+            yield Attempt(f"map({name!r})", same_folder(subject), act=act)
 
 
 def _with_scheme(scheme: str, entry: str, root: Path) -> str:
@@ -391,30 +324,26 @@ def _inside(name: str, root: Path) -> str:
 
 @mistake
 def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    url = r"url|account|scheme|bucket|local|remote|download|s3|gs|http|hf|file:"
     entry = subject.entry
 
     def at(root: Path) -> str:
         return str(root / entry)
 
-    plain: dict[str, tuple[Callable[[Path], str], str]] = {
-        "with a slash at its end": (lambda root: at(root) + "/", r"."),
-        "with two slashes": (lambda root: at(root).replace("/", "//", 2), r"."),
-        "of the folder above": (
-            lambda root: str((root / entry).parent),
-            r"open|known|step|holds|(no|not a) checkpoint|item",
-        ),
-        "of a name that is not there": (lambda root: at(root) + "x", r"exist"),
-        "with a space at its end": (lambda root: at(root) + " ", r"exist"),
-        "in upper case": (lambda root: at(root).upper(), r"exist"),
-        "with a star": (lambda root: at(root)[:-1] + "*", r"exist"),
-        "in quotes": (lambda root: f'"{at(root)}"', r"exist"),
-        "with a variable": (lambda root: "$HOME/" + entry, r"exist"),
-        "that is empty": (lambda root: "", r"empty|exist|known|\."),
-        "of the file system": (lambda root: "/dev/null", r"known|not a|is no|empty"),
+    plain: dict[str, Callable[[Path], str]] = {
+        "with a slash at its end": lambda root: at(root) + "/",
+        "with two slashes": lambda root: at(root).replace("/", "//", 2),
+        "of the folder above": lambda root: str((root / entry).parent),
+        "of a name that is not there": lambda root: at(root) + "x",
+        "with a space at its end": lambda root: at(root) + " ",
+        "in upper case": lambda root: at(root).upper(),
+        "with a star": lambda root: at(root)[:-1] + "*",
+        "in quotes": lambda root: f'"{at(root)}"',
+        "with a variable": lambda root: "$HOME/" + entry,
+        "that is empty": lambda root: "",
+        "of the file system": lambda root: "/dev/null",
     }
-    for what, (opened, cause) in plain.items():
-        yield Attempt(f"a path {what}", same_folder(subject), ("",), cause, opened=opened)
+    for what, opened in plain.items():
+        yield Attempt(f"a path {what}", same_folder(subject), opened=opened)
     for scheme in (
         "s3://bucket",
         "gs://bucket",
@@ -425,13 +354,7 @@ def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         "az://c",
     ):
         opened = partial(_with_scheme, scheme, entry)
-        yield Attempt(
-            f"a URL of {scheme}",
-            same_folder(subject),
-            (scheme.split(":")[0],),
-            f"(?<!does not exist)({url})(?!.*does not exist$)",
-            opened=opened,
-        )
+        yield Attempt(f"a URL of {scheme}", same_folder(subject), opened=opened)
 
 
 @mistake
@@ -442,26 +365,14 @@ def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
         inside = {name.removeprefix(f"{folder}/") for name in subject.folder}
         if folder != subject.entry and not inside & {"_METADATA", ".metadata"}:
             opened = partial(_inside, folder)
-            yield Attempt(
-                f"{folder}/ is opened",
-                same_folder(subject),
-                ("",),
-                r"known|part|open|rank|item|not a|is no|folder",
-                opened=opened,
-            )
+            yield Attempt(f"{folder}/ is opened", same_folder(subject), opened=opened)
     rank = re.compile(
         r"rank_?\d|(?<!random)_states|-of-\d|distcp|model_optim|distrib|\.metadata|index\.json|ucp\.json|_METADATA|latest"
     )
     for name, _data, _rng in each_file(subject, "part file"):
         if rank.search(name) and name != subject.entry:
             opened = partial(_inside, name)
-            yield Attempt(
-                f"{name} is opened",
-                same_folder(subject),
-                ("",),
-                r"known|part|open|rank|folder|not a|is no|shard|no use",
-                opened=opened,
-            )
+            yield Attempt(f"{name} is opened", same_folder(subject), opened=opened)
 
 
 @mistake
@@ -475,35 +386,24 @@ def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[A
 
     folder = "" if subject.entry in subject.folder else subject.entry
     ways = {
-        "a bucket": (to(lambda work: "gs://bucket/x"), ("gs://",)),
-        "a URL": (to(lambda work: "s3://bucket/x"), ("s3://",)),
-        "a URL of files": (to(lambda work: f"file://{work}/out"), ("file://", "URL")),
-        "the source": (
-            to(lambda work: str(work / "source" / subject.entry)),
-            ("exist", "in use", "source"),
-        ),
-        "inside the source": (
-            to(lambda work: str(work / "source" / folder / "converted")),
-            ("source", "inside", "exist"),
-        ),
-        "a file that is there": (to(_a_file), ("exist", "in use", "file", "not a folder")),
-        "a folder that is there": (to(_a_folder), ("exist", "in use", "empty", "has files in it")),
-        "below a file": (to(lambda work: _a_file(work) + "/x"), ("file", "folder", "director")),
-        "an empty path": (to(lambda work: ""), ("path", "exist", "''", "in use", ".")),
-        "a mesh without devices": (to(_out, mesh={"data": 0}), ("mesh", "data")),
-        "more hosts than devices": (to(_out, mesh={"data": 2}, hosts=3), ("hosts", "devices")),
-        "no budget": (to(_out, budget_bytes=0), ("budget",)),
-        "rules without a mesh": (to(_out, rules=[("e", P("data"))]), ("mesh",)),
-        "a rule that no leaf has": (
-            to(_out, mesh={"data": 2}, rules=[("kernal_", P("data"))]),
-            ("kernal_",),
-        ),
+        "a bucket": to(lambda work: "gs://bucket/x"),
+        "a URL": to(lambda work: "s3://bucket/x"),
+        "a URL of files": to(lambda work: f"file://{work}/out"),
+        "the source": to(lambda work: str(work / "source" / subject.entry)),
+        "inside the source": to(lambda work: str(work / "source" / folder / "converted")),
+        "a file that is there": to(_a_file),
+        "a folder that is there": to(_a_folder),
+        "below a file": to(lambda work: _a_file(work) + "/x"),
+        "an empty path": to(lambda work: ""),
+        "a mesh without devices": to(_out, mesh={"data": 0}),
+        "more hosts than devices": to(_out, mesh={"data": 2}, hosts=3),
+        "no budget": to(_out, budget_bytes=0),
+        "rules without a mesh": to(_out, rules=[("e", P("data"))]),
+        "a rule that no leaf has": to(_out, mesh={"data": 2}, rules=[("kernal_", P("data"))]),
     }
-    for what, (act, named) in ways.items():
+    for what, act in ways.items():
         noticed = "kernal_" if "no leaf" in what else ""
-        yield Attempt(
-            f"save with {what}", same_folder(subject), named, r".", act=act, noticed=noticed
-        )
+        yield Attempt(f"save with {what}", same_folder(subject), act=act, noticed=noticed)
 
 
 def _out(work: Path) -> str:

@@ -6,7 +6,7 @@ thousand.
     python tests/temptations.py --only 17 --keep DIR    one again; the folder as the mistake leaves it is kept
 
 Each attempt is opened, restored, converted and restored from that. What comes out is the truth,
-with everything that is stored accounted for, or a refusal whose message names the cause. Attempt
+with everything that is stored accounted for, or a refusal: never another value. Attempt
 number i is the same in every run.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import json
 import logging
 import os
 import re
@@ -25,9 +26,10 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Any
@@ -53,8 +55,8 @@ from temptation_mistakes import MISTAKES, Attempt, Beside
 from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
 
 SECONDS = 60
-OUTCOMES = ("right", "refused", "noted", "invisible", "sampled", "unaccounted", "unnamed", "wrong")
-FAULTS = ("unaccounted", "unnamed", "wrong")
+OUTCOMES = ("right", "refused", "noted", "invisible", "sampled", "unaccounted", "raw", "wrong")
+FAULTS = ("unaccounted", "raw", "wrong")
 
 
 # What a checkpoint gives.
@@ -242,6 +244,8 @@ class Campaign:
             _remove(root)
 
     def opens_as_it_is(self, subject: Subject) -> bool:
+        if subject.name in self.refused_as_they_are:
+            return False
         try:
             self.truth(subject)
         except UCPError as error:
@@ -295,7 +299,7 @@ class Campaign:
         try:
             checkpoint = ucp.open(at, **options)
         except Exception as error:
-            return self.refusal(subject, attempt, error, "open")
+            return self.refusal(attempt, error, "open")
         self.notes = list(checkpoint.notes)
         if attempt.act is not None:
             return self.acted(subject, attempt, way, folder, checkpoint, warned)
@@ -306,7 +310,7 @@ class Campaign:
             if outcomes[-1].kind == "wrong" and attempt.small and _can_verify():
                 outcomes[-1] = self.in_full(subject, attempt, way, folder, checkpoint, outcomes[-1])
         except Exception as error:
-            outcomes.append(self.refusal(subject, attempt, error, "restore"))
+            outcomes.append(self.refusal(attempt, error, "restore"))
         outcomes.append(
             self.converted(subject, attempt, way, folder, checkpoint, at, options, warned)
         )
@@ -328,7 +332,7 @@ class Campaign:
         try:
             found = result_of(checkpoint, restored(checkpoint, way, verify="full"))
         except Exception as error:
-            outcome = self.refusal(subject, attempt, error, "restore in full")
+            outcome = self.refusal(attempt, error, "restore in full")
             return Outcome("sampled", wrong.text) if outcome.kind == "refused" else outcome
         return self.compared(subject, attempt, way, folder, found, "restore in full", [])
 
@@ -348,15 +352,15 @@ class Campaign:
             if way.cli:
                 done = CliRunner().invoke(cli, ["convert", str(at), str(out), *_flags(options)])
                 if done.exception is not None and not isinstance(done.exception, SystemExit):
-                    return self.refusal(subject, attempt, done.exception, "jax-ucp convert")
+                    return self.refusal(attempt, done.exception, "jax-ucp convert")
                 if done.exit_code:
-                    return self.refusal(subject, attempt, UCPError(done.output), "jax-ucp convert")
+                    return self.refusal(attempt, UCPError(done.output), "jax-ucp convert")
                 kept = ucp.open(out)
             else:
                 kept = checkpoint.save(out)
             found = result_of(kept, restored(kept, Way()))
         except Exception as error:
-            return self.refusal(subject, attempt, error, "convert")
+            return self.refusal(attempt, error, "convert")
         return self.compared(subject, attempt, way, folder, found, "convert", warned)
 
     def acted(
@@ -372,7 +376,7 @@ class Campaign:
         try:
             found = result_of(checkpoint, attempt.act(checkpoint, self.work))
         except Exception as error:
-            return self.refusal(subject, attempt, error, "restore")
+            return self.refusal(attempt, error, "restore")
         return self.compared(subject, attempt, way, folder, found, "restore", warned)
 
     def compared(
@@ -388,7 +392,7 @@ class Campaign:
         """Whether a result is the truth, and all that is stored is accounted for."""
         want = self.as_noted(self.truth(subject, weights_only=way.weights_only), found)
         for which in attempt.also if not self.is_truth(found, want, folder) else ():
-            if which in self.refused_as_they_are:
+            if which in self.subjects and not self.opens_as_it_is(self.subjects[which]):
                 continue
             truth = self.as_noted(self.other_truth(subject, which, way), found)
             if not self.is_truth(found, truth, folder):
@@ -514,27 +518,20 @@ class Campaign:
                 return f"nothing tells of {name}"
         return ""
 
-    def refusal(self, subject: Subject, attempt: Attempt, error: Exception, what: str) -> Outcome:
-        """Whether the message of an error names the cause."""
+    def refusal(self, attempt: Attempt, error: Exception, what: str) -> Outcome:
+        """Whether an error is one of ours, or of Python's for what it was given. What the message
+        of a damage must have is in `damage_rows`.
+        """
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         ours = isinstance(
             error, UCPError | FileExistsError | NotADirectoryError | IsADirectoryError
         )
-        if not ours and not (
-            (attempt.act or attempt.options) and isinstance(error, TypeError | ValueError | OSError)
-        ):
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            return Outcome(
-                "unnamed",
-                f"{what}: raw {type(error).__name__} at {Path(last.filename).name}:{last.lineno}:"
-                f" {text}",
-            )
-        plain = text.replace(str(self.work), "WORK")
-        named = any(name.lower() in plain.lower() for name in attempt.named)
-        words = plain if attempt.opened else re.sub(r"\S*(?:/|_rank|_step)\S*", " ", plain)
-        if named and re.search(attempt.cause, words, re.IGNORECASE | re.DOTALL):
-            return Outcome("refused", f"{what}: {plain}")
-        return Outcome("unnamed", f"{what}: {type(error).__name__}: {plain}")
+        said = attempt.act or attempt.options
+        if ours or (said and isinstance(error, TypeError | ValueError | OSError)):
+            return Outcome("refused", f"{what}: {text}")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        return Outcome("raw", f"{what}: {type(error).__name__} at {place}: {text}")
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -622,22 +619,44 @@ class Trial:
     attempt: Attempt
 
 
-def trials(found: Sequence[Subject], only: Sequence[str] = ()) -> list[Trial]:
+def trials(found: Sequence[Subject], only: Sequence[str] = ()) -> Iterator[Trial]:
     """Every attempt, in an order in which any first part of it is spread over formats and
-    mistakes.
+    mistakes, then over checkpoints. Those that are not asked for are not made.
     """
-    groups: dict[tuple[str, str], list[Trial]] = defaultdict(list)
-    for subject in found:
-        others = [other for other in found if other.format == subject.format]
-        for name, make in MISTAKES.items():
-            if not only or name in only:
-                groups[subject.format, name] += [
-                    Trial(subject, name, attempt) for attempt in make(subject, others)
-                ]
-    for key, group in groups.items():
-        Random(f"order {key}").shuffle(group)
-    rounds = max((len(group) for group in groups.values()), default=0)
-    return [group[i] for i in range(rounds) for group in groups.values() if i < len(group)]
+    formats = {
+        format: [s for s in found if s.format == format]
+        for format in dict.fromkeys(subject.format for subject in found)
+    }
+    yield from in_turn([
+        _of_one_mistake(name, group)
+        for group in formats.values()
+        for name in MISTAKES
+        if not only or name in only
+    ])  # fmt: skip
+
+
+def _of_one_mistake(name: str, group: Sequence[Subject]) -> Iterator[Trial]:
+    rng = Random(f"order {group[0].format} {name}")
+    yield from in_turn([
+        _of_one_subject(name, subject, group) for subject in rng.sample(group, len(group))
+    ])  # fmt: skip
+
+
+def _of_one_subject(name: str, subject: Subject, group: Sequence[Subject]) -> Iterator[Trial]:
+    made = list(MISTAKES[name](subject, group))
+    Random(f"order {subject.name} {name}").shuffle(made)
+    for attempt in made:
+        yield Trial(subject, name, attempt)
+
+
+def in_turn(several: Sequence[Iterator[Trial]]) -> Iterator[Trial]:
+    """The first of each, the second of each, and so on."""
+    left = deque(several)
+    while left:
+        for trial in islice(left[0], 1):
+            yield trial
+            left.append(left[0])
+        left.popleft()
 
 
 @dataclass
@@ -680,21 +699,14 @@ def _row(name: str, counts: Counter[str], width: int) -> str:
 
 
 def run(
-    numbers: Sequence[int],
-    all_trials: Sequence[Trial],
-    found: Sequence[Subject],
-    work: Path,
+    numbered: Iterable[tuple[int, Trial]],
+    campaign: Campaign,
     log: Any = None,
-    keep: Path | None = None,
 ) -> Table:
     """Make these attempts; `log` gets a line of JSON for each."""
-    import json
-
-    campaign, table = Campaign(work, found, keep), Table()
-    opens = {subject.name: campaign.opens_as_it_is(subject) for subject in found}
-    for number in numbers:
-        trial = all_trials[number]
-        if not opens[trial.subject.name]:
+    table = Table()
+    for number, trial in numbered:
+        if not campaign.opens_as_it_is(trial.subject):
             continue
         begin = time.monotonic()
         outcome = campaign.make(trial.subject, trial.attempt, way_of(number, trial.attempt))
@@ -705,8 +717,6 @@ def run(
                 "subject": trial.subject.name,
                 "mistake": trial.mistake,
                 "what": trial.attempt.what,
-            }
-            about |= {
                 "kind": outcome.kind,
                 "text": outcome.text,
                 "seconds": round(time.monotonic() - begin, 2),
@@ -744,14 +754,14 @@ def main(arguments: list[str] | None = None) -> int:
     said = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)
     found = subjects(tuple(said.format or FORMATS), said.siblings and said.siblings.absolute())
-    every = trials(found, said.mistake)
-    numbers = range(len(every))[said.start : None if said.all else said.start + said.count]
-    numbers = [said.only] if said.only is not None else numbers
-    print(f"{len(every)} attempts with {len(found)} checkpoints; {len(numbers)} of them are made")
+    start, stop = said.start, None if said.all else said.start + said.count
+    if said.only is not None:
+        start, stop = said.only, said.only + 1
+    numbered = islice(enumerate(trials(found, said.mistake)), start, stop)
     where = os.getcwd()
     keep = said.keep.absolute() if said.keep else None
     with tempfile.TemporaryDirectory(dir=scratch()) as work:
-        table = run(numbers, every, found, Path(work), said.log, keep)
+        table = run(numbered, Campaign(Path(work), found, keep), said.log)
         os.chdir(where)
     print(table)
     return 1 if table.faults else 0

@@ -122,9 +122,9 @@ def saved(tree: Any) -> bytes:
     pickler = Pickler(data := io.BytesIO())
     pickler.dump(tree)
     with zipfile.ZipFile(whole := io.BytesIO(), "w", zipfile.ZIP_STORED) as file:
-        file.writestr("archive/data.pkl", data.getvalue())
+        file.writestr(zipfile.ZipInfo("archive/data.pkl"), data.getvalue())
         for storage in pickler.storages.values():
-            file.writestr(f"archive/data/{storage.key}", storage.array.tobytes())
+            file.writestr(zipfile.ZipInfo(f"archive/data/{storage.key}"), storage.array.tobytes())
     return whole.getvalue()
 
 
