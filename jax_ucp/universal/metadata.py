@@ -221,7 +221,9 @@ def decode(data: bytes, where: str) -> Metadata:
     also = file.stacks or {}, file.linked or {}, file.sources or ()
     metadata = Metadata(leaves, file.arrays, *about, *also)
     if metadata.version != file.version:
-        raise FormatError(f"{where} has version {file.version}, and the content of another")
+        raise FormatError(
+            f"{where} has version {file.version}, and the content of {metadata.version}"
+        )
     return metadata
 
 

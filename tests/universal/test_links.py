@@ -195,7 +195,7 @@ HOSTILE = {
     "in chunks of": lambda array, about: array.update(order=[0, 0]),
     "no leaf": lambda array, about: about["linked"].update(stray=array),
     "a source file twice": lambda array, about: about.update(sources=about["sources"] * 2),
-    "and the content of another": lambda array, about: about.update(version=1),
+    "has version 1, and the content of 3": lambda array, about: about.update(version=1),
 }
 
 
