@@ -360,11 +360,36 @@ class Checkpoint:
         counts = Counter(leaf.label for leaf in arrays)
         return {leaf.label: leaf for leaf in arrays if counts[leaf.label] == 1}
 
-    def abstract(self) -> Any:
-        """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `restore`."""
+    def abstract(
+        self,
+        *,
+        mesh: Mesh | Literal["saved"] | None = None,
+        rules: Sequence[Rule] = (),
+    ) -> Any:
+        """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `restore`, and what
+        to compile for while it runs.
+
+        Args:
+            mesh: give each array the sharding that `restore(mesh=mesh, rules=rules)` gives it.
+            rules: as for `restore`.
+
+        Returns:
+            The pytree. Arrays that stay on the host have no sharding.
+
+        Raises:
+            TreeMismatch: where `restore` would raise it.
+
+        Examples:
+            >>> state = checkpoint.abstract(mesh=mesh, rules=rules)  # doctest: +SKIP
+            >>> step = jax.jit(train_step).lower(state, batch).compile()  # doctest: +SKIP
+            >>> state = checkpoint.restore(state)  # doctest: +SKIP
+        """
         from jax_ucp.sharding.restore import abstract_leaf
 
-        return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
+        if mesh is None and not rules:
+            return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
+        placements = self.plan(mesh=mesh, rules=rules).placements
+        return tree_of({p.leaf.path: abstract_leaf(p.leaf, p.sharding) for p in placements})
 
     @property
     def config(self) -> dict[str, Any]:
@@ -534,12 +559,16 @@ class Checkpoint:
 
         Args:
             target: a pytree of arrays or `jax.ShapeDtypeStruct`s; the result has its form and its
-                shardings. By default the result has the checkpoint's own form, in which nodes other
-                than dicts, lists and tuples are dicts.
-            mesh: where to put leaves that have no sharding in the target: the specs that they were
-                saved with are fitted to this mesh. `"saved"` means the devices that they were saved
-                from. By default it is the mesh that `jax.set_mesh` has set, if there is one and a
-                target; leaves of `jax.eval_shape` and `nnx.eval_shape` go there as these say.
+                shardings. A `NamedSharding` or a PartitionSpec stands for an array as it is stored,
+                on that sharding. By default the result has the checkpoint's own form, in which
+                nodes other than dicts, lists and tuples are dicts.
+            mesh: where to put arrays. A target's own sharding wins if it is on a mesh of the same
+                axes. Any other array, also one whose target is on another mesh, has the spec of the
+                first of `rules` that matches, or that it was saved with, fitted to this mesh.
+                `"saved"` means the devices that arrays were saved from, for leaves whose target
+                has no sharding. By default it is the mesh that `jax.set_mesh` has set, if there is
+                one and a target; leaves of `jax.eval_shape` and `nnx.eval_shape` go there as these
+                say.
             rules: how to shard leaves on `mesh`: pairs of a regular expression on a leaf's label
                 and a PartitionSpec, or of the name of a logical axis and mesh axes. The first rule
                 that matches is used instead of a saved spec.

@@ -1,7 +1,7 @@
 """Orbax: our format behind its managers, v0 and v1. The only room that imports orbax.
 
 Whole handlers of our own, so that nothing lies between the tree and the store; what they write says
-that stock Orbax's PyTree handler wrote it, so stock reads it where jax_ucp is not installed.
+that stock Orbax's standard handler wrote it, so stock reads it where jax_ucp is not installed.
 """
 
 from typing import TYPE_CHECKING, Any

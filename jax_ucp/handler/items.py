@@ -66,6 +66,9 @@ class Save(ocp.args.CheckpointArgs):
 class Restore(ocp.args.CheckpointArgs):
     """The arguments of `Checkpoint.restore`.
 
+    Without an item and a mesh, arrays go where they were saved from, as by stock Orbax. For numpy
+    arrays restore the step that `jax_ucp.open` gives.
+
     Args:
         item: the `target` there.
         mesh: as there.
@@ -129,6 +132,8 @@ def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> An
     options: dict[str, Any] = {each.name: getattr(args, each.name) for each in fields(args)}
     options["target"] = options.pop("item")
     options["budget_bytes"] = _budget(args, budget_bytes)
+    if args.item is None and args.mesh is None:
+        options["mesh"] = "saved"
     # The program that saved the tree restores it: codes and scales are leaves of it like any other.
     checkpoint = open(directory, dequantize=False, share_reads=args.share_reads)
     return checkpoint.restore(**options)

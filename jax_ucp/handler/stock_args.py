@@ -45,8 +45,7 @@ def save_args(args: Any) -> Save:
 
 
 def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
-    """Stock Orbax's arguments of a restore, or ours, as ours; without any, all of it as numpy
-    arrays.
+    """Stock Orbax's arguments of a restore, or ours, as ours.
 
     As with stock Orbax, a leaf of the target without a sharding goes where it was saved from,
     unless a mesh is set, and the target's dtype is that of the result. Raises ValueError for what

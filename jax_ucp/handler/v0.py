@@ -15,11 +15,7 @@ from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.handler.at_exit import NotedCommit, note
 from jax_ucp.handler.items import Restore, Save, begin, restore
 from jax_ucp.handler.stock_args import RESTORE_ARGS, SAVE_ARGS, restore_args, save_args
-
-# What the step's metadata names as the handler of an item: `CheckpointManager.restore(step)`
-# without arguments looks it up. Source: `_src/handlers/pytree_checkpoint_handler.py`,
-# `handler_type_registry.py` (0.12.8).
-STOCK_TYPESTR = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+from jax_ucp.universal.step import STOCK_HANDLER
 
 
 class CheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -48,7 +44,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         self._budget_bytes = whole_number("budget_bytes", budget_bytes)
         # Orbax keeps one class per name in its registry, and asks the instance for the name that
         # goes on disk: the class has its own, and every instance says it is stock.
-        self.typestr = lambda: STOCK_TYPESTR
+        self.typestr = lambda: STOCK_HANDLER
 
     @classmethod
     def typestr(cls) -> str:
@@ -83,8 +79,8 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 
         Args:
             directory: of the item.
-            args: `ucp.args.Restore`, or stock Orbax's arguments for PyTrees; by default as numpy
-                arrays.
+            args: `ucp.args.Restore`, or stock Orbax's arguments for PyTrees; by default the arrays
+                go where they were saved from, as stock Orbax's do.
 
         Returns:
             The pytree, as `Checkpoint.restore` gives it.

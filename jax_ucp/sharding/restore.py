@@ -112,9 +112,10 @@ class RestoreRequest:
         if self.rules and not isinstance(mesh, Mesh):
             raise ValueError("rules= are for a mesh: give mesh= too")
         if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
+            given = "an AbstractMesh" if isinstance(mesh, AbstractMesh) else f"{mesh!r:.80}"
             raise ValueError(
-                f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here, or"
-                " 'saved'"
+                f"mesh= is {given}, and should be a jax.sharding.Mesh, whose devices are here, or"
+                " 'saved'. plan_reads takes a mesh without devices"
             )
         if self.target is None and self.partial:
             raise ValueError("partial=True leaves out what a target lacks, and there is no target")
@@ -221,7 +222,8 @@ def plan_restore(leaves: Sequence[Leaf], request: RestoreRequest) -> RestorePlan
         wanted = [_LeafRequest(leaf, leaf.kind) for leaf in leaves]
     else:
         cast, narrow = bool(request.cast), request.narrow_integers
-        matched = match(leaves, target, request.partial, cast, narrow, request.missing)
+        of_specs = mesh if isinstance(mesh, Mesh) else mesh_in_scope()
+        matched = match(leaves, target, request.partial, cast, narrow, request.missing, of_specs)
         wanted = [
             _LeafRequest(leaf, kind_of(node), node.value, node.axes) for node, leaf in matched.pairs
         ]
@@ -412,13 +414,18 @@ def _request(p: Placement, source: ArraySource) -> ReadRequest:
     return ReadRequest(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
 
 
-def abstract_leaf(leaf: Leaf) -> Any:
-    """The abstract array, a number's zero, or a value. Raises FormatError for unknown PRNG keys."""
+def abstract_leaf(leaf: Leaf, sharding: Sharding | None = None) -> Any:
+    """The abstract array, on the sharding of the stored one, a number's zero, or a value.
+
+    Raises FormatError for unknown PRNG keys.
+    """
     match leaf.kind:
         case "jax" | "array" | "numpy" | "numpy_scalar":
-            return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
+            return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
         case "prng_key":
-            return jax.ShapeDtypeStruct(leaf.shape[:-1], key_dtype(leaf))
+            if isinstance(sharding, NamedSharding):  # without the axis of the keys' data
+                sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
+            return jax.ShapeDtypeStruct(leaf.shape[:-1], key_dtype(leaf), sharding=sharding)
         case "bool" | "int" | "float" | "complex":
             return {"bool": bool, "int": int, "float": float, "complex": complex}[leaf.kind]()
         case _:

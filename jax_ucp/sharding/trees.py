@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf
@@ -164,13 +165,15 @@ def match(
     cast: bool = False,
     narrow: bool = False,
     missing: Missing = "refuse",
+    mesh: Mesh | None = None,
 ) -> Matched:
     """Each leaf of the target tree with the leaf of the checkpoint that fills it.
 
     Paths match by their names, so that a dict may stand for a dataclass; the `value` of a variable
     of flax's NNX is the variable. With `partial`, leaves of the checkpoint that the target lacks
     are left where they are; `missing` says what becomes of those of the target that the checkpoint
-    lacks. With `cast`, dtypes may differ, and with `narrow` the target may have what JAX makes of
+    lacks. A sharding, or a spec on `mesh`, stands for the array as it is stored. With
+    `cast`, dtypes may differ, and with `narrow` the target may have what JAX makes of
     64-bit integers. A leaf `...` of the target is left as it is, as Orbax leaves it.
 
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf; and where all of the
@@ -186,9 +189,9 @@ def match(
         if node.value is ...:
             omitted.append(node)
         elif leaf is not None:
-            pairs.append((_key_of_data(node, leaf), leaf))
+            pairs.append((_as_stored(node, leaf, mesh), leaf))
         else:
-            has_value = not isinstance(node.value, Abstract)
+            has_value = not isinstance(node.value, Abstract | Sharding | PartitionSpec)
             stays = missing == "leave" or (missing == "keep" and has_value)
             (kept if stays else lacking).append(node)
     extra = [] if partial else list(left.values())
@@ -209,13 +212,29 @@ def match(
     return Matched(pairs, [*kept, *omitted])
 
 
-def _key_of_data(node: TreeNode, leaf: Leaf) -> TreeNode:
-    """The node as a PRNG key, if it stands for the data of one."""
-    if leaf.kind != "prng_key" or not isinstance(node.value, AsStored):
+def _as_stored(node: TreeNode, leaf: Leaf, mesh: Mesh | None) -> TreeNode:
+    """The node with the stored shape and dtype, if it is a sharding, or a spec on the mesh, alone;
+    and as a PRNG key, if it stands for the data of one.
+
+    Raises TreeMismatch for a spec without a mesh.
+    """
+    is_key, value = leaf.kind == "prng_key", node.value
+    if isinstance(value, PartitionSpec):
+        if mesh is None:
+            raise TreeMismatch(
+                f"{node.label}: the target has {value!r:.80}, and there is no mesh for it: give"
+                " mesh=, set one (jax.set_mesh), or give a NamedSharding"
+            )
+        value = NamedSharding(mesh, value)
+    if isinstance(value, Sharding) and leaf.has_array:
+        shape, dtype, sharding = leaf.shape, np.dtype(leaf.dtype), value
+    elif isinstance(value, AsStored) and is_key:
+        shape, dtype, sharding = leaf.shape, None, value.sharding
+    else:
         return node
-    sharding = node.value.sharding
-    shape = leaf.shape[:-1]
-    return replace(node, value=Abstract(shape, key_dtype(leaf), sharding=sharding))
+    if is_key:
+        shape, dtype = leaf.shape[:-1], key_dtype(leaf)
+    return replace(node, value=Abstract(shape, dtype, sharding=sharding))
 
 
 _NNX_VALUE = Key("attr", "value")
@@ -279,7 +298,13 @@ def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
 
 def _difference(node: TreeNode, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
     """How the leaf of the target and that of the checkpoint differ, if they do."""
-    kind = kind_of(node)
+    try:
+        kind = kind_of(node)
+    except UnsupportedLeaf:
+        return (
+            f"the target has a {type(node.value).__qualname__}; it may have an array, a"
+            " jax.ShapeDtypeStruct, a sharding, a number, a string or None there"
+        )
     if not _kinds_fit(node, kind, leaf):
         return f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
     if not leaf.has_array or kind in _NUMPY_KINDS:

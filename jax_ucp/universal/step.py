@@ -20,7 +20,12 @@ from jax_ucp.universal.store import METADATA_FILE
 
 STEP_FILE, COMMIT_FILE = "_CHECKPOINT_METADATA", "commit_success.txt"
 UNFINISHED_STEP = ".orbax-checkpoint-tmp"
-_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+# The handler of stock Orbax that a step names for its item. `restore(step)` uses it, and a manager
+# keeps the one that it used first: after this one it takes `StandardRestore`.
+STOCK_HANDLER = (
+    "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+)
 
 
 def write_step(
@@ -75,7 +80,7 @@ def write_step(
 
 def _describe(files: Files, item: str, begun: int) -> None:
     metadata = {
-        "item_handlers": {item: _HANDLER},
+        "item_handlers": {item: STOCK_HANDLER},
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": begun,

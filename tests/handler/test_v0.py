@@ -38,6 +38,25 @@ def test_the_stock_manager_restores_our_step_without_arguments(ours):
 
 
 @stock_warns
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stock_manager_takes_its_arguments_before_and_after_it_had_none(ours, first):
+    target = {name: abstract(OTHER, P("data", "model"))[name] for name in NUMBERS}
+    want = {name: tree()[name] for name in NUMBERS}
+    calls = [None, ocp.args.StandardRestore(target), ocp.args.StandardRestore()]
+    with ocp.CheckpointManager(ours) as manager:
+        for args in calls if first else calls[::-1]:
+            check(manager.restore(6, args=args), want)
+
+
+def test_our_manager_without_arguments_gives_arrays_where_they_were_saved(ours):
+    with ocp.CheckpointManager(ours, item_handlers=ucp.CheckpointHandler()) as manager:
+        for found in (manager.restore(5), manager.restore(5, args=ucp.args.Restore())):
+            check(found)
+            assert found["params"]["w"].sharding == NamedSharding(MESH, P("data", "model"))
+            assert isinstance(found["params"]["layers"][0], jax.Array)
+
+
+@stock_warns
 def test_stock_handlers_restore_our_item_with_and_without_a_target(ours):
     check(ocp.PyTreeCheckpointer().restore(ours / "5" / "default"))
     want = {name: tree()[name] for name in NUMBERS}
