@@ -15,11 +15,25 @@ from jax_ucp.formats.weight_files import refuse_part
 from jax_ucp.formats.weight_names import holds_weights
 from jax_ucp.text import listed
 
+_OF_KERAS = "`ucp.Checkpoint.of({v.path: np.asarray(v) for v in model.weights})` is a checkpoint"
+# By suffix, the name of a format that is not read, and the way in.
 _FOREIGN = {
-    ".h5": "Keras's HDF5",
-    ".npz": "numpy's npz",
-    ".nemo": "NeMo's archive",
-    ".onnx": "ONNX",
+    ".keras": (
+        "a model of Keras in an archive",
+        f"load it, `model = keras.saving.load_model(path)`; {_OF_KERAS}",
+    ),
+    ".h5": (
+        "Keras's HDF5",
+        f"build the model and load it, `model.load_weights(path)`; {_OF_KERAS}",
+    ),
+    ".eqx": (
+        "a file of Equinox, arrays without their names",
+        "build the model and load it, `model = eqx.tree_deserialise_leaves(path, model)`;"
+        " `ucp.Checkpoint.of(eqx.filter(model, eqx.is_array))` is a checkpoint",
+    ),
+    ".npz": ("numpy's npz", "`ucp.Checkpoint.of(dict(np.load(path)))` is a checkpoint"),
+    ".nemo": ("NeMo's archive", "unpack it, `tar -xf`, and open the folder of weights in it"),
+    ".onnx": ("ONNX", "export the model's weights as safetensors"),
 }
 _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 
@@ -85,9 +99,17 @@ def not_read(at: FilePath) -> str:
         if why := not_a_step(path):
             instead = stand_in(path) if path.is_file() else None
             return f"{path.name} in it {why}{f': {instead}' if instead else ''}"
-        if path.suffix in _FOREIGN:
-            return f"{path.name} in it is {_FOREIGN[path.suffix]}, which is not read here"
+        if other := of_another_format(path):
+            return f"{path.name} in it {other}"
     return ""
+
+
+def of_another_format(path: FilePath) -> str:
+    """The format of a file that is not read, and the way in; empty of any other file."""
+    if path.suffix not in _FOREIGN or not path.is_file():
+        return ""
+    name, way_in = _FOREIGN[path.suffix]
+    return f"is {name}, which is not read here: {way_in}"
 
 
 def _revisions(at: FilePath) -> Iterator[FilePath]:

@@ -28,7 +28,7 @@ from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
 from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
 from jax_ucp.formats.gguf import reader as gguf
-from jax_ucp.formats.hints import not_read, point_inside
+from jax_ucp.formats.hints import not_read, of_another_format, point_inside
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.quantization import settle
@@ -277,6 +277,8 @@ def _not_recognised(path: str | os.PathLike[str] | FilePath, at: FilePath) -> No
     """The error for a path that no format recognises, with what is known of what is there."""
     if at.is_file() and (why := stand_in(at)):
         return NotACheckpoint(f"{path} is not a checkpoint: {why}")
+    if other := of_another_format(at):
+        return NotACheckpoint(f"{path} {other}")
     why = ""
     if at.is_dir():
         point_inside(at, _opens)
