@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Dict
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -244,9 +244,7 @@ class Mapping:
             return way(variant.removeprefix("to-"))
         path = local_path(source)
         if not path.is_file() and str(source) in shipped():
-            return cls.parse(
-                (_MAPPINGS / f"{source}.yaml").read_text(encoding="utf-8"), f"{source}.yaml"
-            )
+            return _of_package(str(source))
         try:
             return cls.parse(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -424,6 +422,11 @@ class Mapping:
         return {
             section: items for section, items in content.items() if items or section == "leaves"
         }
+
+
+@cache
+def _of_package(name: str) -> Mapping:
+    return Mapping.parse((_MAPPINGS / f"{name}.yaml").read_text(encoding="utf-8"), f"{name}.yaml")
 
 
 def shipped() -> list[str]:

@@ -192,8 +192,26 @@ def unmet(text: str, config: Config) -> str:
             has = values_of(keys, config)
         except UndecidedCondition as error:
             has = str(error)
-        return f"`{part}` is needed, and the config has {has}"
+        return f"`{_with_keys_of(config, part)}` is needed, and the config has {has}"
     return ""
+
+
+def _with_keys_of(config: Config, part: str) -> str:
+    """The condition with one key in the place of each `first`: that of the config, or the first.
+
+    >>> _with_keys_of({"b": 2}, 'first(a, b, 1) == 1 and first(c, d) in ["x"]')
+    'b == 1 and c in ["x"]'
+    """
+    calls: dict[str, str] = {}
+    for node in ast.walk(_parsed(part, _CONDITION)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            keys = [key for value in node.args if (key := _key(value))]
+            if node.func.id == "first" and keys:
+                of_config = (key for key in keys if values_of([key], config) != _none_of([key]))
+                calls[ast.get_source_segment(part, node) or ""] = next(of_config, keys[0])
+    for call, key in calls.items():
+        part = part.replace(call, key)
+    return part
 
 
 def values_of(keys: Iterable[str], config: Config) -> str:
