@@ -87,6 +87,14 @@ def test_a_missing_file_of_the_toy_format_is_named(toy):
         ucp.open(toy)
 
 
+@pytest.mark.parametrize(("length", "why"), [(20, "is not a .npy file, or is cut"), (-4, "has")])
+def test_a_cut_file_of_the_toy_format_is_named(toy, length, why):
+    file = toy / "rank1" / "embed.npy"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(FormatError, match=rf"rank1/embed\.npy {why}"):
+        ucp.open(toy)
+
+
 def test_a_spec_is_refused_where_the_toy_format_has_no_use_for_it(toy, tmp_path):
     (tmp_path / "spec.yaml").write_text("{}")
     with pytest.raises(SpecError, match="is a toy checkpoint, which does not use a spec"):

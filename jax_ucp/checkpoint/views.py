@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jax_ucp.arrays.contents import Contents, parts_as_parameters, require_weights
+from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.huggingface.companions import companions_in
 from jax_ucp.formats.huggingface.given_config import described
@@ -20,7 +23,7 @@ from jax_ucp.mapping.adapters import mapping_of
 from jax_ucp.mapping.binding import bind, given_before, mapping_record
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import config_of, given_config, joined
-from jax_ucp.mapping.states import states_of
+from jax_ucp.mapping.states import states_of, top_labels
 from jax_ucp.options import Options, Sizes
 
 
@@ -86,7 +89,25 @@ class Mapped:
     def __call__(self, contents: Contents) -> Contents:
         contents = parts_as_parameters(contents) if self.rules.takes_parts else contents
         require_weights(contents)
-        states = states_of(contents, self.params)
+        try:
+            return self._mapped(contents, self.params)
+        except (LayoutError, TreeMismatch) as error:
+            label = next(filter(partial(self._fits, contents), top_labels(contents)), None)
+            if label is None:
+                raise
+            raise type(error)(
+                f"{contents.path} does not fit {self.rules.name} as it was given; perhaps"
+                f" params={label!r} (--params {label}) is meant, where it fits"
+            ) from error
+
+    def _fits(self, contents: Contents, params: str) -> bool:
+        with suppress(LayoutError, TreeMismatch):
+            self._mapped(contents, params)
+            return True
+        return False
+
+    def _mapped(self, contents: Contents, params: str | None) -> Contents:
+        states = states_of(contents, params)
         shapes = {name: leaf.shape for name, leaf in states.weights.items()}
         rules = mapping_of(self.rules, shapes, saved_modules(contents.extras))
         before = given_before(rules, contents.source.get("mapping", {}))

@@ -10,6 +10,7 @@ import click
 
 import jax_ucp
 from jax_ucp.checkpoint import open_with
+from jax_ucp.cli.options import COMMON, FEW, SECTIONS
 from jax_ucp.cli.workers import executor_of
 from jax_ucp.options import Options
 
@@ -109,11 +110,29 @@ def command(
                 args.executor = executor
                 run(args)
 
-        return click.Command(
+        return _Sectioned(
             name, params=list(params), callback=callback, help=run.__doc__, short_help=summary
         )
 
     return made
+
+
+class _Sectioned(click.Command):
+    """A command whose help has its options in sections, those that most people give first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        section_of = {each: title for title, several in SECTIONS.items() for each in several}
+        common = [each for name in COMMON for each in params if each.name == name]
+        sections: dict[str, list[click.Option]] = {"Options": common}
+        for each in filter(lambda each: each not in common, params):
+            title = section_of.get(each, "Options") if len(params) > FEW else "Options"
+            sections.setdefault(title, []).append(each)
+        for title, several in sections.items():
+            records = [record for each in several if (record := each.get_help_record(ctx))]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def _host_mesh(args: Arguments) -> HostMesh | None:

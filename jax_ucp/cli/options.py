@@ -73,7 +73,7 @@ OPENING = (
     ),
 )
 
-SOURCE = (
+MODEL = (
     option(
         "--mapping",
         "NAME|FILE",
@@ -99,7 +99,6 @@ SOURCE = (
         "With --mapping: take this requirement of the mapping as met; may be repeated.",
         multiple=True,
     ),
-    *OPENING,
     option(
         "--merge",
         "ADAPTER",
@@ -107,6 +106,7 @@ SOURCE = (
         multiple=True,
     ),
 )
+SOURCE = (*MODEL, *OPENING)
 
 MESH = (
     option(
@@ -174,3 +174,14 @@ SHARE = (
         show_default=True,
     ),
 )
+
+# Help has these sections, after the options that most people give; a few options need none.
+SECTIONS = {
+    "Your model": MODEL,
+    "What the files do not say": OPENING,
+    "A mesh": MESH,
+    "For a framework's own loader": LAYOUT,
+    "Several processes": (*WORKERS, *SHARE),
+}
+COMMON = ("mapping", "mesh", "step", "weights_only", "dequantize")
+FEW = 12

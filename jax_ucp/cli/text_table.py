@@ -15,6 +15,7 @@ from rich.text import Text
 from jax_ucp.text import visible
 
 _GAP = "  "
+_ALIGNED = 160  # characters; wider tables are for programs, and have no blanks between columns
 _WIDEST = 2  # what a character takes on a terminal; no column is narrower
 
 
@@ -30,7 +31,10 @@ class TextTable:
         columns = zip(*self._rows, strict=True)
         needed = [max(map(_width, column)) for column in columns]
         widths = fitted_widths(needed, options.max_width - len(_GAP) * (len(needed) - 1))
-        heads, *rows = (_lines(row, widths, console) for row in self._rows)
+        if not console.is_terminal and sum(needed) > _ALIGNED:
+            heads, *rows = ([_GAP.join(row).rstrip(" ")] for row in self._rows)
+        else:
+            heads, *rows = (_lines(row, widths, console) for row in self._rows)
         yield Segment("\n".join(heads), console.get_style("table.header"))
         yield Segment("\n")
         yield Segment("".join(f"{line}\n" for lines in rows for line in lines))

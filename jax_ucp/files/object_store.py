@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -252,8 +253,16 @@ def _asking(url: str) -> Iterator[None]:
 
 
 def _plain(error: BaseException) -> str:
-    """The library's text, without its own structures, which it prints after that."""
-    return str(error).partition("\n\nDebug source")[0][:_MESSAGE_CHARS]
+    """The library's text, without its own structures, which it prints after that; of an answer in
+    XML its code and message.
+
+    >>> _plain(ValueError("404: <?xml ?><Error><Code>NoSuchBucket</Code><Message>No.</Message>"))
+    '404: NoSuchBucket, No.'
+    """
+    text = str(error).partition("\n\nDebug source")[0]
+    before, begin, answer = text.partition("<?xml")
+    said = re.findall(r"<(?:Code|Message)>([^<]{1,200})<", answer) if begin else []
+    return f"{before}{', '.join(said) or begin + answer}"[:_MESSAGE_CHARS]
 
 
 def _may_pass(text: str) -> bool:

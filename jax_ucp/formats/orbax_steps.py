@@ -153,7 +153,7 @@ def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
             f"{path} is a step without a PyTree item: what it had is missing, or was never"
             f" finished{deeper}"
         )
-    name = chosen_model(path, [item.name for item in items], options.model)
+    name = chosen_model(path, [item.name for item in items], options.model, "items")
     item = path / name
     contents = open_item(item, replace(options, model=None))
     extras = dict(_json_items(path))

@@ -93,8 +93,10 @@ def _tracked(run: Run) -> int:
     return int(text)
 
 
-def chosen_model(path: FilePath, models: Iterable[str], model: str | None) -> str:
-    """The only model of a step, or the one that the user names. Raises NotACheckpoint."""
+def chosen_model(
+    path: FilePath, models: Iterable[str], model: str | None, kind: str = "models"
+) -> str:
+    """The only model, or item, of a step, or the one that the user names. Raises NotACheckpoint."""
     names = list(models)
     if model in names:
         return model
@@ -102,6 +104,6 @@ def chosen_model(path: FilePath, models: Iterable[str], model: str | None) -> st
         return names[0]
     absent = "" if model is None else f", and no {model!r:.80}"
     raise NotACheckpoint(
-        f"{path} is a step with {', '.join(names)}{absent}: say which is meant, model={names[0]!r}"
-        f" (--model {names[0]}), or open its folder, {path / names[0]}"
+        f"{path} is a step with the {kind} {', '.join(names)}{absent}: open one of them,"
+        f" {path / names[0]}, or name it, model={names[0]!r} (--model {names[0]})"
     )

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.checks import Extent
 from jax_ucp.checkpoint import open
+from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import Files
 from jax_ucp.jobs.ledger import claimed
@@ -31,6 +32,10 @@ from jax_ucp.sharding.save import (
 )
 from jax_ucp.sharding.shared_save import SharedSave, attempt
 from jax_ucp.sharding.trees import Missing
+from jax_ucp.universal.step import UNFINISHED_STEP
+
+# Google's are left out: Orbax has a way of its own there, and renames folders where a bucket can.
+_WITHOUT_RENAMES = "s3://", "s3a://", "az://", "abfs://", "abfss://"
 
 
 @dataclass
@@ -104,6 +109,12 @@ class SnapshottedSave:
     budget_bytes: Callable[[], int]
 
     def finish(self) -> None:
+        url = self.directory.url()
+        if UNFINISHED_STEP in url and url.startswith(_WITHOUT_RENAMES):
+            raise UnsupportedPath(  # not before, since Orbax waits for what it has begun
+                f"{url} would have to be renamed by Orbax, and nothing in a bucket can be: give the"
+                " manager options=ucp.in_bucket(options), or v1 the context ucp.in_bucket(context)"
+            )
         with ExitStack() as kept:
             if jax.process_index() == 0:
                 with self.shared.telling():

@@ -12,6 +12,7 @@ from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_fault
 
+_MOST_LABELS = 32  # at which a mapping is tried
 PARAM: Path = (Key("dict", "param"),)
 
 
@@ -49,6 +50,20 @@ def states_of(contents: Contents, params: str | None = None) -> States:
     Raises TreeMismatch where the tree is neither.
     """
     return _imported(contents) if params is None else _of_run(contents, params)
+
+
+def top_labels(contents: Contents) -> Sequence[str]:
+    """The labels of the first three levels above arrays, those called `params` first; none of a
+    tree `{state: {parameter: array}}`.
+    """
+    paths = [leaf.path for leaf in contents.leaves if leaf.has_array]
+    if any(len(path) > 1 and path[0].name == "param" for path in paths):
+        return ()
+    labels = {
+        label_of(path[:depth]): depth for path in paths for depth in (1, 2, 3) if path[depth:]
+    }
+    ranked = sorted(labels, key=lambda label: ("param" not in label.split("/")[0], labels[label]))
+    return ranked[:_MOST_LABELS]
 
 
 def weights_of(contents: Contents, params: str) -> Contents:

@@ -115,7 +115,7 @@ def document(text: str, file: str) -> Document:
         if any("{" in line for at in begins for line in text.splitlines()[at : at + 1]):
             hint = (
                 "; quote a name that has braces itself, if it begins with one or stands between"
-                " some"
+                " some, and a condition between braces that has brackets or commas"
             )
         raise SpecError(f"{file} is not YAML: {error}{hint}") from error
 

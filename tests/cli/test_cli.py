@@ -126,6 +126,30 @@ def test_help_has_one_whole_line_for_each_command():
     assert all(line.endswith(".") and "..." not in line for line in commands.splitlines())
 
 
+def test_help_of_many_options_has_sections_with_what_people_give_first():
+    printed = run("convert", "--help")
+    titles = re.findall(r"^(\w.*):$", printed, re.MULTILINE)
+    assert titles == [
+        "Options",
+        "For a framework's own loader",
+        "A mesh",
+        "Your model",
+        "What the files do not say",
+        "Several processes",
+    ]
+    options = re.findall(r"^  (?:-h, )?(--[\w-]+)", printed.partition("Options:")[2], re.MULTILINE)
+    assert options[:5] == ["--mapping", "--mesh", "--step", "--weights-only", "--dequantize"]
+    assert len(options) == len(set(options))
+    assert "Your model" not in run("mappings", "--help")
+
+
+def test_a_wide_table_in_a_pipe_has_no_blanks_between_columns():
+    llama = CASE.parents[1] / "torch" / "hf_llama" / "ckpt"
+    printed = run("map", llama, "--mapping", "hf-llama2-to-maxtext")
+    assert "leaf  its axes  parameters: axes  shape\n" in printed
+    assert "   " not in printed.partition("requires")[0]
+
+
 def test_plan_moves_nothing_and_says_what_would_be_moved(tmp_path):
     found = run_json("plan", CASE, tmp_path / "out", "--budget", "64KiB")
     assert not (tmp_path / "out").exists()

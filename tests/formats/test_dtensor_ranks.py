@@ -97,9 +97,11 @@ def test_of_several_models_one_is_chosen_by_the_name_of_its_folder(tmp_path):
     step = tmp_path / "step"
     shutil.copytree(ACTOR, step / "actor")
     shutil.copytree(DATA / "verl_fsdp1_orig_3" / "ckpt", step / "critic")
-    with pytest.raises(NotACheckpoint, match=r"is a step with actor, critic: say which is meant"):
+    with pytest.raises(NotACheckpoint, match=r"is a step with the models actor, critic: open one"):
         ucp.open(step)
-    with pytest.raises(NotACheckpoint, match=r"is a step with actor, critic, and no 'x'"):
+    with pytest.raises(
+        NotACheckpoint, match=r"is a step with the models actor, critic, and no 'x'"
+    ):
         ucp.open(step, model="x")
     critic = ucp.open(step, model="critic", optimizer_groups="module-order")
     assert_is(critic, Case("dtensors/verl_fsdp1_orig_3").truth())

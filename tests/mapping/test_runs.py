@@ -121,6 +121,18 @@ def test_a_run_with_its_moments_is_unrolled_and_scanned_again_in_one_map(tmp_pat
     equal(jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, run))
 
 
+@pytest.mark.parametrize("params", [None, "param", "opt_state", "step", "params/net"])
+def test_a_wrong_label_of_the_parameters_is_answered_with_the_right_one(tmp_path, params):
+    path, _, unscanned = scanned_and_not(tmp_path)
+    run = ucp.Checkpoint.of(trained(unscanned))
+    mapping = ucp.Mapping.load(f"{path}:unscanned").inverse()
+    with pytest.raises(ValueError, match=r"perhaps params='params' \(--params params\)") as error:
+        run.map(mapping, params=params)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="has no parameters at 'x'"):
+        ucp.Checkpoint.of({"a": {"b": np.ones(2)}}).map(mapping, params="x")
+
+
 def test_weights_are_taken_out_of_a_run_by_their_label(tmp_path):
     path, scanned, _ = scanned_and_not(tmp_path)
     ucp.Checkpoint.of(trained(scanned)).save(tmp_path / "run")

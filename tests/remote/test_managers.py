@@ -16,6 +16,7 @@ import tensorstore as ts
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
+from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.path import file_path
 from servers.stores import Store, free_port
 
@@ -50,6 +51,17 @@ def manager(root: str) -> ocp.CheckpointManager:
 @pytest.fixture(params=["s3", "ministack", "gcs", pytest.param("azure", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest) -> Store:
     return request.getfixturevalue(request.param)
+
+
+def test_a_manager_without_in_bucket_is_told_of_it(s3: Store):
+    handler = ucp.CheckpointHandler()
+    with ocp.CheckpointManager(f"{s3.url}/run", item_handlers=handler) as manager:
+        manager.save(0, args=ucp.args.Save(tree(0)))
+        with pytest.raises(UnsupportedPath, match=r"renamed by Orbax.*options=ucp\.in_bucket\("):
+            manager.wait_until_finished()
+    context = ucp.orbax_context()
+    with pytest.raises(UnsupportedPath, match=r"v1 the context ucp\.in_b"), context:
+        v1.save(f"{s3.url}/v1/0", {"w": np.ones(3)})
 
 
 def test_a_manager_keeps_the_last_steps_and_restores_them(store: Store):

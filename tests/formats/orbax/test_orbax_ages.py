@@ -121,10 +121,13 @@ def test_a_step_without_the_mark_of_newer_versions_is_one(tmp_path):
 def test_of_several_trees_of_a_step_the_one_that_is_named_opens():
     path = FOLDER / "orbax01130-manager_two_trees" / "ckpt"
     with pytest.raises(
-        NotACheckpoint, match=r"is a step with opt, params: say which is meant, model='opt'"
+        NotACheckpoint,
+        match=r"is a step with the items opt, params: open one of them, .*/opt, or name it, model='opt'",
     ):
         ucp.open(path)
-    with pytest.raises(NotACheckpoint, match=r"is a step with opt, params, and no 'paramz'"):
+    with pytest.raises(
+        NotACheckpoint, match=r"is a step with the items opt, params, and no 'paramz'"
+    ):
         ucp.open(path, model="paramz")
     assert ucp.open(path, model="opt").path.endswith("3/opt")
     assert ucp.open(path / "3", model="params").source["model"] == "params"
