@@ -14,16 +14,27 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_ORBAX = "orbax.checkpoint"
+ORBAX = "orbax.checkpoint"
 _HANDLER = "jax_ucp.handler"
+_PATCH = "jax_ucp.handler.global_patch"
+
+_is_to_be_patched = False
 
 
 def register_with_orbax() -> None:
     """Register now if Orbax is imported, or else as soon as it is."""
-    if _ORBAX in sys.modules:
+    if ORBAX in sys.modules:
         importlib.import_module(_HANDLER)
     else:
         sys.meta_path.insert(0, _OrbaxFinder())
+
+
+def patch_orbax() -> None:
+    """From when Orbax is imported, keep its pytrees in the universal format in this process."""
+    global _is_to_be_patched
+    _is_to_be_patched = True
+    if ORBAX in sys.modules:
+        importlib.import_module(_PATCH).patch_to_the_end()
 
 
 class _OrbaxFinder(MetaPathFinder):
@@ -32,7 +43,7 @@ class _OrbaxFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _ORBAX:
+        if fullname != ORBAX:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -43,6 +54,8 @@ class _OrbaxFinder(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             importlib.import_module(_HANDLER)
+            if _is_to_be_patched:
+                importlib.import_module(_PATCH).patch_to_the_end()
 
         spec.loader.exec_module = exec_module
         return spec

@@ -23,6 +23,7 @@ from jax_ucp.cli.mappings import mappings
 from jax_ucp.cli.output import to_stderr
 from jax_ucp.cli.plan import plan
 from jax_ucp.cli.report import report
+from jax_ucp.cli.run import run
 from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError
 from jax_ucp.text import visible_lines
@@ -46,21 +47,29 @@ class _Refusals(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
+        except BaseException as error:
+            if ctx.invoked_subcommand != run.name:  # whose errors are those of somebody's program
+                _end_in_words(ctx, error)
+            raise
+
+
+def _end_in_words(ctx: click.Context, error: BaseException) -> None:
+    """End with a message for an error that users may meet; return for any other one."""
+    match error:
+        case KeyboardInterrupt():
             command = ctx.invoked_subcommand or ""
             to_stderr.print(f"stopped: {_AGAIN.get(command, _NOTHING_WRITTEN)}")
             sys.exit(STOPPED)
-        except BrokenPipeError:
+        case BrokenPipeError():
             sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
-            return None
-        except click.UsageError as error:
+            sys.exit(0)
+        case click.UsageError():
             shown = visible_lines(error.format_message())
-            if shown == error.format_message():
-                raise
-            raise click.UsageError(shown, ctx=error.ctx) from None
-        except (UCPError, OSError) as error:
+            if shown != error.format_message():
+                raise click.UsageError(shown, ctx=error.ctx) from None
+        case UCPError() | OSError():
             raise click.ClickException(visible_lines(str(error))) from None
-        except MemoryError as error:
+        case MemoryError():
             raise click.ClickException(
                 f"there is not enough memory: {visible_lines(str(error))}"
             ) from None
@@ -74,7 +83,8 @@ def main() -> None:
     """
 
 
-for command in (inspect, plan, map_, mappings, convert, link, export, verify, diff, report, index):
+COMMANDS = inspect, plan, map_, mappings, convert, link, export, verify, diff, report, index, run
+for command in COMMANDS:
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ process that saved, where there are any: ours are for readers, and of one proces
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import orbax.checkpoint as ocp
 from jax_ucp.handler.v0 import CheckpointHandler
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.universal.store import METADATA_FILE
+from jax_ucp.version import VERSION
 
 Method = Callable[..., Any]
 _V1_METHODS = ("save", "load")
@@ -64,32 +66,63 @@ def orbax_everywhere() -> Iterator[None]:
                 _PATCHES.close()
 
 
+def patch_to_the_end() -> None:
+    """`orbax_everywhere` for the rest of the process; a line on stderr says what is patched."""
+    with _LOCK:
+        if not _entered:
+            _patch()
+        _entered.append(None)
+    patched = [f"{handler.__name__} ({', '.join(names)})" for handler, names in _patched().items()]
+    sys.stderr.write(
+        f"jax_ucp {VERSION}: Orbax {ocp.__version__} keeps pytrees in the universal format in this"
+        f" process; patched are {', '.join(patched)}\n"
+    )
+
+
+def _patched() -> Mapping[type, Sequence[str]]:
+    """The methods of stock Orbax that are replaced, by their class."""
+    v0 = ("save", "async_save", "restore")
+    patched = {
+        ocp.PyTreeCheckpointHandler: (*v0, "finalize"),
+        ocp.StandardCheckpointHandler: v0,
+    }
+    if HAS_V1:
+        from orbax.checkpoint import v1
+
+        patched[v1.handlers.PyTreeHandler] = _V1_METHODS
+    return patched
+
+
 def _patch() -> None:
     """Put our methods in the place of stock Orbax's."""
     pytree, standard, asked = ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, ocp.args
 
+    stock_finalize = pytree.finalize
+
     def finalize(self: Any, directory: Any) -> None:
         # what stock Orbax began to save before it was ours is its own to the end
         if _is_host_local(self) or not (directory / METADATA_FILE).exists():
-            pytree.finalize(self, directory)
+            stock_finalize(self, directory)
 
-    methods = [
-        (pytree, "save", _v0_method(pytree.save, "save", asked.PyTreeSave)),
-        (pytree, "async_save", _v0_method(pytree.async_save, "async_save", asked.PyTreeSave)),
-        (pytree, "restore", _v0_method(pytree.restore, "restore", asked.PyTreeRestore)),
-        (pytree, "finalize", finalize),
-        (standard, "save", _v0_method(standard.save, "save", asked.StandardSave)),
-        (standard, "async_save", _v0_method(standard.async_save, "async_save", asked.StandardSave)),
+    kinds = {
+        (pytree, "save"): asked.PyTreeSave,
+        (pytree, "async_save"): asked.PyTreeSave,
+        (pytree, "restore"): asked.PyTreeRestore,
+        (standard, "save"): asked.StandardSave,
+        (standard, "async_save"): asked.StandardSave,
         # Stock's would look up where leaves were saved from before it comes to ours.
-        (standard, "restore", _v0_method(standard.restore, "restore", asked.StandardRestore)),
-    ]
-    if HAS_V1:
-        from orbax.checkpoint import v1
-
-        stock = v1.handlers.PyTreeHandler
-        methods += [(stock, name, _v1_method(getattr(stock, name), name)) for name in _V1_METHODS]
-    for handler, name, method in methods:
-        _PATCHES.enter_context(mock.patch.object(handler, name, method))
+        (standard, "restore"): asked.StandardRestore,
+    }
+    for handler, names in _patched().items():
+        for name in names:
+            stock = getattr(handler, name)
+            if name == "finalize":
+                method = finalize
+            elif (handler, name) in kinds:
+                method = _v0_method(stock, name, kinds[handler, name])
+            else:
+                method = _v1_method(stock, name)
+            _PATCHES.enter_context(mock.patch.object(handler, name, method))
 
 
 def _v0_method(stock: Method, name: str, kind: type) -> Method:

@@ -122,7 +122,7 @@ def test_inspect_shows_where_the_bytes_of_a_leaf_lie():
 
 def test_help_has_one_whole_line_for_each_command():
     _, _, commands = run("--help").partition("Commands:\n")
-    assert len(commands.splitlines()) == 11
+    assert len(commands.splitlines()) == 12
     assert all(line.endswith(".") and "..." not in line for line in commands.splitlines())
 
 

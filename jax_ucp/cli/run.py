@@ -1,0 +1,61 @@
+"""`jax-ucp run`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import click
+
+from jax_ucp.cli.output import to_stderr
+from jax_ucp.orbax_import import ORBAX, patch_orbax
+
+LAUNCHER = Path(__file__).parents[1] / "launcher"
+
+
+def _print_launcher(ctx: click.Context, param: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(LAUNCHER)
+        ctx.exit()
+
+
+@click.command(
+    "run",
+    short_help="Run a program whose saves and restores by Orbax are ours.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("-m", "module", metavar="MODULE", help="Run this module, as python -m does.")
+@click.option(
+    "--launcher",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_launcher,
+    help="Print a folder, and end. With it in PYTHONPATH, every Python program is run so.",
+)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(module: str | None, args: tuple[str, ...]) -> None:
+    """Run a program, a file or with -m a module, with its arguments.
+
+    Whatever it saves or restores by Orbax's managers is in the universal format, as within
+    orbax_everywhere(); nothing of it is changed. The first line on stderr says what is patched. So
+    MaxText's own command line keeps its checkpoints in it:
+
+    jax-ucp run -m maxtext.trainers.pre_train.train base.yml run_name=first
+    """
+    if module is None and not args:
+        raise click.UsageError("give a program to run: a file, or -m MODULE")
+    patch_orbax()
+    if module is None:
+        program, *rest = args
+        sys.argv = [program, *rest]
+        sys.path.insert(0, str(Path(program).resolve().parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.argv = [module, *args]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if ORBAX not in sys.modules:
+        to_stderr.print("jax_ucp: the program did not import Orbax, of which nothing was patched")
