@@ -46,6 +46,7 @@ ROOMS = (
         "formats.saved_index"),
     *("formats.registry", "sharding"),
     *("optimizers", "inspection", "checkpoint", "handler", "args", "", "cli", "__main__"),
+    "launcher",
 )  # fmt: skip
 ALL_FORMATS = {room for room in ROOMS if room.partition(".")[0] == "formats"}
 BESIDE = {room: {"sharding"} for room in ALL_FORMATS}
