@@ -15,7 +15,7 @@ from rich.text import Text
 from jax_ucp.text import visible
 
 _GAP = "  "
-_ALIGNED = 180  # characters; wider tables are for programs, and have no blanks between columns
+_ALIGNED = 170  # characters; wider tables are for programs, and have no blanks between columns
 _WIDEST = 2  # what a character takes on a terminal; no column is narrower
 
 
