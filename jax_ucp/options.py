@@ -291,11 +291,8 @@ def remedy(words: Sequence[str], sizes: str = "", example: str = "") -> str:
 def _is_lists_of_names(value: Any) -> bool:
     if not isinstance(value, list | tuple) or not value:
         return False
-    return all(isinstance(group, list | tuple) and _are_strings(group) for group in value)
-
-
-def _are_strings(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, str) for item in items)
+    are_lists = all(isinstance(group, list | tuple) for group in value)
+    return are_lists and all(isinstance(name, str) for group in value for name in group)
 
 
 def _short(value: Any) -> str:

@@ -19,17 +19,8 @@ import msgspec
 from jax_ucp.layout.fragments import Shape
 
 # Names that a leaf's directory may not have, because the format or stock Orbax uses them.
-RESERVED = frozenset(
-    {
-        "_METADATA",
-        "_sharding",
-        "_strings.json",
-        "array_metadatas",
-        "manifest.ocdbt",
-        "d",
-        "ucp.json",
-    }
-)
+_OF_ORBAX = {"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d"}
+RESERVED = frozenset(_OF_ORBAX | {"ucp.json"})
 
 
 # beside the leaves, by us; `d` is of stock Orbax alone
@@ -58,19 +49,9 @@ MAX_TREE_DEPTH = 256
 KeyKind = Literal["dict", "list", "tuple", "attr"]
 
 
+_Number = Literal["bool", "int", "float", "complex"]
 LeafKind = Literal[
-    "array",
-    "jax",
-    "numpy",
-    "numpy_scalar",
-    "prng_key",
-    "bool",
-    "int",
-    "float",
-    "complex",
-    "str",
-    "none",
-    "empty",
+    "array", "jax", "numpy", "numpy_scalar", "prng_key", _Number, "str", "none", "empty"
 ]
 
 
@@ -178,18 +159,15 @@ def _unsafe_names(names: Sequence[str]) -> set[str]:
     counts = Counter(folded[name] for name in names)
     parents = {name[:at] for name in counts if "/" in name for at in _slashes(name)}
     nested = parents & counts.keys()
-    return {
-        name
-        for name, fold in folded.items()
-        if counts[fold] > 1 or _is_nested(fold, nested) or not _is_plain(name, fold)
-    }
-
-
-def _is_nested(folded: str, nested: Set[str]) -> bool:
-    """Whether a name, or one above it, is among those that have another below them."""
-    if not nested:
-        return False
-    return not nested.isdisjoint([folded, *(folded[:at] for at in _slashes(folded))])
+    unsafe: set[str] = set()
+    for name, fold in folded.items():
+        # itself, or one above it, has another name below
+        is_nested = bool(nested) and not nested.isdisjoint(
+            [fold, *(fold[:at] for at in _slashes(fold))]
+        )
+        if is_nested or counts[fold] > 1 or not _is_plain(name, fold):
+            unsafe.add(name)
+    return unsafe
 
 
 def folded_name(name: str) -> str:
@@ -229,20 +207,16 @@ def tree_fault(paths: Iterable[Path]) -> str | None:
         if path in seen:
             return f"{_named(path)} is there twice"
         seen.add(path)
-        _add_nodes(path, keys_of)
+        # the nodes above, up to the first that is there already
+        for depth in reversed(range(len(path))):
+            node, key = path[:depth], path[depth]
+            if node in keys_of:
+                keys_of[node].add(key)
+                break
+            keys_of[node] = {key}
     nodes = sorted(keys_of, key=len)
     faults = (_node_fault(path, keys_of[path], path in seen) for path in nodes)
     return next(filter(None, faults), None)
-
-
-def _add_nodes(path: Path, keys_of: dict[Path, set[Key]]) -> None:
-    """Add the nodes above a leaf, from the lowest up to the first that is there already."""
-    for depth in reversed(range(len(path))):
-        node = path[:depth]
-        if node in keys_of:
-            keys_of[node].add(path[depth])
-            return
-        keys_of[node] = {path[depth]}
 
 
 def _node_fault(path: Path, keys: Set[Key], leaf: bool) -> str | None:
@@ -264,7 +238,6 @@ def _node_fault(path: Path, keys: Set[Key], leaf: bool) -> str | None:
 
 
 def _named(path: Path) -> str:
-    """A path as errors have it; it may come from anybody."""
     return f"{'/'.join(map(str, path))!r:.200}" if path else "the tree itself"
 
 

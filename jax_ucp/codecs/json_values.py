@@ -21,7 +21,6 @@ MAX_EXTRA_BYTES = 1 << 24
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in a value from a torch file."""
     return sum(nbytes for _, nbytes in _tensors(value))
 
 
@@ -76,7 +75,6 @@ Read = Callable[[StoredTensor], np.ndarray]
 
 @singledispatch
 def _json(value: Any, read: Read) -> Any:
-    """`as_json`, by the class of the value."""
     return {"!text": str(value)}
 
 

@@ -165,25 +165,22 @@ class _Decoder:
         if inner > outer:
             raise _Fault(f"{length} bytes are said to follow, and {outer - self.at} do")
         self._end = inner
-        value = self._of_extension(code, depth)
+        if code in (_NDARRAY, _SCALAR):
+            value: Any = self._array(code == _SCALAR, depth)
+        elif code not in (_COMPLEX, _TUPLE):
+            raise _Fault(f"the extension {code} is none of Flax's, nor of Orbax's")
+        else:
+            value = self.value(depth + 1)
+            if not isinstance(value, list):
+                raise _Fault(f"the extension {code} is not a list")
+            is_pair = len(value) == 2 and all(isinstance(item, float | int) for item in value)
+            if code == _COMPLEX and not is_pair:
+                raise _Fault("a complex number is not two numbers")
+            value = tuple(value) if code == _TUPLE else complex(*value)
         if self.at != inner:
             raise _Fault(f"{inner - self.at} bytes of an extension {code} are left over")
         self._end = outer
         return value
-
-    def _of_extension(self, code: int, depth: int) -> Any:
-        if code in (_NDARRAY, _SCALAR):
-            return self._array(code == _SCALAR, depth)
-        if code not in (_COMPLEX, _TUPLE):
-            raise _Fault(f"the extension {code} is none of Flax's, nor of Orbax's")
-        items = self.value(depth + 1)
-        if not isinstance(items, list):
-            raise _Fault(f"the extension {code} is not a list")
-        if code == _TUPLE:
-            return tuple(items)
-        if len(items) != 2 or not all(isinstance(item, float | int) for item in items):
-            raise _Fault("a complex number is not two numbers")
-        return complex(*items)
 
     def _array(self, is_scalar: bool, depth: int) -> PackedArray:
         """A list of shape, name of dtype and bytes; the bytes are passed over."""
@@ -207,7 +204,6 @@ class _Decoder:
         return self._take(1)[0]
 
     def _take(self, length: int) -> bytes:
-        """The next bytes."""
         self._require(length)
         first = self.at - self._window_at
         if not 0 <= first <= len(self._window) - length:

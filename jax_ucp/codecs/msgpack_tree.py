@@ -98,7 +98,6 @@ def leaf_values(
 
 
 def is_packed(value: Any) -> bool:
-    """Whether it is an array in the file, or a number."""
     return isinstance(value, PackedArray | ChunkedArray | Number)
 
 

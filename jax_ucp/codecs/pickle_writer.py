@@ -17,31 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.codecs.tensor_names import DTYPES, STORAGE_DTYPES
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.files import Tensor
 
-# The dtypes that torch has by numpy's name for them, and the storage classes of those that have
-# one.
-_STORAGES = {
-    **{"float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16"},
-    **{
-        "int64": "Long",
-        "int32": "Int",
-        "int16": "Short",
-        "int8": "Char",
-        "uint8": "Byte",
-        "bool": "Bool",
-    },
-    **{"complex128": "ComplexDouble", "complex64": "ComplexFloat"},
-}
-_UNTYPED = frozenset(
-    [
-        "uint16",
-        "uint32",
-        "uint64",
-        *(f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")),
-    ]
-)
+# The storage classes of the dtypes that have one.
+_STORAGES = {dtype: kind for kind, dtype in STORAGE_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +50,7 @@ class Instance:
 
 
 def has_dtype(dtype: np.dtype) -> bool:
-    """Whether torch has a dtype."""
-    return dtype.name in _STORAGES or dtype.name in _UNTYPED
+    return dtype.name in DTYPES
 
 
 def torch_dtype(dtype: np.dtype) -> Global:

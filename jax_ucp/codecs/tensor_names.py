@@ -36,22 +36,13 @@ FREE_VIEW_BYTES = 1 << 24
 _MAX_BYTES, _MAX_NDIM = 1 << 62, 32
 
 # Every dtype that both have goes by the same name in both.
-_DTYPES = {
+DTYPES = {
     dtype.name: dtype
     for dtype in map(
         np.dtype,
         (
-            *(
-                np.bool_,
-                np.uint8,
-                np.uint16,
-                np.uint32,
-                np.uint64,
-                np.int8,
-                np.int16,
-                np.int32,
-                np.int64,
-            ),
+            *(np.bool_, np.uint8, np.uint16, np.uint32, np.uint64),
+            *(np.int8, np.int16, np.int32, np.int64),
             *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16),
             *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2),
             *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu),
@@ -65,7 +56,7 @@ _NO_NUMPY_DTYPE = (
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),
 )
 
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -431,9 +422,9 @@ _TENSOR_TYPES = frozenset(
 _FLOAT8_WEIGHT = Name("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor")
 
 _STORAGE_CLASSES = [
-    StorageClass(f"{module}.{kind}Storage", _DTYPES[dtype])
+    StorageClass(f"{module}.{kind}Storage", DTYPES[dtype])
     for module in ("torch", "torch.cuda")
-    for kind, dtype in _STORAGE_DTYPES.items()
+    for kind, dtype in STORAGE_DTYPES.items()
 ] + [
     StorageClass(f"torch.{kind}Storage", None)
     for kind in ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")
@@ -442,7 +433,7 @@ _STORAGE_CLASSES = [
 NAMES: dict[str, object] = {
     **pickle_names.NAMES,
     **dtensor_names.NAMES,
-    **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
+    **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     **table(
         *_PLAIN_REBUILD,
         *_REFUSED_REBUILD,

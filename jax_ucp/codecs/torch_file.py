@@ -282,7 +282,6 @@ def _archive(file: ByteRange) -> _Archive:
 
 
 def _root(members: Iterable[str]) -> str:
-    """The folder of the zip file in which everything lies."""
     roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
     if len(roots) != 1:
         raise FormatError(
@@ -292,7 +291,6 @@ def _root(members: Iterable[str]) -> str:
 
 
 def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
-    """The error for tensors that cannot be read, by their paths."""
     faults = [f"{path!r}: {reason}" for path, reason in reasons.items()]
     return FormatError("tensors that cannot be read:", faults)
 

@@ -162,7 +162,6 @@ class Opaque(ObjectNode):
     closed: str = ""
 
     def close(self, why: str) -> None:
-        """Forget what it holds."""
         self.args, self.state, self.items, self.entries, self.closed = (), None, [], {}, why
 
     def children(self) -> Iterator[tuple[object, object]]:

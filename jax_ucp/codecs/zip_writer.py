@@ -80,7 +80,6 @@ class TorchZip:
         self.size = at + entries + _END64.size + _LOCATOR64.size + _END.size
 
     def section(self, at: int = 0) -> Section:
-        """Its bytes, from `at` on in a file."""
         tensors = [(m.start, m.content) for m in self._members if isinstance(m.content, Tensor)]
         return Section(
             [(at + start, tensor) for start, tensor in tensors], tail=partial(self._tail, at)
@@ -91,13 +90,8 @@ class TorchZip:
         left, parts, directory = iter(crcs), [], bytearray()
         for member in self._members:
             crc = next(left) if isinstance(member.content, Tensor) else zlib.crc32(member.content)
-            head = _local(member, crc)
-            parts.append(
-                (
-                    member.header,
-                    head if isinstance(member.content, Tensor) else head + member.content,
-                )
-            )
+            literal = b"" if isinstance(member.content, Tensor) else member.content
+            parts.append((member.header, _local(member, crc) + literal))
             extra = _sizes(member.size, member.header)
             directory += _CENTRAL.pack(
                 *(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _DATE, crc, _MAX32, _MAX32),
@@ -107,16 +101,8 @@ class TorchZip:
         end = self._directory + len(directory)
         count, size = len(self._members), len(directory)
         directory += _END64.pack(
-            b"PK\6\6",
-            _END64.size - 12,
-            _VERSION,
-            _VERSION,
-            0,
-            0,
-            count,
-            count,
-            size,
-            self._directory,
+            *(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0),
+            *(count, count, size, self._directory),
         )
         directory += _LOCATOR64.pack(b"PK\6\7", 0, end, 1)
         directory += _END.pack(b"PK\5\6", 0, 0, _MAX16, _MAX16, _MAX32, _MAX32, 0)

@@ -69,7 +69,6 @@ class Section:
     tail: Tail | None = None
 
     def rest(self, crcs: Sequence[int]) -> Sequence[Bytes]:
-        """All bytes of the section except the tensors, whose CRC-32 are given."""
         return [*self.literals, *(self.tail(crcs) if self.tail else ())]
 
 
@@ -297,7 +296,6 @@ def blocks_of(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> tuple[Seque
 
 
 def block_bytes(source: ArraySource, tensor: Tensor, box: Box) -> memoryview:
-    """The bytes of a block as a target stores them."""
     data = source.read(tensor.key, box).astype(tensor.dtype, copy=False)
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 

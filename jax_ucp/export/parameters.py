@@ -88,7 +88,6 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
 
 
 def _check_tree(contents: Contents) -> None:
-    """Raise TreeMismatch for a tree other than `{state: {parameter: array}}`."""
     strange = list(itertools.filterfalse(_is_state, contents.leaves))
     if contents.leaves and not strange:
         return
@@ -124,15 +123,12 @@ def torch_groups(
         same = [i for i, group in enumerate(left) if group.settings == plain]
         add(settings, left.pop(same[0]).params if same else ())
     for group in left:
-        add({key: _torch_value(value) for key, value in group.settings.items()}, group.params)
+        # several numbers, such as betas, are tuples in torch's optimizers
+        settings = group.settings.items()
+        add({key: tuple(v) if isinstance(v, list) else v for key, v in settings}, group.params)
     if unknown:
         add({}, list(unknown))
     return torch
-
-
-def _torch_value(value: Any) -> Any:
-    """A setting as torch's optimizers take it: several numbers, such as betas, as a tuple."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
@@ -147,7 +143,6 @@ def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
 
 
 def _of(groups: Iterable[Group], names: Collection[str]) -> Iterator[Group]:
-    """The groups restricted to these parameters, without those that have none of them."""
     for group in groups:
         if mine := tuple(filter(names.__contains__, group.params)):
             yield Group(mine, group.settings)

@@ -78,7 +78,6 @@ class SummedBytes(NamedTuple):
 
 
 def crc_of(parts: Iterable[SummedBytes]) -> int:
-    """The CRC-32 of parts that follow one another."""
     result = 0
     for part in parts:
         result = combined(result, part.crc, part.stop - part.start)
@@ -126,7 +125,6 @@ class Tally:
             begin = gap[1]
 
     def agrees(self) -> bool:
-        """Whether all bytes were seen, and have the CRC-32."""
         return not self._left and crc_of(self._parts) == self.crc
 
     def _insert(self, part: SummedBytes) -> None:

@@ -102,7 +102,6 @@ class Client:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the connections that are kept."""
         with self._lock:
             for connection in itertools.chain.from_iterable(self._idle.values()):
                 connection.close()

@@ -38,7 +38,6 @@ def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> l
 def opened_files(
     folder: FilePath, names: Iterable[str], open_file: Callable[[FilePath], R]
 ) -> dict[str, R]:
-    """The results of opening each file of a folder, by name."""
     paths = {name: folder / name for name in names}
     opened = each_file(folder.files, open_file, paths.values())
     return dict(zip(paths, opened, strict=True))
@@ -51,17 +50,14 @@ def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
     """
     if not files.is_remote:
         return list(map(files.find, names))
-    listed = _listed_around(files, names) if len(names) > LOOKED_UP else {}
+    listed: dict[str, FileInfo] = {}
+    if len(names) > LOOKED_UP:
+        around = os.path.commonpath([f"/{os.path.dirname(name)}" for name in names])
+        listed = {file.name: file for file in files.walk(around.strip("/"))}
     missing = list(itertools.filterfalse(listed.__contains__, names))
     asked = zip(missing, request_all(files.find, missing), strict=True)
     info_of = {**listed, **dict(asked)}
     return [info_of[name] for name in names]
-
-
-def _listed_around(files: Files, names: Sequence[str]) -> dict[str, FileInfo]:
-    """All files below the folder that is around these names."""
-    around = os.path.commonpath([f"/{os.path.dirname(name)}" for name in names])
-    return {file.name: file for file in files.walk(around.strip("/"))}
 
 
 def _all(pool: ThreadPoolExecutor, function: Callable[[T], R], items: list[T]) -> list[R]:

@@ -149,21 +149,19 @@ class ListedFiles:
         url = self.url()
         if url not in self.listing.below:
             self.listing.below[url] = list(self.files.walk())
-            self._list_folders(self.listing.below[url])
+            # what lies in each folder below
+            folders: dict[str, dict[str, FileInfo]] = defaultdict(dict)
+            for entry in self.listing.below[url]:
+                while entry.name:
+                    folder, _, last = entry.name.rpartition("/")
+                    if last in folders[folder]:
+                        break
+                    folders[folder][last] = entry
+                    entry = FileInfo(folder, 0, "", "folder")
+            for folder, entries in folders.items():
+                listed = dict(sorted(entries.items()))
+                self.listing.folders.setdefault(self.url(folder), listed)
         return iter(self.listing.below[url])
-
-    def _list_folders(self, below: Sequence[FileInfo]) -> None:
-        """Keep what lies in each folder, by all files that are below one."""
-        folders: dict[str, dict[str, FileInfo]] = defaultdict(dict)
-        for entry in below:
-            while entry.name:
-                folder, _, last = entry.name.rpartition("/")
-                if last in folders[folder]:
-                    break
-                folders[folder][last] = entry
-                entry = FileInfo(folder, 0, "", "folder")
-        for folder, entries in folders.items():
-            self.listing.folders.setdefault(self.url(folder), dict(sorted(entries.items())))
 
     def _entries(self, folder: str) -> Mapping[str, FileInfo]:
         folders, url = self.listing.folders, self.url(folder)
@@ -248,7 +246,6 @@ def counting() -> Iterator[Asked]:
 
 
 def count_request(nbytes: int = 0) -> None:
-    """Count a request, or the bytes that one brought."""
     if (asked := _asked.get()) is not None:
         with _counting:
             asked.requests += not nbytes

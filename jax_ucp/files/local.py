@@ -344,7 +344,6 @@ def _roots(path: str) -> Iterator[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that it has."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

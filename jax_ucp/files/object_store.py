@@ -392,7 +392,6 @@ _KVSTORES: Mapping[str, Callable[[str], dict[str, Any]]] = {
 
 
 def obstore() -> Any:
-    """The library."""
     return require_extra("obstore", "cloud", "a bucket")
 
 
@@ -431,7 +430,6 @@ def _chunks(
 
 
 def _folders(name: str) -> Iterator[str]:
-    """The folders that a file is in."""
     while name := name.rpartition("/")[0]:
         yield name
 

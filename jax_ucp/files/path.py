@@ -59,15 +59,12 @@ class FilePath:
         return os.path.splitext(self.name)[0]
 
     def with_name(self, name: str) -> FilePath:
-        """Another file of the same folder."""
         return self.parent / name
 
     def below(self, folder: FilePath) -> str:
-        """The name that it has in a folder which it lies in."""
         return self.key[len(folder.key) :].lstrip("/")
 
     def info(self) -> FileInfo | None:
-        """The file or folder that is there, or None."""
         return self.files.stat(self.key)
 
     def exists(self) -> bool:
@@ -82,7 +79,6 @@ class FilePath:
         return info is not None and info.kind == "folder"
 
     def link(self) -> str | None:
-        """Where it leads if it is a link; None of anything else."""
         return self.files.link(self.key)
 
     def size(self) -> int:
@@ -106,11 +102,9 @@ class FilePath:
         return self.files.join(self.key)
 
     def children(self) -> Sequence[FilePath]:
-        """The entries directly in the folder, sorted by name; nothing if it is none."""
         return [FilePath(self.files, info.name) for info in self.files.list(self.key)]
 
     def matching(self, suffix: str) -> Sequence[FilePath]:
-        """The children whose names end so."""
         return [child for child in self.children() if child.name.endswith(suffix)]
 
     def read_range(self, start: int, stop: int) -> bytes:

@@ -49,14 +49,8 @@ _HEADS = (
 # What downloads are called that have not ended: browsers, curl and wget scripts, aria2,
 # huggingface_hub.
 UNFINISHED = (
-    ".incomplete",
-    ".part",
-    ".partial",
-    ".crdownload",
-    ".download",
-    ".aria2",
-    ".tmp",
-    ".aria2__temp",
+    *(".incomplete", ".part", ".partial", ".crdownload", ".download"),
+    *(".aria2", ".tmp", ".aria2__temp"),
 )
 _HUB_DOWNLOADS = ".cache/huggingface/download"
 

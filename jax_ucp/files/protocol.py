@@ -125,9 +125,7 @@ class Files(Protocol):
         ...
 
     @abstractmethod
-    def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        ...
+    def delete(self, name: str) -> None: ...
 
     @abstractmethod
     def spec(self, name: str = "") -> dict[str, Any]:
@@ -141,7 +139,6 @@ class Files(Protocol):
 
 
 def file_size(files: Files, name: str) -> int | None:
-    """How many bytes a file has; None if there is none."""
     info = files.find(name)
     return info and info.size
 

@@ -42,11 +42,9 @@ class SourceFiles:
 
     @property
     def seen(self) -> list[tuple[Files, FileInfo]]:
-        """The files as they were, each with where it lies."""
         return list(self._seen.values())
 
     def identities(self) -> list[tuple[str, int, str]]:
-        """URL, size and version of each file, sorted."""
         return sorted((url, file.size, file.version) for url, (_, file) in self._seen.items())
 
     def changes(self) -> Iterator[str]:

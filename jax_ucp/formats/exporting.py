@@ -86,7 +86,13 @@ def plan_export(
     request = _Request(contents, params, extras, max_shard_bytes, zero_stage)
     with _of_trainers(contents):
         content = writer.content(request)
-    notes = [*_cast_notes(contents, params, dtype), *content.notes]
+    notes: list[str] = []
+    if dtype is not None:
+        stored = contents.arrays.arrays()
+        notes.append(f"floating parameters are cast to {dtype}; states keep their dtypes")
+        if all(tensor.dtype == stored[tensor.key].dtype for tensor in params.model.values()):
+            notes = [f"no parameter is cast: all floating ones have dtype {dtype} already"]
+    notes += content.notes
     if params.other and not writer.stores_other:
         first = next(iter(params.other))
         notes.append(
@@ -225,19 +231,9 @@ def export_target(
     return made(contents, plan.files, plan.budget_bytes, path, progress)
 
 
-def _cast_notes(contents: Contents, params: Parameters, dtype: str | None) -> list[str]:
-    if dtype is None:
-        return []
-    stored = contents.arrays.arrays()
-    if all(tensor.dtype == stored[tensor.key].dtype for tensor in params.model.values()):
-        return [f"no parameter is cast: all floating ones have dtype {dtype} already"]
-    return [f"floating parameters are cast to {dtype}; states keep their dtypes"]
-
-
 def _check_arguments(
     format: ExportFormat, max_shard_bytes: int | None, zero_stage: int | None, budget_bytes: int
 ) -> None:
-    """Raise ValueError for an argument that cannot be meant, or that is for another format."""
     if format not in EXPORT_FORMATS:
         raise ValueError(
             f"format={format!r} is not one that is written: {', '.join(EXPORT_FORMATS)}"

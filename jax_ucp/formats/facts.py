@@ -29,13 +29,8 @@ _SHOWN = 80
 _PARAMETERS = ("params", "param_names")
 # How trainers call what all ranks count alike, and what follows from such counts.
 COUNTS = (
-    "iteration",
-    "global_step",
-    "global_steps",
-    "last_epoch",
-    "_step_count",
-    "last_batch_iteration",
-    "num_steps",
+    *("iteration", "global_step", "global_steps", "num_steps"),
+    *("last_epoch", "_step_count", "last_batch_iteration"),
 )
 RATES = ("lr", "_last_lr", "last_lr")
 

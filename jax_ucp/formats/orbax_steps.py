@@ -104,7 +104,6 @@ def find_run(path: FilePath) -> Run | None:
 
 
 def _refuse_weights(run: Run, number: int) -> None:
-    """Raise NotACheckpoint where weights beside the steps could be meant."""
     names = [child.name for child in run.folder.children() if not child.is_dir()]
     if weights := [name for name in names if holds_weights([name])]:
         raise NotACheckpoint(
@@ -125,17 +124,13 @@ def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
     folders = {number: path for number, path in steps.items() if path.is_dir()}
     committed = {n for n, path in folders.items() if (path / _COMMITTED_FILE).is_file()}
     first = min(committed, default=None)
-    return [
-        number
-        for number in sorted(folders.keys() - committed)
-        if (first is not None and number > first) or _is_begun(folders[number])
-    ]
-
-
-def _is_begun(step: FilePath) -> bool:
-    """Whether the file of a step says when the save began, and not when it was finished."""
-    said = _json(step / STEP_FILE, FilePath.read_pointer) or {}
-    return bool(said.get("init_timestamp_nsecs")) and not said.get("commit_timestamp_nsecs")
+    unfinished: list[int] = []
+    for number in sorted(folders.keys() - committed):
+        said = _json(folders[number] / STEP_FILE, FilePath.read_pointer) or {}
+        is_begun = said.get("init_timestamp_nsecs") and not said.get("commit_timestamp_nsecs")
+        if is_begun or (first is not None and number > first):
+            unfinished.append(number)
+    return unfinished
 
 
 def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
@@ -173,23 +168,14 @@ def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
 def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
     """JSON of a step by file: items of one file, and user data in the file of the mark."""
     for child in filter(FilePath.is_dir, step.children()):
-        file = _json_file(child)
-        if file is None:
-            continue
-        value = _json(file)
-        if value is not None:
-            yield file.below(step), value
+        files = [file for file in child.children() if file.name not in MARKERS]
+        if len(files) == 1 and files[0].name in _JSON_FILES:
+            value = _json(files[0])
+            if value is not None:
+                yield files[0].below(step), value
     said = _json(step / STEP_FILE) or {}
     if kept := {name: said[name] for name in _SAID_BY_USERS if said.get(name)}:
         yield STEP_FILE, kept
-
-
-def _json_file(item: FilePath) -> FilePath | None:
-    """The one file of an item, if it has the name of a JSON file; None where there are more."""
-    files = [file for file in item.children() if file.name not in MARKERS]
-    if len(files) != 1 or files[0].name not in _JSON_FILES:
-        return None
-    return files[0]
 
 
 def _json(

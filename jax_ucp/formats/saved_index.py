@@ -105,5 +105,4 @@ def _read(path: FilePath) -> _Body:
 
 
 def _most(size: int) -> int:
-    """The most bytes to which an index of a size is inflated."""
     return min(OWN_BYTES, max(SMALL_BYTES, MAX_RATIO * size))

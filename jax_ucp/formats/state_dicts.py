@@ -103,7 +103,6 @@ def keep_extras(imported: ContentsBuilder, name: str, file: TorchFile) -> None:
 
 
 def _entries(node: object) -> list[tuple[str | int, object]] | None:
-    """The items of a dict or list of a state dict; None of anything else."""
     match node:
         case dict():
             return list(node.items()) if {*map(type, node)} <= {str, int} else None

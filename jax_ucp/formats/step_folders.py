@@ -158,7 +158,12 @@ def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents
     writer = contents.about.writer or step.writer
     contents = replace(contents, about=replace(contents.about, writer=writer))
     items = [Item(other, "folder", "skipped", "another model of the step") for other in others]
-    return _with(replace(contents, notes=notes), kept, items)
+    return replace(
+        contents,
+        inventory=[*contents.inventory, *kept.inventory, *items],
+        extras={**contents.extras, **kept.extras},
+        notes=[*notes, *kept.notes],
+    )
 
 
 def _beside(path: FilePath, used: set[str], folders: Sequence[str], options: Options) -> Contents:
@@ -189,15 +194,6 @@ def _keep(
         keep_beside(imported, name, file, facts)
 
 
-def _with(contents: Contents, kept: Contents, items: Sequence[Item]) -> Contents:
-    return replace(
-        contents,
-        inventory=[*contents.inventory, *kept.inventory, *items],
-        extras={**contents.extras, **kept.extras},
-        notes=[*contents.notes, *kept.notes],
-    )
-
-
 # A run.
 
 
@@ -221,7 +217,6 @@ def find_run(path: FilePath) -> Run | None:
 
 
 def _refuse_own_files(run: Run, number: int) -> None:
-    """Raise FormatError where a run's folder is a checkpoint, too."""
     path = run.folder
     if has_rank_files(path) or metadata_files(path):
         first = next(iter(run.steps.values())).name

@@ -45,7 +45,6 @@ class Run:
 
     @property
     def names(self) -> str:
-        """The names of the steps, for messages."""
         return listed([step.name for step in self.steps.values()])
 
 

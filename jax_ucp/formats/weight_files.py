@@ -87,7 +87,6 @@ def index_save(path: FilePath) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def require_all(folder: FilePath, save: WeightSave) -> None:
-    """Raises FormatError, naming what is missing and why, where files of a save are not there."""
     by = folder / save.index if save.index else folder / save.files[0]
     require_files(by, folder, save.missing, len(save.files) + len(save.missing))
     _require_named(by, save.files, save.unnamed)
@@ -159,7 +158,6 @@ def keep_index(
 
 
 def tensors_of(imported: ContentsBuilder) -> list[tuple[str, str]]:
-    """Every tensor that the files have: (file, name)."""
     parts = [key.partition(":") for key in imported.stored]
     return [(file, name) for file, _, name in parts]
 
@@ -211,7 +209,6 @@ def one_ranks(path: FilePath) -> FormatError:
 
 
 def _one_part(path: FilePath, part: int, parts: int) -> FormatError:
-    """The error for a file that is one of several by its name; it looks for the others."""
     first = 0 if part == 0 else 1
     others = [numbered(path.name, n) for n in range(first, first + min(parts, 1000))]
     absent = [name for name in others if not (path.parent / name).is_file()]

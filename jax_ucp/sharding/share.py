@@ -73,7 +73,9 @@ class SharedRead:
 
     def padded(self, data: Mapping[Box, np.ndarray] | None) -> list[np.ndarray]:
         """The bits of this process's pieces, padded to one shape; zeros without data."""
-        shape, bits = self._piece_shape(), np.dtype(f"u{self.dtype.itemsize}")
+        box, axis = self.sharding.shard_shape(self.shape), self.cut.axis
+        shape = (*box[:axis], self.cut.length, *box[axis + 1 :])
+        bits = np.dtype(f"u{self.dtype.itemsize}")
         parts: list[np.ndarray] = []
         for piece in _own_pieces(self).values():
             if data is None or not piece.size:
@@ -102,7 +104,11 @@ class SharedRead:
             self.shape[axis] // n * copies * self.cut.length,
             *self.shape[axis + 1 :],
         )
-        inner = _with_names(self.sharding, self.cut)
+        # the sharding of the pieces, each padded to the length of the cut, side by side
+        own = self.sharding.spec
+        spec: list[object] = [*own, *[None] * (axis + 1 - len(own))]
+        spec[axis] = (*_names(spec[axis]), *self.cut.names)
+        inner = NamedSharding(mesh, PartitionSpec(*spec))
         arrays = jax.device_put(list(parts), list(_own_pieces(self)))
         pieces = jax.make_array_from_single_device_arrays(shape, inner, arrays)
         # The caller may have set another mesh, and NaNs are not his program's.
@@ -110,10 +116,6 @@ class SharedRead:
             return jax.block_until_ready(
                 _gather(inner, self.sharding, self.cut, n, self.dtype)(pieces)
             )
-
-    def _piece_shape(self) -> Shape:
-        box = self.sharding.shard_shape(self.shape)
-        return (*box[: self.cut.axis], self.cut.length, *box[self.cut.axis + 1 :])
 
 
 # The name of an array, how it is shared, its cost in bytes, and what reads the pieces of this
@@ -248,13 +250,6 @@ def _free_names(sharding: NamedSharding) -> tuple[str, ...]:
     used = set(itertools.chain.from_iterable(map(_names, sharding.spec)))
     sizes = sharding.mesh.shape
     return tuple(name for name in sizes if sizes[name] > 1 and name not in used)
-
-
-def _with_names(sharding: NamedSharding, cut: AxisCut) -> NamedSharding:
-    """The sharding of the pieces, each padded to the length of the cut, side by side."""
-    spec: list[object] = [*sharding.spec, *[None] * (cut.axis + 1 - len(sharding.spec))]
-    spec[cut.axis] = (*_names(spec[cut.axis]), *cut.names)
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 @functools.lru_cache(maxsize=16)

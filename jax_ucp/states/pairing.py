@@ -26,21 +26,9 @@ _NO_WAY = "they fit the parameters in no way"
 # States with an element for each element of the parameter: of `torch.optim`, and of the optimizers
 # of DeepSpeed and transformers.
 _ELEMENTWISE = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "exp_inf",
-    "momentum_buffer",
-    "square_avg",
-    "grad_avg",
-    "acc_delta",
-    "sum",
-    "prev",
-    "step_size",
-    "ax",
-    "variance",
-    "state1",  # of bitsandbytes, in 8 bits or 32
-    "state2",
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+    *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax", "variance"),
+    *("state1", "state2"),  # of bitsandbytes, in 8 bits or 32
 )
 # The shape of a state by its name, from that of the parameter. Adafactor factors a matrix:
 # transformers' `optimization.py` names the factors exp_avg_sq_row and exp_avg_sq_col, torch's

@@ -153,19 +153,8 @@ def encode(metadata: Metadata) -> bytes:
             for key in leaf.path
         )
         place = shardings.setdefault(leaf.sharding, len(shardings) - 1)
-        leaves.append(
-            _FileLeaf(
-                path,
-                leaf.name,
-                leaf.kind,
-                leaf.shape,
-                leaf.dtype,
-                leaf.value,
-                leaf.key_impl,
-                place,
-                leaf.axes,
-            )
-        )
+        about = leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl
+        leaves.append(_FileLeaf(path, *about, place, leaf.axes))
     distinct = [sharding for sharding in shardings if sharding is not None]
     bare = msgspec.json.encode(
         _MetadataFile(
@@ -242,21 +231,11 @@ def _leaf(leaf: _FileLeaf, keys: _Keys, shardings: Sequence[SavedSharding]) -> L
             f"{leaf.name!r:.80} has sharding {leaf.sharding} of {len(shardings)}"
         )
     sharding = None if leaf.sharding is None else shardings[leaf.sharding]
-    return Leaf(
-        path,
-        leaf.name,
-        leaf.kind,
-        leaf.shape,
-        leaf.dtype,
-        leaf.value,
-        leaf.key_impl,
-        sharding,
-        leaf.axes,
-    )
+    about = leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl
+    return Leaf(path, *about, sharding, leaf.axes)
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The xxh3_64 of some bytes, in hex."""
     return xxhash.xxh3_64_hexdigest(data)
 
 

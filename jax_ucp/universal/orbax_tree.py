@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_ucp.tree import Key, KeyKind, Leaf, LeafKind, SavedSharding
+from jax_ucp.tree import KeyKind, Leaf, LeafKind, SavedSharding
 from jax_ucp.universal.metadata import VERSION
 
 T = TypeVar("T")
@@ -112,7 +112,6 @@ def _value_type(leaf: Leaf) -> str:
 
 
 def _tree_entry(leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The entry of a leaf in the tree file."""
     value_type = _value_type(leaf)
     value: dict[str, Any] = {
         "value_type": value_type,
@@ -120,15 +119,12 @@ def _tree_entry(leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, 
     }
     if value_type == "jax.Array":
         value["write_shape"] = arrays[leaf.name]
-    keys = [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path]
+    keys: list[dict[str, Any]] = []
+    for key in leaf.path:
+        is_item = key.kind == "attr" and isinstance(key.name, int)
+        kind = _SEQUENCE if is_item or key.kind in ("list", "tuple") else _DICT
+        keys.append({"key": str(key), "key_type": kind})
     return {"key_metadata": keys, "value_metadata": value}
-
-
-def _key_type(key: Key) -> int:
-    by_position = key.kind in ("list", "tuple") or (
-        key.kind == "attr" and isinstance(key.name, int)
-    )
-    return _SEQUENCE if by_position else _DICT
 
 
 @functools.lru_cache(maxsize=1024)

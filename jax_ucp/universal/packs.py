@@ -51,5 +51,4 @@ def packed_arrays(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks])
 
 
 def pack_name(number: int) -> str:
-    """The file of a pack."""
     return f"ucp.pack_{number}"

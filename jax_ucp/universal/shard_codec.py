@@ -123,7 +123,6 @@ class OuterChunk:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that it has in its file."""
         return shard_bytes(self.box, self.chunks, self.dtype)
 
 

@@ -70,17 +70,14 @@ def _grid(shape: Shape, chunk: Shape) -> Shape:
 
 
 def stack_name(i: int) -> str:
-    """The directory of the i-th stack."""
     return f"ucp.stack_{i}"
 
 
 def stack_info(info: ArrayInfo, count: int) -> ArrayInfo:
-    """The info of a stack of `count` such arrays."""
     return ArrayInfo((count, *info.shape), info.dtype)
 
 
 def member_info(stack: ArrayInfo) -> ArrayInfo:
-    """The info of an array of a stack."""
     return ArrayInfo(stack.shape[1:], stack.dtype, stack.chunk and stack.chunk[1:])
 
 

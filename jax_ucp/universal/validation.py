@@ -172,7 +172,6 @@ def _grid_fault(shape: Shape, outer: Shape, inner: Shape) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _count(shape: Shape, chunk: Shape) -> int:
-    """The number of chunks of an array."""
     return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 

@@ -35,7 +35,6 @@ def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
-    """The content of the `zarr.json` of an array."""
     return _json(info, zarr_metadata(info, chunks))
 
 

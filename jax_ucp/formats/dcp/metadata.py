@@ -42,20 +42,12 @@ _RANK_DATA = re.compile(r"__(\d+)_\d+\.distcp$")
 _MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
 _NOT_IN_NAMES = frozenset("/\\:\0")
 
+_OF_STORAGE = ("Tensor", "Bytes", "Chunk")
 _CLASSES = (
-    "metadata.Metadata",
-    "metadata.MetadataIndex",
-    "metadata.StorageMeta",
-    "metadata.TensorProperties",
-    "metadata.TensorStorageMetadata",
-    "metadata.BytesStorageMetadata",
-    "metadata.ChunkStorageMetadata",
-    "metadata._MEM_FORMAT_ENCODING",
-    "filesystem._StorageInfo",
-    "planner.SavePlan",
-    "planner.WriteItem",
-    "planner.WriteItemType",
-    "planner.TensorWriteData",
+    *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta"),
+    *("metadata.TensorProperties", "metadata._MEM_FORMAT_ENCODING", "filesystem._StorageInfo"),
+    *(f"metadata.{kind}StorageMetadata" for kind in _OF_STORAGE),
+    *(f"planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
 )
 _NAMES: dict[str, object] = {
     **TORCH_NAMES,
@@ -131,7 +123,6 @@ class DcpMetadata:
     short: Sequence[tuple[str, Chunk]] = ()
 
     def spans(self) -> Iterable[tuple[str, Span]]:
-        """Every item that is stored, with the name of what it holds."""
         for fqn, tensor in self.tensors.items():
             yield from ((fqn, chunk.span) for chunk in tensor.chunks)
         for fqn, spans in self.objects.items():
@@ -392,7 +383,6 @@ def _short(metadata: DcpMetadata, left: Collection[str]) -> list[tuple[str, Chun
 
 
 def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -> None:
-    """Raise where spans of a file run past its end, or share a byte."""
     free, before = 0, ""
     for span, fqn in sorted(spans, key=lambda item: item[0].offset):
         end = span.offset + span.length

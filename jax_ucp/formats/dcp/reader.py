@@ -119,7 +119,6 @@ class DcpSave:
         return cls(prefix, metadata, DcpSource(metadata), left)
 
     def open_ahead(self) -> None:
-        """Open the objects, each of which is read next."""
         self.source.open_ahead(itertools.chain.from_iterable(self.metadata.objects.values()))
 
 
@@ -141,7 +140,6 @@ def check_facts(save: DcpSave) -> None:
 
 
 def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
-    """The names of what lies in optimizers' dicts."""
     paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
     roots = optimizer_paths(paths.values())
     return frozenset(

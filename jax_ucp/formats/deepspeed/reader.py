@@ -99,7 +99,6 @@ def _read(files: TagFiles, swapped: Swapped, options: Options) -> Contents:
 
 
 def _about(files: TagFiles) -> About:
-    """Version, stage, step and degrees, where the files name them."""
     first = files.models[0][0]
     version, step = first.state.get("ds_version"), first.state.get("global_steps")
     stage = 3 if files.zero3 else zero_config(first).get("stage", 0)

@@ -84,7 +84,6 @@ class Slices:
         slices.arrays[place] = inputs[0] if layout is None else joined(label, layout, inputs)
 
     def add_whole(self, mp: int, state: str, name: str, key: str) -> None:
-        """Add a slice that is a stored tensor."""
         slices, place = self.states[state, name], self.place(mp)
         slices.arrays[place] = self.builder.array(key)
         slices.stored.add(place)

@@ -119,7 +119,6 @@ class TensorParallel:
             )
 
     def _version(self, affine_map: Mapping[str, Any]) -> float:
-        """The version of the info. Raises FormatError where it is newer than this reader."""
         version = self.info.get("universal_checkpoint_version", 0.0)
         affine = affine_map.get("version", _AFFINE_VERSION)
         if version > _VERSION or affine > _AFFINE_VERSION:
@@ -145,7 +144,6 @@ class TensorParallel:
             raise LayoutError(f"{what}: {error}. {_SPEC}") from error
 
     def names(self, name: str) -> bool:
-        """Whether any list or map names the parameter."""
         matching = self._patterns.matching(name)
         return any(pattern in self._cutting or pattern in self.maps for pattern in matching)
 
@@ -237,11 +235,9 @@ class BySpec:
         self.layouts: Mapping[str, ParamLayout] = {}
 
     def names(self, name: str) -> bool:
-        """Whether a rule of the spec itself claims the parameter."""
         return any(re.fullmatch(regex_of(sentence.param), name) for sentence in self.spec.own)
 
     def bind(self, params: Mapping[str, Sequence[SpecShard]]) -> None:
-        """Apply the rules. Raises LayoutError with everything that does not fit."""
         self.layouts = layouts(self.spec, params, self.sizes)
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:

@@ -176,7 +176,6 @@ def _momentum_of_wholes(
 
 
 def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
-    """Whether the tensor of each rank has a length that it may have."""
     return all(tensor.shape[0] in fit for tensor, fit in zip(tensors, lengths, strict=True))
 
 
@@ -254,7 +253,6 @@ def _misfit(
     tensors: Sequence[StoredTensor],
     lengths: Sequence[set[int]],
 ) -> FormatError:
-    """The error for a state that has no element for each of the partition."""
     parts = zip(ranks, tensors, lengths, strict=True)
     rank, tensor, fit = next(part for part in parts if part[1].shape[0] not in part[2])
     sizes = " or, with its padding, ".join(map(str, sorted(fit)))

@@ -31,7 +31,6 @@ class RankFiles:
 
     @property
     def writer(self) -> str:
-        """The framework that wrote the files, as the file beside them tells."""
         if "FSDP_version" in self.fsdp_config:
             return "verl"
         return "SkyRL" if "fsdp_strategy" in self.fsdp_config else "verl or SkyRL"

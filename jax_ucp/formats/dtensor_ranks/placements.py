@@ -104,7 +104,6 @@ def _part(runs: Runs, parts: int, part: int) -> Runs:
 
 
 def _joined(runs: Iterator[tuple[int, int]]) -> Runs:
-    """The runs, of which those that touch are one."""
     joined: Runs = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:

@@ -122,7 +122,6 @@ class RankPart:
 
     @property
     def words(self) -> str:
-        """A description for messages."""
         kind = "a part of" if isinstance(self.node, DTensor) else "all of"
         return f"{kind} {self.node.dtype} {list(self.node.shape)}"
 

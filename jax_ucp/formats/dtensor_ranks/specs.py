@@ -108,7 +108,6 @@ def _coordinate(fields: Mapping[str, Any], shape: Shape) -> tuple[int, ...]:
 
 
 def _grid(fields: Mapping[str, Any], rank: int, read: Read) -> tuple[Shape, tuple[int, ...]]:
-    """The shape of a mesh and its ranks."""
     mesh = fields.get("mesh")
     if isinstance(mesh, StoredTensor):
         return mesh.shape, _ranks(read(mesh))
@@ -160,7 +159,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _flat(value: Any) -> list[int]:
-    """The whole numbers in nested tuples."""
     if isinstance(value, tuple):
         return list(itertools.chain.from_iterable(map(_flat, value)))
     if type(value) is not int or value < 0:

@@ -134,7 +134,6 @@ def open_flax(path: FilePath, options: Options) -> Contents:
 
 
 def _values(save: _Save) -> dict[TreePath, Any]:
-    """The values of the tree by path."""
     try:
         values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
     except _NotOfT5X as error:
@@ -167,24 +166,19 @@ def _read(path: FilePath) -> _Save:
     file = path / AGGREGATE_FILE if path.is_dir() else path
     tree = decode(FileRange(file), str(file))
     if isinstance(tree, dict) and {"version", "optimizer"} == tree.keys():
-        return _of_t5x(file, tree)
+        version = tree["version"]
+        if type(version) is not int or version < _OLDEST_T5X:
+            raise FormatError(
+                f"{file} is of version {version!r:.40} of T5X's checkpoints; those from"
+                f" {_OLDEST_T5X} on are read, as T5X does"
+            )
+        own = frozenset({file.name, *MARKERS})
+        return _Save(file, tree["optimizer"], _T5X, file.parent, own, {"version": version})
     if any(placeholder(value) for _, value in leaf_values(tree, lambda value: False)):
         own = frozenset({file.name, SHARDING_FILE, *MARKERS})
         return _Save(file, tree, _ORBAX, file.parent, own, {})
     folder = file.with_name(file.name + _GDA_SUFFIX)
     return _Save(file, tree, _FLAX, folder, frozenset(), {})
-
-
-def _of_t5x(file: FilePath, content: Mapping[str, Any]) -> _Save:
-    """T5X's tree: that of its train state, without the name around it."""
-    version = content["version"]
-    if type(version) is not int or version < _OLDEST_T5X:
-        raise FormatError(
-            f"{file} is of version {version!r:.40} of T5X's checkpoints; those from"
-            f" {_OLDEST_T5X} on are read, as T5X does"
-        )
-    own = frozenset({file.name, *MARKERS})
-    return _Save(file, content["optimizer"], _T5X, file.parent, own, {"version": version})
 
 
 def _with_folders(
@@ -241,7 +235,6 @@ def _no_tensors(key: str, box: Any) -> Any:
 def _beside(
     path: FilePath, save: _Save, storage: ZarrFolder | None, stored: Mapping[str, str]
 ) -> list[Item]:
-    """Inventory of the folders beside the tree."""
     arrays = names_beside(storage, stored) if storage else set[str]()
     if save.dialect is _FLAX:
         items = items_beside(save.folder, arrays, f"{save.folder.name}/") if storage else []

@@ -49,7 +49,6 @@ class GGUFFile(ExtentTable):
 
 
 def _tensor(entry: GGUFTensor) -> _Tensor:
-    """A tensor of the header, checked by itself."""
     shape = tuple(reversed(entry.lengths))
     label = f"{entry.name!r:.80}"
     if entry.type not in PLAIN and entry.type not in IN_BLOCKS:
@@ -79,18 +78,13 @@ def _require_tiled(head: Head, tensors: Iterable[_Tensor], size: int) -> None:
                 f" that is free and aligned to {head.alignment}, and begins at byte {tensor.begin}"
             )
         at = begin + tensor.info.nbytes
-    _require_size(head, at, size)
-
-
-def _require_size(head: Head, nbytes: int, size: int) -> None:
-    """Raise unless a file of so many bytes ends where its tensors do, or the padding behind."""
-    end = head.data + nbytes if nbytes else min(head.data, size)
+    end = head.data + at if at else min(head.data, size)
     if end > size:
         raise CorruptData(
             f"the file has {size} bytes, but its head describes {end}: it is cut short, its"
             " download has not ended"
         )
-    if size > _aligned(end, head.alignment):
+    if size > _aligned(end, head.alignment):  # padding may follow
         raise FormatError(
             f"behind its tensors, which end at byte {end}, the file has {size - end} bytes more"
         )

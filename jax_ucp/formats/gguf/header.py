@@ -71,9 +71,14 @@ def read_head(file: ByteRange) -> Head:
     tensors, keys = reader.number("<q"), reader.number("<q")
     reader.require_room(tensors, _LEAST_TENSOR, "tensors")
     reader.require_room(keys, _LEAST_KEY, "keys")
-    values = _unique((_key_and_value(reader) for _ in range(keys)), "the key")
+    names = (reader.name("key") for _ in range(keys))
+    pairs = ((name, reader.value(reader.number("<I"), f"{name!r:.80}")) for name in names)
+    values = _unique(pairs, "the key")
     entries = _unique((_tensor(reader) for _ in range(tensors)), "the tensor")
-    alignment = _alignment(values)
+    alignment = values.get(ALIGNMENT, 32)
+    is_power = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
+    if not is_power:
+        raise FormatError(f"{ALIGNMENT} is {alignment!r:.80}, and no power of two")
     data = -(-reader.at // alignment) * alignment
     return Head(version, values, list(entries.values()), alignment, data)
 
@@ -89,24 +94,20 @@ class _HeaderReader:
     def _need(self, count: int) -> int:
         """Where the next bytes begin. Raises FormatError where there are not so many."""
         start, stop = self.at, self.at + count
-        if stop > len(self._data):
-            self._read_to(stop)
-        self.at = stop
-        return start
-
-    def _read_to(self, stop: int) -> None:
         if stop > self._file.size:
             raise FormatError(
                 f"the head goes on to byte {stop} at least, but the file has {self._file.size}: it"
                 " is cut short, its download has not ended"
             )
-        if stop > MAX_HEAD_BYTES:
-            raise FormatError(f"the head has more than {MAX_HEAD_BYTES} bytes")
-        end = max(stop, 2 * len(self._data))
-        self._data += self._file.read(len(self._data), end)
+        if stop > len(self._data):
+            if stop > MAX_HEAD_BYTES:
+                raise FormatError(f"the head has more than {MAX_HEAD_BYTES} bytes")
+            end = max(stop, 2 * len(self._data))
+            self._data += self._file.read(len(self._data), end)
+        self.at = stop
+        return start
 
     def require_room(self, count: int, least: int, what: str) -> None:
-        """Raise FormatError where the rest of the file cannot hold so many of something."""
         if not 0 <= count <= (self._file.size - self.at) // least:
             raise FormatError(
                 f"it counts {count} {what} at byte {self.at}, of {self._file.size} in all"
@@ -172,7 +173,6 @@ class _HeaderReader:
 
 
 def _version(reader: _HeaderReader) -> int:
-    """The version of the format. Raises FormatError where it is not read here."""
     magic, version = reader.number("4s"), reader.number("<I")
     if magic != MAGIC:
         raise FormatError(
@@ -189,11 +189,6 @@ def _version(reader: _HeaderReader) -> int:
     return version
 
 
-def _key_and_value(reader: _HeaderReader) -> tuple[str, Any]:
-    key = reader.name("key")
-    return key, reader.value(reader.number("<I"), f"{key!r:.80}")
-
-
 def _tensor(reader: _HeaderReader) -> tuple[str, GGUFTensor]:
     name = reader.name("tensor")
     axes = reader.number("<I")
@@ -204,18 +199,9 @@ def _tensor(reader: _HeaderReader) -> tuple[str, GGUFTensor]:
 
 
 def _unique(pairs: Iterable[tuple[str, Any]], what: str) -> dict[str, Any]:
-    """The pairs as a dict. Raises FormatError where a name comes twice."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
             raise FormatError(f"{what} {name!r:.80} is there twice")
         found[name] = value
     return found
-
-
-def _alignment(values: Mapping[str, Any]) -> int:
-    alignment = values.get(ALIGNMENT, 32)
-    is_power = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
-    if not is_power:
-        raise FormatError(f"{ALIGNMENT} is {alignment!r:.80}, and no power of two")
-    return alignment

@@ -48,7 +48,16 @@ def open_gguf(path: FilePath, options: Options) -> Contents:
     refuse_stand_in(path)
     first = GGUFFile(path)
     files = {path.name: first, **_other_parts(path, first)}
-    _require_tensors(path, files)
+    found = sum(len(file.arrays()) for file in files.values())
+    for file in files.values():
+        count = file.head.values.get(_TENSORS, found)
+        if count != found:
+            raise FormatError(
+                f"{file.path} counts {count!r:.20} tensors in all parts, and the parts of {path}"
+                f" have {found}: they are not of one split"
+            )
+    if not found:
+        raise FormatError(f"{path} has no tensors: it is a vocabulary alone")
     imported = ContentsBuilder("gguf", path, Combined.of_files(files))
     for name, file in files.items():
         _keep(imported, name, file)
@@ -62,7 +71,6 @@ def open_gguf(path: FilePath, options: Options) -> Contents:
 
 
 def _keep(imported: ContentsBuilder, name: str, file: GGUFFile) -> None:
-    """Account for all that a file has."""
     for tensor in file.arrays():
         whole = imported.array(f"{name}:{tensor}")
         imported.parameter("param", tensor, whole, f"the parameter {tensor}")
@@ -116,17 +124,3 @@ def _require_part(path: FilePath, file: GGUFFile, number: int, parts: int) -> No
             f"{path} says {_NUMBER} {said[0]!r:.20} of {_COUNT} {said[1]!r:.20}, and its name"
             f" {number} of {parts}: the files are not of one split, or were renamed"
         )
-
-
-def _require_tensors(path: FilePath, files: Mapping[str, GGUFFile]) -> None:
-    """Raise FormatError where a part counts another number of tensors than all parts have."""
-    found = sum(len(file.arrays()) for file in files.values())
-    for file in files.values():
-        count = file.head.values.get(_TENSORS, found)
-        if count != found:
-            raise FormatError(
-                f"{file.path} counts {count!r:.20} tensors in all parts, and the parts of {path}"
-                f" have {found}: they are not of one split"
-            )
-    if not found:
-        raise FormatError(f"{path} has no tensors: it is a vocabulary alone")

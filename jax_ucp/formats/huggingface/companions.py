@@ -85,7 +85,6 @@ def _files(folder: FilePath) -> Iterator[FilePath]:
 
 
 def _fault(file: FilePath, room: int) -> str:
-    """Why a file is not kept; empty if it is."""
     info = file.info()
     if info is None or info.kind != "file":
         return "it is not a file"

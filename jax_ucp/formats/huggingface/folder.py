@@ -191,7 +191,6 @@ def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> 
 
 
 def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
-    """A note on files that were not read, with the reason."""
     if names:
         yield f"not read: {listed(names)}: {reason}"
 
@@ -271,7 +270,6 @@ def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, boo
 
 
 def _what_is(name: str) -> str:
-    """The kind of file that trainers save under a name; empty where none is known."""
     return next((what for pattern, what in _BESIDE if pattern.fullmatch(name)), "")
 
 

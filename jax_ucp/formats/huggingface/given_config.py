@@ -69,6 +69,5 @@ def require_tied(contents: Contents, config: Mapping[str, Any]) -> None:
 
 
 def _parameters(contents: Contents) -> dict[str, Leaf]:
-    """The parameters of an import by name."""
     leaves = [leaf for leaf in contents.leaves if len(leaf.path) == 2 and leaf.has_array]
     return {str(leaf.path[1].name): leaf for leaf in leaves if leaf.path[0].name == "param"}

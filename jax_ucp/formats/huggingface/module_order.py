@@ -52,7 +52,6 @@ def _table() -> Mapping[str, _Type]:
 
 
 def model_types() -> Sequence[str]:
-    """The model types whose order is known."""
     return list(_table())
 
 

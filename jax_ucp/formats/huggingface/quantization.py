@@ -399,7 +399,6 @@ def _notes_without(contents: Contents, method: str) -> Iterator[str]:
 
 
 def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequence[Item]:
-    """The inventory, in which what is stored of quantised weights is called what it is."""
     reasons: dict[str, str] = {}
     leaves = {leaf.label: leaf for leaf in contents.leaves}
     for weight in weights:

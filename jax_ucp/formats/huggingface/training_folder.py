@@ -236,7 +236,6 @@ class _ModelOf:
         return [known for known in model_types() if known.replace("-", "_").startswith(module[1])]
 
     def release(self) -> str:
-        """The release of transformers that saved the config."""
         return str(self._config(CONFIG).get("transformers_version", ""))
 
     def _config(self, name: str) -> Mapping[str, Any]:
@@ -313,13 +312,11 @@ def _keep(imported: ContentsBuilder, path: FilePath) -> None:
 
 
 def _global_step(imported: ContentsBuilder) -> Any:
-    """The step that the Trainer's state has, if it has one."""
     state = imported.extras.get(TRAINER_STATE, {}).get("state")
     return state.get("global_step") if isinstance(state, dict) else None
 
 
 def _about(imported: ContentsBuilder, folder: TrainingFolder) -> About:
-    """The writer and the step."""
     if not folder.of_trainer:
         return About("accelerate" if folder.kept else "")
     step = _global_step(imported)
@@ -327,7 +324,6 @@ def _about(imported: ContentsBuilder, folder: TrainingFolder) -> About:
 
 
 def _writer(imported: ContentsBuilder, folder: TrainingFolder) -> str:
-    """A note on the writer of the folder, and the step."""
     writer = "accelerate"
     if folder.of_trainer:
         writer = f"transformers' Trainer at step {_global_step(imported)} ({TRAINER_STATE})"

@@ -243,7 +243,6 @@ def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:
 
 
 def _add_common(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
-    """Keep what ranks have in common as extras, but for tensors of the optimizer."""
     common = files.common_name
     for name, value in files.tree.items():
         if name != "optimizer":

@@ -141,7 +141,6 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
 
 
 def _check_together(folder: FilePath, args: Args, ranks: Sequence[LegacyRank]) -> None:
-    """Raise FormatError where a file is of another run or step, or of another rank."""
     first, facts = ranks[0], Facts(folder)
     etp = max(rank.etp for rank in ranks) + 1
     for rank in ranks:

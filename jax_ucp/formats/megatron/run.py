@@ -80,7 +80,6 @@ class Args:
 
     @property
     def model_degrees(self) -> tuple[int, int, int]:
-        """The degrees of tensor, pipeline and expert parallelism."""
         tensor, pipeline, expert = (
             self.degree(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
         )
@@ -157,7 +156,6 @@ def require_folder(path: FilePath, folder: FilePath) -> None:
 
 
 def check_iteration(file: FilePath, folder: FilePath, iteration: Any) -> None:
-    """Raise FormatError where the folder is that of another iteration than the file says."""
     named = folder.name.startswith("iter_") and isinstance(iteration, int)
     if named and folder.name != f"iter_{iteration:07d}":
         raise FormatError(f"{file} is of iteration {iteration}, but its folder is {folder.name}")

@@ -61,7 +61,9 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
     inventory = [
         Item(f"{TREE_FILE}:{leaf.label}", leaf.kind, "mapped", leaf.label) for leaf in leaves
     ]
-    known = _own_files(tree) | names_beside(storage, tree.stored)
+    known = {TREE_FILE, SHARDING_FILE, STRINGS_FILE, "array_metadatas", *MARKERS}
+    known |= {AGGREGATE_FILE} if tree.has_aggregate else set()
+    known |= names_beside(storage, tree.stored)
     inventory += items_beside(path, known)
     notes = [NO_CHECKSUMS, *([UNMERGED] if storage.is_unmerged else [])]
     return Contents("orbax", str(path), leaves, arrays, inventory, notes=notes)
@@ -87,47 +89,28 @@ def note_files(directory: Files) -> None:
         note(directory, file)
 
 
-def _own_files(tree: OrbaxTree) -> set[str]:
-    """Files of stock Orbax in the folder of a tree, beside the arrays."""
-    aggregate = {AGGREGATE_FILE} if tree.has_aggregate else set[str]()
-    return {TREE_FILE, SHARDING_FILE, STRINGS_FILE, "array_metadatas", *MARKERS, *aggregate}
-
-
 def _leaf(directory: Files, tree: OrbaxTree, leaf: Leaf, arrays: Mapping[str, ArrayInfo]) -> Leaf:
-    """A leaf with the shape and dtype of its array. Raises FormatError for one that no save has."""
     if leaf.has_array:
         info = arrays[leaf.name]
         leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
-        _check_written(directory, tree, leaf, info)
-        _check_described(directory, tree, leaf)
+        # The chunks of an array divide what a device wrote, which divides the array.
+        written, chunk = tree.written.get(leaf.name, info.shape), info.chunk or info.shape
+        same_axes = len(written) == len(info.shape)
+        lengths = zip(written, info.shape, chunk, strict=True) if same_axes else ()
+        is_written = same_axes and all(w <= n and w % max(1, c) == 0 for w, n, c in lengths)
+        if leaf.name in tree.written and not is_written:
+            raise FormatError(
+                f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of"
+                f" {chunk}, but by {TREE_FILE} a device wrote {written} of it: the array is that"
+                " of another leaf, or of another save"
+            )
+        like_a_key = leaf.dtype == "uint32" and leaf.shape[-1:] in ((2,), (4,))
+        if like_a_key and leaf.name in tree.undescribed:
+            raise FormatError(
+                f"{directory}/array_metadatas has nothing of {tree.stored[leaf.name]}, and had when"
+                f" {TREE_FILE} was written: it tells which arrays are keys of jax.random. Copy the"
+                " folder array_metadatas from where the checkpoint was saved"
+            )
     if fault := leaf_fault(leaf):
         raise FormatError(f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}")
     return leaf
-
-
-def _check_described(directory: Files, tree: OrbaxTree, leaf: Leaf) -> None:
-    """Raise FormatError where numbers may be those of a typed key, and what said so is lost."""
-    like_a_key = leaf.dtype == "uint32" and leaf.shape[-1:] in ((2,), (4,))
-    if like_a_key and leaf.name in tree.undescribed:
-        raise FormatError(
-            f"{directory}/array_metadatas has nothing of {tree.stored[leaf.name]}, and had when"
-            f" {TREE_FILE} was written: it tells which arrays are keys of jax.random. Copy the"
-            " folder array_metadatas from where the checkpoint was saved"
-        )
-
-
-def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
-    """Raise FormatError where an array is not what a device wrote a part of, in such chunks."""
-    written = tree.written.get(leaf.name)
-    if written is None:
-        return
-    chunk = info.chunk or info.shape
-    same_axes = len(written) == len(info.shape)
-    lengths = zip(written, info.shape, chunk, strict=True) if same_axes else ()
-    if same_axes and all(w <= n and w % max(1, c) == 0 for w, n, c in lengths):
-        return
-    raise FormatError(
-        f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of {chunk}, but by"
-        f" {TREE_FILE} a device wrote {written} of it: the array is that of another leaf, or of"
-        " another save"
-    )

@@ -154,7 +154,11 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
     leaves = list(map(files.leaf, paths, names, entries, values))
     _require_own_places(directory, entries, leaves)
     packed = {name: value for name, value in zip(names, values, strict=True) if is_packed(value)}
-    in_arrays = _in_arrays(leaves, entries, packed)
+    in_arrays = {
+        leaf.name: entry
+        for leaf, entry in zip(leaves, entries, strict=True)
+        if leaf.has_array and leaf.name not in packed
+    }
     return OrbaxTree(
         tuple(leaves),
         {name: _stock_name(entry) for name, entry in in_arrays.items()},
@@ -167,16 +171,6 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
         bool(content.store_array_data_equal_to_fill_value),
         bool(files.aggregate),
     )
-
-
-def _in_arrays(
-    leaves: Sequence[Leaf], entries: Sequence[_TreeEntry], packed: Mapping[str, Packed]
-) -> dict[str, _TreeEntry]:
-    """The entries of leaves that are arrays of their own, by name."""
-    named = {
-        leaf.name: entry for leaf, entry in zip(leaves, entries, strict=True) if leaf.has_array
-    }
-    return {name: entry for name, entry in named.items() if name not in packed}
 
 
 @dataclass(frozen=True)
@@ -325,7 +319,6 @@ def _saved_sharding(stored: _Sharding) -> SavedSharding:
 
 
 def _json(directory: Files, name: str, kind: type[T], default: T | None = None) -> T:
-    """The content of a file as `kind`; `default` if it is not there."""
     file = directory.stat(name)
     data = read_bytes(directory, file) if file is not None and file.kind == "file" else None
     if data is None:

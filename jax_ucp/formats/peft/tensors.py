@@ -64,7 +64,6 @@ class WeightChange:
 
     @property
     def tensors(self) -> Iterator[tuple[str, str]]:
-        """Each tensor, and what it is."""
         roles = {"A": self.a, "B": self.b, "the magnitude": self.magnitude}
         roles["the new value"] = self.replaced
         return ((name, role) for role, name in roles.items() if name)
@@ -142,7 +141,6 @@ def _is_wrapper(module: str, base: Shapes) -> bool:
 
 
 def _twice(found: Sequence[WeightChange]) -> list[str]:
-    """The weights that are replaced twice, or added to twice."""
     counts = Counter((change.weight, bool(change.replaced)) for change in found)
     return sorted({name for (name, _), count in counts.items() if count > 1})
 
@@ -188,19 +186,19 @@ class _AdapterReader:
                 f"{module} has {'a' if magnitude else 'no'} {_MAGNITUDE}, and the config {said}"
             )
         if magnitude:
-            self._require_outputs(magnitude, outputs)
+            has = self.tensors[magnitude]
+            if sorted(n for n in has if n != 1) != [n for n in (outputs,) if n != 1]:
+                raise FormatError(
+                    f"{magnitude} has shape {list(has)}, not one for {outputs} outputs"
+                )
             shapes[magnitude] = (outputs,)
         found = [WeightChange(weight, scale, a, b, magnitude, "", out_axis, False, shapes)]
         if _BIAS in roles:
-            found.append(self._of_bias(module, roles, scale))
+            bias, tensor = f"{module}.bias", roles[_BIAS]
+            of_bias = self._shape(bias, roles)
+            self._require(tensor, of_bias, bias)
+            found.append(WeightChange(bias, scale, b=tensor, shapes={tensor: of_bias}))
         return found
-
-    def _of_bias(self, module: str, roles: Mapping[str, str], scale: float) -> WeightChange:
-        bias = f"{module}.bias"
-        shape = self._shape(bias, roles)
-        tensor = roles[_BIAS]
-        self._require(tensor, shape, bias)
-        return WeightChange(bias, scale, b=tensor, shapes={tensor: shape})
 
     def of_parameters(
         self, module: str, several: Sequence[Mapping[str, str]]
@@ -251,13 +249,10 @@ class _AdapterReader:
         """A parameter that was trained whole, or is the base's own, kept beside the adapter."""
         if name in self.base:
             self._require(tensor, self.base[name], name)
-        elif not self._is_saved(name):
+        # of a module that was trained whole, it may be new, as a head is
+        elif not name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save)):
             self._shape(name, {"": tensor})
         return WeightChange(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})
-
-    def _is_saved(self, name: str) -> bool:
-        """Whether a parameter is of one of `modules_to_save`: then it may be new, as a head is."""
-        return name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save))
 
     def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
         if weight in self.base:
@@ -330,11 +325,6 @@ class _AdapterReader:
 
     def _bias(self, weight: str) -> Shape | None:
         return self.base.get(f"{weight.removesuffix('weight')}bias")
-
-    def _require_outputs(self, magnitude: str, outputs: int) -> None:
-        shape = self.tensors[magnitude]
-        if sorted(n for n in shape if n != 1) != [n for n in (outputs,) if n != 1]:
-            raise FormatError(f"{magnitude} has shape {list(shape)}, not one for {outputs} outputs")
 
     def _require(self, tensor: str, shape: Shape, weight: str) -> None:
         if self.tensors[tensor] != shape:

@@ -116,7 +116,6 @@ class Grid:
 
 
 def _cut(array: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
-    """A range of one axis."""
     return array[(slice(None),) * axis + (slice(start, stop),)]
 
 
@@ -138,7 +137,6 @@ class Gathered:
     groups: int
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the small array."""
         return (*shape[: self.axis], self.groups, *shape[self.axis + 1 :])
 
     def box(self, box: Box) -> Box:

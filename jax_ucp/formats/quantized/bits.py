@@ -36,12 +36,10 @@ class Packing:
 
     @property
     def codes(self) -> int:
-        """How many codes fill whole words."""
         return math.lcm(self.bits, self.word_bits) // self.bits
 
     @property
     def words(self) -> int:
-        """How many words they fill."""
         return math.lcm(self.bits, self.word_bits) // self.word_bits
 
     def length(self, n: int) -> int:

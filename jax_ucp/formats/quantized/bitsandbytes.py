@@ -89,11 +89,20 @@ class Runs:
         skipped = first % self.width
         words = stored[:, skipped : skipped + last - first]
         values = _PACKING.numbers(words, box, parts["quant_map"])
-        Grid((1, self.block)).apply(np.multiply, values, self._scales(box, parts), box)
+        if self.nested:
+            runs = self._runs(box)
+            rows = np.arange(runs.start[0], runs.stop[0])[:, None] * self.parts["absmax"].shape[1]
+            of_nested = (rows + np.arange(runs.start[1], runs.stop[1])) // self.nested
+            of_nested -= self._nested_span(runs)[0]
+            scales = np.take(parts["nested_quant_map"], parts["absmax"])
+            scales *= np.take(parts["nested_absmax"], of_nested)
+            scales += np.float32(self.offset)
+        else:
+            scales = parts["absmax"].astype(np.float32)
+        Grid((1, self.block)).apply(np.multiply, values, scales, box)
         return values
 
     def _bytes(self, box: Box) -> tuple[int, int]:
-        """The bytes of a row that hold the columns of a box."""
         return box.start[1] // 2, -(-box.stop[1] // 2)
 
     def _runs(self, box: Box) -> Box:
@@ -105,18 +114,6 @@ class Runs:
         first = runs.start[0] * per_row + runs.start[1]
         last = (runs.stop[0] - 1) * per_row + runs.stop[1]
         return first // self.nested, -(-last // self.nested)
-
-    def _scales(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        if not self.nested:
-            return parts["absmax"].astype(np.float32)
-        runs = self._runs(box)
-        rows = np.arange(runs.start[0], runs.stop[0])[:, None] * self.parts["absmax"].shape[1]
-        of_nested = (rows + np.arange(runs.start[1], runs.stop[1])) // self.nested
-        of_nested -= self._nested_span(runs)[0]
-        scales = np.take(parts["nested_quant_map"], parts["absmax"])
-        scales *= np.take(parts["nested_absmax"], of_nested)
-        scales += np.float32(self.offset)
-        return scales
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,6 @@ _FORMATS: Mapping[str, _Format] = {
 
 
 def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -> Grid:
-    """The elements that have one scale."""
     if len(shape) < 2 or not all(shape):
         stored.fault(f"a weight of shape {list(shape)} is not a matrix")
     each = (1,) * (len(shape) - 2)
@@ -215,7 +214,6 @@ def _block(stored: StoredWeight, block: object) -> tuple[int, int]:
 
 
 def _check_symmetry(stored: StoredWeight, args: Mapping[str, Any], role: str) -> None:
-    """Zero points are where the config says so."""
     if args["symmetric"] is False and not stored.has(role):
         stored.fault(f"the config says that weights are not symmetric, and it has no {role}")
 

@@ -50,7 +50,6 @@ def row_fp8(stored: StoredWeight) -> Dequantizer:
 
 
 def _matrix(stored: StoredWeight) -> tuple[int, ...]:
-    """The shape of the codes. Raises FormatError where it is no matrix, and no array of them."""
     shape = stored.info("codes").shape
     if len(shape) < 2:
         stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")

@@ -24,7 +24,6 @@ _FP4 = FP4 + np.float32(0)
 
 
 def scaled(stored: StoredWeight) -> Dequantizer:
-    """The weight, by the algorithm that the config names."""
     algo = stored.settings.get("quant_algo")
     if not isinstance(algo, str) or algo not in ALGOS:
         stored.unknown(f"quant_algo={algo!r:.60} is not known here: {', '.join(ALGOS)} are")
@@ -65,7 +64,6 @@ def _nvfp4(stored: StoredWeight) -> Dequantizer:
 
 
 def _shape(stored: StoredWeight) -> tuple[int, ...]:
-    """The shape of the codes. Raises FormatError where they are no matrix."""
     shape = stored.info("codes").shape
     if len(shape) < 2:
         stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")

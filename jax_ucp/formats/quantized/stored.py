@@ -115,17 +115,9 @@ class StoredWeight:
 
 
 # Scales of what flows into a layer or out of it: they change no weight.
+_OF_INPUTS = {"input_global_scale", "input_scale", "input_scale_ub", "input_zero_point"}
 ABOUT_ACTIVATIONS = frozenset(
-    {
-        "activation_scale",
-        "input_global_scale",
-        "input_scale",
-        "input_scale_ub",
-        "input_zero_point",
-        "k_scale",
-        "output_scale",
-        "v_scale",
-    }
+    _OF_INPUTS | {"activation_scale", "k_scale", "output_scale", "v_scale"}
 )
 
 

@@ -143,7 +143,6 @@ def _scale(
     small: tuple[int, ...],
     dtypes: Sequence[str],
 ) -> WeightPart:
-    """The scales, which may be stored in tiles."""
     if not attributes.get("is_swizzled_scales"):
         return stored.scale("scale", small, dtypes)
     if len(small) != 2:

@@ -54,12 +54,9 @@ def _start(entry: Any, ndim: int) -> tuple[int, ...] | None:
     """The offsets in an entry of the mark; None if it has none for so many axes."""
     match entry:
         case {"saved_offsets": list(start)} if len(start) == ndim:
-            return tuple(start) if all(map(_is_offset, start)) else None
+            are_offsets = all(type(n) is int and 0 <= n < _MAX_OFFSET for n in start)
+            return tuple(start) if are_offsets else None
     return None
-
-
-def _is_offset(n: Any) -> bool:
-    return type(n) is int and 0 <= n < _MAX_OFFSET
 
 
 def layout_of(name: str, parts: Sequence[tuple[str, Box]]) -> ParamLayout:
@@ -69,18 +66,13 @@ def layout_of(name: str, parts: Sequence[tuple[str, Box]]) -> ParamLayout:
         raise FormatError(
             f"{name} has another number of axes in {keys[0]} than in others of {len(parts)} files"
         )
-    _refuse_twice(name, parts)
-    shape = tuple(map(max, zip(*(box.stop for box in blocks), strict=True)))
-    fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(blocks) if box.size]
-    shapes = tuple(box.shape for box in blocks)
-    return ParamLayout(shape, shapes, tuple(fragments))
-
-
-def _refuse_twice(name: str, parts: Sequence[tuple[str, Box]]) -> None:
-    """Raise FormatError where the same block of a tensor is stored under two keys."""
     first: dict[Box, str] = {}
     for key, box in parts:
         if box.size and first.setdefault(box, key) != key:
             raise FormatError(
                 f"{name} is stored twice: {box} of it is in {first[box]} and in {key}"
             )
+    shape = tuple(map(max, zip(*(box.stop for box in blocks), strict=True)))
+    fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(blocks) if box.size]
+    shapes = tuple(box.shape for box in blocks)
+    return ParamLayout(shape, shapes, tuple(fragments))

@@ -66,7 +66,11 @@ def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Si
     width = _width(folder, cuts, len(ranks))
     for group in _groups(tensors):
         if not any(_shows_ranks(name, cuts[name], group.ranks, width) for name in group.names):
-            _refuse(folder, len(ranks), _unproved(group))
+            why = (
+                f"{group.names[0]} and what is stored with it, last in {max(group.files)}, are cut"
+                " as they would be in the first files of more ranks"
+            )
+            _refuse(folder, len(ranks), why)
     return (
         f"{len(ranks)} ranks wrote parts of tensors; that there were no more is shown by how the"
         " tensors are cut"
@@ -116,7 +120,6 @@ def _require_counted(folder: FilePath, files: Iterable[str]) -> None:
 
 
 def _said(folder: FilePath, said: int, ranks: Sequence[int]) -> str:
-    """The note where the user says how many ranks wrote files."""
     if said != len(ranks):
         shown = listed([str(rank) for rank in ranks])
         raise FormatError(
@@ -166,14 +169,6 @@ def _groups(tensors: Mapping[str, Parts]) -> Iterator[_Group]:
             yield _Group(files, ranks, tuple(there))
 
 
-def _unproved(group: _Group) -> str:
-    last = max(group.files)
-    return (
-        f"{group.names[0]} and what is stored with it, last in {last}, are cut as they would be in"
-        " the first files of more ranks"
-    )
-
-
 def _shows_ranks(
     name: str, parts: Sequence[tuple[int, Box]], ranks: Sequence[int], width: int | None
 ) -> bool:
@@ -186,7 +181,10 @@ def _shows_ranks(
     order = [rank - ranks[0] for rank, _ in ordered]
     if order != [*range(len(ranks))]:
         return _is_strided(order, lengths)
-    is_whole = lengths[-1] < lengths[0] or (axis == 0 and _is_wide(name, parts, width))
+    # a norm has the width of the model, so that no part of it is missing
+    last = max(box.stop for _, box in parts)
+    is_wide = axis == 0 and last == (width,) and bool(_NORM.fullmatch(name))
+    is_whole = lengths[-1] < lengths[0] or is_wide
     return is_whole and _is_of(lengths)
 
 
@@ -246,9 +244,3 @@ def _columns(name: str, parts: Iterable[tuple[int, Box]]) -> set[int]:
         return set()
     spans = {(box.start[1], box.stop[1]) for _, box in parts if box.ndim == 2}
     return {stop for start, stop in spans if start == 0 and len(spans) == 1}
-
-
-def _is_wide(name: str, parts: Sequence[tuple[int, Box]], width: int | None) -> bool:
-    """Whether a norm has the width of the model, so that no part of it is missing."""
-    last = max(box.stop for _, box in parts)
-    return bool(_NORM.fullmatch(name)) and last == (width,)

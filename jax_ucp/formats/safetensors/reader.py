@@ -218,7 +218,6 @@ def _metadata(path: FilePath, metadata: Any) -> dict[str, str]:
 
 
 def _check_tiled(path: FilePath, entries: Sequence[_HeaderEntry], start: int, size: int) -> None:
-    """Raise unless tensors, in the order of their bytes, fill the file from the data on."""
     at = 0
     for entry in entries:
         if entry.begin != at:
@@ -235,7 +234,6 @@ def _check_tiled(path: FilePath, entries: Sequence[_HeaderEntry], start: int, si
 
 
 def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
-    """A tensor of the header, checked by itself."""
     match entry:
         case {
             "dtype": str(dtype),
@@ -286,5 +284,4 @@ def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
 
 
 def _has_rows(shape: Sequence[int], dtype: str) -> bool:
-    """Whether each row of a tensor has whole bytes."""
     return bool(shape) and shape[-1] * _PACKED_BITS.get(dtype, 8) % 8 == 0

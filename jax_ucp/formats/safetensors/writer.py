@@ -45,7 +45,16 @@ def safetensors_files(
     own. Raises UnsupportedLeaf, naming every parameter, for dtypes and names beyond the format.
     """
     tensors = parameters.model
-    _require_storable(tensors)
+    problems = [
+        f"{name} has dtype {tensor.dtype}"
+        for name, tensor in tensors.items()
+        if tensor.dtype.name not in _DTYPES
+    ]
+    if "__metadata__" in tensors:
+        problems.append("__metadata__ has a name that the header keeps for itself")
+    if problems:
+        remedy = "Export with a dtype, or to another format."
+        raise UnsupportedLeaf("safetensors cannot hold:", problems, remedy=remedy)
     described = [
         File.literal(name, json.dumps(config, indent=2).encode() + b"\n")
         for name, config in configs.items()
@@ -60,25 +69,7 @@ def safetensors_files(
     return [*itertools.starmap(_file, named_shards.items()), _index(named_shards), *described]
 
 
-def _require_storable(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedLeaf for dtypes and names that the format does not have."""
-    problems = [
-        f"{name} has dtype {tensor.dtype}"
-        for name, tensor in tensors.items()
-        if tensor.dtype.name not in _DTYPES
-    ]
-    if "__metadata__" in tensors:
-        problems.append("__metadata__ has a name that the header keeps for itself")
-    if problems:
-        raise UnsupportedLeaf(
-            "safetensors cannot hold:",
-            problems,
-            remedy="Export with a dtype, or to another format.",
-        )
-
-
 def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> File:
-    """The index: which file has which tensor."""
     weight_map: dict[str, str] = {}
     total = 0
     for file, tensors in shards.items():

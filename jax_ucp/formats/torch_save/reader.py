@@ -130,7 +130,6 @@ def _owned_by_optimizers(
 
 
 def _place(imported: ContentsBuilder, tree: Tree, places: Places, options: Options) -> None:
-    """Give every tensor its place, but those of optimizers where only weights are asked for."""
     left = places.in_optimizers if options.weights_only else frozenset[str]()
     for label, tensor in tree.tensors.items():
         state, name = places.at[label]
