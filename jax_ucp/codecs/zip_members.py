@@ -16,13 +16,13 @@ from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.ranges import ByteRange
 
 # signature, disk, directory's disk, entries here, entries, size, offset, comment
-_END = struct.Struct("<4s4H2LH")
+END = struct.Struct("<4s4H2LH")
 # ... record size, versions, disks, entries here, entries, size, offset
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")  # signature, disk, offset of the zip64 end record, disks
-_CENTRAL = struct.Struct("<4s4H2H3L5H2L")
-_LOCAL = struct.Struct("<4s3H2H3L2H")
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR64 = struct.Struct("<4sLQL")  # signature, disk, offset of the zip64 end record, disks
+CENTRAL = struct.Struct("<4s4H2H3L5H2L")
+LOCAL = struct.Struct("<4s3H2H3L2H")
+MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 
 _STORED, _DEFLATED = 0, 8
 _SIZES_FOLLOW = 0x0008  # flag bit 3: sizes and CRC of the local header may be zero
@@ -75,17 +75,17 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
     # A member begins with its local header, read with name and extra field where they are short:
     # one long name does not make all of them long.
     longest = min(max((len(entry.name) for entry in entries), default=0), _NAME_BYTES)
-    head_bytes = _LOCAL.size + longest + _EXTRA_BYTES
+    head_bytes = LOCAL.size + longest + _EXTRA_BYTES
     headers = file.read_heads([entry.header for entry in entries], head_bytes)
     for entry, head in zip(entries, headers, strict=True):
         # a member's local header, with which `head` begins, agrees with its directory entry
         name, at = _text(entry.name), entry.header
-        if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
+        if len(head) < LOCAL.size or head[:4] != b"PK\3\4":
             raise FormatError(f"zip member {name!r} has no local header at byte {at}")
         _, _, flags, method, _, _, crc, stored_size, size, name_length, extra_length = (
-            _LOCAL.unpack_from(head)
+            LOCAL.unpack_from(head)
         )
-        extra_at = _LOCAL.size + name_length
+        extra_at = LOCAL.size + name_length
         length = extra_at + extra_length
         offset = at + length
         if offset + entry.stored_size > file.size:
@@ -94,10 +94,10 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
             )
         if length > len(head):
             head = file.read(at, offset)
-        if _MAX32 in (size, stored_size):
+        if MAX32 in (size, stored_size):
             wide = _zip64(memoryview(head)[extra_at:length])
             size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
-        name_in_header = head[_LOCAL.size : extra_at]
+        name_in_header = head[LOCAL.size : extra_at]
         local = _ZipEntry(name_in_header, flags, method, crc, stored_size, size, at)
         if not _agree(local, entry):
             raise FormatError(
@@ -160,7 +160,7 @@ def _inflate(raw: bytes, member: Member) -> bytes:
 def _directory(file: ByteRange) -> tuple[int, list[_ZipEntry]]:
     """Where the central directory starts, and its entries. Comments are refused."""
     start, size, count = _end(file)
-    if count * _CENTRAL.size > size:
+    if count * CENTRAL.size > size:
         raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
     directory = memoryview(file.read(start, start + size))
     entries, at = [], 0
@@ -174,13 +174,13 @@ def _directory(file: ByteRange) -> tuple[int, list[_ZipEntry]]:
 
 def _end(file: ByteRange) -> tuple[int, int, int]:
     """Where the central directory starts, how many bytes it has, and how many entries."""
-    at = file.size - _END.size
+    at = file.size - END.size
     record = file.read(max(at, 0), file.size)
     if at < 0 or record[:4] != b"PK\5\6":
         raise FormatError(
             "no zip end record at the end: the file is truncated, or no zip file of torch.save"
         )
-    *numbers, comment = _END.unpack(record)[1:]
+    *numbers, comment = END.unpack(record)[1:]
     limit, (disk, start_disk, here, count, size, start) = _end64(file, at, numbers)
     if disk or start_disk or here != count or comment:
         raise FormatError(
@@ -200,20 +200,20 @@ def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int
     directory; those in the plain end record at `end` are the same or, where they do not fit, all
     ones.
     """
-    at = end - _LOCATOR64.size
+    at = end - LOCATOR64.size
     locator = file.read(max(at, 0), end)
     if at < 0 or locator[:4] != b"PK\6\7":
         return end, numbers
-    _, disk, record, disks = _LOCATOR64.unpack(locator)
-    begin = file.read(record, record + _END64.size) if record + _END64.size <= at else b""
+    _, disk, record, disks = LOCATOR64.unpack(locator)
+    begin = file.read(record, record + END64.size) if record + END64.size <= at else b""
     if disk or disks > 1 or begin[:4] != b"PK\6\6":
         raise FormatError(f"no zip64 end record at byte {record}, where its locator points")
-    _, length, _, _, *wide = _END64.unpack(begin)
+    _, length, _, _, *wide = END64.unpack(begin)
     if record + 12 + length != at:
         raise FormatError(
             f"the zip64 end record at byte {record} does not end at its locator, byte {at}"
         )
-    full = (_MAX16, _MAX16, _MAX16, _MAX16, _MAX32, _MAX32)
+    full = (MAX16, MAX16, MAX16, MAX16, MAX32, MAX32)
     if any(n not in (w, most) for n, w, most in zip(numbers, wide, full, strict=True)):
         raise FormatError("the two end records of the zip file disagree")
     return record, wide
@@ -221,17 +221,17 @@ def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int
 
 def _entry(directory: memoryview, at: int, start: int) -> tuple[_ZipEntry, int]:
     """The entry at byte `at` of the directory, and where the next one starts."""
-    if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\1\2":
+    if at + CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\1\2":
         raise FormatError(f"no zip directory entry at byte {start + at}")
-    fields = _CENTRAL.unpack_from(directory, at)
+    fields = CENTRAL.unpack_from(directory, at)
     flags, method, crc, stored_size, size = fields[3], fields[4], *fields[7:10]
     name_length, extra_length, comment_length, disk, _, _, header = fields[10:]
-    extra_at = at + _CENTRAL.size + name_length
+    extra_at = at + CENTRAL.size + name_length
     stop = extra_at + extra_length + comment_length
     if stop > len(directory):
         raise FormatError(f"the zip directory entry at byte {start + at} runs past the directory")
-    name = bytes(directory[at + _CENTRAL.size : extra_at])
-    if _MAX32 in (size, stored_size, header):
+    name = bytes(directory[at + CENTRAL.size : extra_at])
+    if MAX32 in (size, stored_size, header):
         wide = _zip64(directory[extra_at : extra_at + extra_length])
         size, stored_size, header = (
             _widen(number, wide, name) for number in (size, stored_size, header)
@@ -274,7 +274,7 @@ def _zip64(extra: memoryview) -> list[int]:
 
 def _widen(number: int, wide: list[int], name: bytes) -> int:
     """`number`, or the next zip64 number where it is the 32-bit mark that stands for one."""
-    if number != _MAX32:
+    if number != MAX32:
         return number
     if not wide:
         raise FormatError(f"zip member {_text(name)!r} lacks its zip64 sizes")

@@ -17,15 +17,10 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.codecs.pickle_writer import dumps
+from jax_ucp.codecs.zip_members import CENTRAL, END, END64, LOCAL, LOCATOR64, MAX16, MAX32
 from jax_ucp.export.files import Bytes, File, Section, Tensor
 
 ALIGNMENT = 64
-_LOCAL = struct.Struct("<4s3H2H3L2H")
-_CENTRAL = struct.Struct("<4s4H2H3L5H2L")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")
-_END = struct.Struct("<4s4H2LH")
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _VERSION = 45  # zip64
 _DATE = (1 << 5) | 1  # the first day that a zip file can name, so that equal content is equal bytes
 
@@ -69,15 +64,15 @@ class TorchZip:
         for name, content in contents:
             full = f"{root}/{name}".encode()
             # 4: the header of the field that pads
-            start = at + _LOCAL.size + len(full) + len(_sizes(0)) + 4
+            start = at + LOCAL.size + len(full) + len(_sizes(0)) + 4
             start += -start % ALIGNMENT
             self._members.append(_Member(full, content, at, start))
             at = start + self._members[-1].size
         self._directory = at
         entries = sum(
-            _CENTRAL.size + len(member.name) + len(_sizes(0, 0)) for member in self._members
+            CENTRAL.size + len(member.name) + len(_sizes(0, 0)) for member in self._members
         )
-        self.size = at + entries + _END64.size + _LOCATOR64.size + _END.size
+        self.size = at + entries + END64.size + LOCATOR64.size + END.size
 
     def section(self, at: int = 0) -> Section:
         tensors = [(m.start, m.content) for m in self._members if isinstance(m.content, Tensor)]
@@ -93,19 +88,19 @@ class TorchZip:
             literal = b"" if isinstance(member.content, Tensor) else member.content
             parts.append((member.header, _local(member, crc) + literal))
             extra = _sizes(member.size, member.header)
-            directory += _CENTRAL.pack(
-                *(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _DATE, crc, _MAX32, _MAX32),
-                *(len(member.name), len(extra), 0, 0, 0, 0, _MAX32),
+            directory += CENTRAL.pack(
+                *(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _DATE, crc, MAX32, MAX32),
+                *(len(member.name), len(extra), 0, 0, 0, 0, MAX32),
             )
             directory += member.name + extra
         end = self._directory + len(directory)
         count, size = len(self._members), len(directory)
-        directory += _END64.pack(
-            *(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0),
+        directory += END64.pack(
+            *(b"PK\6\6", END64.size - 12, _VERSION, _VERSION, 0, 0),
             *(count, count, size, self._directory),
         )
-        directory += _LOCATOR64.pack(b"PK\6\7", 0, end, 1)
-        directory += _END.pack(b"PK\5\6", 0, 0, _MAX16, _MAX16, _MAX32, _MAX32, 0)
+        directory += LOCATOR64.pack(b"PK\6\7", 0, end, 1)
+        directory += END.pack(b"PK\5\6", 0, 0, MAX16, MAX16, MAX32, MAX32, 0)
         parts.append((self._directory, bytes(directory)))
         return [(at + start, data) for start, data in parts]
 
@@ -118,10 +113,10 @@ def torch_file(name: str, value: Any) -> File:
 
 def _local(member: _Member, crc: int) -> bytes:
     extra = _sizes(member.size)
-    padding = member.start - member.header - _LOCAL.size - len(member.name) - len(extra) - 4
+    padding = member.start - member.header - LOCAL.size - len(member.name) - len(extra) - 4
     extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    head = _LOCAL.pack(
-        *(b"PK\3\4", _VERSION, 0, 0, 0, _DATE, crc, _MAX32, _MAX32, len(member.name), len(extra))
+    head = LOCAL.pack(
+        *(b"PK\3\4", _VERSION, 0, 0, 0, _DATE, crc, MAX32, MAX32, len(member.name), len(extra))
     )
     return head + member.name + extra
 

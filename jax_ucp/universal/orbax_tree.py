@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_ucp.tree import KeyKind, Leaf, LeafKind, SavedSharding
+from jax_ucp.tree import Leaf, LeafKind, SavedSharding
 from jax_ucp.universal.metadata import VERSION
 
 T = TypeVar("T")
@@ -33,29 +33,16 @@ MARK = "jax_ucp"
 # may share one mesh.
 MAX_DEVICES_LISTED = 1 << 24
 
-_SEQUENCE, _DICT = 1, 2
-_VALUE_TYPES: dict[LeafKind, str] = {
-    "jax": "jax.Array",
-    "prng_key": "jax.Array",
-    "array": "np.ndarray",
-    "numpy": "np.ndarray",
-    "numpy_scalar": "scalar",
-    "bool": "scalar",
-    "int": "scalar",
-    "float": "scalar",
-    "complex": "scalar",
-    "str": "string",
-    "none": "None",
+SEQUENCE, _DICT = 1, 2
+_VALUE_TYPES: Mapping[LeafKind, str] = {
+    **{"jax": "jax.Array", "prng_key": "jax.Array", "array": "np.ndarray", "numpy": "np.ndarray"},
+    **dict.fromkeys(("numpy_scalar", "bool", "int", "float", "complex"), "scalar"),
+    **{"str": "string", "none": "None"},
 }
 # What stock writes for a node without children: a named tuple, such as optax.EmptyState, comes back
 # as None.
-_EMPTY_TYPES: dict[KeyKind, str] = {
-    "dict": "Dict",
-    "list": "List",
-    "tuple": "Tuple",
-    "attr": "None",
-}
-_NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
+_EMPTY_TYPES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "attr": "None"}
+NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 
 
 def orbax_files(
@@ -115,14 +102,14 @@ def _tree_entry(leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, 
     value_type = _value_type(leaf)
     value: dict[str, Any] = {
         "value_type": value_type,
-        "skip_deserialize": value_type in _NOT_STORED,
+        "skip_deserialize": value_type in NOT_STORED,
     }
     if value_type == "jax.Array":
         value["write_shape"] = arrays[leaf.name]
     keys: list[dict[str, Any]] = []
     for key in leaf.path:
         is_item = key.kind == "attr" and isinstance(key.name, int)
-        kind = _SEQUENCE if is_item or key.kind in ("list", "tuple") else _DICT
+        kind = SEQUENCE if is_item or key.kind in ("list", "tuple") else _DICT
         keys.append({"key": str(key), "key_type": kind})
     return {"key_metadata": keys, "value_metadata": value}
 

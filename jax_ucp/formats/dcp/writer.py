@@ -28,6 +28,7 @@ from jax_ucp.codecs.zip_writer import TorchZip
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, torch_groups
+from jax_ucp.states.optimizer_dicts import Steps, joined
 
 METADATA_FILE, DATA_FILE = ".metadata", "__0_0.distcp"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -36,8 +37,6 @@ _DCP = "torch.distributed.checkpoint"
 _GROUP = re.compile(rf"{OPTIMIZER}\.param_groups\.(\d+)\.([^.]+)")
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 _CONTIGUOUS = Call(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
-
-Steps = tuple[str | int, ...]
 
 
 def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
@@ -100,7 +99,7 @@ def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Step
 def _check(items: Sequence[tuple[Steps, Any]]) -> None:
     tensors = [(path, value) for path, value in items if isinstance(value, Tensor)]
     problems = [
-        f"{_name(path)} has dtype {t.dtype}" for path, t in tensors if not has_dtype(t.dtype)
+        f"{joined(path)} has dtype {t.dtype}" for path, t in tensors if not has_dtype(t.dtype)
     ]
     if problems:
         raise UnsupportedLeaf(
@@ -108,12 +107,12 @@ def _check(items: Sequence[tuple[Steps, Any]]) -> None:
         )
     names: dict[str, Steps] = {}
     for path, _ in items:
-        if _name(path) in names:
+        if joined(path) in names:
             problems.append(
-                f"{_name(path)}: {' / '.join(map(str, names[_name(path)]))},"
+                f"{joined(path)}: {' / '.join(map(str, names[joined(path)]))},"
                 f" {' / '.join(map(str, path))}"
             )
-        names[_name(path)] = path
+        names[joined(path)] = path
     if problems:
         raise TreeMismatch(
             "DCP joins keys by dots, which gives one name twice:", problems, remedy="Rename them."
@@ -128,7 +127,7 @@ def _files(tree: Mapping[Steps, Any]) -> list[File]:
     for path, value in tree.items():
         made = TorchZip(value)
         zips.append((at, made))
-        name = _name(path)
+        name = joined(path)
         entries[name] = (
             _tensor_entry(value) if isinstance(value, Tensor) else _instance("BytesStorageMetadata")
         )
@@ -140,7 +139,7 @@ def _files(tree: Mapping[Steps, Any]) -> list[File]:
     metadata = _instance(
         "Metadata",
         state_dict_metadata=entries,
-        planner_data={_name(path): path for path in tree},
+        planner_data={joined(path): path for path in tree},
         storage_data=storage,
         storage_meta=_instance(
             "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
@@ -176,7 +175,3 @@ def _steps(name: str) -> Steps:
     """A path for a name alone: the outermost key, by which `load` goes, is before a dot."""
     outer, dot, rest = name.partition(".")
     return (outer, rest) if dot else (name,)
-
-
-def _name(path: Steps) -> str:
-    return ".".join(map(str, path))

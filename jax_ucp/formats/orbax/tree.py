@@ -35,13 +35,24 @@ from jax_ucp.tree import (
     tree_fault,
 )
 from jax_ucp.tree import Path as TreePath
-from jax_ucp.universal.orbax_tree import MARK, SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from jax_ucp.universal.orbax_tree import (
+    MARK,
+    NOT_STORED,
+    SEQUENCE,
+    SHARDING_FILE,
+    STRINGS_FILE,
+    TREE_FILE,
+)
 from jax_ucp.universal.validation import sharding_fault
 
 T = TypeVar("T")
 
-_SEQUENCE = 1
-EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
+_KINDS: Mapping[str, tuple[LeafKind, Any]] = {
+    **{"jax.Array": ("jax", None), "np.ndarray": ("numpy", None), "string": ("str", None)},
+    **{"scalar": ("numpy_scalar", None), "None": ("none", None)},
+    **{name: ("empty", name.lower()) for name in ("Dict", "List", "Tuple")},
+    "NamedTuple": ("empty", "attr"),
+}
 
 
 class _KeyEntry(msgspec.Struct):
@@ -196,7 +207,7 @@ class _TreeFiles:
         value = self.aggregate.get(path)
         about = entry.value_metadata
         is_elsewhere = not self.aggregate or placeholder(value) is not None
-        if about.value_type in EMPTY_TYPES:
+        if about.value_type in NOT_STORED:
             return None if is_elsewhere else value
         if about.skip_deserialize is is_elsewhere or (about.skip_deserialize and value is None):
             raise FormatError(
@@ -209,15 +220,19 @@ class _TreeFiles:
     def leaf(self, path: TreePath, name: str, entry: _TreeEntry, packed: Any) -> Leaf:
         """A leaf of the tree. Raises FormatError for an unknown type, or a missing text."""
         stock_name, value_type = _stock_name(entry), entry.value_metadata.value_type
-        if value_type in EMPTY_TYPES and packed is not None:
+        if value_type in NOT_STORED and packed is not None:
             # what 0.5 had no handler for, such as an empty tuple
-            return (
-                packed_leaf(path, name, packed)
-                if is_packed(packed)
-                else plain_leaf(path, name, packed)
-            )
+            leaf_of = packed_leaf if is_packed(packed) else plain_leaf
+            return leaf_of(path, name, packed)
         impl = self.key_impls.get(stock_name, "")
-        kind, value = _kind(value_type, impl, f"{self.directory}/{TREE_FILE}: {stock_name}")
+        if value_type not in _KINDS:
+            raise FormatError(
+                f"{self.directory}/{TREE_FILE}: {stock_name} has value type {value_type!r}, which"
+                " stock Orbax does not write"
+            )
+        kind, value = _KINDS[value_type]
+        if kind == "jax" and impl:
+            kind = "prng_key"
         if kind == "str":
             value = packed if packed is not None else self.strings.get(stock_name)
             if not isinstance(value, str):
@@ -262,33 +277,11 @@ def _stock_name(entry: _TreeEntry) -> str:
 
 
 def _key(directory: Files, entry: _KeyEntry) -> Key:
-    if entry.key_type != _SEQUENCE:
+    if entry.key_type != SEQUENCE:
         return Key("dict", entry.key)
     if not re.fullmatch("[0-9]{1,9}", entry.key):
         raise FormatError(f"{directory}/{TREE_FILE} has {entry.key!r:.80} for a place in a list")
     return Key("list", int(entry.key))
-
-
-def _kind(value_type: str, impl: str, where: str) -> tuple[LeafKind, Any]:
-    match value_type:
-        case "jax.Array":
-            return ("prng_key" if impl else "jax"), None
-        case "np.ndarray":
-            return "numpy", None
-        case "scalar":
-            return "numpy_scalar", None
-        case "string":
-            return "str", None
-        case "None":
-            return "none", None
-        case "Dict" | "List" | "Tuple":
-            return "empty", value_type.lower()
-        case "NamedTuple":
-            return "empty", "attr"
-        case _:
-            raise FormatError(
-                f"{where} has value type {value_type!r}, which stock Orbax does not write"
-            )
 
 
 def shardings(directory: Files) -> dict[str, SavedSharding]:

@@ -21,7 +21,7 @@ _SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
 
 def block_fp8(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scale_inv")
-    shape = _matrix(stored)
+    shape = stored.matrix()
     size = stored.settings.get("weight_block_size")
     block = _block(stored, shape, size)
     for length, side in zip(shape, block, strict=True):
@@ -37,7 +37,7 @@ def row_fp8(stored: StoredWeight) -> Dequantizer:
     transformers 5.23 `integrations/fbgemm_fp8.py`.
     """
     stored.only("codes", "scale")
-    shape = _matrix(stored)
+    shape = stored.matrix()
     if len(shape) == 2:
         return _scaled(stored, "scale", Grid((1, shape[1] or 1)))
     grid = Grid((1, shape[1] or 1, 1))
@@ -47,13 +47,6 @@ def row_fp8(stored: StoredWeight) -> Dequantizer:
         case "down_proj" if len(shape) == 3:
             return _scaled(stored, "scale", grid, (shape[0], shape[2], 1))
     stored.unknown("of experts in one array gate_up_proj and down_proj of Llama 4 are known")
-
-
-def _matrix(stored: StoredWeight) -> tuple[int, ...]:
-    shape = stored.info("codes").shape
-    if len(shape) < 2:
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
-    return shape
 
 
 def _block(stored: StoredWeight, shape: Sequence[int], size: object) -> tuple[int, ...]:

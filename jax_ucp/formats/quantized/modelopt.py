@@ -31,17 +31,17 @@ def scaled(stored: StoredWeight) -> Dequantizer:
 
 
 def _whole(stored: StoredWeight) -> Dequantizer:
-    return _fp8(stored, Grid(tuple(n or 1 for n in _shape(stored))), _FLOAT32)
+    return _fp8(stored, Grid(tuple(n or 1 for n in stored.matrix())), _FLOAT32)
 
 
 def _rows(stored: StoredWeight) -> Dequantizer:
-    *rows, columns = _shape(stored)
+    *rows, columns = stored.matrix()
     return _fp8(stored, Grid((*(1 for _ in rows), columns or 1)), _FLOAT32)
 
 
 def _fp8(stored: StoredWeight, grid: Grid, scales: tuple[str, ...]) -> Dequantizer:
     stored.only("codes", "scale")
-    shape = _shape(stored)
+    shape = stored.matrix()
     parts = {
         "codes": stored.part("codes", shape, FP8),
         "scale": stored.scale("scale", grid.shape(shape), scales),
@@ -51,7 +51,7 @@ def _fp8(stored: StoredWeight, grid: Grid, scales: tuple[str, ...]) -> Dequantiz
 
 def _nvfp4(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scale", "scale_2")
-    words = _shape(stored)
+    words = stored.matrix()
     shape = (*words[:-1], 2 * words[-1])
     grid = _groups(stored, shape, 16)
     parts = {
@@ -61,13 +61,6 @@ def _nvfp4(stored: StoredWeight) -> Dequantizer:
     }
     codes = Codes(Packing(4, 8, len(shape) - 1), table=_FP4)
     return Affine(_name(stored), shape, parts, codes, grid)
-
-
-def _shape(stored: StoredWeight) -> tuple[int, ...]:
-    shape = stored.info("codes").shape
-    if len(shape) < 2:
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
-    return shape
 
 
 def _groups(stored: StoredWeight, shape: tuple[int, ...], usual: int) -> Grid:
@@ -86,7 +79,7 @@ ALGOS: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "FP8": _whole,
     "FP8_PER_CHANNEL_PER_TOKEN": _rows,
     "MXFP8": lambda stored: _fp8(
-        stored, _groups(stored, _shape(stored), 32), ("uint8", "float8_e8m0fnu")
+        stored, _groups(stored, stored.matrix(), 32), ("uint8", "float8_e8m0fnu")
     ),
     "NVFP4": _nvfp4,
     "W4A16_NVFP4": _nvfp4,

@@ -73,6 +73,13 @@ class StoredWeight:
             )
         return replace(part, valid=is_finite, why="a finite number")
 
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of the codes. Raises FormatError where they are no matrix, or several."""
+        shape = self.info("codes").shape
+        if len(shape) < 2:
+            self.fault(f"{self.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
+        return shape
+
     def require_block(self, length: int, size: int, what: str) -> None:
         """Raise FormatError where scales of an axis do not show their blocks' length.
 

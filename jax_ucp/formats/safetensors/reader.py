@@ -45,7 +45,7 @@ from jax_ucp.options import Options, Sizes
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100_000_000
 
-_DTYPES: dict[str, type] = {
+DTYPES: dict[str, type] = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -245,7 +245,7 @@ def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
             raise FormatError(
                 f"{path}: {name} should have dtype, shape and data_offsets, but has {entry!r:.80}"
             )
-    if dtype not in _DTYPES and dtype not in _PACKED_BITS:
+    if dtype not in DTYPES and dtype not in _PACKED_BITS:
         raise FormatError(
             f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have"
         )
@@ -271,7 +271,7 @@ def _info(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
     """The array of a tensor; None if its elements are less than a byte, and fill no whole ones."""
     if dtype in _PACKED_BITS:
         return _packed(shape, dtype)
-    return ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
+    return ArrayInfo(tuple(shape), np.dtype(DTYPES[dtype]))
 
 
 def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:

@@ -13,27 +13,18 @@ import itertools
 import json
 from collections.abc import Mapping
 
+import numpy as np
+
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.files import File, Section, Tensor
 from jax_ucp.export.parameters import Parameters
+from jax_ucp.formats.safetensors.reader import DTYPES
 
 INDEX = "model.safetensors.index.json"
 CONFIG, ADAPTER = CONFIGS = ("config.json", "adapter_config.json")
 MAX_HEADER_BYTES = 100_000_000  # what readers of the format accept
 
-_DTYPES = {
-    **{
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "complex64": "C64",
-    },
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL"},
-    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
-    **{"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"},
-}
+_CODES = {np.dtype(kind).name: code for code, kind in DTYPES.items()}
 
 
 def safetensors_files(
@@ -48,7 +39,7 @@ def safetensors_files(
     problems = [
         f"{name} has dtype {tensor.dtype}"
         for name, tensor in tensors.items()
-        if tensor.dtype.name not in _DTYPES
+        if tensor.dtype.name not in _CODES
     ]
     if "__metadata__" in tensors:
         problems.append("__metadata__ has a name that the header keeps for itself")
@@ -106,7 +97,7 @@ def _file(name: str, tensors: Mapping[str, Tensor]) -> File:
         tensor = tensors[key]
         end = at + tensor.nbytes
         header[key] = {
-            "dtype": _DTYPES[tensor.dtype.name],
+            "dtype": _CODES[tensor.dtype.name],
             "shape": list(tensor.shape),
             "data_offsets": [at, end],
         }
