@@ -19,11 +19,11 @@ import numpy as np
 
 import jax_ucp
 from benchmarks.race import Contestant, Options, Sample, Table, race
-from jax_ucp.formats.safetensors.reader import _DTYPES
+from jax_ucp.formats.safetensors.reader import DTYPES
 
 WORKER = Path(__file__).with_name("quantized_worker.py")
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _RNG = np.random.default_rng(0)
 Made = tuple[dict[str, np.ndarray], dict[str, Any]]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.formats.safetensors.reader import _DTYPES
+from jax_ucp.formats.safetensors.reader import DTYPES
 
-_NAMES = {np.dtype(dtype).name: name for name, dtype in _DTYPES.items()}
+_NAMES = {np.dtype(dtype).name: name for name, dtype in DTYPES.items()}
 
 
 def file_of(header: bytes | object, data: bytes = b"", length: int | None = None) -> bytes:

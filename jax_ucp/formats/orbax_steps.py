@@ -126,9 +126,12 @@ def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
     first = min(committed, default=None)
     unfinished: list[int] = []
     for number in sorted(folders.keys() - committed):
-        said = _json(folders[number] / STEP_FILE, FilePath.read_pointer) or {}
+        said: Mapping[str, Any] = {}
+        is_later = first is not None and number > first
+        if not is_later:  # the file of a step says when the save began, and when it was finished
+            said = _json(folders[number] / STEP_FILE, FilePath.read_pointer) or {}
         is_begun = said.get("init_timestamp_nsecs") and not said.get("commit_timestamp_nsecs")
-        if is_begun or (first is not None and number > first):
+        if is_later or is_begun:
             unfinished.append(number)
     return unfinished
 
