@@ -220,7 +220,6 @@ def tree_fault(paths: Iterable[Path]) -> str | None:
 
 
 def _node_fault(path: Path, keys: Set[Key], leaf: bool) -> str | None:
-    """The fault of a node that has something below it, or None."""
     if leaf:
         return f"{_named(path)} is a leaf, but has something below it"
     kinds = {key.kind for key in keys}

@@ -25,7 +25,6 @@ def tensor_bytes(value: Any) -> int:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, int]]:
-    """The storage of each tensor in a value, and how many bytes the tensor has."""
     for _, node in walk(value):
         if isinstance(node, StoredTensor):
             yield node.storage, math.prod(node.shape) * node.dtype.itemsize

@@ -68,10 +68,7 @@ def _none(tensor: Tensor | np.ndarray) -> str:
 
 
 def dumps(value: Any, storage: Storage = _none) -> bytes:
-    """The pickle of plain values, containers, tensors and the classes above.
-
-    `storage` gives the key of the storage that will hold a tensor, whole and row-major.
-    """
+    """The pickle of a value; `storage` gives the key of a tensor's storage, whole and row-major."""
     writer = _Pickler(storage)
     writer.write(value)
     return bytes(writer.out + pickle.STOP)

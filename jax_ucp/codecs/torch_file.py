@@ -245,10 +245,7 @@ _EMPTY = Member("", offset=0, size=0, stored_size=0, crc=0, deflated=False)
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """A zip file of torch.save: its root folder, members by storage key, and data.pkl.
-
-    `pickled_size` is what the file spends on data.pkl.
-    """
+    """A zip file of torch.save; `pickled_size` is what it spends on data.pkl."""
 
     root: str
     storages: Mapping[str, Member]

@@ -106,7 +106,6 @@ class _Storages:
         return self._view(root, kind, numel, view)
 
     def _view(self, root: str, kind: StorageClass, numel: int, view: object) -> Storage:
-        """The storage that is a part of another: (key, first element, number of elements)."""
         match view:
             case (str(), int(offset), int(length)) if (
                 min(offset, length) >= 0 and offset + length <= numel

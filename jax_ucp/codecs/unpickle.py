@@ -271,10 +271,7 @@ def _label(key: object) -> str:
 
 
 class _Machine:
-    """A stack, those below its marks, a memo, and objects that may still receive a state.
-
-    A method that is an opcode takes the opcode's argument, None where it has none.
-    """
+    """A stack, those below marks, a memo, objects without a state; methods are opcodes."""
 
     def __init__(self, names: Mapping[str, object], persistent: Callable[[object], object] | None):
         self.names = names
@@ -291,10 +288,7 @@ class _Machine:
         self.paying = 0  # bytes that the file spends on it
 
     def run(self, data: bytes, most: int) -> int:
-        """The byte after STOP, when all opcodes have run; `most` bytes pay for memory.
-
-        `pickletools.genops` would find them, but warns of invalid escapes in names.
-        """
+        """The byte after STOP. `pickletools.genops` would do, but warns of invalid escapes."""
         at, opcode, stop = 0, None, len(data)
         self.paying = most
         while opcode is not _STOP:

@@ -38,10 +38,7 @@ class _Member:
 
 
 class TorchZip:
-    """The file of torch.save for a value, known but for bytes of tensors and their CRCs.
-
-    `value` is as `pickle_writer.dumps` takes it; a numpy array in it becomes a tensor too.
-    """
+    """The file of torch.save for a value, as `dumps` takes it; CRCs are known at the end."""
 
     def __init__(self, value: Any, root: str = "archive"):
         storages: list[bytes | Tensor] = []

@@ -12,10 +12,7 @@ PIECE_BYTES = 4 << 20
 
 
 def inflate(data: bytes, max_bytes: int) -> bytes:
-    """The inflated bytes of a frame, in no more memory than they need.
-
-    Raises CorruptData beyond `max_bytes`, or if it is no frame, FormatError without either library.
-    """
+    """The inflated bytes of a frame. Raises CorruptData, or FormatError without a library."""
     library = _library()
     try:
         if library.__name__ == "zstandard":

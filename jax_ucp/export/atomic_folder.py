@@ -90,10 +90,7 @@ def shared_folder(target: Path) -> Path:
 
 @contextmanager
 def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
-    """A handle of the folder `partial`, made if needed, under a `lock` of `fcntl.flock`.
-
-    Raises FileExistsError if another process is writing there.
-    """
+    """A handle of the folder `partial` under a `lock` (flock). Raises FileExistsError if taken."""
     partial.mkdir(parents=True, exist_ok=True)
     handle = os.open(partial, os.O_RDONLY)
     try:

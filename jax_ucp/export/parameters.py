@@ -23,10 +23,7 @@ BUFFER, OTHER = "buffer", "other"
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters with their states, the buffers and the other tensors of a checkpoint.
-
-    `states[name][state]` is a tensor of a parameter. `groups` are known optimizer settings.
-    """
+    """The parameters by name and state, buffers, other tensors and known optimizer settings."""
 
     states: Mapping[str, Mapping[str, Tensor]]
     buffers: Mapping[str, Tensor]
@@ -50,7 +47,6 @@ class Parameters:
 
     @property
     def moments(self) -> list[str]:
-        """The states besides `param` that any parameter has, in the order met."""
         met = dict.fromkeys(itertools.chain.from_iterable(self.states.values()))
         return [state for state in met if state != "param"]
 

@@ -254,10 +254,7 @@ def write_parts(
 def file_parts(
     opened: OpenedJob, file: File, max_bytes: int, on_bytes: OnBytes = no_progress
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file in order, in parts; half of `max_bytes` is for read-ahead.
-
-    Bytes whose CRC-32 a header before them has are held until it is known, or read twice.
-    """
+    """The bytes of a file in order; those before which a CRC-32 lies are held, or read twice."""
     reader = _SectionReader(opened, max_bytes // 2, on_bytes)
     end = 0
     for at, data in reader.read(file.sections):

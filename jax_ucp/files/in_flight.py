@@ -44,10 +44,7 @@ def opened_files(
 
 
 def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
-    """The file that has each name now, or None.
-
-    Over a network, lists of the folders around them answer; what they lack is asked for by itself.
-    """
+    """The file that has each name now, or None; over a network by lists of folders."""
     if not files.is_remote:
         return list(map(files.find, names))
     listed: dict[str, FileInfo] = {}

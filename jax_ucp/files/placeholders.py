@@ -98,10 +98,7 @@ def why_missing(folder: FilePath, name: str) -> str:
 
 
 def _downloads(folder: FilePath, name: str) -> Iterator[str]:
-    """Unfinished downloads that may be of a file: beside it, or in huggingface_hub's folder.
-
-    Releases of the hub since 0.27 call those by a hash of the name.
-    """
+    """Unfinished downloads of a file: beside it, or in the hub's folder, by hash since 0.27."""
     for suffix in UNFINISHED:
         if (folder / f"{name}{suffix}").exists():
             yield f"{name}{suffix}"

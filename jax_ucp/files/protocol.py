@@ -102,10 +102,7 @@ class Files(Protocol):
     def write(
         self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
     ) -> FileInfo | None:
-        """Write a file from its parts. Returns its info, if the storage answers with one.
-
-        If `durable`, it is whole or does not exist, and survives a crash; otherwise after `sync`.
-        """
+        """Write a file, whole or not at all if `durable`, else after `sync`. Returns its info."""
         ...
 
     def write_large(

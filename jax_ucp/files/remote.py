@@ -130,10 +130,7 @@ class RemoteFiles(Files):
 
     @abstractmethod
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
-        """Bytes of a file, by one request.
-
-        Raises CorruptData if it was replaced, FileNotFoundError if it is gone, and Unanswered.
-        """
+        """Bytes of a file. Raises CorruptData, FileNotFoundError if it is gone, Unanswered."""
         ...
 
     def link(self, name: str) -> str | None:

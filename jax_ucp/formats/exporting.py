@@ -71,10 +71,7 @@ def plan_export(
     zero_stage: int | None = None,
     budget_bytes: int = DEFAULT_BUDGET,
 ) -> ExportPlan:
-    """The files of a checkpoint in another format. Reads metadata, and DeepSpeed's steps.
-
-    The arguments, and what is refused, are those of `Checkpoint.export`.
-    """
+    """The files of a checkpoint in another format; arguments are `Checkpoint.export`'s."""
     _check_arguments(format, max_shard_bytes, zero_stage, budget_bytes)
     writer = _WRITERS[format]
     params = parameters(contents, _dtype(dtype))
@@ -265,7 +262,6 @@ def _dtype(name: str | None) -> np.dtype | None:
 
 
 def _steps(contents: Contents, params: Parameters) -> Mapping[str, np.ndarray]:
-    """How many steps the optimizer took, by parameter."""
     tensors = {name: states["step"] for name, states in params.states.items() if "step" in states}
     return {
         name: np.asarray(contents.arrays.read(t.key, Box.whole(t.shape)))

@@ -39,10 +39,7 @@ _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 
 
 def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
-    """Raise NotACheckpoint, naming what to open inside, or FormatError for parts of one.
-
-    `recognised` may raise too, of what would be refused if it were opened.
-    """
+    """Raise NotACheckpoint, naming what to open inside, or as `recognised` raises."""
     children = _children(at)
     # folders that are marked as a step of Orbax, and have a step's name or an item
     marked = list(filter(is_step, children))

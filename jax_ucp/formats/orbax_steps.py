@@ -117,10 +117,7 @@ def _is_checkpoint(path: FilePath) -> bool:
 
 
 def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
-    """The steps without the file of finished ones: after the first with it, or begun.
-
-    Versions of Orbax before that did not write it.
-    """
+    """The steps without the file of finished ones: after the first with it, or begun."""
     folders = {number: path for number, path in steps.items() if path.is_dir()}
     committed = {n for n, path in folders.items() if (path / _COMMITTED_FILE).is_file()}
     first = min(committed, default=None)
@@ -137,10 +134,7 @@ def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
 
 
 def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
-    """The one tree of a step, or that of `model`, with other items in JSON as extras.
-
-    Raises NotACheckpoint, naming the items, where there is not just one, or it is not there.
-    """
+    """The one tree of a step, or `model`, with JSON items as extras. Raises NotACheckpoint."""
     if _UNFINISHED_NAME.search(path.name):
         raise NotACheckpoint(f"{path} is a step that was never finished, by its name")
     items = items_of_step(path)

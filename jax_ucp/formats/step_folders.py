@@ -129,10 +129,7 @@ def _step_of(path: FilePath) -> Step | None:
 
 
 def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents:
-    """The checkpoint in a step's folder: its only model, or the one that `model` names.
-
-    Raises NotACheckpoint, naming them, where there is no such model, or several.
-    """
+    """The checkpoint in a step's folder: its only model, or `model`. Raises NotACheckpoint."""
     step = _step_of(path)
     assert step is not None, "it is recognised by that"
     models = step.models(path)

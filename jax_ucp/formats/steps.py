@@ -79,7 +79,6 @@ def open_run(run: Run, options: Options, open_contents: Open) -> Contents:
 
 
 def _tracked(run: Run) -> int:
-    """The step that the tracker names, or the last one where there is no such file."""
     tracker = run.folder / run.tracker
     if not tracker.is_file():
         return max(run.steps)

@@ -18,10 +18,7 @@ _TEXTS = (".yaml", ".yml", ".txt")
 
 
 def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
-    """Keep a file as extras of `name`: what torch.save saved, JSON, or a text; or as unread.
-
-    Raises FormatError where it is damaged, and where two ranks' are of different steps.
-    """
+    """Keep a file as extras of `name`, or as unread. Raises FormatError if it does not fit."""
     if path.suffix == ".json":
         imported.extra(name, "content", read_json(path))
     elif path.suffix in _TEXTS and path.size() <= MAX_TEXT_BYTES:

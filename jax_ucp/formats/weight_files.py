@@ -170,7 +170,6 @@ def keep_configs(imported: ContentsBuilder, folder: FilePath) -> None:
 
 
 def refuse_stand_in(path: FilePath) -> None:
-    """Raises FormatError, with the remedy, for a file that only stands for the one meant."""
     if why := stand_in(path):
         raise FormatError(f"{path}: {why}")
 

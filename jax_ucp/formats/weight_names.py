@@ -182,10 +182,7 @@ def holds_weights(names: Iterable[str]) -> bool:
 def saves_of(
     names: Collection[str], indexes: Mapping[str, Sequence[str]]
 ) -> dict[Model, list[WeightSave]]:
-    """Every save in a folder by model: a whole file, an index's, then numbered parts.
-
-    `indexes` has the files that each index names, which are no save of their own.
-    """
+    """Every save in a folder by model: a whole file, those of `indexes`, numbered parts."""
     named = itertools.chain.from_iterable(indexes.values())
     parts = _parts(sorted(set(names).difference(named)))
     saves = [WeightSave(model, (file,)) for file, model in parts.whole.items()]

@@ -62,7 +62,6 @@ class ElementChange:
 
     @property
     def share(self) -> float:
-        """Changed elements over all."""
         return self.changed / self.elements if self.elements else 0.0
 
 
@@ -212,7 +211,6 @@ _Pair = tuple[Leaf, Leaf]
 
 
 def _changes(both: Mapping[str, _Pair], fact: Callable[[Leaf], str]) -> tuple[LeafChange, ...]:
-    """Pairs of which a fact differs."""
     facts = ((label, fact(one), fact(other)) for label, (one, other) in both.items())
     return tuple(LeafChange(*each) for each in facts if each[1] != each[2])
 
@@ -340,7 +338,6 @@ def _is_rounded(array: np.ndarray) -> np.ndarray:
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-    """The elements as a vector of doubles."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64).ravel()
 
 

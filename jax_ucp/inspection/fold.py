@@ -37,10 +37,7 @@ class Folded:
 
 
 def fold(rows: Iterable[Sequence[str]]) -> list[Folded]:
-    """The rows (name, *cells), folded if they differ in numbers of their names alone.
-
-    Each row is in exactly one of the result. A name that is there twice is not folded.
-    """
+    """The rows (name, *cells); those that differ in numbers of unique names are folded."""
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[_Numbers, list[int]]] = {}
     for place, (name, *cells) in enumerate(rows):
         parts = _NUMBER.split(name)

@@ -44,10 +44,7 @@ class LazyArray:
         return self.shape[0]
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
-        """The elements that numpy has at `index`: ints, slices with any step, and one `...`.
-
-        Raises IndexError outside the array, TypeError for any other index.
-        """
+        """The elements that numpy has at `index`. Raises IndexError, or TypeError for others."""
         given = index if isinstance(index, tuple) else (index,)
         items = [item for item in given if item is not Ellipsis]
         dots = len(given) - len(items)

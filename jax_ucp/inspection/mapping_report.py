@@ -135,7 +135,6 @@ def _row(mapped: Checkpoint, name: str, targets: Shapes) -> Report:
 
 
 def _differences(mapping: LeafMapping, shapes: Shapes, targets: Shapes) -> Iterator[str]:
-    """A fault for each leaf that only one side has, and for each whose shapes differ."""
     for name, shape in targets.items():
         if name not in shapes:
             yield f"{name} {list(shape)}: in the target, but no rule forms it"
@@ -167,7 +166,6 @@ def _order(mapping: LeafMapping, leaf: str, shape: Shape, target: Shape) -> str 
 
 
 def _named_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
-    """The names that one of the patterns stands for."""
     regexes = [name_regex(pattern) for pattern in patterns]
     return {name for name in names for regex in regexes if regex.fullmatch(name)}
 

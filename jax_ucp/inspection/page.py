@@ -152,7 +152,6 @@ def _part(name: str) -> str:
 
 
 def _text(text: object) -> str:
-    """Text of others as HTML."""
     return html.escape(visible(str(text)), quote=True)
 
 

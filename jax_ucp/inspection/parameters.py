@@ -32,7 +32,6 @@ class Parameter:
         return np.dtype(self.states["param"].dtype)
 
     def where(self, state: str = "param") -> Sequence[Piece]:
-        """The pieces that one of its states is made of."""
         return self.contents.locate(self.states[state])
 
     def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:

@@ -147,7 +147,6 @@ def _placed(leaf: Leaf, fit: Fit, mesh: Mapping[str, int]) -> Report:
 
 
 def inventory_of(checkpoint: Checkpoint) -> list[Report]:
-    """Every stored item with its status."""
     return [
         {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
         for item in checkpoint.inventory
@@ -158,7 +157,6 @@ _Pieces = Mapping[str, Sequence[Piece]]
 
 
 def pieces_of(checkpoint: Checkpoint) -> _Pieces:
-    """The pieces of each leaf, by its label."""
     return {leaf.label: checkpoint.where(leaf) for leaf in checkpoint.leaves}
 
 

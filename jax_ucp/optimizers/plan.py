@@ -229,7 +229,6 @@ class _Steps:
 
 
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
-    """The arrays of the checkpoint by state and by parameter."""
     states: dict[str, dict[str, Leaf]] = defaultdict(dict)
     for leaf in contents.leaves:
         if len(leaf.path) > 1 and leaf.has_array:
@@ -275,7 +274,6 @@ def _fill(
 
 
 def _mapped(filled: Sequence[Filled]) -> list[Leaf]:
-    """The leaves of the checkpoint that leaves of the state come from."""
     return [one.value for one in filled if isinstance(one.value, Leaf)]
 
 

@@ -77,7 +77,6 @@ def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[O
 
 
 def param_leaves(params: Any) -> dict[str, Any]:
-    """The arrays of a model's tree, by their names with slashes."""
     return {name_of(node.path): node.value for node in walk(params) if is_array(node.value)}
 
 
@@ -122,7 +121,6 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[OptaxLeaf]
 
 
 def _children(node: Any) -> Iterator[tuple[Key, Any]]:
-    """The children of a node of an optax state, each with its key."""
     kind, items = "attr", ()
     if isinstance(node, dict):
         kind, items = "dict", node.items()

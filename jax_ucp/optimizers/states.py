@@ -59,10 +59,7 @@ def torch_states(
     step: int | None = None,
     step_dtype: DTypeLike | None = None,
 ) -> Contents:
-    """The checkpoint of a JAX run as an import has it: `{state: {parameter: array}}`.
-
-    Arguments and refusals are those of `Checkpoint.torch_states`. Single numbers are read here.
-    """
+    """The checkpoint of a JAX run as an import has it; see `Checkpoint.torch_states`."""
     run = _TrainingRun(contents)
     named = run.parameters(params, model)
     if model is None:
@@ -257,7 +254,6 @@ class _TrainingRun:
             )
 
     def refuse(self, what: str) -> None:
-        """Raises TreeMismatch with all faults there are."""
         if self.faults:
             title = f"{self.contents.path}: {what}, in {len(self.faults)} places:"
             raise TreeMismatch(title, self.faults)
@@ -388,7 +384,6 @@ def _names(path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _difference(node: TreeNode, leaf: Leaf | None, has_structure: bool) -> str | None:
-    """How a leaf of the optimizer's state and the stored one differ, if they do."""
     if leaf is None:
         is_needed = has_structure or is_array(node.value)
         return "the optimizer has it, the checkpoint not" if is_needed else None

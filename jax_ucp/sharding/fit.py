@@ -115,7 +115,6 @@ def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
 
 
 def _first_label(pattern: str, leaves: Sequence[Leaf]) -> str | None:
-    """The first label of an array that a pattern matches, or None."""
     try:
         search = re.compile(pattern).search
     except re.error:
@@ -184,7 +183,6 @@ def wanted_spec(
 
 
 def fit_axes(leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule] = ()) -> Fit:
-    """The spec of a leaf on a mesh of named axis sizes."""
     shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
     return fit_spec(wanted_spec(leaf, mesh, rules), shape, mesh)
 

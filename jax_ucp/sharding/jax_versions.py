@@ -29,6 +29,5 @@ def has_x64() -> bool:
 
 
 def mesh_in_scope() -> Mesh | None:
-    """The mesh that `jax.set_mesh` has set for this thread."""
     mesh = _get_mesh()
     return mesh if isinstance(mesh, Mesh) and not mesh.empty else None

@@ -69,7 +69,6 @@ def _told(do: Callable[[], T]) -> T:
 
 
 def _broadcast(data: bytes) -> bytes:
-    """The bytes that process 0 gives, in every process."""
     size = int(allgathered(str(len(data)).encode())[0])
     out = np.zeros(size, np.uint8)
     out[: len(data)] = np.frombuffer(data, np.uint8)

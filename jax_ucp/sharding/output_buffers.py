@@ -47,7 +47,6 @@ class ReadRequest:
         )
 
     def array(self) -> np.ndarray | jax.Array:
-        """All boxes read at once, as an array."""
         return self.array_of(dict(zip(self.boxes, self.read(list(self.boxes)), strict=True)))
 
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:

@@ -51,10 +51,7 @@ class HostMesh:
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | Mapping[str, int], hosts: int = 1) -> HostMesh:
-        """From a mesh of JAX, or sizes by name.
-
-        Raises ValueError where the hosts cannot have equal shares, or a size cannot be meant.
-        """
+        """From a mesh of JAX, or sizes by name. Raises ValueError for uneven hosts or sizes."""
         sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
         if not isinstance(sizes, Mapping):
             raise ValueError(
@@ -186,10 +183,7 @@ def planned_reads(arrays: Iterable[PlannedArray], mesh: HostMesh) -> HostReads:
 
 
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
-    """The reads of a restore of any checkpoint onto a mesh, by its saved specs and the rules.
-
-    Of replicas the first is counted. Raises ValueError for a rule that cannot be meant.
-    """
+    """The reads of a restore onto a mesh, of first replicas. Raises ValueError for rules."""
     check_rules(rules)
     check_logical_rules(rules, contents.leaves)
     counts = Counter(
@@ -243,10 +237,7 @@ def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 def mesh_cells(
     leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 ) -> dict[str, Shape]:
-    """By array, the block that one host writes in a save from the mesh; no chunk crosses it.
-
-    Raises ValueError for a rule that cannot be meant.
-    """
+    """By array, the block that one host writes; no chunk crosses it. Raises ValueError."""
     check_rules(rules)
     check_logical_rules(rules, leaves)
     return {
@@ -418,7 +409,6 @@ def touched_units(
 
 
 def _union(boxes: np.ndarray) -> int:
-    """The volume of the union of boxes, given as rows of first and last corner."""
     ndim = boxes.shape[1] // 2
     edges = [np.unique(boxes[:, [axis, ndim + axis]]) for axis in range(ndim)]
     covered = np.zeros([max(0, len(edge) - 1) for edge in edges], bool)

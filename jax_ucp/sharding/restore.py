@@ -168,10 +168,7 @@ class Placement:
 
 @dataclass(frozen=True, repr=False)
 class RestorePlan:
-    """A restore, decided before any byte is read.
-
-    `nodes` are the target's leaves that the placements fill, in order, `kept` those that stay.
-    """
+    """A restore; placements fill `nodes` of the target in order, and `kept` stay."""
 
     placements: Sequence[Placement]
     target: Any = None

@@ -134,10 +134,7 @@ def describe(tree: Any) -> Description:
 
 @gc_paused()
 def take_snapshot(described: Description) -> Snapshot:
-    """This process's part of the tree, for the chunks that it writes, copied from its devices.
-
-    When it returns, the tree may be changed, donated or deleted.
-    """
+    """This process's part of the tree, copied from devices: the tree may change then."""
     arrays = described.arrays
     infos = {name: ArrayInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
 
@@ -283,10 +280,7 @@ def _commit(snapshot: Snapshot) -> Commit:
 
 
 def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
-    """Each leaf's name, label, and a description that must be the same on all processes.
-
-    Values are not included: those of the host program are taken from process 0.
-    """
+    """Each leaf's name, label and description, but for values: the same on all processes."""
     homes = {
         name: (stack, f"number {i} of {stack}")
         for stack, names in snapshot.stacks.items()

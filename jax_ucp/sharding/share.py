@@ -246,7 +246,6 @@ def _names(axes: object) -> tuple[str, ...]:
 
 
 def _free_names(sharding: NamedSharding) -> tuple[str, ...]:
-    """The mesh axes over which an array has copies."""
     used = set(itertools.chain.from_iterable(map(_names, sharding.spec)))
     sizes = sharding.mesh.shape
     return tuple(name for name in sizes if sizes[name] > 1 and name not in used)

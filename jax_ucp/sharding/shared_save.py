@@ -173,10 +173,7 @@ class SharedSave:
         )
 
     def _conclude(self, text: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """The text that process 0 makes of all texts, once this process has reported `text`.
-
-        Raises SaveFailed if another process did not complete the stage.
-        """
+        """The text that process 0 makes of all processes' texts. Raises SaveFailed."""
         if self._process == 0:
             with self.telling():
                 words = self._hear_all()
@@ -196,7 +193,6 @@ class SharedSave:
         return verdict.text
 
     def _differences(self, mine: Content) -> str:
-        """The differences between this process's content and process 0's; empty without any."""
         if self._process == 0:
             return ""
         packed = _client().blocking_key_value_get_bytes(self._content_place, PATIENCE_S * 1000)
@@ -319,7 +315,6 @@ def _absent(
     others: Mapping[tuple[str, str], str],
     other: int,
 ) -> list[str]:
-    """A text for each leaf that `process` has and the process `other` has not."""
     absent = itertools.filterfalse(others.__contains__, leaves)
     return [f"process {process} has {label}, process {other} has not" for _, label in absent]
 
@@ -337,7 +332,6 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _try_get(place: str) -> str:
-    """The value at a place of the service; empty if there is none."""
     try:
         return str(_client().key_value_try_get(place))
     except jax.errors.JaxRuntimeError as error:

@@ -70,10 +70,7 @@ class TreeNode:
 
 
 def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[TreeNode]:
-    """Every leaf of a pytree, depth first; None and empty containers are leaves too.
-
-    Raises UnsupportedLeaf for a key that is neither string nor integer, and a tree too deep.
-    """
+    """Every leaf, None and empty containers too, depth first. Raises UnsupportedLeaf."""
     if len(path) > MAX_TREE_DEPTH:
         raise UnsupportedLeaf(
             f"a tree of more than {MAX_TREE_DEPTH} levels cannot be saved, such as at {path[0]}/..."
@@ -123,7 +120,6 @@ def kind_of(node: TreeNode) -> LeafKind:
 
 
 def empty_kind(value: Any) -> KeyKind:
-    """The kind of a node without children."""
     kinds: dict[type, KeyKind] = {dict: "dict", list: "list", tuple: "tuple"}
     return kinds.get(type(value), "attr")
 
@@ -297,7 +293,6 @@ def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
 
 
 def _difference(node: TreeNode, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
-    """How the leaf of the target and that of the checkpoint differ, if they do."""
     try:
         kind = kind_of(node)
     except UnsupportedLeaf:
@@ -362,7 +357,6 @@ def _describe(value: Any) -> str:
 
 
 def _stored(leaf: Leaf) -> str:
-    """The leaf of a checkpoint in words."""
     words = {
         "none": "None",
         "empty": f"an empty {leaf.value}",

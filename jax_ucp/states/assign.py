@@ -123,7 +123,6 @@ def _listed(
     lists: Sequence[Sequence[Name]],
     unfit: Unfit[Key],
 ) -> dict[Key, Name]:
-    """The names of the lists, one list for each group."""
     names: dict[Key, Name] = {}
     for group, listed in zip(groups, lists, strict=True):
         if len(group.slots) != len(listed):

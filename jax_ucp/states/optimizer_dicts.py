@@ -63,7 +63,6 @@ class OptimizerDict:
         return [tuple(dict.fromkeys(itertools.chain(*lists)))] if self.flattened else lists
 
     def listed(self) -> list[Owner]:
-        """The owners of all groups in order."""
         return list(itertools.chain(*self.lists()))
 
 

@@ -145,7 +145,6 @@ class _Weights:
                 self.roots[name].append(root)
 
     def model_path(self) -> Steps:
-        """The path of the model. Raises Undecided where none is decided."""
         if self.model.path is None:
             why = "nothing decides which dict is the model"
             raise Undecided(why if self.tensors else "there are no weights in the file")
@@ -577,7 +576,6 @@ def names_by_dict(path: Steps) -> Iterator[tuple[Steps, str]]:
 
 
 def sizes_of(optimizers: Sequence[OptimizerDict]) -> str:
-    """The number of parameters in each group of the optimizers, for messages."""
     counts = [" + ".join(str(len(owners)) for owners in o.lists()) for o in optimizers]
     return ", ".join(f"{o.name} has {count}" for o, count in zip(optimizers, counts, strict=True))
 

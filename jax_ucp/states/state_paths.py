@@ -89,7 +89,6 @@ def places(
 
 
 def _model(outside: Mapping[str, StateTensor], optimizers: Iterable[OptimizerDict]) -> ModelDict:
-    """The model, of the tensors in no optimizer."""
     if not outside:
         return ModelDict()
     paths = [stored.path for stored in outside.values()]
@@ -194,7 +193,6 @@ def model_names(paths: Sequence[Steps]) -> list[str]:
 
 
 def _dicts_inside(paths: Sequence[Steps], root: Steps) -> set[Steps]:
-    """The dicts that lie in the dict `root`."""
     depth = len(root) + 1
     return {path[:depth] for path in paths if len(path) > depth}
 

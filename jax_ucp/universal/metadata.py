@@ -175,10 +175,7 @@ def encode(metadata: Metadata) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Metadata:
-    """The metadata in a `ucp.json`. Raises CorruptData if its bytes have changed.
-
-    Raises FormatError for a newer version of the format, or content that no writer makes.
-    """
+    """The metadata in a `ucp.json`. Raises CorruptData, or FormatError for no writer's."""
     try:
         seal = msgspec.json.decode(data, type=_Seal)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

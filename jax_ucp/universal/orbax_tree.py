@@ -48,10 +48,7 @@ NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 def orbax_files(
     leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]], ocdbt: bool = False
 ) -> dict[str, bytes]:
-    """The files, by name and in writing order, that let stock Orbax read the leaves.
-
-    `arrays` has each array's outer chunk; with `ocdbt`, stock looks in an OCDBT database.
-    """
+    """The files, in writing order, by which stock Orbax reads arrays of these outer chunks."""
     named = [(".".join(map(str, leaf.path)), leaf) for leaf in leaves]
     # all that stock reads of other arrays is in their `zarr.json`
     keys = [

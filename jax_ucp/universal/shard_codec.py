@@ -88,7 +88,6 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
 
 
 def chunk_bytes(chunks: Chunks, dtype: np.dtype) -> int:
-    """The number of bytes of an inner chunk on disk, with its crc32c."""
     return math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
 
 
@@ -127,10 +126,7 @@ class OuterChunk:
 
 
 def read_shard(files: Files | ReadAhead, shard: OuterChunk) -> None:
-    """Copy from an outer chunk into the wanted arrays, each inner chunk read at most once.
-
-    Raises CorruptData if a checksum does not match, or the file has another size.
-    """
+    """Copy wanted elements of an outer chunk. Raises CorruptData by checksums or size."""
     # Checked before anything is allocated for the inner chunks: if all of them are in the file,
     # there are no more of them than bytes.
     url = files.url(shard.file.name)
@@ -352,7 +348,6 @@ def read_unit(chunks: Chunks, itemsize: int) -> Shape:
 
 
 def _stored_grid(shape: Sequence[int], chunks: Chunks) -> Shape:
-    """The number of inner chunks on each axis of the part of an outer chunk inside the array."""
     return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 

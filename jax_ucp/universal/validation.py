@@ -35,10 +35,7 @@ _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c", "numpy_scala
 
 
 def check_metadata(metadata: Metadata, where: str) -> None:
-    """Raise FormatError with the first fault of `ucp.json`, the file `where`.
-
-    The size of the file bounds the metadata: each outer chunk has a digest of its own in it.
-    """
+    """Raise FormatError with the first fault of `ucp.json`, whose size bounds the metadata."""
     for fault in _faults(metadata):
         raise FormatError(
             f"{where} says what jax_ucp does not write, though its digest is right: {fault}"

@@ -251,10 +251,7 @@ def _declared(tables: _Tables, fqn: str, entry: Mapping[str, Any]) -> list[_Bloc
 
 
 def _misfit(shape: Shape, chunks: Collection[_Block]) -> str:
-    """How chunks of a tensor without elements do not end where it does.
-
-    Tiling proves the shape of a tensor with elements; of one without, only this does.
-    """
+    """How chunks of a tensor without elements, which tiling does not prove, misfit it."""
     for axis, n in enumerate(shape if chunks and 0 in shape else ()):
         if n and n != max(offsets[axis] + sizes[axis] for offsets, sizes in chunks):
             return f"has shape {list(shape)}, but its chunks end elsewhere on axis {axis}"
@@ -279,7 +276,6 @@ def _stored(
 
 
 def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Span]:
-    """Where the items are: of an object, or of the chunk of a tensor at an offset."""
     spans: dict[tuple[str, Shape | None], Span] = {}
     for index, info in storage_data.items():
         fields = _fields(index, "MetadataIndex", "a key of storage_data")

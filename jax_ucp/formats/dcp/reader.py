@@ -68,10 +68,7 @@ def open_dcp(path: FilePath, options: Options) -> Contents:
 
 
 def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) -> Contents:
-    """The one checkpoint of several saves, such as a model's and its optimizer's, in `folders`.
-
-    Raises as `open_dcp`, and where two of them hold a tensor of one name.
-    """
+    """The one checkpoint of several saves, in `folders`. Raises as `open_dcp`, or for twins."""
     saves = [DcpSave.opened(path, folder, options) for folder in folders]
     source = saves[0].source
     if saves[0].prefix or len(saves) > 1:
@@ -123,10 +120,7 @@ class DcpSave:
 
 
 def check_facts(save: DcpSave) -> None:
-    """Raise FormatError where ranks' objects of one name are of other steps.
-
-    Places in the data are each rank's own. Objects that are left aside are not read.
-    """
+    """Raise FormatError where ranks' objects are of other steps; those left are not read."""
     facts = Facts(save.metadata.folder)
     for fqn, spans in save.metadata.objects.items():
         if len(spans) == 1 or "data" in fqn or fqn in save.left:

@@ -81,10 +81,7 @@ def _of_groups(path: Steps) -> bool:
 
 
 def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Steps, Any]:
-    """The objects of a DCP checkpoint, from its extras by file and name, by path.
-
-    Where the parameters were `renamed` since, without its groups, which have the old names.
-    """
+    """The objects of a DCP checkpoint by path; without groups if parameters were `renamed`."""
     by_path: dict[Steps, Any] = {}
     for file in extras.values():
         for name, value in file.items():

@@ -19,10 +19,7 @@ from jax_ucp.formats.nested import as_dict
 
 
 def check_facts(files: TagFiles, weights_only: bool = False) -> None:
-    """Raise FormatError, naming two files and their values, where files are not of one step.
-
-    With `weights_only` nothing is compared that no weight rests on.
-    """
+    """Raise FormatError where files, or with `weights_only` weights, are not of one step."""
     facts = Facts(files.folder)
     for mp, models in enumerate(files.models):
         stage = mp // files.tp

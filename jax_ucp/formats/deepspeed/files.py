@@ -165,7 +165,6 @@ class _Names:
 
 
 def _parse_names(folder: FilePath) -> _Names:
-    """The names of all files. Raises FormatError for both of mp_rank_0 and mp_rank_00."""
     names = sorted(path.name for path in folder.children() if path.is_file())
     seen: dict[str, str] = {}
     for name in filter(_is_own, names):
@@ -285,10 +284,7 @@ def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers,
 
 
 def _is_zero3(names: _Names) -> bool:
-    """Whether the files are ZeRO-3's; without model states the optimizer files say it.
-
-    Raises FormatError where model states are of several stages.
-    """
+    """Whether the files are ZeRO-3's. Raises FormatError for model states of several stages."""
     if not names.models:
         states = (open_stored(names.folder / name).state for name in names.optimizers.values())
         return any("fp32_flat_groups" in s.get("optimizer_state_dict", ()) for s in states)

@@ -72,10 +72,7 @@ def _data_before_experts(stored: StateFile | Rank) -> bool:
 def _zero3_teams(
     index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[StateFile]
 ) -> list[tuple[int | None, list[Rank]]]:
-    """The ranks that share a sub-group, in order: ZeRO-3 writes them for each sub-group and rank.
-
-    Raises FormatError where a file is not that of its rank.
-    """
+    """The ranks that share a sub-group of ZeRO-3, in order. Raises FormatError for others."""
     teams_by_ep: dict[int | None, list[int]] = {}
     first_model: dict[int | None, str] = {}
     for dp, (rank, entry) in enumerate(zip(ranks, metadata, strict=True)):
@@ -108,10 +105,7 @@ def _zero3_teams(
 
 
 def check_expert_ranks(files: TagFiles) -> None:
-    """Raise FormatError where a rank's model states are, by their AutoEP layers, another rank's.
-
-    Only under ZeRO-3 has each data-parallel rank a file of its own.
-    """
+    """Raise FormatError where ZeRO-3's model states are another rank's, by AutoEP layers."""
     every = [(dp, model) for models in files.models for dp, model in enumerate(models)]
     layers = [(dp, model, as_dict(layer)) for dp, model in every for layer in autoep_layers(model)]
     for dp, model, layer in layers if files.zero3 else ():
@@ -208,10 +202,7 @@ def cut_twice(files: TagFiles, name: str) -> FormatError:
 
 
 def expert_layout(name: str, slices: Mapping[int, Shape], model: StateFile) -> ParamLayout:
-    """The parameter that slices of fused experts form, by `ds_autoep_layers`.
-
-    Without a placement (older versions) ranks' experts follow one another.
-    """
+    """The parameter of fused experts' slices, by `ds_autoep_layers`, or rank after rank."""
     shapes = [slices[ep] for ep in sorted(slices)]
     layer = _layer_of(name, model)
     if sorted(slices) != list(range(len(slices))) or len(slices) != int(layer["ep_size"]):

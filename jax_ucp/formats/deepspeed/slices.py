@@ -111,7 +111,6 @@ class Slices:
         }
 
     def array_on(self, place: Place, state: str, name: str) -> Array | None:
-        """The slice of a parameter's state at a place, if there is one."""
         slices = self.states.get((state, name))
         return slices.arrays.get(place) if slices else None
 

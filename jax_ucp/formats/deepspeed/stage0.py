@@ -53,10 +53,7 @@ _BY_BITS = (
 
 
 def add_numbered_states(slices: Slices) -> None:
-    """Add states by number: dense ones are equal on all expert-parallel ranks.
-
-    Raises FormatError where the user's groups do not fit, CorruptData where masters contradict.
-    """
+    """Add states by number. Raises FormatError, or CorruptData where masters contradict."""
     builder, options = slices.builder, slices.options
     ranks = range(len(slices.files.models))
     optimizers = [one for mp in ranks for one in optimizers_of(slices, mp)]

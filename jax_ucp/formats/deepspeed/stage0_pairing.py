@@ -188,10 +188,7 @@ def _listed_in_buffers(
 
 
 class Copies:
-    """The 16-bit weights of a rank, by parameter, which the bits of rounded masters find.
-
-    First elements nearly always tell; else all are compared. `shards` has weights and masters.
-    """
+    """The 16-bit weights of a rank, by parameter, found by the bits of rounded masters."""
 
     def __init__(self, shards: ArraySource, keys: Mapping[str, str], shapes: Mapping[str, Shape]):
         self._shards, self._keys, self._shapes = shards, keys, shapes

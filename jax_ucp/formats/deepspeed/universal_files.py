@@ -57,7 +57,6 @@ class UniversalFiles:
         return StateFile(self.atoms[name][state], {}, subfolder=f"zero/{name}/")
 
     def groups(self) -> Iterator[tuple[int, int, Mapping[str, Shape]]]:
-        """Groups of parameters, as (pipeline stage, index, shapes), of each model-parallel rank."""
         for mp, models in enumerate(self.files.models):
             for index, shapes in enumerate(param_shapes(models[0], ())):
                 yield mp // self.files.tp, index, shapes
@@ -84,10 +83,7 @@ class UniversalFiles:
 
 
 def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
-    """The files of a universal folder; with `weights_only` none of the optimizer's states.
-
-    Raises FormatError, naming the file, where one is missing or of another run or step.
-    """
+    """The files of a universal folder. Raises FormatError for missing or foreign ones."""
     files = open_files(folder, weights_only)
     if any(files.ranks):
         raise FormatError(
@@ -137,10 +133,7 @@ def _open_atoms(paths: Sequence[FilePath]) -> dict[str, dict[str, TorchFile]]:
 
 
 def _optimizer_faults(universal: UniversalFiles) -> Iterator[str]:
-    """The entries of the optimizer's file that are not those of the model states' run.
-
-    It is rank 0's of the first pipeline stage: its stage of ZeRO, groups, and ranks are theirs.
-    """
+    """The entries of the optimizer's file, rank 0's, that are not those of the run."""
     model = universal.files.models[0][0]
     counts = [len(shapes) for shapes in param_shapes(model, ())]
     zero3 = bool(universal.rank_0())

@@ -140,10 +140,7 @@ class _UniversalReader:
         return tensors
 
     def _compare_rank_0(self, atoms: Mapping[tuple[str, str], Array]) -> None:
-        """Compare rank 0's partitions, which ZeRO-3 leaves in its state, with the atoms.
-
-        Not under tensor parallelism, where they are of slices.
-        """
+        """Compare rank 0's partitions, which ZeRO-3 leaves, with atoms; not those of slices."""
         masters = self.universal.optimizer_entry("fp32_flat_groups")
         if masters is None or self.files.tp > 1:
             return
@@ -185,10 +182,7 @@ class _UniversalReader:
                     start += numel
 
     def _add_module(self) -> None:
-        """Add the parameters that have no atom, and compare the others with their atoms.
-
-        An atom that is the mean of the module's tensors lies between them.
-        """
+        """Add the parameters without an atom, and compare others with atoms, which may be means."""
         # Copies of atoms, by (pipeline stage, tp rank).
         copies: dict[str, dict[tuple[int, int], ModuleTensor]] = defaultdict(dict)
 

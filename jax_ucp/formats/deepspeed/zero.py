@@ -96,10 +96,7 @@ def group(
     model: str,
     weights_only: bool = False,
 ) -> PartitionGroup:
-    """A group of parameters, and its states on `ranks`; with `weights_only` its masters.
-
-    Raises FormatError, naming the file, for other lengths than `shapes` and ranks give.
-    """
+    """A group of parameters, and its states on `ranks`. Raises FormatError for lengths."""
     masters = [rank.masters[index] for rank in ranks]
     is_muon = any(param_group(rank, index).get("use_muon") for rank in ranks)
     by_name = {} if weights_only else _states_by_name(index, ranks, is_muon)

@@ -94,10 +94,7 @@ def _ways(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
 
 
 def _wrappings(names: Sequence[str], count: int) -> Iterator[set[str]]:
-    """Sets of `count` modules that may be wrapped, the outermost among them.
-
-    There may be one more, without parameters of its own.
-    """
+    """Sets of `count` modules that may be wrapped, or one more without parameters."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for name in names:
         path = name.split(".")[:-1]

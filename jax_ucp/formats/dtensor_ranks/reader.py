@@ -54,10 +54,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
-    """The checkpoint of the files of all ranks in a folder.
-
-    Raises FormatError, naming the file, where one is missing, of another save, or does not fit.
-    """
+    """The checkpoint of all ranks' files in a folder. Raises FormatError, naming the file."""
     ranks = rank_files(path)
     files = _opened(ranks, options)
     imported = ContentsBuilder("dtensors", path, Combined.of_files(files), options.on_conflict)
@@ -315,7 +312,6 @@ def _place_flat(
 
 
 def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> None:
-    """Keep as extras what is no tensor in weights and optimizers, and all extra states."""
     for kind in ("model", "optim"):
         for rank, name, file in saved.of(kind):
             rest = without_tensors(file.tree)

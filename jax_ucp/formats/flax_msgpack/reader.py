@@ -81,9 +81,7 @@ class _Dialect:
 
 @dataclass(frozen=True)
 class _Save:
-    """A file with what belongs to it: `folder` has the arrays elsewhere, `own` are the names in it
-    that are no array's.
-    """
+    """A file, the `folder` with its arrays elsewhere, and `own` names in it of no array."""
 
     file: FilePath
     tree: Any
@@ -104,10 +102,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_flax(path: FilePath, options: Options) -> Contents:
-    """The tree of a msgpack file, or of the folder that has one.
-
-    Raises FormatError for what no writer makes, and an array that is not as the file says.
-    """
+    """The tree of a msgpack file, or of the folder that has one. Raises FormatError."""
     save = _read(path)
     values = _values(save)
     names = dict(zip(values, leaf_names(list(values)), strict=True))
@@ -150,7 +145,6 @@ def _leaves(
     pointers: Mapping[TreePath, _Pointer],
     arrays: Mapping[str, ArrayInfo],
 ) -> list[Leaf]:
-    """A leaf for each value but bytes, which are kept beside."""
     saved = shardings(save.folder.folder()) if save.dialect is _ORBAX else {}
     leaves: list[Leaf] = []
     for at, value in values.items():

@@ -110,10 +110,7 @@ _TOLERANCE = 1e-5
 def model_config(
     values: Mapping[str, Any], tensors: Mapping[str, ArraySource]
 ) -> tuple[dict[str, Any], str]:
-    """The config that keys and tensors decide, by source, if they do; and a note.
-
-    Reads the factors of the rotation, where they are stored.
-    """
+    """The config that keys, tensors and stored factors decide, by source; and a note."""
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         return {}, f"the architecture {architecture!r:.40} says nothing here of a model's config"

@@ -90,7 +90,6 @@ def _writer(version: int, values: Mapping[str, Any]) -> str:
 
 
 def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:
-    """The parts of a model after the first. Raises FormatError where one is missing or wrong."""
     name = _PART.fullmatch(path.name)
     count = first.head.values.get(_COUNT, 0)
     parts = int(name["parts"]) if name else 1

@@ -301,10 +301,7 @@ def _compared(
 
 
 def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: Options) -> Contents:
-    """The checkpoint that torch DCP consolidated, compared with the ranks' parts, if all are there.
-
-    Raises FormatError where they differ.
-    """
+    """The checkpoint, compared with ranks' parts, if all are there. Raises FormatError."""
     parts = path / SHARDED
     if not parts.is_dir():
         return contents

@@ -21,10 +21,7 @@ _DTYPES = ("dtype", "torch_dtype")
 def model_configs(
     extras: Mapping[str, Mapping[str, Any]], params: Parameters
 ) -> tuple[dict[str, Config], list[str]]:
-    """The configs among the extras that are still true, by file name, and what was changed.
-
-    The dtype in a config becomes that of the weights: a loader would round them to it.
-    """
+    """The configs that are still true, with the weights' dtype; and what was changed."""
     is_adapter = all(name.startswith(PREFIX) for name in params.model)
     kept: dict[str, Config] = {}
     for name in CONFIGS:

@@ -175,10 +175,7 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
 
 
 def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeight]:
-    """Every weight of a checkpoint that is stored as codes, with its parts.
-
-    `method` is what a config declares. `contents.quantized` are known by a narrow dtype already.
-    """
+    """Every weight stored as codes, with parts; `method` is what a config declares."""
     # the leaves with an array, but for parts that are kept as such, by their labels with dots
     arrays = [leaf for leaf in contents.leaves if leaf.has_array]
     if _imported(contents):
@@ -324,10 +321,7 @@ def _role(suffix: str) -> str:
 def _unexplained(
     leaves: Mapping[str, Leaf], claimed: set[str], method: str
 ) -> Iterator[QuantizedWeight]:
-    """Codes that no scheme explains, where a config declares that weights are quantised.
-
-    What else is of the same module goes with them, except a bias.
-    """
+    """Codes that no scheme explains, with what is of their modules, except biases."""
     unknown = f"the config declares {method}, and no scale that is known here lies beside it"
     codes: dict[str, list[str]] = defaultdict(list)  # by module
     others: dict[str, dict[str, str]] = defaultdict(dict)  # by module and role

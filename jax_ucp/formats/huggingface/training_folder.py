@@ -183,7 +183,6 @@ def _place(imported: ContentsBuilder, tree: Tree, placed: Places) -> None:
 
 
 def _opened(path: FilePath) -> TorchFile:
-    """A file named as torch.save's. Raises FormatError, with the way to the weights."""
     try:
         if not path.is_file() or not is_torch_file(path):
             why = stand_in(path) if path.is_file() else why_missing(path.parent, path.name)

@@ -146,10 +146,7 @@ def step_of(
     states: States,
     mixed: bool,
 ) -> Array | None:
-    """The step of a parameter, or None, as SGD has none. Raises FormatError for two.
-
-    `mixed`: there are parameters of several kinds of optimizers.
-    """
+    """The step of a parameter, or None, as SGD has none. Raises FormatError for two."""
     steps = by_experts.get(is_expert(name) and True in by_experts, [])
     if mixed:  # Adam beside another optimizer: the step of one is not that of the other
         steps = [step for step in steps if step.adam in (None, "exp_avg" in states)]

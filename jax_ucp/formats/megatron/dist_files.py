@@ -161,10 +161,7 @@ def _backend(folder: FilePath) -> str | None:
 
 
 def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
-    """The checkpoint of one iteration; with `weights_only` nothing of the optimizer is opened.
-
-    Raises FormatError, naming the file, where one is missing or of another save.
-    """
+    """The checkpoint of one iteration. Raises FormatError, naming the file."""
     backend = _backend(folder)
     if backend is None:
         raise without_backend(folder)

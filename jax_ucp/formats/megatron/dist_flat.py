@@ -108,10 +108,7 @@ def buffer_states(
     tensors: TensorStates,
     inside: Mapping[str, TorchFile],
 ) -> BufferStates:
-    """The states in flat buffers; `inside` are the objects that have buffers.
-
-    Raises FormatError or LayoutError, with the remedy, for buffers that are not the model's.
-    """
+    """The states in flat buffers of `inside`. Raises FormatError or LayoutError."""
     try:
         if has_flat_buffers(files):
             return _states(importer, files, tensors, inside)

@@ -59,10 +59,7 @@ def state_of(key: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The key of a flat buffer of a rank, or of its object `what`.
-
-    `what` is `optimizer` for param groups, and `per_bucket_numel` for sizes.
-    """
+    """The key of a flat buffer of a rank, or of its object `what`: groups, or sizes."""
 
     chain: int
     group: int

@@ -346,10 +346,7 @@ def _fill_states(
     weights: Mapping[str, str],
     states: Mapping[str, dict[str, Array]],
 ) -> None:
-    """Add the optimizer's states, tensors or numbers, to parameters' of `weights`.
-
-    Raises FormatError for a state of no parameter, and for two of one.
-    """
+    """Add the optimizer's states to parameters' of `weights`. Raises FormatError."""
     # (parameter, state, tensor or number) of everything that optimizers have
     found = [(local, state, leaf) for (local, state), leaf in stored.named.items()]
     for local, settings in stored.settings.items():

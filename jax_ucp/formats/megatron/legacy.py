@@ -147,7 +147,6 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
 def _rank_modules(
     importer: ContentsBuilder, args: Args, ranks: Sequence[LegacyRank]
 ) -> list[_RankModules]:
-    """The modules of every rank, by chunk: several for virtual pipeline stages."""
     v = args.degree("virtual_pipeline_model_parallel_size")
     names = ["model"] if v == 1 else [f"model{i}" for i in range(v)]
     for rank in ranks:

@@ -101,10 +101,7 @@ def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
 
 
 def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list[LegacyRank]]:
-    """The args of the run, and the files of every rank; with `weights_only` not the optimizer's.
-
-    Raises FormatError, naming the file, where one is missing or of another rank or run.
-    """
+    """The args of the run, and the files of every rank. Raises FormatError for foreign ones."""
     names = _rank_folders(folder)
     first = next((name for name in names if (folder / name / MODEL_FILE).is_file()), None)
     if first is None:

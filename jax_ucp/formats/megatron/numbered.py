@@ -140,7 +140,6 @@ def param_groups(where: FilePath, inner: Mapping[str, Any]) -> list[dict[str, An
 def _groups(
     where: FilePath, optimizer: Mapping[str, Any], default: bool | None
 ) -> list[_NumberedGroup]:
-    """The groups of one optimizer. Raises FormatError for states that no group holds."""
     inner = optimizer.get("optimizer", optimizer)
     settings = param_groups(where, inner)
     state = inner.get("state") or {}
@@ -164,10 +163,7 @@ def _groups(
 def _members(
     groups: Sequence[_NumberedGroup], modules: Sequence[Module], muon: bool
 ) -> list[list[Module]]:
-    """The modules of each group, in the order of the model. Raises Undecided.
-
-    Muon has the matrices that are neither embedding nor output layer.
-    """
+    """The modules of each group in model order; Muon has matrices. Raises Undecided."""
     count = sum(len(group.states) for group in groups)
     if count != len(modules):
         raise Undecided(

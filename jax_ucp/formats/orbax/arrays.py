@@ -220,7 +220,6 @@ def _array_fault(array: Any) -> str | None:
 
 
 def _specs(storage: ZarrFolder, stored: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """TensorStore's description of each array."""
     layers = _process_layers(storage) if storage.is_unmerged else {}
     return {
         name: {
@@ -242,10 +241,7 @@ def _kvstore(storage: ZarrFolder, name: str, layers: Mapping[str, Any]) -> dict[
 
 
 def _process_layers(storage: ZarrFolder) -> dict[str, list[dict[str, Any]]]:
-    """For each array the files of its processes, each in the database that has it.
-
-    Raises FormatError where two have one chunk, or describe an array differently.
-    """
+    """The files of each array in its processes' databases. Raises FormatError for twins."""
     layers: dict[str, list[dict[str, Any]]] = defaultdict(list)
     owners: dict[str, Any] = {}
     for database in storage.databases:

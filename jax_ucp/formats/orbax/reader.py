@@ -43,10 +43,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_orbax(path: FilePath, options: Options) -> Contents:
-    """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`.
-
-    Raises FormatError for an array that stock does not write, or larger than its files.
-    """
+    """The PyTree checkpoint of stock Orbax at `path`. Raises FormatError."""
     directory = path.folder()
     note_files(directory)
     tree = read_orbax_tree(directory)

@@ -80,10 +80,7 @@ class LoraConfig:
         )
 
     def scale(self, module: str, rank: int) -> float:
-        """The scale of the product of a module's factors, which have this rank.
-
-        Raises FormatError for another rank, or where versions of peft would take another alpha.
-        """
+        """The scale of the factors of a module. Raises FormatError if it is not certain."""
         said = self._said(self.rank_pattern, module, self.rank)
         if said != rank:
             raise FormatError(
@@ -117,7 +114,6 @@ def _pattern(key: str) -> str:
 
 
 def method_of(config: Any) -> str:
-    """The method that an adapter's config names, such as LORA; empty if it names none."""
     said = config.get("peft_type") if isinstance(config, Mapping) else None
     return visible(str(said))[:80] if said else ""
 
@@ -130,10 +126,7 @@ def saved_modules(extras: Mapping[str, Any]) -> Sequence[str]:
 
 
 def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
-    """A checkpoint of an adapter's factors with peft's config for them.
-
-    Raises FormatError for another method or ranks, TreeMismatch for other parameters than peft's.
-    """
+    """A checkpoint of factors with peft's config. Raises FormatError or TreeMismatch."""
     checked = LoraConfig.of(config, CONFIG)
     for leaf in contents.leaves:
         name = leaf.path[-1].name

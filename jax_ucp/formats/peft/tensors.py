@@ -70,10 +70,7 @@ class WeightChange:
 
 
 def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightChange]:
-    """The changes that an adapter of these tensors makes to a base with these parameters.
-
-    Raises FormatError with everything that does not fit.
-    """
+    """The changes that an adapter makes to a base. Raises FormatError with all misfits."""
     modules, others, faults = _sorted(tensors)
     found: list[WeightChange] = []
 

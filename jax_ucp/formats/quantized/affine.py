@@ -253,10 +253,7 @@ class Wrapping(Dequantizer):
 
 @dataclass(frozen=True)
 class TurnedParts(Wrapping):
-    """A weight whose parts are stored with their last two axes exchanged.
-
-    They are exchanged back as words, before `inner` makes numbers of them.
-    """
+    """A weight whose parts have exchanged axes, put right as words before `inner` sees them."""
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         boxes = self.inner.boxes(box).items()

@@ -64,7 +64,6 @@ def _nvfp4(stored: StoredWeight) -> Dequantizer:
 
 
 def _groups(stored: StoredWeight, shape: tuple[int, ...], usual: int) -> Grid:
-    """A scale for so many elements of a row as the config says."""
     size = stored.settings.get("group_size", usual)
     if type(size) is not int or size < 1 or shape[-1] % size:
         stored.fault(f"group_size={size!r:.40} in the config does not divide {list(shape)}")

@@ -42,10 +42,7 @@ class Declared:
 def dequantized(
     contents: Contents, weights: Sequence[QuantizedWeight], declared: Declared, dtype: Dtype
 ) -> Contents:
-    """The checkpoint with each quantised weight in place of its parts.
-
-    Raises QuantizedWeights or FormatError with all that is not known, is missing or does not fit.
-    """
+    """The checkpoint with weights for parts. Raises QuantizedWeights or FormatError."""
     by_label = {leaf.label: leaf for leaf in contents.leaves}
     stored = expressions(contents.arrays)
     made = _dequantizers(contents, stored, weights, declared, by_label)

@@ -26,10 +26,7 @@ MAX_READ = 1 << 16
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The parts of a quantised weight, by role.
-
-    `settings` are of the model's config; `said` is what the file says of this weight.
-    """
+    """The parts of a quantised weight by role; what the config and the file say of it."""
 
     weight: QuantizedWeight
     arrays: Mapping[str, Array]

@@ -127,7 +127,6 @@ def _mx(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
 
 
 def _groups(stored: StoredWeight, attributes: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
-    """A scale for so many elements of a row as the header says."""
     size = attributes.get("block_size")
     if type(size) is not int or size < 1 or not shape or shape[-1] % size:
         stored.fault(f"block_size={size!r:.40} in the header does not divide {list(shape)}")

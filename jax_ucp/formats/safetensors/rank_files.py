@@ -42,10 +42,7 @@ _NORM = re.compile(
 
 
 def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Sizes) -> str | None:
-    """A note on what shows that no rank's file is missing; None if no rank wrote parts.
-
-    Raises FormatError where files are missing, or nothing shows that none is.
-    """
+    """A note on what shows that all ranks' files are there, or None. Raises FormatError."""
     files = {file for parts in tensors.values() for file, _ in parts}
     ranks = ranks_of(files)
     if not ranks:
@@ -108,7 +105,6 @@ def require_total(
 
 
 def _require_counted(folder: FilePath, files: Iterable[str]) -> None:
-    """Raise FormatError where no rank has a file of some number that names count."""
     names = list(filter(None, map(_SHARD_FILE.fullmatch, sorted(files))))
     parts = max(int(name[3]) for name in names)
     present = {int(name[2]) for name in names}
@@ -204,10 +200,7 @@ def _is_of(lengths: Sequence[int]) -> bool:
 
 
 def _is_strided(order: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether tensor parallelism cuts an axis first, and FSDP within: there are strides.
-
-    Another row of ranks would have left holes.
-    """
+    """Whether tensor parallelism cuts an axis first, so that FSDP within leaves strides."""
     stride = order[1]
     if stride < 2:
         return False

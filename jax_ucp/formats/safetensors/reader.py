@@ -194,7 +194,6 @@ class SafetensorsFile(ExtentTable):
 
 
 def _header(path: FilePath, size: int) -> tuple[dict[str, Any], int]:
-    """The entries of tensors in the header, and where data begins, of a file of `size` bytes."""
     head = path.read_range(0, 8)
     length = int.from_bytes(head, "little") if len(head) == 8 else -1
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):

@@ -52,10 +52,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_torch(path: FilePath, options: Options) -> Contents:
-    """The tensors of a file, or of the files that an index names.
-
-    Raises FormatError, naming the file, for what is no data, and a part of a model.
-    """
+    """The tensors of a file, or of the files that an index names. Raises FormatError."""
     if path.name.endswith(INDEX_SUFFIX):
         index, names = index_save(path)
         imported = read_weights(path, path.parent, names, options)
