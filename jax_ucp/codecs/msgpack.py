@@ -57,11 +57,7 @@ class ChunkedArray:
 
 
 def decode(file: ByteRange, where: str) -> Any:
-    """The value of a file: plain Python values, PackedArray and ChunkedArray.
-
-    Raises FormatError, naming the file as `where`, for what Flax does not write or is beyond
-    limits.
-    """
+    """The value of a file: plain Python values, arrays. Raises FormatError, naming `where`."""
     reader = _Decoder(file)
     try:
         value = reader.value(0)

@@ -45,11 +45,7 @@ def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str,
 
 
 def from_json(value: Any) -> Any:
-    """The value of which `json_values.as_json` made JSON, with names for classes.
-
-    Tensors and numpy arrays both come back as arrays. Raises UnsupportedLeaf for an object of a
-    class that is not in `CLASSES`.
-    """
+    """The value of JSON that `as_json` made, classes as names. Raises UnsupportedLeaf."""
     match value:
         case {"!array": str(data), "dtype": str(name), "shape": list(shape)}:
             flat = np.frombuffer(base64.b64decode(data), _dtype(name))

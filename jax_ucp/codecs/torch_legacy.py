@@ -35,11 +35,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 def load(file: ByteRange) -> tuple[object, dict[str, Member]]:
-    """The object of a file, and where its storages lie in it.
-
-    Raises FormatError for what torch does not write, CorruptData for a file that storages do not
-    fill.
-    """
+    """The object of a file, and where storages lie. Raises FormatError or CorruptData."""
     at = 0
     for want, what in ((_MAGIC, "magic number"), (_PROTOCOL, "protocol")):
         number, at = _pickle(file, at, {})

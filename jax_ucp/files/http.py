@@ -37,11 +37,7 @@ Origin = tuple[str, str, int | None]
 
 
 def redirected(url: str, location: str | None, known: Sequence[str] = ()) -> str:
-    """The address that a server redirects a request to.
-
-    Raises StoreError where that is of another host, unless it is a `known` one or the environment
-    allows it; of a private network, or not encrypted, if the server was not.
-    """
+    """The address that a server redirects to. Raises StoreError for one that is less safe."""
     try:
         target = urllib.parse.urljoin(url, location or "")
         before, after = _origin(url), _origin(target)

@@ -265,11 +265,7 @@ class ContentsBuilder:
         options: Options,
         orders: state_pairing.ModelOrders | None = None,
     ) -> Places:
-        """The place of each tensor of nested dicts, as `places` has it; the settings of optimizers
-        and the user's word are kept.
-
-        Raises FormatError where that word does not fit.
-        """
+        """The place of each tensor of nested dicts. Raises FormatError for a wrong word."""
         try:
             result = places(tensors, objects, options, orders)
         except Undecided as error:

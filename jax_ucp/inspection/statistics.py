@@ -152,11 +152,7 @@ def statistics_of(
     budget_bytes: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, Statistics]:
-    """The statistics of each leaf's array, by its name.
-
-    If arrays have more than `max_read_bytes` together, all larger than some size are sampled. A
-    leaf that cannot be read has the reason in its `unread`.
-    """
+    """The statistics of each leaf's array, by name, sampled to read about `max_read_bytes`."""
     sums = {leaf.name: Statistics(math.prod(leaf.shape)) for each in groups for leaf in each.leaves}
     most = largest_read([arrays[name].nbytes for name in sums], max_read_bytes)
     lock = threading.Lock()

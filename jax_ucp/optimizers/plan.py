@@ -65,10 +65,9 @@ class Filled:
 
 @dataclass(frozen=True, repr=False)
 class OptimizerPlan:
-    """An optax state out of a checkpoint, decided before any moment is read.
+    """An optax state out of a checkpoint: `filled` has every leaf, `left` states for none.
 
-    `filled` has every leaf; `left` what no leaf takes, with the reason; `step` is the number of
-    updates done, where all parameters agree on it.
+    `step` is the number of updates done, where all parameters agree on it.
     """
 
     contents: Contents

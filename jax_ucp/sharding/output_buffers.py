@@ -23,11 +23,7 @@ from jax_ucp.sharding.boxes import Device, index_box
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """The boxes of array `key` that this process wants as `dtype`, each with its devices.
-
-    The array goes on devices by `sharding`, or to the host. Without that there is one box, of the
-    whole array.
-    """
+    """The boxes of array `key` wanted as `dtype`, with devices if there is a `sharding`."""
 
     source: ArraySource
     key: str
@@ -219,11 +215,7 @@ def _bits(data: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _written(array: jax.Array, bits: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The updated array, in the same memory, and a token that is ready when the update is.
-
-    `bits` are the part as `_bits` has it. The array itself cannot be waited for: it goes to the
-    next write.
-    """
+    """The updated array, and a token that is ready when the update is: the array goes on."""
     over = jnp.sum(start)
     if bits.dtype == array.dtype:
         return jax.lax.dynamic_update_slice(array, bits, list(start)), over

@@ -87,11 +87,7 @@ class SharedRead:
         return parts
 
     def gathered(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        """The array, joined from the parts of all devices.
-
-        Every process with devices of the mesh must call this, for the same arrays in the same
-        order.
-        """
+        """The array, joined from all devices' parts; all processes call this, in one order."""
         mesh, axis = _mesh(self.sharding), self.cut.axis
         if not parts:
             return jax.make_array_from_single_device_arrays(

@@ -109,10 +109,9 @@ def pair_states(
     groups: OptimizerGroups | None,
     orders: ModelOrders | None = None,
 ) -> Places:
-    """The places of all states that are mapped. `outside` are the tensors in no optimizer.
+    """The places of all states that are mapped; `outside` are tensors in no optimizer.
 
-    `orders` are the model's, if the tensors are not in it. Raises Undecided where `groups`, the
-    user's word, does not fit or leaves several ways.
+    `orders` are the model's. Raises Undecided where `groups`, the user's word, does not decide.
     """
     weights = _Weights(outside, model)
     orders = orders or ModelOrders(lambda word: {}, lambda: [[MODULE_ORDER]])

@@ -445,11 +445,7 @@ class CopyTask:
         return max(block.cost for block in self.blocks)
 
     def run(self, opened: OpenedJob) -> list[Written]:
-        """The record of each block on disk, after writing those that are not there as noted.
-
-        It stops once a proof has failed. Blocks are durable when the directory is synced, elsewhere
-        at once.
-        """
+        """The record of each block, written unless it is on disk as noted, until a proof fails."""
         files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
         if self.pack is None:

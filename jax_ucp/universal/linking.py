@@ -84,8 +84,7 @@ class LinkPlan:
 def plan_link(contents: Contents, target: FilePath, budget_bytes: int = DEFAULT_BUDGET) -> LinkPlan:
     """The arrays that can be linked from `target`, and a plan for the copy of the others.
 
-    Raises UnsupportedPath where the files cannot be reached from the target, FileExistsError where
-    it is in use.
+    Raises UnsupportedPath for files out of reach, FileExistsError where it is in use.
     """
     blocks, arrays = StridedBlocks(), expressions(contents.arrays)
     grids: dict[str, RunGrid] = {}

@@ -48,11 +48,7 @@ def has_index(chunks: Chunks) -> bool:
 
 
 def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
-    """The file of an outer chunk, in parts that are valid until the next is requested.
-
-    `data` is the part inside the array; beyond it inner chunks are zero. The crc32c of each is
-    appended to `crcs`, in row-major order.
-    """
+    """The file of an outer chunk, in parts valid until the next; crc32c go to `crcs`."""
     if not has_index(chunks) and data.shape == chunks.inner:
         whole = np.asarray(data, order="C")
         yield whole.reshape(-1).view(np.uint8).data

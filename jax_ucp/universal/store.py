@@ -557,8 +557,7 @@ def _stored_array(store: ZarrStore, key: str) -> ArrayRecord:
 def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrStore]:
     """The metadata and the arrays of the universal checkpoint at `path`; reads no array data.
 
-    Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged,
-    FormatError if no writer makes such a file.
+    Raises NotACheckpoint, CorruptData by the digest, or FormatError for no writer's content.
     """
     directory = file_path(path).folder()
     file = directory.find(METADATA_FILE)

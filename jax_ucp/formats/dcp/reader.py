@@ -61,8 +61,7 @@ def recognise(path: FilePath) -> bool:
 def open_dcp(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a folder with `.metadata`, or with one `__<rank>.metadata` per rank.
 
-    Raises FormatError, naming file and tensor, where metadata and files do not fit together, and
-    NotACheckpoint where there is no metadata: it is written last.
+    Raises FormatError, naming file and tensor; NotACheckpoint without metadata, written last.
     """
     return open_saves(path, [path], options)
 

@@ -40,10 +40,9 @@ _CONTIGUOUS = Call(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
 
 
 def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
-    """The files of a checkpoint of parameters, states, other tensors, and `objects` by path.
+    """The files of a checkpoint of parameters and states, with DCP's `objects` by path, if any.
 
-    Groups are those of `objects`, if the source was DCP, else made here. Raises UnsupportedLeaf for
-    dtypes that torch lacks, TreeMismatch where two tensors would have one name.
+    Raises UnsupportedLeaf for dtypes that torch lacks, TreeMismatch for two tensors of one name.
     """
     items: list[tuple[Steps, Any]] = [
         ((MODEL, name), tensor) for name, tensor in parameters.model.items()

@@ -366,11 +366,7 @@ def _check_models(
 
 
 def _optimizers(names: _Names, run: _RunDegrees, weights_only: bool) -> list[list[Rank]]:
-    """The optimizer files by model-parallel rank, or none.
-
-    Raises FormatError where they are not one for each rank of the run; with `weights_only` others
-    are left aside.
-    """
+    """The optimizer files by model-parallel rank, or none. Raises FormatError for other ranks'."""
     if not names.optimizers:
         return [[] for _ in range(run.mp_world)]
     if len(names.prefixes) > 1:

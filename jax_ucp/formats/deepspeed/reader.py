@@ -46,11 +46,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_deepspeed(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with `latest`), or in the folder of one tag.
-
-    Raises FormatError, naming the file, for one that is missing or of another run, and where
-    nothing says how tensors form parameters.
-    """
+    """The checkpoint in a save directory (with `latest`) or a tag's folder. Raises FormatError."""
     folder = tag_folder(path) or path
     if not folder.is_dir():
         raise NotACheckpoint(

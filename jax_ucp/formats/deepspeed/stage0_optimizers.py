@@ -76,11 +76,7 @@ class StageZero:
 
 
 def optimizers_of(slices: Slices, mp: int) -> list[StageZero]:
-    """The optimizers of a model-parallel rank: those of experts, then of the model states.
-
-    Raises FormatError where a file has none, or other states than the first expert-parallel rank:
-    each has all of the dense parameters, and as many experts.
-    """
+    """The optimizers of a rank: of experts, then of the model states. Raises FormatError."""
     by_experts = slices.files.expert_optimizers.items()
     files = sorted((ep, stored) for (ep, rank), stored in by_experts if rank == mp)
     ranks = len(files)

@@ -36,11 +36,7 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class FlatStates:
-    """The states of an optimizer by number and name, and its groups.
-
-    `parts` are of the flat or original parameter with each number; `shards` the ranks that share
-    it.
-    """
+    """The states of an optimizer by number; `parts` are of parameters, on `shards` ranks."""
 
     states: Mapping[int, Mapping[str, Sequence[FlatShard]]]
     groups: Sequence[tuple[Sequence[int], Mapping[str, Any]]]
@@ -94,11 +90,7 @@ def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[ElementRange] | No
 def place_flat(
     imported: ContentsBuilder, flat: FlatStates, shapes: Mapping[str, Shape], options: Options
 ) -> None:
-    """Give the states to parameters in the model's order, if the user says so; else keep them
-    apart.
-
-    Raises FormatError where that does not fit.
-    """
+    """Give states to parameters in model order, or keep them apart. Raises FormatError."""
     if options.optimizer_groups is None:
         for number, states in flat.states.items():
             whole = (_total(flat.parts[number]) or 0,)

@@ -42,8 +42,7 @@ def recognise(path: FilePath) -> bool:
 def open_gguf(path: FilePath, options: Options) -> Contents:
     """The tensors of a file, or with the first of several parts those of all.
 
-    Raises FormatError, naming the file, for what breaks the format, for missing parts or another
-    model's, and for a part that is not the first.
+    Raises FormatError, naming the file, also for a part that is not the first.
     """
     refuse_stand_in(path)
     first = GGUFFile(path)

@@ -171,11 +171,7 @@ def _others(
 
 
 def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> Iterator[str]:
-    """Notes on weights and a trainer's state beside a checkpoint of another format.
-
-    Files that are `kept` are left out; `of_torch` ones alone are noted with it. Lists the folder
-    once.
-    """
+    """Notes on weights and a trainer's state beside a checkpoint, but for files `kept`."""
     files = [info.name for info in path.folder().list() if info.kind == "file"]
     files = [name for name in files if name not in kept]
     by_kind: dict[str, list[str]] = {_WEIGHTS_BESIDE: [], _TRAINER: []}

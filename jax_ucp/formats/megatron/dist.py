@@ -74,10 +74,9 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_megatron_dist(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with its tracker), or in one iteration's folder.
+    """The checkpoint in a save directory or an iteration's folder.
 
-    Raises FormatError, naming file and tensor, where files are missing, damaged or of another run,
-    and LayoutError where chunks do not form a tensor.
+    Raises FormatError, naming file and tensor, or LayoutError for chunks that form no tensor.
     """
     folder = checkpoint_folder(path)
     require_folder(path, folder)

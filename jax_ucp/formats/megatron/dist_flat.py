@@ -339,10 +339,9 @@ def _rank_tensors(files: DistFiles, tensors: TensorStates) -> _RankTensors:
 def _in_proved_order(
     files: DistFiles, ranks: _RankTensors, stored: Mapping[Address, StoredBuffer]
 ) -> list[PlacedBuffer]:
-    """The buffers, by the first order of modules that has their sizes.
+    """The buffers, by the first order of modules with their sizes; masters and weights prove it.
 
-    Comparing weights with masters proves it. Masters of low 16 bits prove none: then all orders
-    that fit must be one.
+    Masters of low 16 bits prove none: then all orders that fit must be one.
     """
     dtypes = {tensor.dtype for key, tensor in files.tensors.items() if is_flat(key)}
     every = any(are_remainders(files.args, dtype, BF16) for dtype in (*dtypes, np.dtype("f4")))

@@ -46,11 +46,7 @@ class TensorStates:
 
 
 def tensor_states(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> TensorStates:
-    """The states that are stored as tensors of the model's shapes.
-
-    Raises FormatError for one of no tensor of the model, stored twice, or cut otherwise than by
-    these args.
-    """
+    """The states stored as tensors of the model's shapes. Raises FormatError for others."""
     models = {key: state_of(key) for key in itertools.filterfalse(is_flat, files.tensors)}
     weights = {key: place for key, place in models.items() if place[0] == "weight"}
     by_state: dict[str, Blocks] = {}

@@ -93,10 +93,9 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with its tracker), or in one iteration's folder.
+    """The checkpoint in a save directory or an iteration's folder.
 
-    Raises FormatError, naming the file, for ranks that are missing or of another run, and
-    LayoutError where the rules do not fit the shards.
+    Raises FormatError, naming the file, or LayoutError where the rules do not fit the shards.
     """
     folder = iteration_folder(path)
     if not folder.is_dir():
@@ -173,11 +172,7 @@ def _rank_modules(
 def _first_layers(
     args: Args, ranks: Sequence[LegacyRank], names: Sequence[str]
 ) -> dict[tuple[int, int], int]:
-    """The global number of the first layer of each (chunk, pipeline stage).
-
-    Layers are in order of chunk, then stage, however many each has
-    (`get_transformer_layer_offset`).
-    """
+    """The first layer of each (chunk, stage), in that order (`get_transformer_layer_offset`)."""
     counts: dict[tuple[int, int], int] = {}
     for rank in ranks:
         for c, name in enumerate(names):

@@ -72,10 +72,9 @@ class ZarrFolder:
 
 
 def databases(folder: Files, ocdbt: bool | None) -> tuple[str, ...]:
-    """The databases that a folder has, where its files say of `ocdbt` whether it has any.
+    """The databases of a folder, by `ocdbt` of its files or by a manifest. Raises FormatError.
 
-    Without a word, a manifest says it, as for Orbax. Where only processes have databases, the save
-    was never merged. Raises FormatError where one is missing.
+    Where only processes have databases, the save was never merged.
     """
     if ocdbt is False:
         return ()
@@ -138,10 +137,9 @@ def joined(*sources: ArraySource) -> ArraySource:
 
 
 class ZarrArrays(MakesArrays):
-    """The arrays of a stock checkpoint, by the names of their leaves.
+    """The arrays of a stock checkpoint, by their leaves' names.
 
-    Stock's chunks are as large as a device's part. One that is read in several blocks stays decoded
-    until another is wanted.
+    A large chunk that is read in several blocks stays decoded until another is wanted.
     """
 
     def __init__(self, storage: ZarrFolder, stored: Mapping[str, str]):

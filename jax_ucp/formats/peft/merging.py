@@ -52,10 +52,9 @@ _Step = tuple[_Adapter, WeightChange]
 
 
 def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
-    """The base with adapters merged; nothing is read but their metadata.
+    """The base with adapters merged; only their metadata are read.
 
-    Raises FormatError with all that does not fit; LayoutError where the base has states of an
-    optimizer, or weights of another dtype than float32, bfloat16 and float16.
+    Raises FormatError with all misfits, LayoutError for states or other dtypes than `_DTYPES`.
     """
     params = _parameters(base)
     shapes = {name: leaf.shape for name, leaf in params.items()}

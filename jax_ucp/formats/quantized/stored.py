@@ -46,11 +46,7 @@ class StoredWeight:
         return self.arrays[role].info
 
     def part(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> WeightPart:
-        """A part as an array of a shape, up to trailing axes of length 1, which do not change
-        layout.
-
-        Raises FormatError, naming the part, where it is missing or has another shape or dtype.
-        """
+        """A part as an array of a shape, up to trailing axes of length 1. Raises FormatError."""
         info = self.info(role)
         label = self.weight.parts[role]
         if info.dtype.name not in dtypes:

@@ -76,10 +76,9 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_safetensors(path: FilePath, options: Options) -> Contents:
-    """The weights in a file, or in the files that an index names; all are under `param`.
+    """The weights in a file, or in the files of an index, all under `param`.
 
-    Raises FormatError, naming the file, where a header breaks the format, index and files disagree,
-    or a file is a part of a model; LayoutError where parts overlap or leave a hole.
+    Raises FormatError, naming the file, LayoutError where parts overlap or leave a hole.
     """
     if path.name.endswith(SUFFIX):
         refuse_part(path)
@@ -104,11 +103,7 @@ def read_weights(
     sizes: Sizes,
     index: Mapping[str, Any] | None = None,
 ) -> ContentsBuilder:
-    """The tensors of files in a folder, as weights of `path`, and headers as extras.
-
-    `sizes` may say how many `ranks` wrote parts; `index` names the files. Raises as
-    `open_safetensors`.
-    """
+    """The tensors of files as weights of `path`, headers as extras. Raises FormatError."""
     files = opened_files(folder, names, _opened)
     imported = ContentsBuilder("safetensors", path, Combined.of_files(files))
     facts = Facts(folder)
