@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put each test in its lane, by the file that it is in."""
+    """Put each test in its lane, by the file that it is in; the slow lane comes first."""
     for item in items:
         inside = item.path.is_relative_to(TESTS)
         place = item.path.relative_to(TESTS).as_posix() if inside else ""
@@ -75,3 +75,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         elif place.startswith(FAST) and place not in DEFAULT:
             item.add_marker(pytest.mark.fast)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
