@@ -190,7 +190,7 @@ def _proved(title: str, source: Path, options: Options) -> Table:
 
 
 def _unproved(checkpoint: jax_ucp.Checkpoint) -> jax_ucp.Checkpoint:
-    return jax_ucp.Checkpoint(replace(checkpoint._contents, checks=lambda extent: ()))
+    return jax_ucp.Checkpoint(replace(checkpoint._contents, claims=()))
 
 
 def _proof_bytes(contents: Contents, extent: Extent) -> int:

@@ -93,7 +93,7 @@ def test_dask_workers_verify_and_do_without_jax(made, cluster):
         assert list(checkpoint.verify(executor=executor)) == list(checkpoint.verify())
         modules = client.run(lambda: sorted(__import__("sys").modules))
     for loaded in modules.values():
-        assert "jax_ucp.checkpoint" in loaded
+        assert "jax_ucp.jobs.work" in loaded
         assert not {"jax", "torch"} & set(loaded)
 
 
@@ -103,7 +103,7 @@ def test_an_executor_of_mpi_writes_the_same_bytes_by_ranks_without_jax(made, tmp
     futures = (sys.executable, "-m", "mpi4py.futures")
     said = mpiexec(*futures, script, source, tmp_path / "convert", tmp_path / "export").split()
     assert said[0] == "2"
-    assert "jax_ucp.checkpoint" in said
+    assert "jax_ucp.jobs.work" in said
     assert not {"jax", "torch"} & set(said)
     for command in TARGETS:
         assert digests(tmp_path / command) == digests(whole / command) != {}

@@ -6,17 +6,23 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 import jax_ucp as ucp
-from helpers import digests, memory
+from helpers import MemoryStore, digests, memory
 from jax_ucp import errors
+from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import CorruptData, NotACheckpoint, WorkerError
+from jax_ucp.jobs import work
 from jax_ucp.jobs.work import _portable
+from jax_ucp.layout.box import Box
+from jax_ucp.tree import Key, Leaf
 from test_read_once import SOURCES, STATES, files_of, reads_of
 from workers.executor import die_at_write, log_reads
 
@@ -62,7 +68,7 @@ def test_an_executor_writes_the_same_bytes(source, job, executor, tmp_path):
     assert heard
 
 
-def test_a_mapped_checkpoint_is_mapped_by_the_processes_too(executor, tmp_path):
+def test_what_is_made_of_a_checkpoint_is_sent_as_it_is(executor, tmp_path):
     checkpoint = ucp.open(DATA / "torch/hf_llama/ckpt").map(
         "hf-llama-to-tunix", assume=["rope_theta"]
     )
@@ -125,18 +131,71 @@ def test_every_byte_is_read_once_by_an_executor_of_threads(source, job, tmp_path
     assert 0.98 < sum(int(count.sum()) for count in counts.values()) / stored <= 1.02
 
 
-def test_what_a_process_may_not_do_is_refused_before_anything_is_written(tmp_path):
-    made = ucp.Checkpoint.of({"param": {"w": np.ones(4)}})
-    trained = ucp.Checkpoint.of({"params": {"w": np.ones(4)}, "opt_state": {}})
-    states = trained.torch_states(optax.identity(), {"w": np.ones(4)})
+def _trained() -> ucp.Checkpoint:
+    """The weights of a training run in memory, with the states of its optimizer."""
+    tx, params = optax.adam(1e-3), {"w": np.arange(8, dtype=np.float32)}
+    tree = {"params": params, "opt_state": jax.tree.map(np.asarray, tx.init(params))}
+    return ucp.Checkpoint.of(tree).torch_states(tx, params)
+
+
+def _dequantized() -> ucp.Checkpoint:
+    return ucp.open(DATA / "quantized_models/deepseek_v3_fp8/ckpt", dequantize="bfloat16")
+
+
+MADE = {
+    "in memory": lambda: ucp.Checkpoint.of({"param": {"w": np.arange(6).reshape(2, 3)}}),
+    "of a training run": _trained,
+    "dequantised": _dequantized,
+    "weights": lambda: ucp.open(DATA / "torch/hf_llama/ckpt").weights("param"),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_whatever_a_checkpoint_was_made_of_is_sent(made, executor, tmp_path):
+    checkpoint = MADE[made]()
+    checkpoint.save(tmp_path / "here")
+    checkpoint.save(tmp_path / "there", executor=executor)
+    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
+    checkpoint.export(tmp_path / "dcp", "dcp", executor=executor)
+    assert list(checkpoint.verify(executor=executor)) == list(checkpoint.verify())
+
+
+# One checkpoint of each folder of data.
+FOLDERS = sorted({path.parent.parent: path for path in DATA.glob("*/*/ckpt")}.values())
+
+
+@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.parent.parent.name)
+def test_contents_are_a_value(path):
+    """Read and proved from a pickle as they are here."""
+    try:
+        here = ucp.open(path)._contents
+    except errors.UCPError:
+        pytest.skip("needs options")
+    there = pickle.loads(pickle.dumps(here))
+    assert [leaf.label for leaf in there.leaves] == [leaf.label for leaf in here.leaves]
+    for leaf in filter(lambda leaf: leaf.has_array, here.leaves):
+        box = Box.whole(leaf.shape)
+        read = [contents.arrays.read(leaf.name, box).tobytes() for contents in (here, there)]
+        assert read[0] == read[1]
+        assert there.locate(leaf) == here.locate(leaf)
+    assert list(there.verify()) == list(here.verify())
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is_written(tmp_path):
+    class Own(MemoryStore):
+        """A class that another process does not find."""
+
+    leaf = Leaf((Key("dict", "param"), Key("dict", "w")), "w", "array", (4,), "float32")
+    own = Own({"w": np.ones(4, np.float32)})
+    made = ucp.Checkpoint(Contents("memory", "in memory", [leaf], own))
     with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
-        for checkpoint in (made, states):
-            with pytest.raises(WorkerError, match="other processes cannot open this checkpoint"):
-                checkpoint.save(tmp_path / "out", executor=processes)
-            with pytest.raises(WorkerError, match="other processes cannot open this checkpoint"):
-                checkpoint.export(tmp_path / "out", "dcp", executor=processes)
-            with pytest.raises(WorkerError, match="other processes cannot open this checkpoint"):
-                list(checkpoint.verify(executor=processes))
+        for job in (
+            lambda: made.save(tmp_path / "out", executor=processes),
+            lambda: made.export(tmp_path / "out", "dcp", executor=processes),
+            lambda: list(made.verify(executor=processes)),
+        ):
+            with pytest.raises(WorkerError, match=r"cannot be sent.*can be pickled \(.*Own"):
+                job()
     assert list(tmp_path.iterdir()) == []
     with ThreadPoolExecutor(2) as threads:
         assert made.save(tmp_path / "out", executor=threads).read("param/w").sum() == 4
@@ -144,16 +203,42 @@ def test_what_a_process_may_not_do_is_refused_before_anything_is_written(tmp_pat
         made.save(tmp_path / "again", executor="threads")
 
 
-def test_options_that_cannot_be_pickled_are_named(tmp_path):
-    config = {"rotary_function": lambda x: x}
-    checkpoint = ucp.open(DATA / "torch/hf_llama/ckpt")
-    mapped = checkpoint.map("hf-llama-to-tunix", config=config, assume=["rope_theta"])
+def test_arrays_in_memory_beyond_a_bound_are_not_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "MAX_MESSAGE_BYTES", 1 << 10)
+    made = ucp.Checkpoint.of({"param": {"w": np.ones(1 << 10)}})
     with (
         ProcessPoolExecutor(1, mp_context=SPAWN) as processes,
-        pytest.raises(WorkerError, match=r"cannot be pickled \(.*lambda"),
+        pytest.raises(WorkerError, match="because the arrays are in memory"),
     ):
-        mapped.save(tmp_path / "out", executor=processes)
+        made.save(tmp_path / "out", executor=processes)
     assert not (tmp_path / "out").exists()
+
+
+class Counting(ProcessPoolExecutor):
+    """Counts the messages that have contents."""
+
+    sent = all = 0
+
+    def submit(self, work, *args):
+        self.all += 1
+        self.sent += isinstance(work, partial) and work.args[-1] is not None
+        return super().submit(work, *args)
+
+
+@pytest.mark.parametrize("at_once", [16, 1])
+def test_contents_are_sent_with_the_first_tasks_and_to_whoever_lacks_them(
+    at_once, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(work, "SENT_AT_ONCE", at_once)
+    monkeypatch.setattr(work, "TASKS_A_PROCESS", 1)
+    monkeypatch.setattr(work, "TASK_BOXES", 1)
+    monkeypatch.setattr(work, "TASK_BYTES", 1)
+    checkpoint = ucp.open(DATA / "deepspeed/tp2_dp2_z1_bf16_swiglu")
+    with Counting(2, mp_context=SPAWN) as processes:
+        there = list(checkpoint.verify(executor=processes))
+        assert there == list(checkpoint.verify())
+        assert processes.all > 100
+        assert at_once <= processes.sent <= 20 < len(there)
 
 
 def test_a_process_that_dies_is_one_error_and_the_next_call_takes_up_what_is_done(tmp_path):
@@ -236,7 +321,7 @@ def test_processes_do_without_jax(target, tmp_path):
         else:
             TARGETS[target](checkpoint, tmp_path / "out", {"executor": processes})
         modules = processes.submit(eval, "set(__import__('sys').modules)").result()
-    assert "jax_ucp.checkpoint" in modules
+    assert "jax_ucp.jobs.work" in modules
     assert not {"jax", "orbax", "torch"} & modules
 
 

@@ -57,22 +57,27 @@ def run_bounded(
                 jobs, operator.itemgetter(0), max_bytes, 1 if remote else BATCH_JOBS
             )
         )
-        submit_bounded(pool, submissions, budget_bytes, threads(remote))
+        submit_bounded(pool, submissions, budget_bytes, lambda: threads(remote))
 
 
 class Submission(NamedTuple, Generic[T]):
-    """Work for an executor: its cost, what is run, and what its result is given to here."""
+    """Work for an executor: its cost, what is run, and what its result is given to here, which may
+    return work to be submitted next.
+    """
 
     cost: int
     work: Callable[[], T]
-    finish: Callable[[T], object] = lambda result: None
+    finish: Callable[[T], Submission[T] | None] = lambda result: None
 
 
 def submit_bounded(
-    executor: Executor, submissions: Iterable[Submission[T]], max_cost: float, max_count: int
+    executor: Executor,
+    submissions: Iterable[Submission[T]],
+    max_cost: float,
+    max_count: Callable[[], int],
 ) -> None:
     """Submit work in its order, as much at once as may cost `max_cost` together, at most
-    `max_count`, at least one.
+    `max_count()`, at least one.
 
     Results are handed on here, in the order in which they come. At the first error what has not
     begun is cancelled and what has is waited for; then the error is raised.
@@ -81,20 +86,25 @@ def submit_bounded(
     done: SimpleQueue[Future[T]] = SimpleQueue()
     in_flight = 0
 
+    def submit(submission: Submission[T]) -> int:
+        future = executor.submit(submission.work)
+        running[future] = submission
+        future.add_done_callback(done.put)
+        return submission.cost
+
     def settle() -> int:
         future = done.get()
         submission = running.pop(future)
-        submission.finish(future.result())
-        return submission.cost
+        following = submission.finish(future.result())
+        return submission.cost - (submit(following) if following else 0)
 
     try:
         for submission in submissions:
-            while running and (in_flight + submission.cost > max_cost or len(running) >= max_count):
+            while running and (
+                in_flight + submission.cost > max_cost or len(running) >= max_count()
+            ):
                 in_flight -= settle()
-            future = executor.submit(submission.work)
-            running[future] = submission
-            future.add_done_callback(done.put)
-            in_flight += submission.cost
+            in_flight += submit(submission)
         while running:
             settle()
     finally:

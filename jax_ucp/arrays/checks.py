@@ -1,11 +1,13 @@
-"""Checks that a checkpoint allows by reading it: pieces of work, on a sample or on all of it."""
+"""What a checkpoint's files state twice, as values, and the checks of it: pieces of work, on a
+sample or on all of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jax_ucp.arrays.budget import in_threads
 from jax_ucp.errors import CorruptData
@@ -26,13 +28,7 @@ Note = Callable[[Any], None]
 
 
 class Watcher(Protocol):
-    """A record of the elements that a check has seen while others read, here and elsewhere.
-
-    `name` is unique among the watchers of a checkpoint, and the same in every process.
-    """
-
-    @property
-    def name(self) -> str: ...
+    """A record of the elements that a check has seen while others read, here and elsewhere."""
 
     def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
         """A context in which elements are compared as others read them: a fault calls `alarm`,
@@ -41,7 +37,7 @@ class Watcher(Protocol):
         ...
 
     def add(self, seen: Iterable[Any]) -> None:
-        """Add the notes of the watcher of this name in another process."""
+        """Add the notes of the watcher of the same check in another process."""
         ...
 
 
@@ -61,22 +57,54 @@ class Check:
     watcher: Watcher | None = None
 
     @property
-    def name(self) -> str:
-        """The key of the check in other processes, unless another check has the same name."""
-        return f"{self.label}; {self.watcher.name}" if self.watcher else self.label
-
-    @property
     def memory(self) -> int:
         """About how many bytes a run holds at once: of two copies, and of one of them rounded."""
         return min(self.nbytes, 4 * CHECK_BYTES)
 
 
-def passed_on(checks: Iterable[Check], users: Mapping[str, Collection[str]]) -> Iterator[Check]:
-    """The checks of a source as those of a view; `users` are by array the leaves made of it."""
-    for check in checks:
-        yield replace(
-            check, leaves=frozenset(leaf for name in check.leaves for leaf in users.get(name, ()))
-        )
+class Provable(Protocol):
+    """A statement about a checkpoint that reading it proves: a value that travels with it."""
+
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
+        """The work of proving it, of a sample or of all there is; `leaves` rest on it."""
+        ...
+
+
+class LeafClaim(NamedTuple):
+    """A statement, and the leaves that rest on it."""
+
+    statement: Provable
+    leaves: frozenset[str]
+
+
+class Claims:
+    """Claims that are made when somebody asks for them: at the latest when they are pickled."""
+
+    def __init__(self, make: Callable[[], Iterable[LeafClaim]]):
+        self._make = make
+
+    def __iter__(self) -> Iterator[LeafClaim]:
+        return iter(self._make())
+
+    def __reduce__(self) -> tuple[type, tuple[list[LeafClaim]]]:
+        return list, (list(self),)
+
+
+def checks_of(claims: Iterable[LeafClaim], extent: Extent) -> Iterator[Check]:
+    """The work of proving claims, of a sample or of all there is."""
+    for statement, leaves in claims:
+        yield from statement.checks(leaves, extent)
+
+
+def passed_on(claims: Iterable[LeafClaim], users: Mapping[str, Collection[str]]) -> Claims:
+    """The claims of a source as those of what is made of it; `users` are by array the leaves."""
+
+    def make() -> Iterator[LeafClaim]:
+        for statement, leaves in claims:
+            using = frozenset(leaf for name in leaves for leaf in users.get(name, ()))
+            yield LeafClaim(statement, using)
+
+    return Claims(make)
 
 
 def require(check: Check) -> None:

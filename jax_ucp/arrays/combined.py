@@ -6,11 +6,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.checks import LeafClaim, passed_on
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.layout.box import Box
 
@@ -20,22 +21,28 @@ if TYPE_CHECKING:
 
 class Combined(ArraySource):
     """Arrays of several sources under names of its own: `places` say which array of which source
-    each is. Of a source that is one of several, `prefixes` have what is before the names of its
-    files, or `file:` of one file, by the source's identity.
+    each is. `sources` are all of them, each with what is before the names of its files, or `file:`
+    of one file; nothing of a source whose names of files are those of the whole.
 
-    Its checks are those of all `sources`, also of one that has no array here.
+    Its claims are those of all sources, also of one that has no array here.
     """
 
     def __init__(
         self,
         arrays: Mapping[str, ArrayInfo],
         places: Mapping[str, tuple[ArraySource, str]],
-        sources: Iterable[ArraySource],
-        prefixes: Mapping[int, str] | None = None,
+        sources: Iterable[tuple[str, ArraySource]],
     ):
-        self._prefixes = prefixes or {}
         self._arrays, self._places = arrays, places
         self._sources = list(sources)
+
+    @cached_property
+    def _prefixes(self) -> Mapping[int, str]:
+        """What is before the names of a source's files, by the identity of the source."""
+        return {id(source): prefix for prefix, source in self._sources}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_prefixes"}
 
     @classmethod
     def prefixed(cls, sources: Mapping[str, ArraySource]) -> Combined:
@@ -48,8 +55,7 @@ class Combined(ArraySource):
             for key, info in source.arrays().items():
                 name = sys.intern(prefix + key)  # whoever has it too has the same text
                 arrays[name], places[name] = info, (source, key)
-        prefix_of = {id(source): prefix for prefix, source in sources.items()}
-        return cls(arrays, places, sources.values(), prefix_of)
+        return cls(arrays, places, sources.items())
 
     @classmethod
     def of_files(cls, files: Mapping[str, ArraySource]) -> Combined:
@@ -77,9 +83,9 @@ class Combined(ArraySource):
         for piece in source.locate(inner, box):
             yield replace(piece, file=prefix + piece.file) if prefix else piece
 
-    def checks(self, extent: Extent) -> Iterator[Check]:
+    def claims(self) -> Iterator[LeafClaim]:
         names: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name, (source, inner) in self._places.items():
             names[id(source)][inner].append(name)
-        for source in self._sources:
-            yield from passed_on(source.checks(extent), names[id(source)])
+        for _, source in self._sources:
+            yield from passed_on(source.claims(), names[id(source)])

@@ -4,12 +4,12 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jax_ucp.arrays.checks import Check, Extent, verdicts
+from jax_ucp.arrays.checks import Check, Extent, LeafClaim, checks_of, verdicts
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArraySource, Piece
 from jax_ucp.errors import QuantizedWeights
@@ -82,15 +82,16 @@ class Contents:
 
     `leaves` name arrays of `arrays`. `inventory` has every stored item once. `groups` are the
     optimizer settings of the parameters, where the checkpoint names them. `source` describes the
-    checkpoint that a universal checkpoint was imported from. `checks(extent)` are the proofs that
-    the files allow, of a sample or of all that they hold, each with the leaves that depend on it.
-    `files` are the source files; a caller that relies on what it read checks at the end that they
-    are unchanged. `quantized` are the weights that are stored as several tensors; `require_values`
-    refuses their parts as weights. `about` is for people, and decides nothing. `companions` are the
-    files that belong to the model, such as its tokenizer, by their names in the model's folder.
-    `reading` records the user's options on how stored tensors form parameters, or which of them are
-    the parameters, because no other field may show them. `suspicions()` reads a sample, and returns
-    further notes.
+    checkpoint that a universal checkpoint was imported from. `claims` are what the files state
+    twice, or have checksums of, each with the leaves that rest on it. `files` are the source files;
+    a caller that relies on what it read checks at the end that they are unchanged. `quantized` are
+    the weights that are stored as several tensors; `require_values` refuses their parts as weights.
+    `about` is for people, and decides nothing. `companions` are the files that belong to the model,
+    such as its tokenizer, by their names in the model's folder. `reading` records the user's
+    options on how stored tensors form parameters, or which of them are the parameters, because no
+    other field may show them.
+
+    It is a value: pickled, it is read in another process as in this one, from the same files.
     """
 
     format: str
@@ -102,13 +103,12 @@ class Contents:
     groups: Sequence[Group] = ()
     notes: Sequence[str] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
-    checks: Callable[[Extent], Iterable[Check]] = lambda extent: ()
+    claims: Iterable[LeafClaim] = ()
     files: SourceFiles = field(default_factory=SourceFiles)
     quantized: Sequence[QuantizedWeight] = ()
     about: About = About()
     companions: Mapping[str, FilePath] = field(default_factory=dict)
     reading: str = ""
-    suspicions: Callable[[], Sequence[str]] = lambda: ()
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -122,6 +122,10 @@ class Contents:
         }
         said = {name: value for name, value in about.items() if value not in ("", None, {})}
         return said | (dict(self.source) or {"format": self.format, "name": Path(self.path).name})
+
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """The work of proving what the files state, of a sample or of all that they hold."""
+        return checks_of(self.claims, extent)
 
     def proofs(self, leaves: Collection[str], extent: Extent) -> Iterator[Check]:
         """The checks on which any of the leaves with these names depends. Raises ValueError if

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,24 +32,18 @@ class Duplicate(Proof):
     """A second copy: `copy` holds what `array` has at the leading indices `at`, rounded to its
     dtype.
 
-    `copy_key` names the copy, `copy_stored` says where it is stored, `cause` what is likely where
-    it differs. With `near` the whole was rounded too, to 16 bits: then both may differ in the last
-    digit of the copy.
+    `copy_stored` says where the copy is stored, `cause` what is likely where it differs. With
+    `near` the whole was rounded too, to 16 bits: then both may differ in the last digit of the
+    copy.
     """
 
     label: str
-    key: str
     array: Array
-    copy_key: str
     copy: Array
     at: tuple[int, ...]
     copy_stored: str
     cause: str = ""
     near: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}, {self.at} is {self.copy_key} at {self.copy_stored}"
 
     @property
     def area(self) -> Box:
@@ -70,15 +64,15 @@ class Duplicate(Proof):
         every = copy.nbytes + copy.nbytes // copy.dtype.itemsize * whole.dtype.itemsize
         return every if extent == "full" else min(most, every)
 
-    def check(self, leaves: Collection[str], extent: Extent) -> Check:
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
         whole, copy = self.array.info, self.copy.info
         if whole.shape[len(self.at) :] == copy.shape:
-            return super().check(leaves, extent)
+            return super().checks(leaves, extent)
         fault = (
             f"{self.label} has shape {whole.shape}, but the copy at {self.copy_stored} has"
             f" {copy.shape}"
         )
-        return Check(self.label, frozenset(leaves), 0, lambda: fault)
+        return [Check(self.label, leaves, 0, lambda: fault)]
 
     def sample(self) -> Sequence[Box]:
         # the blocks in which the whole is stored, of what it has at the leading indices
@@ -130,14 +124,9 @@ class Mean(Proof):
     """
 
     label: str
-    key: str
     array: Array
     copies: Mapping[str, Array]
     stored: str  # where the mean is stored
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}, {[*self.copies]}"
 
     def nbytes(self, extent: Extent) -> int:
         infos = [array.info for array in (self.array, *self.copies.values())]
@@ -176,7 +165,6 @@ class Replicas(Proof):
     """An array of which every replica is the same."""
 
     label: str
-    key: str
     array: Array
 
     def nbytes(self, extent: Extent) -> int:

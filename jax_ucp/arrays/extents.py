@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_ucp.arrays.checks import SAMPLE_BYTES, Alarm, Check, Extent, Note
+from jax_ucp.arrays.checks import SAMPLE_BYTES, Alarm, Check, Extent, LeafClaim, Note
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.errors import FormatError
 from jax_ucp.files.crc import Summed, SummedBytes, Tally
@@ -76,11 +77,10 @@ class StoredArray(NamedTuple):
 
 class SummedArrays(NamedTuple):
     """The regions at `places` of a table, which `arrays` lie in, `nbytes` in all; `label` is for
-    people, and `name` is that of nothing else in the checkpoint.
+    people.
     """
 
     label: str
-    name: str
     nbytes: int
     arrays: Iterable[str]
     places: Sequence[str]
@@ -149,13 +149,13 @@ class ExtentTable(ArraySource):
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         yield Piece(self._file_name, key, box, box)
 
-    def checks(self, extent: Extent) -> Iterator[Check]:
-        """Whether the bytes of arrays have the checksums that their files record."""
-        for sums in self.sums():
-            if extent == "full" or sums.nbytes <= SAMPLE_BYTES:
-                summing = _Summing(self, sums)
-                watcher = summing if extent == "full" else None
-                yield Check(sums.label, frozenset(sums.arrays), sums.nbytes, summing.fault, watcher)
+    def claims(self) -> Iterator[LeafClaim]:
+        """The checksums that the files record of the bytes of arrays."""
+        for label, nbytes, arrays, places in self.sums():
+            yield LeafClaim(Checksums(self, label, nbytes, places), frozenset(arrays))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_summing": {}}  # who sums what is read does so in this process
 
     @contextmanager
     def watch(self, places: Iterable[str], summing: _Summing) -> Iterator[None]:
@@ -171,12 +171,27 @@ class ExtentTable(ArraySource):
                     self._summing[place] = left
 
 
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """The CRC-32 recorded of the regions at `places` of a table, as in `SummedArrays`."""
+
+    table: ExtentTable
+    label: str
+    nbytes: int
+    places: Sequence[str]
+
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterator[Check]:
+        if extent == "full" or self.nbytes <= SAMPLE_BYTES:
+            summing = _Summing(self.table, self.places)
+            watcher = summing if extent == "full" else None
+            yield Check(self.label, leaves, self.nbytes, summing.fault, watcher)
+
+
 class _Summing:
     """The CRC-32 of regions: of what others read of them, and of the rest."""
 
-    def __init__(self, table: ExtentTable, sums: SummedArrays):
-        self.name = sums.name
-        self._table, self._places = table, sums.places
+    def __init__(self, table: ExtentTable, places: Sequence[str]):
+        self._table, self._places = table, places
         self._tallies: dict[str, Tally] = {}
         self._alarm: Alarm = lambda: None
         self._note: Note = lambda seen: None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,22 +89,27 @@ def agreed(name: str, arrays: Mapping[str, Array]) -> Array:
     return Computed(Agreed(name, tuple(arrays)), arrays, first.info)
 
 
-def agreement(label: str, key: str, array: Array) -> Check:
-    """The check that the arrays agree of which `array`, called `key`, is made."""
+@dataclass(frozen=True)
+class Agreement:
+    """The equality of the arrays of which `array` is made."""
 
-    def fault() -> str | None:
+    label: str
+    array: Array
+
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
+        return [Check(self.label, leaves, 2 * self.array.info.nbytes, self._fault)]
+
+    def _fault(self) -> str | None:
         try:
-            read(array, Box.whole(array.info.shape))
+            read(self.array, Box.whole(self.array.info.shape))
         except CorruptData as error:
             return str(error)
         return None
 
-    return Check(label, frozenset([key]), 2 * array.info.nbytes, fault)
-
 
 @dataclass(frozen=True)
 class Tied(Proof):
-    """A leaf, before it is scaled or cast, of which each of the copies is the same."""
+    """A leaf called `key`, before it is scaled or cast, of which each of the copies is the same."""
 
     label: str
     key: str

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from jax_ucp.arrays.checks import CHECK_BYTES, Alarm, Check, Extent, Note
-from jax_ucp.arrays.evaluate import elements_of, watch
+from jax_ucp.arrays.evaluate import elements_of, split, watch
 from jax_ucp.arrays.value import Array
 from jax_ucp.arrays.watched import Coverage
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.samples import sample_boxes
 
 
 class Proof(ABC):
     """Elements of an array that something else must agree with.
 
-    `label` says what is looked at, and `key` names the array, the same in every process.
+    `label` says what is looked at.
     """
 
     label: str
-    key: str
     array: Array
 
     @abstractmethod
@@ -43,11 +44,6 @@ class Proof(ABC):
         """About how many bytes are read to prove it."""
 
     @property
-    def name(self) -> str:
-        """A name that no other proof of the checkpoint has, the same in every process."""
-        return f"{type(self).__name__} of {self.key}, {self.label}"
-
-    @property
     def area(self) -> Box:
         """The block of the array that is compared."""
         return Box.whole(self.array.info.shape)
@@ -61,25 +57,53 @@ class Proof(ABC):
         """The elements of boxes, one box after the other."""
         return elements_of(self.array, boxes)
 
-    def check(self, leaves: Collection[str], extent: Extent) -> Check:
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
         """The work of proving it, of a sample or of all there is."""
-        about = self.label, frozenset(leaves), self.nbytes(extent)
+        about = self.label, leaves, self.nbytes(extent)
         if extent == "sample":
-
-            def fault() -> str | None:
-                boxes = self.sample()
-                return self.fault_in(boxes, self.read(boxes))
-
-            return Check(*about, fault)
+            return [Check(*about, self._sample_fault)]
         passing = _ProofWatcher(self)
-        return Check(*about, passing.run, passing)
+        return [Check(*about, passing.run, passing)]
+
+    def _sample_fault(self) -> str | None:
+        boxes = self.sample()
+        return self.fault_in(boxes, self.read(boxes))
+
+
+@dataclass(frozen=True)
+class SampleOnly:
+    """A proof of which a sample is compared, also where all is to be proved."""
+
+    proof: Proof
+
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
+        return self.proof.checks(leaves, "sample")
+
+
+@dataclass(frozen=True)
+class Zeros(Proof):
+    """An array without an element that is not zero; `fault` says what one would be."""
+
+    label: str
+    array: Array
+    fault: str
+
+    def nbytes(self, extent: Extent) -> int:
+        return self.array.info.nbytes
+
+    def sample(self) -> Sequence[Box]:
+        return sample_boxes([Box.whole(self.array.info.shape)])
+
+    def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
+        """The first box that is not all zeros."""
+        found = (box for box, part in zip(boxes, split(elements, boxes), strict=True) if part.any())
+        return next((f"{self.label}: {box} {self.fault}" for box in found), None)
 
 
 class _ProofWatcher:
     """A proof on elements as they pass, and in the end on those that did not."""
 
     def __init__(self, proof: Proof):
-        self.name = proof.name
         self._proof = proof
         self._passed = Coverage()
         self._fault: str | None = None

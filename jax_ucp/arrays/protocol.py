@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, Extent
+from jax_ucp.arrays.checks import LeafClaim
 from jax_ucp.errors import FormatError
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks, whole_chunks
 from jax_ucp.layout.box import Box
@@ -141,8 +141,8 @@ class ArraySource(Protocol):
         """
         return None
 
-    def checks(self, extent: Extent) -> Iterable[Check]:
-        """Checks of the source's own arrays, by checksums or stored copies; none by default."""
+    def claims(self) -> Iterable[LeafClaim]:
+        """What the files state of the source's own arrays, such as checksums; none by default."""
         return ()
 
 

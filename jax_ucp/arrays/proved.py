@@ -6,23 +6,21 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, Watcher, faults_of, require
+from jax_ucp.arrays.checks import Check, faults_of, require
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.garbage import gc_paused
 from jax_ucp.layout.box import Box
 from jax_ucp.tree import Leaf
-
-T = TypeVar("T")
 
 
 class ProvedReads:
@@ -55,16 +53,6 @@ class ProvedReads:
         return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
 
 
-def only_ones(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Values by name, without those that share theirs with another."""
-    values: dict[str, T] = {}
-    shared: set[str] = set()
-    for name, value in named:
-        if values.setdefault(name, value) is not value:
-            shared.add(name)
-    return {name: value for name, value in values.items() if name not in shared}
-
-
 def _forget(seen: object) -> None:
     """A sink that drops notes."""
 
@@ -84,11 +72,11 @@ class Proofs:
     ):
         self.contents = contents
         self._taking_notes = taking_notes
-        self._seen: dict[str, list[Any]] = defaultdict(list)
+        self._seen: dict[int, list[Any]] = defaultdict(list)  # by the place of a check
         with gc_paused():
-            self._checks = list(filter(ours, contents.checks("full")))
+            self.checks: Sequence[Check] = list(filter(ours, contents.checks("full")))
         self._failed = threading.Event()
-        self._early: dict[int, Future[str | None]] = {}  # by the place of a check
+        self._early: dict[int, Future[str | None]] = {}
 
     def require_sound_so_far(self) -> None:
         """Raises CorruptData where what was read already has a fault: no more of it need be read,
@@ -104,41 +92,35 @@ class Proofs:
         """
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             with gc_paused():
-                for watcher in filter(None, (check.watcher for check in self._checks)):
-                    note = partial(self._note, watcher.name) if self._taking_notes else _forget
-                    stack.enter_context(watcher.watch(self._failed.set, note))
+                for i, check in enumerate(self.checks):
+                    if check.watcher is not None:
+                        note = partial(self._note, i) if self._taking_notes else _forget
+                        stack.enter_context(check.watcher.watch(self._failed.set, note))
             if self.contents.files.is_remote and not self._taking_notes:
                 self._early = {
                     i: pool.submit(check.run)
-                    for i, check in enumerate(self._checks)
+                    for i, check in enumerate(self.checks)
                     if not check.nbytes and check.watcher is None
                 }
             yield
 
-    def _note(self, name: str, seen: Any) -> None:
-        self._seen[name].append(seen)
+    def _note(self, i: int, seen: Any) -> None:
+        self._seen[i].append(seen)
 
-    def take(self) -> dict[str, list[Any]]:
-        """The notes of watchers since the last call, by their names."""
+    def take(self) -> dict[int, list[Any]]:
+        """The notes of watchers since the last call, by the places of their checks."""
         seen, self._seen = self._seen, defaultdict(list)
         return seen
 
-    def add(self, seen: Mapping[str, Iterable[Any]]) -> None:
-        """Add the notes of another process that reads the same checkpoint.
-
-        Notes for a name that two watchers share are dropped: their checks read again.
-        """
-        for name in seen.keys() & self._named.keys():
-            self._named[name].add(seen[name])
-
-    @cached_property
-    def _named(self) -> Mapping[str, Watcher]:
-        watchers = (check.watcher for check in self._checks if check.watcher)
-        return only_ones((watcher.name, watcher) for watcher in watchers)
+    def add(self, seen: Mapping[int, Iterable[Any]]) -> None:
+        """Add the notes of a process that was sent the checkpoint."""
+        for i, notes in seen.items():
+            if watcher := self.checks[i].watcher:
+                watcher.add(notes)
 
     def contradiction(self) -> CorruptData | None:
         """The error that names all faults, or None. Reads the elements that were not read yet."""
-        checks = list(self._checks)
+        checks = list(self.checks)
         for i, fault in self._early.items():
             checks[i] = replace(checks[i], run=fault.result)
         found = faults_of(checks, self.contents.files.is_remote)

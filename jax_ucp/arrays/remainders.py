@@ -66,7 +66,6 @@ class WholeNumbers(Proof):
     """Remainders that were widened: whole numbers of 16 bits."""
 
     label: str
-    key: str
     array: Array
 
     def nbytes(self, extent: Extent) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,7 +24,7 @@ from jax_ucp.arrays.contents import About, Contents, Item, Piece, require_values
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
-from jax_ucp.checkpoint.views import Mapped, Merged, Opened, Viewed, with_model_config
+from jax_ucp.checkpoint.views import Mapped, Opened, with_model_config
 from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
 from jax_ucp.files.listing import Asked, counting
 from jax_ucp.files.path import FilePath, file_path, target_path
@@ -45,13 +44,12 @@ from jax_ucp.inspection.report import mesh_plan
 from jax_ucp.inspection.statistics import MAX_READ, statistics_of
 from jax_ucp.jobs.ledger import Share
 from jax_ucp.jobs.run import run, run_share
-from jax_ucp.jobs.work import Opener, Workers, verify
+from jax_ucp.jobs.work import verify
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.model_config import config_of, given_config
 from jax_ucp.mapping.states import rerooted, weights_of
 from jax_ucp.options import Options, require_used
-from jax_ucp.shard_spec.notation import load
 from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import (
@@ -93,9 +91,7 @@ def open_with(
         else:
             contents = open_contents(path, options, at)
     require_used(options.sizes, contents.path, also_used)
-    if isinstance(options.spec, Path):  # which may change before another process opens it
-        options = replace(options, spec=load(options.spec))
-    return Checkpoint(contents, Opened(str(at), options))
+    return Checkpoint(contents, Opened(str(at), options, contents))
 
 
 def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -136,12 +132,12 @@ class Checkpoint:
 
     Args:
         contents: what a reader found.
-        opener: how another process finds the same, where it can.
+        opened: what `open` gave, if it is that, or was made of it.
     """
 
-    def __init__(self, contents: Contents, opener: Opener | None = None):
+    def __init__(self, contents: Contents, opened: Opened | None = None):
         self._contents = contents
-        self._opener = opener  # for other processes, if they can
+        self._opened = opened
         self._reads = ProvedReads(contents)
 
     @classmethod
@@ -219,7 +215,8 @@ class Checkpoint:
         """Warnings and facts about this checkpoint, in words. Reads a sample: the steps of up to
         512 parameters, and the ends of as many files.
         """
-        return [*self._contents.notes, *self._contents.suspicions()]
+        suspicions = self._opened.suspicions if self._opened else ()
+        return [*self._contents.notes, *suspicions]
 
     @property
     def source(self) -> Mapping[str, Any]:
@@ -428,11 +425,7 @@ class Checkpoint:
         given = [opened(each) for each in adapters]
         for checkpoint in (self, *given):
             require_weights(checkpoint._contents)
-        openers = [each._opener for each in given if each._opener]
-        opener = None
-        if self._opener and len(openers) == len(given):
-            opener = Merged(self._opener, tuple(openers))
-        return Checkpoint(merged(self._contents, [each._contents for each in given]), opener)
+        return self._made(merged(self._contents, [each._contents for each in given]))
 
     def map(
         self,
@@ -470,7 +463,7 @@ class Checkpoint:
             FormatError: where `config` is no config.
             QuantizedWeights: where weights are stored as codes.
         """
-        return self._view(Mapped.of(mapping, sizes, config, assume, params))
+        return self._made(Mapped.of(mapping, sizes, config, assume, params)(self._contents))
 
     def weights(self, params: str = "params") -> Checkpoint:
         """The parameters of a training run, to be mapped by the inverse of a mapping and exported.
@@ -484,12 +477,11 @@ class Checkpoint:
         Raises:
             TreeMismatch: where no array is below that label.
         """
-        return self._view(partial(weights_of, params=params))
+        return self._made(weights_of(self._contents, params))
 
-    def _view(self, view: Callable[[Contents], Contents]) -> Checkpoint:
-        """The checkpoint that `view` makes of this one, here and in other processes."""
-        opener = self._opener and Viewed(self._opener, view)
-        return Checkpoint(view(self._contents), opener)
+    def _made(self, contents: Contents) -> Checkpoint:
+        """A checkpoint whose contents were made of this one's."""
+        return Checkpoint(contents, self._opened)
 
     def plan(
         self,
@@ -697,7 +689,7 @@ class Checkpoint:
             "step": step,
             "step_dtype": step_dtype,
         }
-        return Checkpoint(torch_states(self._contents, tx, model, **arguments))
+        return self._made(torch_states(self._contents, tx, model, **arguments))
 
     def plan_reads(
         self,
@@ -821,8 +813,8 @@ class Checkpoint:
             CorruptData: if the source contradicts itself or changes meanwhile.
             QuantizedWeights: where weights are stored as codes.
             ValueError: for an item without a step, and an invalid mesh, rules or hosts.
-            WorkerError: where the executor's processes cannot open the checkpoint, or one has
-                ended.
+            WorkerError: where the checkpoint cannot be sent to the executor's processes, or one
+                has ended.
 
         Examples:
             >>> ucp.open("tests/data/deepspeed/z1_bf16_dp2").save("converted")  # doctest: +SKIP
@@ -835,9 +827,8 @@ class Checkpoint:
 
             warn_given_up(plan.notes, stacklevel=2)
 
-        workers = Workers(executor, laid_out._opener)
         is_noted = step is not None
-        write = partial(copy, laid_out._contents, plan, progress=progress, workers=workers)
+        write = partial(copy, laid_out._contents, plan, progress=progress, executor=executor)
         return _written(path, partial(write, is_noted=is_noted), step, item)
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
@@ -845,7 +836,7 @@ class Checkpoint:
         if root is None and not variables:
             return self
         to = "param" if root is None else root
-        return self._view(partial(rerooted, root=to, variables=variables))
+        return self._made(rerooted(self._contents, to, variables))
 
     def plan_link(
         self,
@@ -1072,8 +1063,7 @@ class Checkpoint:
             adapter_config=adapter_config,
             budget_bytes=budget_bytes,
         )
-        workers = Workers(executor, described._opener)
-        run(export_target(described._contents, plan, target, progress), workers)
+        run(export_target(described._contents, plan, target, progress), executor)
         return opened(path)
 
     def _with_config(
@@ -1084,7 +1074,7 @@ class Checkpoint:
             return self
         if format != "safetensors":
             raise ValueError(f"config is for safetensors: {format} has no place for it")
-        described = self._view(partial(with_model_config, config=config))
+        described = self._made(with_model_config(self._contents, config))
         require_tied(described._contents, described.config)
         return described
 
@@ -1153,7 +1143,7 @@ class Checkpoint:
             >>> [fault for what, fault in checkpoint.verify() if fault]
             []
         """
-        yield from verify(self._contents, Workers(executor, self._opener))
+        yield from verify(self._contents, executor)
         for change in self._contents.files.changes():
             yield "the files of the checkpoint", change
 
@@ -1179,15 +1169,14 @@ class Checkpoint:
         target = target_path(path)
         if target.suffix != saved_index.SUFFIX:
             raise UnsupportedPath(f"{target}: the name of an index ends in {saved_index.SUFFIX}")
-        if not isinstance(self._opener, Opened):
+        opened = self._opened
+        if opened is None or opened.contents is not self._contents:
             raise UnsupportedPath(
                 f"{self._contents.path}: an index is of a checkpoint as `open` gives it, not of"
                 " what was mapped, merged or made in memory. Save the index before, and map what"
                 " is opened by it"
             )
-        again, data = saved_index.encoded_index(
-            self._opener.path, self._opener.options, open_contents
-        )
+        again, data = saved_index.encoded_index(opened.path, opened.options, open_contents)
         if again.files.identities() != self._contents.files.identities():
             self._contents.files.require_unchanged()
             raise CorruptData(

@@ -1,23 +1,21 @@
-"""Checkpoints made of other checkpoints, in a form that another process can make again."""
+"""Checkpoints made of other checkpoints: functions of contents."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jax_ucp.arrays.contents import Contents, parts_as_parameters, require_weights
+from jax_ucp.arrays.suspicions import suspicions
 from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.huggingface.companions import companions_in
 from jax_ucp.formats.huggingface.given_config import described
 from jax_ucp.formats.peft.config import saved_modules
-from jax_ucp.formats.peft.merging import merged
-from jax_ucp.formats.registry import open_contents
-from jax_ucp.jobs.work import Opener
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.adapters import mapping_of
 from jax_ucp.mapping.binding import bind, given_before, mapping_record
@@ -29,35 +27,16 @@ from jax_ucp.options import Options, Sizes
 
 @dataclass(frozen=True)
 class Opened:
-    """How a checkpoint was opened."""
+    """A path, the options that it was opened with, and the contents that were found."""
 
     path: str
     options: Options
+    contents: Contents
 
-    def __call__(self) -> Contents:
-        return open_contents(self.path, self.options)
-
-
-@dataclass(frozen=True)
-class Viewed:
-    """How a checkpoint was opened, and what was then made of it."""
-
-    opener: Opener
-    view: Callable[[Contents], Contents]
-
-    def __call__(self) -> Contents:
-        return self.view(self.opener())
-
-
-@dataclass(frozen=True)
-class Merged:
-    """How a checkpoint and adapters were opened and then merged."""
-
-    base: Opener
-    adapters: tuple[Opener, ...]
-
-    def __call__(self) -> Contents:
-        return merged(self.base(), [adapter() for adapter in self.adapters])
+    @cached_property
+    def suspicions(self) -> Sequence[str]:
+        """Notes that a sample of the arrays and files gives."""
+        return suspicions(self.contents)
 
 
 @dataclass(frozen=True)

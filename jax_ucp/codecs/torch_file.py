@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 from jax_ucp.arrays.extents import (
     ExtentTable,
@@ -123,6 +124,9 @@ class TorchFile(ExtentTable):
             if contents.refused and not lenient and not is_coded:
                 raise cannot_be_read(contents.refused)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "tree": None}  # its tensors are in the table
+
     def stored(self, key: str) -> StoredArray:
         """Where a tensor is stored. What is deflated is inflated here, and its CRC compared."""
         tensor = self._tensors[key]
@@ -145,9 +149,7 @@ class TorchFile(ExtentTable):
         for storage, member in self._storages.items():
             if _region(storage, member):
                 label = f"{self.path.name}: storage {storage}"
-                name = f"CRC of storage {storage} of {self.path}"
-                keys = tensors.get(storage, ())
-                yield SummedArrays(label, name, member.size, keys, [storage])
+                yield SummedArrays(label, member.size, tensors.get(storage, ()), [storage])
 
     def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:
         region = _region(place, self._storages[place])

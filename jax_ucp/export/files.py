@@ -26,7 +26,7 @@ from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.protocol import Files
 from jax_ucp.jobs.ledger import Blocks, Written, is_control_file
 from jax_ucp.jobs.run import Block
-from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, Job, OpenedJob
+from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, OpenedJob
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -121,7 +121,6 @@ class BlockRun:
 class TensorTask:
     """A run for a file of `folder`; others may write other bytes of it if `is_shared`."""
 
-    job: Job
     folder: str
     block: BlockRun
     noted: tuple[Written | None, ...]

@@ -93,8 +93,7 @@ class FolderTarget(Target[BlockRun]):
             if not is_shared or file.name in ours:
                 create(folder / file.name, file.size, is_shared)
         by_others = is_shared or not work.coordinator.is_here
-        job = work.coordinator.job
-        tasks = (TensorTask(job, str(folder), run, work.noted([run]), by_others) for run in runs)
+        tasks = (TensorTask(str(folder), run, work.noted([run]), by_others) for run in runs)
         work.run(tasks, self._budget, LocalFiles(folder), is_durable=True)
 
     def commit(

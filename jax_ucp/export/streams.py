@@ -41,7 +41,7 @@ from jax_ucp.jobs.ledger import (
     require_unclaimed,
 )
 from jax_ucp.jobs.run import Target, Work
-from jax_ucp.jobs.work import Coordinator, Job, OpenedJob
+from jax_ucp.jobs.work import Coordinator, OpenedJob
 from jax_ucp.layout.box import Box
 from jax_ucp.universal.copy import require_outside
 
@@ -85,7 +85,6 @@ class UploadTask:
     `on_bytes` is called with numbers of tensor bytes; if `is_noted` the result has a CRC-32.
     """
 
-    job: Job
     folder: str
     block: Upload
     noted: tuple[Written | None, ...]
@@ -192,7 +191,6 @@ class BucketTarget(Target[Upload]):
         self._reports_here = work.coordinator.is_here
         tasks = (
             UploadTask(
-                work.coordinator.job,
                 folder.url(),
                 upload,
                 work.noted([upload]),

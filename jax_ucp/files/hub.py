@@ -68,6 +68,9 @@ class Hub(ReadOnlyFiles):
         # where the hub sends those who ask for a file: good for some minutes or hours
         self._links: dict[str, str] = {} if links is None else links
 
+    def __reduce__(self) -> tuple[Any, ...]:  # without links, which are for this process
+        return type(self), (self._repo, self._commit, self._files, self._prefix)
+
     def url(self, name: str = "") -> str:
         return f"hf://{self._repo}@{self._commit}/{self._key(name)}".removesuffix("/")
 

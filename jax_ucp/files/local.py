@@ -128,6 +128,12 @@ class LocalFiles(Files):
         self._handle: int | None = None
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.root, "_boundary": self._boundary}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _known=set(), _handle=None, _lock=threading.Lock())
+
     def path(self, name: str) -> str:
         """The path of a file. Raises FormatError for a name that leads outside."""
         path = self._below(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -122,6 +122,9 @@ class EdgesInMemory(ByteRange):
         inner.read_into(list(self._kept.items()))
         self._starts = sorted(self._kept)
 
+    def __reduce__(self) -> tuple[Callable[[ByteRange], ByteRange], tuple[ByteRange]]:
+        return _itself, (self._inner,)  # what is in memory here need not be sent
+
     @property
     def place(self) -> tuple[FilePath, FileInfo, int] | None:
         return self._inner.place
@@ -151,6 +154,10 @@ class EdgesInMemory(ByteRange):
             return False
         out[...] = data.view(out.dtype).reshape(out.shape)
         return True
+
+
+def _itself(data: ByteRange) -> ByteRange:
+    return data
 
 
 class MemoryRange(ByteRange):

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.checks import Claims, LeafClaim, passed_on
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents, Item, QuantizedWeight, Status
 from jax_ucp.arrays.dtypes import holds_every
 from jax_ucp.arrays.duplicates import Duplicate, Mean, Replicas
 from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.arrays.optimizer_groups import groups_of, plain_settings
+from jax_ucp.arrays.proof import SampleOnly
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.arrays.remainders import WholeNumbers, masters
 from jax_ucp.arrays.value import (
@@ -325,7 +326,7 @@ class ContentsBuilder:
             source=(
                 {"format": self.format, "name": self.path.name, **self.said} if self.said else {}
             ),
-            checks=partial(self._checks, names),
+            claims=Claims(partial(self._claims, names)),
             quantized=self.quantized,
             about=self.about,
             companions=self.companions,
@@ -392,13 +393,13 @@ class ContentsBuilder:
             self.mapped([copy], f"the copy of {path[-1]}, which is taken, as asked")
         return len(copies)
 
-    def _checks(self, names: Mapping[TreePath, str], extent: Extent) -> Iterator[Check]:
-        """The proofs of all leaves, which have these names."""
+    def _claims(self, names: Mapping[TreePath, str]) -> Iterator[LeafClaim]:
+        """What the files state of all leaves, which have these names."""
         resting = self._resting(names)
-        # The checks that files have of themselves, but for tensors that were not asked for.
+        # What files state of themselves, but for tensors that were not asked for.
         left = {key for key in self._left if self._statuses[key][0] == "skipped"}
-        checks = self.shards.checks(extent)
-        of_files = (one for one in checks if not one.leaves or not one.leaves <= left)
+        claims = self.shards.claims()
+        of_files = (one for one in claims if not one.leaves or not one.leaves <= left)
         yield from passed_on(of_files, resting)
         # That replicas are equal: once for parameters of the same tensors, as the steps of a group
         # are.
@@ -408,30 +409,25 @@ class ContentsBuilder:
                 replicated[param.inputs, param.layout.fragments].append(path)
         for paths in replicated.values():
             leaves = _union([resting[names[path]] for path in paths])
-            first = paths[0]
-            proof = Replicas(_label(first), names[first], self.params[first])
-            yield proof.check(leaves, extent)
-        for i, one in enumerate(self._twice):
-            whole, key = self._whole(one), str(i)
+            yield LeafClaim(Replicas(_label(paths[0]), self.params[paths[0]]), leaves)
+        for one in self._twice:
+            whole = self._whole(one)
             leaves = resting.get(_node(whole)) or resting[next(items_of(whole))]
             if isinstance(one.of, tuple):
-                key = names[one.of]
-                leaves = resting[key]
+                leaves = resting[names[one.of]]
             at, cause = _where(one.copy), one.cause or self.cause
-            proof = Duplicate(one.label, key, whole, str(i), one.copy, one.at, at, cause, one.near)
-            yield proof.check(leaves, extent)
+            yield LeafClaim(
+                Duplicate(one.label, whole, one.copy, one.at, at, cause, one.near), leaves
+            )
         for name, master, weight, cause, near in self._places:
-            at = next(items_of(weight))
-            place = Duplicate(name, name, master, name, weight, (), at, cause, near)
-            yield place.check(resting[names[_path("param", name)]], "sample")
+            place = Duplicate(name, master, weight, (), next(items_of(weight)), cause, near)
+            yield LeafClaim(SampleOnly(place), resting[names[_path("param", name)]])
         for path in self._weights:
             if self.params[path].info.dtype.itemsize > 2:
-                proof = WholeNumbers(_label(path), names[path], self.params[path])
-                yield proof.check(resting[names[path]], extent)
+                yield LeafClaim(WholeNumbers(_label(path), self.params[path]), resting[names[path]])
         for path, keys in self._means if not self.on_conflict else ():
             whole, copies = self.params[path], {key: self.array(key) for key in keys}
-            mean = Mean(_label(path), names[path], whole, copies, _where(whole))
-            yield mean.check(resting[names[path]], extent)
+            yield LeafClaim(Mean(_label(path), whole, copies, _where(whole)), resting[names[path]])
 
     def _resting(self, names: Mapping[TreePath, str]) -> dict[Any, frozenset[str]]:
         """The leaves that rest on a leaf or a stored tensor, by its name, or on another array.

@@ -10,12 +10,11 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal
 
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.arrays.suspicions import suspicions
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
 from jax_ucp.files.listing import counting, listed
 from jax_ucp.files.path import FilePath, file_path
@@ -209,7 +208,7 @@ def open_contents(
         with listed(at.files) as files:
             contents = _open_at(path, FilePath(files, at.key), options)
     contents.files.asked = asked
-    return replace(contents, suspicions=cache(partial(suspicions, contents)))
+    return contents
 
 
 def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Options) -> Contents:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from jax_ucp.arrays.checks import checks_of
 from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
 from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
@@ -32,7 +33,7 @@ def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Fac
 def _keep_torch(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
     try:
         file = TorchFile(path, lenient=True)
-        for fault in filter(None, (check.run() for check in file.checks("full"))):
+        for fault in filter(None, (check.run() for check in checks_of(file.claims(), "full"))):
             raise CorruptData(fault)
     except UnsafePickle as error:
         imported.skip(name, "object", f"not read, because it asks for more than data: {error}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from jax_ucp.jobs.ledger import (
     result_note,
     write_complete,
 )
-from jax_ucp.jobs.work import HERE, Coordinator, Task, Workers, shared_out
+from jax_ucp.jobs.work import Coordinator, Task, shared_out
 from jax_ucp.layout.box import Box
 
 # Bytes of blocks that are synced together: the disk writes them while the next ones are read. A job
@@ -236,7 +237,7 @@ class Target(Protocol[AnyBlock]):
         clear(self.path.folder(), count)
 
 
-def run(target: Target[AnyBlock], workers: Workers = HERE) -> None:
+def run(target: Target[AnyBlock], executor: Executor | None = None) -> None:
     """Make the target.
 
     Data that the source stores twice is compared while it is copied, the rest of it after that, and
@@ -245,12 +246,12 @@ def run(target: Target[AnyBlock], workers: Workers = HERE) -> None:
     If the source contradicts itself, nothing is left.
 
     Raises FileExistsError if the path is in use, CorruptData if the source contradicts itself or
-    changed meanwhile, FormatError if another unfinished job is there, WorkerError if the workers'
+    changed meanwhile, FormatError if another unfinished job is there, WorkerError if the executor's
     processes cannot do the work, or one of them has ended.
     """
     contents = target.contents
     target.require_free(False)
-    with shared_out(contents, workers, target.again) as coordinator, target.alone() as ledger:
+    with shared_out(contents, executor, target.again) as coordinator, target.alone() as ledger:
         undo = partial(target.discard, ledger)
         with proved(coordinator.opened.proofs, undo) as require_proved:
 
@@ -303,7 +304,7 @@ def _do_share(
     groups, owners = share_groups(target.groups(share.count), share)
     ours = partial(_is_of, owners, share)
     with (
-        shared_out(contents, HERE, "", ours) as coordinator,
+        shared_out(contents, None, "", ours) as coordinator,
         closing(Ledger.open(target.place, identity, share.ledger)) as ledger,
     ):
         if not ledger.resumed and target.is_result(identity):
@@ -361,9 +362,9 @@ def shares_of(groups: Sequence[Sequence[Block]], count: int) -> Iterator[int]:
 
 def _is_of(owners: Mapping[str, int], share: Share, check: Check) -> bool:
     """Whether a share runs a check: the first share in `owners` of any of the check's leaves, or if
-    they are not in `owners`, a share chosen by the check's name.
+    they are not in `owners`, a share chosen by the check's label.
     """
     of_leaves = [owners[leaf] for leaf in check.leaves if leaf in owners]
     return share.index == (
-        min(of_leaves) if of_leaves else crc32(check.name.encode()) % share.count
+        min(of_leaves) if of_leaves else crc32(check.label.encode()) % share.count
     )

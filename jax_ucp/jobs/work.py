@@ -2,7 +2,7 @@
 `concurrent.futures.Executor`.
 
 A task describes its work in integers and names. The process that runs it has the checkpoint open,
-or opens it for the first task of the job that it gets.
+or is sent its contents, a value, with the first tasks of the job.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import pickle
 import threading
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from contextlib import ExitStack, contextmanager
@@ -19,76 +20,35 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
-import xxhash
-
 from jax_ucp.arrays.budget import DEFAULT_BUDGET, Submission, batches, run_bounded, submit_bounded
 from jax_ucp.arrays.checks import Check
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.arrays.proved import Proofs, only_ones
+from jax_ucp.arrays.proved import Proofs
 from jax_ucp.errors import CorruptData, UCPError, WorkerError
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import Files
+from jax_ucp.garbage import gc_paused
 
 # Bytes or boxes that a task for another process reads, about: handing it over costs some
 # milliseconds, and all of a task is done again if its process ends.
 TASK_BYTES = 64 << 20
 TASK_BOXES = 256
 
-# The number of tasks that wait for other processes at once.
-TASKS_IN_FLIGHT = 4096
+# How many tasks wait for an executor at once; for other processes so many for each that has done
+# one, lest many tasks come to a process before the contents do.
+TASKS_IN_FLIGHT, TASKS_A_PROCESS = 4096, 4
+# How many messages have the contents at first, and after one came to a process that lacks them.
+SENT_AT_ONCE = 16
+# What each process would have of a checkpoint whose arrays are in memory: a message is no file.
+MAX_MESSAGE_BYTES = 1 << 30
 
-# Opens a checkpoint as it was opened here: a value that can be pickled.
-Opener = Callable[[], Contents]
 T = TypeVar("T")
 AnyTask = TypeVar("AnyTask", bound="Task[Any]")
 T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclass(frozen=True)
-class Workers:
-    """The place where tasks run: an executor, or threads here. Other processes of an executor need
-    an `opener`, which exists for a checkpoint that can be opened by its path.
-    """
-
-    executor: Executor | None = None
-    opener: Opener | None = None
-
-    def __post_init__(self) -> None:
-        if self.executor is not None and not isinstance(self.executor, Executor):
-            raise TypeError(
-                f"executor={self.executor!r:.80} should be a concurrent.futures.Executor, such as"
-                " ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))"
-            )
-
-
-HERE = Workers()
-
-
-@dataclass(frozen=True)
-class Job:
-    """The common part of a job's tasks: how a process opens their checkpoint, and the digest of the
-    identity that it must find.
-    """
-
-    id: str
-    opener: Opener | None = None
-    identity: str = ""
-
-    def open(self) -> OpenedJob:
-        """The checkpoint as this process opens it. Raises CorruptData if it has changed."""
-        assert self.opener is not None, "tasks go to other processes only with an opener"
-        contents = self.opener()
-        if _identity(contents) != self.identity:
-            raise CorruptData(
-                f"{contents.path} is another checkpoint for this process than for the one that"
-                " shares out the work: it was written to, or is not the same folder on both. Open"
-                " it again when nothing writes to it"
-            )
-        return OpenedJob(contents, is_elsewhere=True)
-
-
 class OpenedJob:
-    """A checkpoint that this process has open for a job.
+    """A checkpoint that this process has open for a job, or was sent.
 
     `is_elsewhere` is true in a process that only runs tasks: there the observations of each task
     must be handed over, and its writes must be durable when it ends.
@@ -119,19 +79,17 @@ class OpenedJob:
                 self._watching.enter_context(self._proofs.watching())
         return self._proofs
 
-    def take(self) -> Mapping[str, Sequence[Any]]:
+    def take(self) -> Mapping[int, Sequence[Any]]:
         """The observations of the proofs since the last call."""
         return self._proofs.take() if self._proofs else {}
 
-    @cached_property
-    def checks(self) -> Mapping[str, Check]:
-        """The checks of the checkpoint by name, to be run one by one; without those that share a
-        name.
-        """
-        return only_ones((check.name, check) for check in self.every_check)
+    def close(self) -> None:
+        """Stop observing what is read."""
+        self._watching.close()
 
     @cached_property
-    def every_check(self) -> Sequence[Check]:
+    def checks(self) -> Sequence[Check]:
+        """The checks of the checkpoint, to be run one by one."""
         return list(self.contents.checks("full"))
 
     def files(self, root: str) -> Files:
@@ -147,9 +105,6 @@ class Task(Protocol[T_co]):
     """
 
     @property
-    def job(self) -> Job: ...
-
-    @property
     def cost(self) -> int: ...
 
     def run(self, opened: OpenedJob) -> T_co: ...
@@ -158,30 +113,35 @@ class Task(Protocol[T_co]):
 @dataclass(frozen=True)
 class Done(Generic[T]):
     """The result of a task, with the observations of its reads if it ran elsewhere; or the error
-    that stopped it.
+    that stopped it; or that the process lacks the contents, and did nothing.
 
     An executor's own error is raised instead, so that it is not taken for an error of a task.
     """
 
     result: T | None = None
-    seen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    seen: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     error: Exception | None = None
+    lacks_contents: bool = False
+    process: str = field(default_factory=lambda: _PROCESS)
 
 
+_PROCESS = uuid.uuid4().hex
 # By the id of a job: those that this process shares out, and the last one whose tasks it ran.
 _shared_out: dict[str, OpenedJob] = {}
-_reopened: dict[str, OpenedJob] = {}
-_reopening = threading.Lock()
+_received: dict[str, OpenedJob] = {}
+_receiving = threading.Lock()
 
 
-def perform(task: Task[T]) -> Done[T]:
+def perform(job: str, task: Task[T], message: bytes | None) -> Done[T]:
     """The result of a task, run in this process, whichever it is. Its error is returned in a form
     that can be sent back.
     """
     try:
-        if opened := _shared_out.get(task.job.id):
+        if opened := _shared_out.get(job):
             return Done(task.run(opened))
-        opened = _opened(task.job)
+        opened = _opened(job, message)
+        if opened is None:
+            return Done(lacks_contents=True)
         with opened.turn:
             try:
                 result = task.run(opened)
@@ -192,12 +152,52 @@ def perform(task: Task[T]) -> Done[T]:
         return Done(error=_portable(error))
 
 
-def _opened(job: Job) -> OpenedJob:
-    with _reopening:
-        if job.id not in _reopened:
-            _reopened.clear()
-            _reopened[job.id] = job.open()
-        return _reopened[job.id]
+def _message(contents: Contents) -> bytes:
+    """All of a checkpoint that tasks need. Raises WorkerError for what cannot be sent."""
+    again = "Do it without the executor, or with one of threads"
+    needed = Contents(
+        contents.format,
+        contents.path,
+        (),
+        contents.arrays,
+        claims=contents.claims,
+        files=contents.files,
+    )
+    try:
+        with gc_paused():
+            data = pickle.dumps(needed, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever a __reduce__ raises
+        raise WorkerError(
+            f"{contents.path}: this checkpoint cannot be sent to other processes, because not all"
+            f" that it is made of can be pickled ({type(error).__name__}: {error}). {again}"
+        ) from error
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WorkerError(
+            f"{contents.path}: each process would be sent {len(data):,} bytes, because the arrays"
+            f" are in memory; that is done up to {MAX_MESSAGE_BYTES:,}. {again}, or save it first"
+        )
+    return zlib.compress(data, 1)
+
+
+def _opened(job: str, message: bytes | None) -> OpenedJob | None:
+    """The checkpoint that a message has, or an earlier one had; None if there was none. Raises
+    CorruptData where its files are not the same here.
+    """
+    with _receiving:
+        if job not in _received and message is not None:
+            with gc_paused():
+                contents: Contents = pickle.loads(zlib.decompress(message))
+            if changes := list(contents.files.changes()):
+                raise CorruptData(
+                    f"{contents.path} is another checkpoint for this process than for the one that"
+                    " shares out the work: it was written to, or is not the same folder on both."
+                    f" Open it again when nothing writes to it: {changes[0]}"
+                )
+            for other in _received.values():
+                other.close()
+            _received.clear()
+            _received[job] = OpenedJob(contents, is_elsewhere=True)
+        return _received.get(job)
 
 
 def _portable(error: Exception) -> Exception:
@@ -222,12 +222,19 @@ def _place(job_id: str) -> str:
 class Coordinator:
     """A coordinator, which shares out the tasks of one job and receives their results."""
 
-    def __init__(self, job: Job, opened: OpenedJob, workers: Workers, is_here: bool, again: str):
-        self.job = job
+    def __init__(
+        self,
+        job: str,
+        opened: OpenedJob,
+        executor: Executor | None,
+        message: bytes | None,
+        again: str,
+    ):
         self.opened = opened
-        self.is_here = is_here  # whether tasks run in this process
-        self._executor = workers.executor
-        self._again = again
+        self.is_here = message is None  # whether tasks run in this process
+        self._job, self._executor, self._again = job, executor, again
+        self._message, self._to_send = message, SENT_AT_ONCE
+        self._processes: set[str] = set()
 
     def run(
         self,
@@ -249,24 +256,39 @@ class Coordinator:
                 remote or self.opened.contents.files.is_remote,
             )
             return
-        submissions = (
-            Submission(task.cost, partial(perform, task), partial(self._finish, task, finish))
-            for task in tasks
-        )
         with _naming_failure(self._again):
             submit_bounded(
                 self._executor,
-                submissions,
+                (self._submission(task, finish) for task in tasks),
                 budget_bytes if self.is_here else math.inf,
-                TASKS_IN_FLIGHT,
+                self._tasks_in_flight,
             )
+
+    def _tasks_in_flight(self) -> int:
+        if self.is_here:
+            return TASKS_IN_FLIGHT
+        several = max(len(self._processes), SENT_AT_ONCE // TASKS_A_PROCESS)
+        return min(TASKS_IN_FLIGHT, several * TASKS_A_PROCESS)
+
+    def _submission(
+        self, task: AnyTask, finish: Callable[[AnyTask, Any], None]
+    ) -> Submission[Done[Any]]:
+        message = self._message if self._to_send > 0 else None
+        self._to_send -= 1
+        work = partial(perform, self._job, task, message)
+        return Submission(task.cost, work, partial(self._finish, task, finish))
 
     def _run_here(self, task: AnyTask, finish: Callable[[AnyTask, Any], None]) -> None:
         finish(task, task.run(self.opened))
 
     def _finish(
         self, task: AnyTask, finish: Callable[[AnyTask, Any], None], done: Done[Any]
-    ) -> None:
+    ) -> Submission[Done[Any]] | None:
+        """Give on the result of a task; or return it to be submitted again with the contents."""
+        if done.lacks_contents:
+            self._to_send = SENT_AT_ONCE
+            return self._submission(task, finish)
+        self._processes.add(done.process)
         if done.error is not None:
             raise _NotOfExecutor(done.error)
         if done.seen:
@@ -275,49 +297,37 @@ class Coordinator:
             finish(task, done.result)
         except Exception as error:
             raise _NotOfExecutor(error) from error
+        return None
 
 
 @contextmanager
 def shared_out(
     contents: Contents,
-    workers: Workers,
+    executor: Executor | None,
     again: str,
     ours: Callable[[Check], bool] = lambda check: True,
 ) -> Iterator[Coordinator]:
-    """Context of a job on a checkpoint whose tasks the workers run. Workers that cannot run them
-    are refused first, before anything is written.
+    """Context of a job on a checkpoint whose tasks the executor runs, or threads here. One that
+    cannot run them is refused first, before anything is written.
 
     `again` is the advice if a worker's process has ended. `ours` selects the checks to be proved.
 
-    Raises WorkerError if the executor's processes cannot open the checkpoint, were forked from this
-    one, or do not start.
+    Raises WorkerError if the checkpoint cannot be sent to the executor's processes, or these were
+    forked from this one, or do not start.
     """
+    if executor is not None and not isinstance(executor, Executor):
+        raise TypeError(
+            f"executor={executor!r:.80} should be a concurrent.futures.Executor, such as"
+            " ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))"
+        )
     opened = OpenedJob(contents, ours=ours)
-    job = Job(uuid.uuid4().hex)
-    _shared_out[job.id] = opened
+    job = uuid.uuid4().hex
+    _shared_out[job] = opened
     try:
-        is_here = workers.executor is None or _runs_here(workers.executor, job.id)
-        if not is_here:
-            if workers.opener is None:
-                raise WorkerError(
-                    f"{contents.path}: other processes cannot open this checkpoint, which is not"
-                    " what a path and options of `open` and `map` give, but a tree in memory, or"
-                    " made from one by functions. Do it without the executor, or with one of"
-                    " threads"
-                )
-            try:
-                pickle.dumps(workers.opener)
-            except Exception as error:  # whatever a __reduce__ raises
-                raise WorkerError(
-                    f"{contents.path}: other processes cannot open this checkpoint, because what"
-                    f" `open` or `map` were given cannot be pickled ({type(error).__name__}:"
-                    f" {error}). Do it without the executor, or with one of threads, or give what"
-                    " can be pickled, such as files"
-                ) from error
-            job = Job(job.id, workers.opener, _identity(contents))
-        yield Coordinator(job, opened, workers, is_here, again)
+        is_here = executor is None or _runs_here(executor, job)
+        yield Coordinator(job, opened, executor, None if is_here else _message(contents), again)
     finally:
-        del _shared_out[job.id]
+        del _shared_out[job]
 
 
 def _runs_here(executor: Executor, job_id: str) -> bool:
@@ -329,10 +339,6 @@ def _runs_here(executor: Executor, job_id: str) -> bool:
             " copy: give it mp_context=multiprocessing.get_context('spawn')"
         )
     return place == "here"
-
-
-def _identity(contents: Contents) -> str:
-    return xxhash.xxh3_128_hexdigest(repr(contents.identity()).encode())
 
 
 _NOT_STARTED = (
@@ -373,42 +379,31 @@ def _naming_failure(again: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CheckTask:
-    """Checks to be run, by name."""
+    """Checks to be run, by their places among all."""
 
-    job: Job
-    names: tuple[str, ...]
+    places: tuple[int, ...]
     cost: int
 
     def run(self, opened: OpenedJob) -> list[str | None]:
-        return [opened.checks[name].run() for name in self.names]
+        return [opened.checks[i].run() for i in self.places]
 
 
-def verify(contents: Contents, workers: Workers) -> Iterator[tuple[str, str | None]]:
+def verify(contents: Contents, executor: Executor | None) -> Iterator[tuple[str, str | None]]:
     """Compare all data that is stored twice or has a checksum. Yields (label of the check, its
     fault or None).
     """
-    if workers.executor is None:
+    if executor is None:
         yield from contents.verify()
         return
-    faults: dict[str, str | None] = {}
+    faults: dict[int, str | None] = {}
 
     def finish(task: CheckTask, found: Sequence[str | None]) -> None:
-        faults.update(zip(task.names, found, strict=True))
+        faults.update(zip(task.places, found, strict=True))
 
-    with shared_out(contents, workers, "Verify again, with a new executor.") as coordinator:
-        opened = coordinator.opened
-        together = batches(
-            opened.checks.values(), lambda check: check.nbytes, TASK_BYTES, TASK_BOXES
-        )
-        tasks = (
-            CheckTask(
-                coordinator.job,
-                tuple(check.name for check in some),
-                max(check.memory for check in some),
-            )
-            for some in together
-        )
+    with shared_out(contents, executor, "Verify again, with a new executor.") as coordinator:
+        checks = coordinator.opened.checks
+        together = batches(range(len(checks)), lambda i: checks[i].nbytes, TASK_BYTES, TASK_BOXES)
+        tasks = (CheckTask(tuple(some), max(checks[i].memory for i in some)) for some in together)
         coordinator.run(tasks, finish, DEFAULT_BUDGET)
-    # Checks that share a name run here: elsewhere one could be taken for another.
-    for check in opened.every_check:
-        yield check.label, faults[check.name] if check.name in faults else check.run()
+    for i, check in enumerate(checks):
+        yield check.label, faults[i]

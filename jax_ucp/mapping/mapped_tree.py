@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.checks import Claims, LeafClaim, passed_on
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.dtypes import holds_every
 from jax_ucp.arrays.evaluate import Evaluated, expressions
-from jax_ucp.arrays.mapped import Agreed, Tied, agreed, agreement, scaled
+from jax_ucp.arrays.mapped import Agreed, Agreement, Tied, agreed, scaled
 from jax_ucp.arrays.optimizer_groups import Group, groups_of
 from jax_ucp.arrays.value import Array, Computed, Rearranged, users
 from jax_ucp.errors import LayoutError
@@ -63,14 +63,14 @@ def map_contents(
     made += [leaf for leaf in states.others if not leaf.has_array]
     labels = {leaf.name: leaf.label for leaf in made}
 
-    def checks(extent: Extent) -> Iterator[Check]:
-        yield from passed_on(contents.checks(extent), resting)
+    def claims() -> Iterator[LeafClaim]:
+        yield from passed_on(contents.claims, resting)
         for name, one in formed.items():
             if isinstance(one.array, Computed) and isinstance(one.array.rule, Agreed):
-                yield agreement(labels[name], name, one.array)
+                yield LeafClaim(Agreement(labels[name], one.array), frozenset([name]))
             if one.tied:
                 first, *copies = one.tied
-                yield Tied(labels[name], name, first, first, copies).check([name], extent)
+                yield LeafClaim(Tied(labels[name], name, first, first, copies), frozenset([name]))
 
     return replace(
         contents,
@@ -80,7 +80,7 @@ def map_contents(
         groups=_groups(contents, forms),
         notes=[*contents.notes, *notes, *tree.notes],
         source=source,
-        checks=checks,
+        claims=Claims(claims),
     )
 
 

@@ -214,5 +214,5 @@ def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:
         contents,
         leaves=[replace(leaf, path=path, name=names[path]) for path, leaf in at.items()],
         arrays=Evaluated({names[path]: stored[leaf.name] for path, leaf in at.items()}),
-        checks=lambda extent: passed_on(contents.checks(extent), users),
+        claims=passed_on(contents.claims, users),
     )

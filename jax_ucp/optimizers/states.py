@@ -16,14 +16,13 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.checks import Claims, LeafClaim, passed_on
 from jax_ucp.arrays.contents import Contents, Item, Status
 from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.proof import Zeros
 from jax_ucp.arrays.value import Array, Constant
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import (
     COUNT,
@@ -315,19 +314,19 @@ class _TrainingRun:
             inventory=inventory,
             extras={**self.contents.extras, **({EXTRAS: self.extras} if self.extras else {})},
             notes=[*self.contents.notes, *self.notes],
-            checks=partial(self._checks, sources),
+            claims=Claims(partial(self._claims, sources)),
         )
 
-    def _checks(self, stored: Mapping[str, Leaf], extent: Extent) -> Iterator[Check]:
-        """The proofs of the checkpoint, and that gradients which are left out are zeros."""
+    def _claims(self, stored: Mapping[str, Leaf]) -> Iterator[LeafClaim]:
+        """The claims of the checkpoint, and that gradients which are left out are zeros."""
         users: dict[str, list[str]] = defaultdict(list)
         for name, leaf in stored.items():
             users[leaf.name].append(name)
-        yield from passed_on(self.contents.checks(extent), users)
-        infos = self.contents.arrays.arrays()
+        yield from passed_on(self.contents.claims, users)
+        arrays = expressions(self.contents.arrays)
+        fault = "has gradients, though none are being gathered"
         for leaf in self.zeros:
-            run = partial(self._not_zero, leaf, extent)
-            yield Check(leaf.label, frozenset(stored), infos[leaf.name].nbytes, run)
+            yield LeafClaim(Zeros(leaf.label, arrays[leaf.name], fault), frozenset(stored))
 
     def _below(self, label: str) -> dict[Path, Leaf]:
         """The leaves at a label and below it, by the rest of their paths."""
@@ -363,13 +362,6 @@ class _TrainingRun:
                 f"{leaf.label} has shape {leaf.shape}: it is not one number, as of one optimizer"
             )
         return int(self._read(leaf))
-
-    def _not_zero(self, leaf: Leaf, extent: Extent) -> str | None:
-        every = row_boxes(leaf.shape, np.dtype(leaf.dtype).itemsize, _COMPARE_BYTES)
-        for box in every if extent == "full" else sample_boxes([Box.whole(leaf.shape)]):
-            if np.any(self.contents.arrays.read(leaf.name, box)):
-                return f"{leaf.label}: {box} has gradients, though none are being gathered"
-        return None
 
 
 def _is_numeric(leaf: Leaf) -> bool:

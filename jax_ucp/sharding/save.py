@@ -17,7 +17,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_ucp.arrays.budget import DEFAULT_BUDGET, batches, run_bounded
+from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.arrays.protocol import ArrayInfo, MakesArrays
+from jax_ucp.arrays.value import Constant
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.protocol import Files
@@ -90,6 +92,11 @@ class Snapshot(MakesArrays):
         data = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
         data.flags.writeable = False
         return data
+
+    def __reduce__(self) -> tuple[type, tuple[Mapping[str, Constant]]]:
+        """Sent as arrays alone, of a process that has all: who reads them does without JAX."""
+        whole = {key: self.read(key, Box.whole(info.shape)) for key, info in self.infos.items()}
+        return Evaluated, ({key: Constant(array) for key, array in whole.items()},)
 
 
 @dataclass(frozen=True)

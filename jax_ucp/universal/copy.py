@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,7 +41,7 @@ from jax_ucp.jobs.ledger import (
     result_note,
 )
 from jax_ucp.jobs.run import Target, Work, run
-from jax_ucp.jobs.work import HERE, TASK_BOXES, TASK_BYTES, Coordinator, Job, OpenedJob, Workers
+from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, Coordinator, OpenedJob
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -341,7 +341,6 @@ class UniversalTarget(Target[CopyBlock]):
         for number, blocks in itertools.chain(packs, ((None, blocks) for blocks in together)):
             keys = dict.fromkeys(block.key for block in blocks)
             yield CopyTask(
-                work.coordinator.job,
                 files.url(),
                 {key: plan.arrays[key] for key in keys},
                 {key: plan.chunks[key] for key in keys},
@@ -380,14 +379,14 @@ def copy(
     plan: CopyPlan,
     target: FilePath,
     progress: Callable[[CopyBlock], object] = lambda block: None,
-    workers: Workers = HERE,
+    executor: Executor | None = None,
     is_noted: bool = False,
 ) -> None:
     """Write the checkpoint by the plan; `is_noted`: a completed same copy is left as it is."""
     copy_of = UniversalTarget(contents, plan, target, progress, is_noted)
     is_begun = (target / LEDGER_FILE).is_file()
     if is_begun or not is_noted or not copy_of.is_result(copy_of.identity()):
-        run(copy_of, workers)
+        run(copy_of, executor)
 
 
 def require_target(
@@ -430,7 +429,6 @@ class CopyTask:
     because other programs change files too.
     """
 
-    job: Job
     target: str
     arrays: Mapping[str, ArrayInfo]
     chunks: Mapping[str, Chunks]

@@ -107,7 +107,7 @@ class LinkedChunks(ExtentTable):
         for name, linked in self._linked.items():
             if linked.crcs:
                 keys = [_key(name, i) for i in range(len(linked.places))]
-                yield SummedArrays(name, f"CRC of {name}", self.infos[name].nbytes, [name], keys)
+                yield SummedArrays(name, self.infos[name].nbytes, [name], keys)
 
     def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:
         name, i = self._places[place]

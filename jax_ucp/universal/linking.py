@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from jax_ucp.arrays.budget import DEFAULT_BUDGET, run_bounded
-from jax_ucp.arrays.checks import Check, Extent, require
+from jax_ucp.arrays.checks import Claims, LeafClaim, require
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.arrays.strided_blocks import StridedBlocks
@@ -128,13 +128,13 @@ def _grid(leaf: Leaf, array: Array, blocks: StridedBlocks) -> RunGrid:
 
 
 def _only(contents: Contents, names: Mapping[str, str]) -> Contents:
-    """The contents without the arrays that are linked, and with the checks of the others."""
+    """The contents without the arrays that are linked, and with the claims of the others."""
 
-    def checks(extent: Extent) -> Iterator[Check]:
-        return contents.proofs(names, extent)
+    def claims() -> Iterator[LeafClaim]:
+        return (claim for claim in contents.claims if not claim.leaves.isdisjoint(names))
 
     leaves = [leaf for leaf in contents.leaves if not leaf.has_array or leaf.name in names]
-    return replace(contents, leaves=leaves, checks=checks)
+    return replace(contents, leaves=leaves, claims=Claims(claims))
 
 
 def _names(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jax_ucp.arrays.beside import MARKERS, items_beside
-from jax_ucp.arrays.checks import Check, Extent
+from jax_ucp.arrays.checks import Check, Claims, Extent, LeafClaim
 from jax_ucp.arrays.contents import About, Contents, Item
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.errors import CorruptData, NotACheckpoint
@@ -22,6 +23,7 @@ from jax_ucp.universal.stack_view import Unstacked
 from jax_ucp.universal.store import (
     COMPANIONS,
     METADATA_FILE,
+    ChunkDigests,
     ZarrStore,
     missing_files,
     open_store,
@@ -56,7 +58,7 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         metadata.extras,
         metadata.groups,
         source=metadata.source,
-        checks=partial(_checks, metadata, store, linked),
+        claims=Claims(partial(_claims, metadata, store, linked)),
         about=_about(metadata.source),
         companions={name.removeprefix(mark): FilePath(folder, name) for name in companions},
     )
@@ -86,26 +88,32 @@ def _about(source: Mapping[str, Any]) -> About:
     )
 
 
-def _checks(
-    metadata: Metadata, store: ZarrStore, linked: LinkedChunks | None, extent: Extent
-) -> Iterator[Check]:
+def _claims(
+    metadata: Metadata, store: ZarrStore, linked: LinkedChunks | None
+) -> Iterator[LeafClaim]:
     if linked is not None:
-        yield from linked.checks(extent)
-    # every read compares the crc32c of what it reads; digests are of whole chunks
-    if extent == "sample":
-        return
-    every = [leaf for leaf in metadata.leaves if leaf.has_array]
-    yield Check(
-        f"{len(metadata.files) + 1} files of metadata",
-        frozenset(leaf.name for leaf in every),
-        0,
-        partial(_fault, metadata, store),
-    )
-    label_of = {leaf.name: leaf.label for leaf in every}
+        yield from linked.claims()
+    label_of = {leaf.name: leaf.label for leaf in metadata.leaves if leaf.has_array}
+    yield LeafClaim(_MetadataFiles(metadata, store), frozenset(label_of))
     for key, stored in metadata.arrays.items():
         names = metadata.stacks.get(key, (key,))
         label = label_of.get(key, f"{label_of[names[0]]} and {len(names) - 1} arrays like it")
-        yield from store.digest_checks(key, label, stored, names)
+        yield LeafClaim(ChunkDigests(store, key, label, stored), frozenset(names))
+
+
+@dataclass(frozen=True)
+class _MetadataFiles:
+    """The digests of the files beside the arrays."""
+
+    metadata: Metadata
+    store: ZarrStore
+
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
+        label = f"{len(self.metadata.files) + 1} files of metadata"
+        return [Check(label, leaves, 0, self._fault)] if extent == "full" else []
+
+    def _fault(self) -> str | None:
+        return "; ".join(verify_files(self.metadata, self.store)) or None
 
 
 def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Item]:
@@ -132,7 +140,3 @@ def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
     files = {METADATA_FILE, RESULT_FILE, *metadata.files, *metadata.arrays}
     files |= {pack_name(number) for number in {number for number, _ in store.places.values()}}
     return {name.partition("/")[0] for name in files} | MARKERS | source_folders(metadata.sources)
-
-
-def _fault(metadata: Metadata, store: ZarrStore) -> str | None:
-    return "; ".join(verify_files(metadata, store)) or None

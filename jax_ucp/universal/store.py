@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from jax_ucp.arrays.checks import Alarm, Check, Note
+from jax_ucp.arrays.checks import Alarm, Check, Extent, Note
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo, Piece, Want
 from jax_ucp.arrays.watched import Coverage, Watched
@@ -324,12 +324,9 @@ class ZarrStore(Watched):
         return is_whole and self._fault(key, box, written) is None
 
     def digest_checks(
-        self, key: str, label: str, stored: ArrayRecord, leaves: Iterable[str]
+        self, key: str, label: str, digests: Sequence[str], leaves: frozenset[str]
     ) -> Iterator[Check]:
-        """A check of each outer chunk's recorded digest; `leaves` have elements in the array.
-
-        It proves nothing, and is not computed, where a read compared all recorded crc32c before.
-        """
+        """The check of each outer chunk of an array, as `ChunkDigests` has it."""
         itemsize = self._arrays[key].dtype.itemsize
         passing = _Passing(self, key)
 
@@ -338,9 +335,12 @@ class ZarrStore(Watched):
 
         watcher = passing if self._crcs.get(key) else None
         outer = _outer_chunks(self._arrays[key], self.chunks[key])
-        for (box, text, *_), want in zip(outer, stored.digests, strict=True):
+        for (box, text, *_), want in zip(outer, digests, strict=True):
             work = partial(run, box, Written(want, self._recorded(key, box)))
-            yield Check(f"{label} {text}", frozenset(leaves), box.size * itemsize, work, watcher)
+            yield Check(f"{label} {text}", leaves, box.size * itemsize, work, watcher)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_packs": {}, "_looks": {}}  # which are of this process
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -368,11 +368,29 @@ class ZarrStore(Watched):
             yield out
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkDigests:
+    """The recorded digests of the outer chunks of an array.
+
+    A read compares every inner chunk with its recorded crc32c, if there is one; a sample proves
+    nothing more. If all of an outer chunk was read so, its digest is not computed.
+    """
+
+    store: ZarrStore
+    key: str
+    label: str
+    record: ArrayRecord
+
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
+        if extent == "sample":
+            return ()
+        return self.store.digest_checks(self.key, self.label, self.record.digests, leaves)
+
+
 class _Passing:
     """A watcher of the reads of an array whose inner chunks have a recorded crc32c."""
 
     def __init__(self, store: ZarrStore, key: str):
-        self.name = f"chunks of {key}"
         self.passed = Coverage()
         self._store, self._key = store, key
         self._note: Note = lambda seen: None

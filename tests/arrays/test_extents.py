@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.arrays.checks import verdicts
+from jax_ucp.arrays.checks import checks_of, verdicts
 from jax_ucp.arrays.extents import ExtentTable, Region, StoredArray, StoredFile, SummedArrays
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData
@@ -78,7 +78,7 @@ class Summed(ExtentTable):
         )
 
     def sums(self):
-        return [SummedArrays("of a and b", "r", 16, ["a", "b"], ["here"])]
+        return [SummedArrays("of a and b", 16, ["a", "b"], ["here"])]
 
     def regions(self, place):
         return [(self.file, self.region)]
@@ -89,7 +89,7 @@ class Summed(ExtentTable):
 def test_a_checksum_is_compared_when_all_its_bytes_were_seen(read, is_sound):
     data = bytes(range(24))
     table = Summed(data, zlib.crc32(data[4:20]) ^ (not is_sound))
-    (check,) = table.checks("full")
+    (check,) = checks_of(table.claims(), "full")
     alarms, notes = [], []
     assert check.watcher is not None
     with check.watcher.watch(lambda: alarms.append(1), notes.append):
@@ -101,10 +101,10 @@ def test_a_checksum_is_compared_when_all_its_bytes_were_seen(read, is_sound):
     assert (fault is None) == is_sound
     assert is_sound or "x.bin: the bytes of storage r do not have the CRC" in fault
     # what one process saw is what another need not read
-    (other,) = Summed(data, table.region.crc).checks("full")
+    (other,) = checks_of(Summed(data, table.region.crc).claims(), "full")
     other.watcher.add(notes)
     assert (other.run() is None) == is_sound
-    assert [fault is None for _, fault in verdicts(table.checks("full"))] == [is_sound]
+    assert [fault is None for _, fault in verdicts(checks_of(table.claims(), "full"))] == [is_sound]
 
 
 def test_a_file_that_is_too_short_is_named():

@@ -105,7 +105,7 @@ def test_boxes_are_read_into_their_places_by_read_alone(chunk, reads):
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, source.array[box.index])
     assert len(source.reads) == reads
-    assert list(source.checks("full")) == []
+    assert list(source.claims()) == []
 
 
 def test_combined_sources_have_the_arrays_of_each():

@@ -19,7 +19,7 @@ import jax_ucp as ucp
 from cases import Case
 from commands import run
 from helpers import MemoryStore, differences, memory
-from jax_ucp.arrays.checks import verdicts
+from jax_ucp.arrays.checks import checks_of, verdicts
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.codecs.json_values import as_json
@@ -342,7 +342,7 @@ def test_a_zip_of_torch_is_one_to_any_reader(tmp_path):
     read = TorchFile(tmp_path / "w.pt")
     np.testing.assert_array_equal(read.read("w", Box((0,), (5,))), array)
     assert read.tree["n"] == [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"]
-    assert [fault for _, fault in verdicts(read.checks("full"))] == [None]
+    assert [fault for _, fault in verdicts(checks_of(read.claims(), "full"))] == [None]
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

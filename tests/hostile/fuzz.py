@@ -42,7 +42,7 @@ from cases import DATA, copied
 from commands import invoke
 from hostile import inputs
 from hostile.files import write_database
-from jax_ucp.arrays.checks import verdicts
+from jax_ucp.arrays.checks import checks_of, verdicts
 from jax_ucp.codecs import unpickle as safe_pickle
 from jax_ucp.codecs.json_values import as_json
 from jax_ucp.codecs.tensor_names import NAMES, Storage, StorageClass
@@ -178,7 +178,7 @@ def read_file(path: Path) -> None:
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     for key, info in file.arrays().items():
         np.asarray(file.read(key, Box.whole(info.shape)))
-    for _ in verdicts(file.checks("full")) if isinstance(file, TorchFile) else ():
+    for _ in verdicts(checks_of(file.claims(), "full")) if isinstance(file, TorchFile) else ():
         pass
 
 

@@ -265,7 +265,7 @@ def test_a_view_refuses_shards_of_different_dtypes():
 def test_replicas_that_differ_in_one_bit_are_both_named():
     store = MemoryStore({"r0": np.array([0.0, 1.0]), "r1": np.array([-0.0, 1.0])})
     view = evaluated(store, {"w": Consolidated(Replicated().join([(2,), (2,)]), ["r0", "r1"])})
-    proof, last, whole = Replicas("w", "w", view.values["w"]), Box((1,), (2,)), Box((0,), (2,))
+    proof, last, whole = Replicas("w", view.values["w"]), Box((1,), (2,)), Box((0,), (2,))
     assert proof.fault_in([last], view.read("w", last)) is None
     fault = proof.fault_in([whole], view.read("w", whole)) or ""
     assert "w: [0:2] differs between r0 and r1, which should be replicas" in fault

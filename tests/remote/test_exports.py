@@ -17,7 +17,9 @@ import pytest
 import jax_ucp as ucp
 from commands import run
 from helpers import contents_of, memory, numbered
-from jax_ucp.arrays.checks import Check
+from jax_ucp.arrays.checks import LeafClaim
+from jax_ucp.arrays.proof import Zeros
+from jax_ucp.arrays.value import Constant
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import (
     CorruptData,
@@ -277,9 +279,9 @@ def test_who_ends_second_is_told_and_deletes_nothing(format, s3, tmp_path, monke
 @pytest.mark.parametrize("rows", [1, 3000])
 def test_a_source_that_contradicts_itself_leaves_nothing(format, rows, s3):
     """Known when all was read: the last file must not be there before."""
-    fault = Check("a copy", frozenset(), 0, lambda: "it differs")
-    checkpoint = Checkpoint(contents_of(large(rows), checks=lambda extent: [fault]))
-    with pytest.raises(CorruptData, match="it differs"):
+    zeros = Zeros("a copy", Constant(np.ones(1)), "differs")
+    checkpoint = Checkpoint(contents_of(large(rows), claims=[LeafClaim(zeros, frozenset())]))
+    with pytest.raises(CorruptData, match=r"a copy:.*differs"):
         checkpoint.export(s3.url, format)
     assert objects(s3.url) == {}
     assert uploads(s3) == []

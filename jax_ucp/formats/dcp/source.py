@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -85,6 +86,13 @@ class DcpSource(ExtentTable):
             if not is_coded:
                 raise too_short(self.folder, fqn, self._tensors[fqn].dtype, chunk)
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_files": OrderedDict(), "_alike": {}, "_inflated": 0, "_lock": None}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=Lock())
+
     def stored(self, key: str) -> StoredArray | np.ndarray:
         """Where a chunk is stored; of codes what they stand for, all of it."""
         file, item = self._checked(key)
@@ -104,7 +112,7 @@ class DcpSource(ExtentTable):
         for fqn, tensor in self._tensors.items():
             nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
             keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]
-            yield SummedArrays(fqn, fqn, nbytes, keys, keys)
+            yield SummedArrays(fqn, nbytes, keys, keys)
 
     def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:
         file, item = self._checked(place)

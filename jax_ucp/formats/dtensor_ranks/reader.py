@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.checks import checks_of
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
@@ -319,7 +320,7 @@ def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> No
                 for key, value in rest.items():
                     imported.extra(name, str(key), value)
     for _, name, file in saved.of("extra_state"):
-        for fault in filter(None, (check.run() for check in file.checks("full"))):
+        for fault in filter(None, (check.run() for check in checks_of(file.claims(), "full"))):
             raise CorruptData(fault, way_out="weights_only")
         tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
         for key, value in tree.items():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, Extent
+from jax_ucp.arrays.checks import Claims, Extent, LeafClaim
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import Evaluated, expressions, split
@@ -332,16 +332,14 @@ def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
 
     arrays = expressions(contents.arrays)
 
-    def checks(extent: Extent) -> Iterator[Check]:
-        yield from contents.checks(extent)
-        yield from copy.checks(extent)
+    def claims() -> Iterator[LeafClaim]:
+        yield from contents.claims
+        yield from copy.claims
         for leaf, other in _pairs(contents, copy):
-            proof = _Copy(
-                leaf.label, leaf.name, arrays[leaf.name], contents, leaf, copy, other, name
-            )
-            yield proof.check([leaf.name], extent)
+            proof = _Copy(leaf.label, arrays[leaf.name], contents, leaf, copy, other, name)
+            yield LeafClaim(proof, frozenset([leaf.name]))
 
-    return replace(contents, arrays=Evaluated(arrays), checks=checks)
+    return replace(contents, arrays=Evaluated(arrays), claims=Claims(claims))
 
 
 @dataclass(frozen=True)
@@ -349,7 +347,6 @@ class _Copy(Proof):
     """A leaf of a checkpoint of which another, in `folder`, has a copy."""
 
     label: str
-    key: str
     array: Array
     contents: Contents
     leaf: Leaf

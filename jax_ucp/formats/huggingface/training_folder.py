@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.checks import checks_of
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
@@ -306,7 +307,7 @@ def _keep(imported: ContentsBuilder, path: FilePath) -> None:
         imported.extra(name, str(key), value)
     if name != _ARGUMENTS:  # which is an object of a class, always
         imported.unknown |= file.unknown
-    for fault in filter(None, (check.run() for check in file.checks("full"))):
+    for fault in filter(None, (check.run() for check in checks_of(file.claims(), "full"))):
         raise CorruptData(fault, way_out="weights_only")
 
 

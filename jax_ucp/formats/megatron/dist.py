@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax_ucp.arrays.checks import Claims
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.codecs.tensor_names import StoredTensor
@@ -142,9 +143,7 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
         contents = importer.contents()
     return replace(
         contents,
-        checks=lambda extent: itertools.chain(
-            contents.checks(extent), files.object_checks(extent, inside)
-        ),
+        claims=Claims(lambda: itertools.chain(contents.claims, files.object_claims(inside))),
     )
 
 

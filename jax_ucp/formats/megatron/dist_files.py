@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jax_ucp.arrays.checks import Check, Extent, verdicts
+from jax_ucp.arrays.checks import Check, Extent, LeafClaim, checks_of, verdicts
 from jax_ucp.arrays.protocol import ArraySource
 from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.torch_file import TorchFile
@@ -54,6 +54,26 @@ class StoredObject:
 
 
 @dataclass(frozen=True)
+class _ObjectSums:
+    """The CRC recorded of the bytes of an object, where one is."""
+
+    label: str
+    stored: StoredObject
+
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
+        return [Check(self.label, leaves, 0, self._fault)] if extent == "full" else []
+
+    def _fault(self) -> str | None:
+        try:
+            found = verdicts(checks_of(self.stored.load().claims(), "full"))
+            return next((fault for _, fault in found if fault), None)
+        except UnsafePickle:
+            return None  # which is skipped, and says so
+        except FormatError as error:
+            return str(error)
+
+
+@dataclass(frozen=True)
 class StoredItems:
     """Tensors and objects as a backend stores them; `source` has the chunks of the tensors.
 
@@ -79,21 +99,13 @@ class DistFiles(StoredItems):
     tree: Mapping[str, Any]
     common_name: str = COMMON_FILE
 
-    def object_checks(self, extent: Extent, arrays: Collection[str]) -> Iterator[Check]:
-        """For each object that is not in `arrays`, whether its bytes have a recorded CRC."""
-
-        def fault(stored: StoredObject) -> str | None:
-            try:
-                found = verdicts(stored.load().checks("full"))
-                return next((fault for _, fault in found if fault), None)
-            except UnsafePickle:
-                return None  # which is skipped, and says so
-            except FormatError as error:
-                return str(error)
-
-        for key, stored in self.objects.items() if extent == "full" else ():
+    def object_claims(self, arrays: Collection[str]) -> Iterator[LeafClaim]:
+        """The claim of each object, on which no leaf rests; `arrays` are the objects whose tensors
+        have claims of their own.
+        """
+        for key, stored in self.objects.items():
             if key not in arrays:
-                yield Check(key, frozenset(), 0, partial(fault, stored))
+                yield LeafClaim(_ObjectSums(key, stored), frozenset())
 
 
 def is_checkpoint(path: FilePath) -> bool:

@@ -133,7 +133,7 @@ def joined(*sources: ArraySource) -> ArraySource:
     """The arrays of sources that have no name in common, as one."""
     places = {name: (source, name) for source in sources for name in source.arrays()}
     arrays = {name: source.arrays()[name] for name, (source, _) in places.items()}
-    return Combined(arrays, places, sources)
+    return Combined(arrays, places, [("", source) for source in sources])
 
 
 class ZarrArrays(MakesArrays):
@@ -166,6 +166,12 @@ class ZarrArrays(MakesArrays):
             if storage.is_unmerged:
                 _check_complete(storage, stored[name], array, self._specs[name])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_handles": {}, "_decoded": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._infos
 
@@ -186,6 +192,8 @@ class ZarrArrays(MakesArrays):
         around = whole_chunks(box, info.chunk or box.shape)
         nbytes = around.size * info.dtype.itemsize
         if nbytes < HELD_BYTES or around.intersect(Box.whole(info.shape)) == box:
+            if key not in self._handles:
+                self._handles[key] = ts.open(self._specs[key], open=True).result()
             return self._handles[key]
         with self._lock:
             if self._decoded is None or self._decoded[:2] != (key, around):

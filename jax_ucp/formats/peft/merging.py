@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.checks import Claims, passed_on
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.dequantized import WeightPart, dequantized
 from jax_ucp.arrays.evaluate import Evaluated, expressions
@@ -75,7 +75,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     for name, weight in made.items():
         arrays[names[name]] = dequantized(names[name], weight, weight.dtype)
     sources = [(base, stored), *((adapter.contents, adapter.arrays) for adapter in read)]
-    resting = [(contents, users(arrays, of)) for contents, of in sources]
+    resting = [passed_on(contents.claims, users(arrays, of)) for contents, of in sources]
     new = [name for name in made if name not in params]
     return replace(
         base,
@@ -85,7 +85,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         inventory=[*base.inventory, *itertools.chain.from_iterable(map(_items, read))],
         notes=[*base.notes, *_notes(read, new), *_UNTIED * (extras is not base.extras)],
         source=_source(base, read),
-        checks=partial(_checks, resting),
+        claims=Claims(partial(itertools.chain.from_iterable, resting)),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
     )
 
@@ -112,14 +112,6 @@ def _leaves(
     named = [replace(leaf, name=name) for leaf, name in zip(leaves, names, strict=True)]
     of_params = [leaf for leaf in named if leaf.path[0].name == "param"]
     return named, {str(leaf.path[1]): leaf.name for leaf in of_params if str(leaf.path[1]) in made}
-
-
-def _checks(
-    resting: Sequence[tuple[Contents, Mapping[str, set[str]]]], extent: Extent
-) -> Iterator[Check]:
-    """The proofs of the base and of adapters, as those of the leaves made of what they prove."""
-    for contents, users_of in resting:
-        yield from passed_on(contents.checks(extent), users_of)
 
 
 def _parameters(base: Contents) -> dict[str, Leaf]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_ucp.arrays import dequantized as dequantizing
-from jax_ucp.arrays.checks import Check, Extent, passed_on
+from jax_ucp.arrays.checks import passed_on
 from jax_ucp.arrays.contents import Contents, Item, QuantizedWeight
 from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.arrays.evaluate import Evaluated, expressions
@@ -47,11 +47,6 @@ def dequantized(
     stored = expressions(contents.arrays)
     made = _dequantizers(contents, stored, weights, declared, by_label)
     leaves, arrays = _leaves(contents, stored, weights, made, dtype)
-    resting = users(arrays, stored)
-
-    def checks(extent: Extent) -> Iterator[Check]:
-        yield from passed_on(contents.checks(extent), resting)
-
     schemes = dict.fromkeys(weight.scheme for weight in weights)
     note = (
         f"{len(weights)} weights are stored quantised ({', '.join(schemes)}), and are"
@@ -66,7 +61,7 @@ def dequantized(
         inventory=_inventory(contents, weights, by_label),
         notes=[*contents.notes, note],
         source={**source, "dequantize": dtype},
-        checks=checks,
+        claims=passed_on(contents.claims, users(arrays, stored)),
         quantized=(),
     )
 
