@@ -1,5 +1,5 @@
-"""What a checkpoint's files state twice, as values, and the checks of it: pieces of work, on a
-sample or on all of it.
+"""Claims, values of what a checkpoint's files state twice, and the checks of them: pieces of work,
+on a sample or on all of it.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class ArraySource(Protocol):
         return None
 
     def claims(self) -> Iterable[LeafClaim]:
-        """What the files state of the source's own arrays, such as checksums; none by default."""
+        """Claims about the source's own arrays, such as checksums; none by default."""
         return ()
 
 

@@ -394,7 +394,7 @@ class ContentsBuilder:
         return len(copies)
 
     def _claims(self, names: Mapping[TreePath, str]) -> Iterator[LeafClaim]:
-        """What the files state of all leaves, which have these names."""
+        """The claims about all leaves, which have these names."""
         resting = self._resting(names)
         # What files state of themselves, but for tensors that were not asked for.
         left = {key for key in self._left if self._statuses[key][0] == "skipped"}
