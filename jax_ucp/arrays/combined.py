@@ -38,7 +38,7 @@ class Combined(ArraySource):
 
     @cached_property
     def _prefixes(self) -> Mapping[int, str]:
-        """What is before the names of a source's files, by the identity of the source."""
+        """The beginnings of the names of a source's files, by the identity of the source."""
         return {id(source): prefix for prefix, source in self._sources}
 
     def __getstate__(self) -> dict[str, Any]:
