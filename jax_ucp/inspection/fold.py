@@ -59,7 +59,10 @@ def with_moments(rows: Iterable[Folded]) -> list[Folded]:
     """
     alike: dict[tuple[str, tuple[str, ...]], list[Folded]] = {}
     for row in rows:
-        alike.setdefault((_MOMENT.sub("{mu,nu}", row.name, count=1), row.cells), []).append(row)
+        name = row.name  # which may have the braces itself
+        if "{mu,nu}" not in name:
+            name = _MOMENT.sub("{mu,nu}", name, count=1)
+        alike.setdefault((name, row.cells), []).append(row)
     merged: list[Folded] = []
     for (name, cells), several in alike.items():
         moments = [match[0] for row in several if (match := _MOMENT.search(row.name))]

@@ -30,6 +30,7 @@ from jax_ucp.inspection.words import (
     size,
     skipped_reasons,
     spec_words,
+    title_words,
 )
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf
@@ -93,11 +94,11 @@ def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Finding
     skipped = skipped_reasons(inventory_of(checkpoint))
     sections = [
         _verdict(about, leaves, flags, faults, found),
+        _difference_section(about, found),
         _TREE,
         _MAP,
         _DEPTH if found.statistics is not None else "",
         _mesh_section(found.mesh),
-        _difference_section(about, found),
         _section(
             "provenance",
             "Provenance",
@@ -106,13 +107,14 @@ def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Finding
             + _table("Kept beside the arrays", ("what", "value"), shown),
         ),
     ]
-    return Page(_document(f"{about['path']}", "\n".join(sections), data), faults)
+    title = title_words(about, checkpoint.config)
+    return Page(_document(title, about["path"], "\n".join(sections), data), faults)
 
 
 # The document.
 
 
-def _document(title: str, body: str, data: Report) -> str:
+def _document(title: str, path: str, body: str, data: Report) -> str:
     """The whole page. Its policy lets the scripts run that are in it, known by their digests."""
     scripts = [_part(name) for name in _SCRIPTS]
     hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
@@ -134,7 +136,7 @@ def _document(title: str, body: str, data: Report) -> str:
 </head>
 <body>
 <a class="skip" href="#arrays">To the arrays</a>
-<header><h1>{_text(title)}</h1></header>
+<header><h1>{_text(title)}</h1><p class="quiet">{_text(path)}</p></header>
 <main>
 {body}
 </main>
@@ -312,12 +314,20 @@ def _difference_section(about: Report, found: Findings) -> str:
     difference = found.difference
     settings = [(fact.label, fact.first, fact.second) for fact in difference.facts]
     compared = "names, shapes and dtypes" if difference.headers_only else "all elements"
+    lines = [repr(difference)[1:-1], f"The other is {other['path']}. Equal means in {compared}."]
+    most = sorted(difference.values, key=lambda each: -each.share)
+    numbers = [
+        (each.label, f"{each.share:.3%}", f"{each.largest:.3g}", f"{each.relative:.3g}")
+        for each in most
+    ]
+    heads = ("array", "changed", "largest", "relative")
     return _section(
         "difference",
         "Compared with the other",
-        f"<p>{difference.equal} arrays and values are equal in {compared}.</p>"
-        + _table("Two checkpoints", ("", about["path"], other["path"]), rows)
+        "".join(f"<p>{_text(line)}</p>" for line in lines)
+        + ('<div id="changes"></div>' if difference.values else "")
         + _folded("Settings that differ", ("setting", "this", "other"), settings)
-        + _folded("What differs", ("leaf", "what", "this", "other"), difference.changes())
-        + ('<div id="changes"></div>' if difference.values else ""),
+        + _folded("Elements that differ", heads, numbers)
+        + _folded("Leaves that differ", ("leaf", "what", "this", "other"), difference.changes())
+        + _table("Two checkpoints", ("", "this", "other"), rows),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from jax_ucp.inspection.report import Report
 from jax_ucp.tree import Axes
@@ -17,6 +18,40 @@ def format_words(report: Report) -> str:
     if report["format"] != "universal" or "name" not in source:
         return report["writer"] or report["format"]
     return f"universal, imported from {source['name']} ({report['writer'] or source.get('format')})"
+
+
+# Folders of a step and its items, whose names are no model's.
+_OF_A_STEP = re.compile(r"(?:global_?step|checkpoint|step|iter)?[-_]?\d+|default|items|state|ckpt")
+
+
+def title_words(report: Report, config: Mapping[str, Any]) -> str:
+    """The first line of a page: the model, its parameters, dtype, size, step and writer."""
+    model = config.get("_name_or_path") or " ".join(config.get("architectures") or ())
+    folders = [name for name in report["path"].split("/") if not _OF_A_STEP.fullmatch(name)]
+    name = str(model or next(filter(None, reversed(folders)), report["path"]))
+    weights = report["states"].get("param")
+    elements = weights["elements"] if weights else report["elements"]
+    dtypes = weights["dtypes"] if weights else list(report["dtypes"])
+    parts = [
+        f"{short_number(elements)} {'parameters' if weights else 'elements'}",
+        "/".join(dtypes[:2]),
+        size(report["bytes"]),
+        "" if report["step"] is None else f"step {report['step']}",
+        format_words(report),
+    ]
+    return f"{name}: {', '.join(filter(None, parts))}"
+
+
+def short_number(n: int) -> str:
+    """A number in words of its size.
+
+    >>> short_number(30_532_122_624), short_number(7_414)
+    ('30.5 B', '7.4 K')
+    """
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return str(n)
 
 
 def head_lines(report: Report) -> Iterator[tuple[str, str]]:

@@ -93,7 +93,15 @@ def full_report():
 def test_it_draws_everything_and_asks_for_nothing(show):
     opened = show(full_report())
     page = opened.page
-    assert page.locator("#map .tile").count() == 4
+    # tiles of a module's parts have one colour, and the title has what there is no room for
+    assert page.locator("#map .tile").count() == 16
+    colours = page.locator("#map .tile").evaluate_all(
+        "tiles => [...new Set(tiles.map((tile) => tile.style.background))].length"
+    )
+    assert colours == 4
+    assert page.locator("h1").text_content() == (
+        "z1_bf16_dp2: 7.4 K parameters, float32, 87.0 KiB, step 5, DeepSpeed 0.19.8, ZeRO-1"
+    )
     assert page.locator("#depth svg path[stroke]").count() > 5
     assert page.locator("#changes svg").count() >= 1
     page.fill("#search", "param/head.weight")
@@ -102,6 +110,59 @@ def test_it_draws_everything_and_asks_for_nothing(show):
     assert page.locator("#tree dt").get_by_text("update / weight").count() == 1
     assert [url.partition("/page.html")[2] for url in opened.requests] == [""]
     assert opened.complaints == []
+
+
+def tiles(page: Page) -> list[str]:
+    """The names of the map's tiles."""
+    labels = page.locator("#map .tile").evaluate_all(
+        "tiles => tiles.map((tile) => tile.getAttribute('aria-label'))"
+    )
+    return [label.partition(":")[0] for label in labels]
+
+
+def experts(layers=3, count=12) -> dict:
+    """A model whose expert 7 of layer 2 is dead, and most bytes of which are in its experts."""
+    tree = {"model.embed.weight": np.ones((2, 4), np.float32)}
+    for layer in range(layers):
+        tree[f"model.layers.{layer}.mlp.gate.weight"] = np.ones((1, 4), np.float32)
+        for expert in range(count):
+            values = np.full((16, 4), 0 if (layer, expert) == (2, 7) else 1 + layer, np.float32)
+            tree[f"model.layers.{layer}.mlp.experts.{expert}.up.weight"] = values
+            tree[f"model.layers.{layer}.mlp.experts.{expert}.down.weight"] = values[::2]
+    return {"param": tree}
+
+
+def test_a_dead_expert_is_a_cell_of_its_own_and_the_map_begins_where_bytes_are(show):
+    opened = show(ucp.Checkpoint.of(experts()).report())
+    page = opened.page
+    assert tiles(page) == ["up", "down"]
+    cells = page.locator("#depth figure svg g[aria-label='cell'] rect")
+    assert cells.count() == 3 * 12
+    assert cells.and_(page.locator("[fill='var(--bad)'], g[fill='var(--bad)'] rect")).count() == 1
+    assert "red: 1 array to check" in page.locator("#depth figcaption").first.text_content()
+    page.select_option("#grouping", "module")
+    page.locator("#trail button", has_text="layers").click()
+    assert tiles(page) == ["0", "1", "2"]
+    page.locator("#map .tile", has_text="1").first.click()
+    assert tiles(page) == ["experts", "gate"]
+    page.locator("#map .tile").first.click()
+    assert tiles(page) == [str(n) for n in range(12)]
+    page.fill("#search", "up experts layers.0")
+    found = page.locator("#tree details.row > summary .name").all_text_contents()
+    assert [name.split(".")[5] for name in found] == [str(n) for n in range(12)]
+    assert opened.complaints == []
+
+
+def test_no_label_of_the_map_is_wider_or_higher_than_its_tile(show):
+    page = show(ucp.Checkpoint.of(experts()).report(), viewport={"width": 390, "height": 800}).page
+    for grouping in ("kind of module", "module"):
+        page.select_option("#grouping", grouping)
+        page.locator("#trail button").first.click()
+        over = page.locator("#map .tile").evaluate_all(
+            "tiles => tiles.filter((tile) => tile.scrollWidth > tile.clientWidth + 1"
+            " || tile.scrollHeight > tile.clientHeight + 1).map((tile) => tile.textContent)"
+        )
+        assert [text for text in over if text] == []
 
 
 def test_the_tree_folds_and_a_folded_row_shows_each_of_its_arrays(show):
@@ -123,11 +184,11 @@ def test_a_search_finds_every_name_with_its_words_and_says_how_many(show):
     checkpoint = ucp.open(CASE)
     page = show(checkpoint.report(headers=True)).page
     page.fill("#search", "mlp EXP_AVG_SQ")
-    want = [
+    want = sorted(
         leaf.label
         for leaf in checkpoint.leaves
         if "mlp" in leaf.label and "exp_avg_sq" in leaf.label
-    ]
+    )
     assert page.locator("#tree details.row > summary .name").all_text_contents() == want
     assert (
         page.locator("#found").text_content() == f"{len(want)} of {len(checkpoint.leaves)} arrays"

@@ -67,7 +67,7 @@
       : [mark(d3.range(step[axis], shape[axis], step[axis]), options)];
     const files = [...new Set(boxes.map((box) => box.file))];
     const chart = Plot.plot({
-      width: wide(640), height: down === null ? 120 : 360, marginLeft: 60, ariaLabel: `Where the parts of ${arrays.label[i]} are stored`,
+      style: FONT, width: Math.min(900, wide()), height: down === null ? 120 : 360, marginLeft: 60, ariaLabel: `Where the parts of ${arrays.label[i]} are stored`,
       ariaDescription: "The table below has the same.",
       x: { domain: [0, shape[across]], label: `axis ${across}`, nice: false },
       y: { domain: [high, 0], label: down === null ? null : `axis ${down}`, ticks: down === null ? [] : undefined, nice: false },
@@ -189,13 +189,17 @@
         return place.replaceChildren(...whole);
       }
       const hits = d3.range(arrays.label.length).filter((i) => words.every((word) => arrays.label[i].toLowerCase().includes(word)));
+      hits.sort((a, b) => inOrder(arrays.label[a], arrays.label[b]));
       status.textContent = `${hits.length} of ${arrays.label.length} arrays${hits.length > MANY ? `; the first ${MANY} are shown` : ""}`;
       place.replaceChildren(...hits.slice(0, MANY).map((i) => rowDetails(arrays.label[i], [i])));
     });
   };
 
   // Bytes by module, dtype or state.
+  const isNumber = (name) => /^[0-9]+$/.test(name);
+  const inOrder = new Intl.Collator("en", { numeric: true }).compare;
   const groupings = {
+    "kind of module": (i) => { const all = tokens(arrays.label[i]); const kinds = all.filter((part) => !isNumber(part)); return kinds.length ? kinds : all; },
     module: (i) => tokens(arrays.label[i]),
     dtype: (i) => [dtypeOf(i), ...tokens(arrays.label[i])],
     state: (i) => tokens(arrays.label[i]).slice(0, 1),
@@ -206,44 +210,83 @@
     const trail = document.getElementById("trail");
     const choice = document.getElementById("grouping");
     choice.append(...Object.keys(groupings).filter((name) => data.has_states || !name.includes("state")).map((name) => el("option", {}, name)));
-    let all;
+    let all, everything;
     const draw = (path) => {
       let level = all.filter((each) => path.every((part, at) => each.path[at] === part));
-      const sums = d3.rollups(level, (v) => ({ bytes: d3.sum(v, (each) => each.bytes), deeper: v.some((each) => each.path.length > path.length + 1), count: v.length }),
+      const sums = d3.rollups(level, (v) => ({ bytes: d3.sum(v, (each) => each.bytes), deeper: v.some((each) => each.path.length > path.length + 1), count: v.length, inside: v }),
         (each) => each.path[path.length] ?? each.path.at(-1)).sort((a, b) => b[1].bytes - a[1].bytes);
+      const numbered = sums.every(([name]) => isNumber(name));
+      if (numbered) sums.sort((a, b) => inOrder(a[0], b[0]));
       const shown = sums.slice(0, MANY * 2);
       const rest = d3.sum(sums.slice(MANY * 2), ([, sum]) => sum.bytes);
       if (rest) shown.push([`${sums.length - shown.length} others`, { bytes: rest, deeper: false, count: sums.length - shown.length }]);
       const { width, height } = place.getBoundingClientRect();
-      const root = d3.treemap().size([width || 640, height || 350]).paddingInner(1)(
-        d3.hierarchy({ children: shown.map(([name, sum]) => ({ name, ...sum })) }).sum((node) => node.bytes ?? 0));
+      const layout = d3.treemap().tile(numbered ? d3.treemapBinary : d3.treemapSquarify);
+      const root = layout.size([width || 640, height || 350]).paddingInner(2)(
+        d3.hierarchy({ children: shown.map(([name, sum]) => ({ name, ...sum, children: numbered ? undefined : parts(name, sum, path.length + 1, shown.length) })) })
+          .sum((node) => (node.children ? 0 : node.bytes ?? 0)));
       const total = d3.sum(level, (each) => each.bytes);
-      place.replaceChildren(...(root.children ?? []).map((leaf, at) => tile(leaf, at, total, path)));
+      const colour = d3.scaleOrdinal(numbered ? [d3.schemeObservable10[0]] : d3.schemeObservable10);
+      place.replaceChildren(...(root.children ? root.leaves() : []).map((leaf) => tile(leaf, colour(numbered ? "" : leaf.data.of ?? leaf.data.name), total, path)));
       trail.replaceChildren(...["all", ...path].map((name, at) =>
         el("button", { type: "button", "aria-current": at === path.length ? "true" : false, onclick: () => { draw(path.slice(0, at)); trail.lastChild.focus(); } }, name)),
-        ` ${bytes(total)}`);
+        el("span", { class: "quiet" }, ` ${bytes(total)}${path.length && total < everything ? `, ${(100 * total / everything).toFixed(1)} % of all` : ""}`));
     };
-    const tile = (leaf, at, total, path) => {
-      const { name, bytes: size, deeper, count } = leaf.data;
+    /** What a module is made of, as tiles of one colour; none where there are many modules, or one part. */
+    const parts = (name, { deeper, inside }, depth, modules) => {
+      if (!deeper || modules > 24) return undefined;
+      const sums = d3.rollups(inside, (v) => ({ bytes: d3.sum(v, (each) => each.bytes), count: v.length }), (each) => each.path[depth] ?? each.path.at(-1));
+      if (sums.length < 2 || sums.length > 16 || sums.some(([part]) => isNumber(part))) return undefined;
+      return sums.sort((a, b) => b[1].bytes - a[1].bytes).map(([part, sum]) => ({ name: `${name}.${part}`, of: name, deeper, ...sum }));
+    };
+    /** As many words as a tile has room for: its name, and below it the bytes; or none. */
+    const words = (leaf, name, below) => {
+      const [wide, high] = [leaf.x1 - leaf.x0 - 10, leaf.y1 - leaf.y0 - 4];
+      const fits = (text, lines) => text.length * 7.2 <= wide && lines * 17 <= high;
+      if (!fits(name, 1)) return [];
+      if (!fits(name, 2)) return [el("span", { class: "title" }, name)];
+      const line = [below.join(", "), below[0]].find((text) => fits(text, 2));
+      return [el("span", { class: "title" }, name), ...(line ? [el("span", {}, line)] : [])];
+    };
+    const tile = (leaf, back, total, path) => {
+      const { name, of, bytes: size, deeper, count } = leaf.data;
       const share = total ? (100 * size / total).toFixed(1) : "0";
-      const text = `${name} ${bytes(size)} ${share}%`;
-      const made = el("button", { type: "button", class: "tile", title: `${text}, ${several(count, "array")}`, disabled: deeper ? false : "",
-        onclick: () => { draw([...path, name]); place.querySelector("button:not(:disabled)")?.focus(); } }, text);
+      const text = `${name}: ${bytes(size)}, ${share} %, ${several(count, "array")}`;
+      const made = el("button", { type: "button", class: "tile", title: text, "aria-label": text, disabled: deeper ? false : "",
+        onclick: () => { draw(down([...path, of ?? name], 1)); place.querySelector("button:not(:disabled)")?.focus(); } }, ...words(leaf, name, [bytes(size), `${share} %`]));
       Object.assign(made.style, { left: `${leaf.x0}px`, top: `${leaf.y0}px`, width: `${leaf.x1 - leaf.x0}px`, height: `${leaf.y1 - leaf.y0}px`,
-        background: `color-mix(in srgb, ${d3.schemeObservable10[at % 10]} 38%, var(--back))` });
+        background: `color-mix(in srgb, ${back} 38%, var(--back))` });
       return made;
     };
     const start = () => {
       all = d3.range(arrays.label.length).map((i) => ({ path: groupings[choice.value](i), bytes: arrays.bytes[i] }));
-      const path = []; // down to where there is more than one tile
-      while (new Set(all.map((each) => each.path[path.length])).size === 1 && all[0].path.length > path.length + 1) path.push(all[0].path[path.length]);
-      draw(path);
+      everything = d3.sum(all, (each) => each.bytes);
+      draw(down([], 0.9));
+    };
+    /** A path, further down while one child has that share of the bytes. */
+    const down = (path, share) => {
+      for (;;) {
+        const level = all.filter((each) => path.every((part, at) => each.path[at] === part));
+        const total = d3.sum(level, (each) => each.bytes);
+        const [name, most] = d3.greatest(d3.rollups(level, (v) => d3.sum(v, (each) => each.bytes), (each) => each.path[path.length]), (each) => each[1]) ?? [];
+        if (name === undefined || most < share * total || !level.some((each) => each.path[path.length] === name && each.path.length > path.length + 1)) return path;
+        path = [...path, name];
+      }
     };
     choice.addEventListener("change", start);
     start();
   };
 
-  const wide = (most) => Math.min(most, document.querySelector("main").clientWidth - 40);
+  const wide = () => document.querySelector("main").clientWidth - 16;
+  const FONT = { fontSize: "13px" };
+  /** Names without what all of them begin and end with, as far as that is whole parts. */
+  const short = (names) => {
+    const parts = names.map((name) => name.split(/(?<=[./])/));
+    const same = (at) => names.length > 1 && parts.every((each) => each.length > 1 && each.at(at) === parts[0].at(at));
+    while (same(0)) parts.forEach((each) => each.shift());
+    while (same(-1)) parts.forEach((each) => each.pop());
+    return new Map(names.map((name, i) => [name, parts[i].join("").replace(/[./]$/, "")]));
+  };
   const whole = (values) => d3.ticks(d3.min(values), d3.max(values), 10).filter(Number.isInteger);
 
   // Numbers by depth: the first number in a name is the depth, the others do not tell arrays apart.
@@ -251,35 +294,82 @@
     const found = /(?<![A-Za-z0-9])(0|[1-9][0-9]{0,8})(?![A-Za-z0-9])/.exec(label);
     if (!found) return null;
     const rest = label.slice(found.index + found[0].length).replace(/(?<![A-Za-z0-9])[0-9]+(?![A-Za-z0-9])/g, "*");
-    return { depth: Number(found[0]), series: `${label.slice(0, found.index)}#${rest}` };
+    const second = /(?<![A-Za-z0-9])(0|[1-9][0-9]{0,8})(?![A-Za-z0-9])/.exec(label.slice(found.index + found[0].length));
+    return { depth: Number(found[0]), part: second && Number(second[0]), series: `${label.slice(0, found.index)}#${rest}` };
+  };
+  /** Numbers between the least and the greatest, as many as a legend has room for. */
+  const steps = (values, log) => {
+    const [least, most] = d3.extent(values);
+    const count = wide() < 420 ? 5 : 9;
+    return d3.range(1, count + 1).map((at) => at / (count + 1)).map((share) => (log ? least * (most / least) ** share : least + (most - least) * share));
+  };
+  /** A cell for each layer and expert, of the kind of array that is chosen; without experts for each layer and module. */
+  const heat = (placed, names, measured, named) => {
+    const [experts, rowsAtMost] = [names.filter((name) => placed.some((point) => point.series === name && point.part !== null)), 32];
+    const shorter = short(experts.length ? experts : names.slice(0, rowsAtMost));
+    const cellsOf = (kind) => placed.filter((point) => (kind ? point.series === kind : shorter.has(point.series)))
+      .map((point) => ({ layer: point.depth, row: kind ? point.part : shorter.get(point.series), value: point.value, label: point.label, flags: arrays.flags?.[point.at] }));
+    const rows = (cells) => [...new Set(cells.map((cell) => cell.row))].sort((a, b) => inOrder(String(a), String(b)));
+    const holder = el("div", {});
+    const draw = (kind) => {
+      const cells = cellsOf(kind);
+      const [layers, across] = [[...new Set(cells.map((cell) => cell.layer))].sort((a, b) => a - b), rows(cells)];
+      if (layers.length < 2 || across.length < 2 || cells.length > 40000) return holder.replaceChildren();
+      const log = cells.every((cell) => cell.value >= 0) && cells.some((cell) => cell.value > 0);
+      const drawn = log ? cells.filter((cell) => cell.value > 0) : cells;
+      const wrong = cells.filter((cell) => cell.flags || (log && cell.value === 0));
+      const thin = (values, most) => values.filter((_, at) => at % Math.ceil(values.length / most) === 0);
+      const margin = 20 + 7.5 * Math.min(34, d3.max(across, (row) => String(row).length));
+      const ticks = kind ? Math.min(across.length, 32) : across.length;
+      holder.replaceChildren(el("figure", {}, el("figcaption", { class: "quiet" },
+        `${measured}, a cell for each layer and ${kind ? "expert" : "module"}${log ? "; logarithmic colours" : ""}${wrong.length ? `; red: ${several(wrong.length, "array")} to check` : ""}`),
+        Plot.plot({
+          style: FONT, width: wide(), height: 50 + Math.max((kind ? 14 : 22) * ticks, Math.min(520, 10 * across.length)), marginLeft: margin, marginBottom: 40,
+          ariaLabel: `${named}, ${measured} by layer and ${kind ? "expert" : "module"}`, ariaDescription: "Each cell is an array; the arrays above have the same values.",
+          x: { domain: layers, label: "layer", ticks: thin(layers, 30), tickFormat: String, padding: 0 }, y: { domain: across, label: null, ticks: thin(across, 32), tickFormat: (row) => String(row).slice(-34), padding: 0 },
+          // steps, since the legend of a continuous scale is an image, which the page's policy forbids
+          color: { type: "threshold", domain: steps(drawn.map((cell) => cell.value), log), scheme: "viridis", legend: true, label: measured, tickFormat: (x) => number(Number(x.toPrecision(3))), width: Math.min(420, wide()), style: FONT },
+          marks: [Plot.cell(drawn, { x: "layer", y: "row", fill: "value", inset: 0.5, channels: { array: "label" }, tip: true }),
+            Plot.cell(wrong, { x: "layer", y: "row", fill: "var(--bad)", inset: 0.5, channels: { array: "label", value: "value", check: "flags" }, tip: true })],
+        })));
+    };
+    if (!experts.length) {
+      draw(null);
+      return holder;
+    }
+    const choice = el("select", { "aria-label": `${named}: which kind of array`, onchange: () => draw(choice.value) }, ...experts.map((name) => el("option", { value: name }, shorter.get(name))));
+    draw(experts[0]);
+    return el("div", {}, el("p", { class: "controls" }, choice), holder);
   };
   const byDepth = (place, points, kinds, named) => {
     const choices = kinds.map(([key, title]) => el("option", { value: key }, title));
     const measure = el("select", { "aria-label": `${named}: what is drawn` }, ...choices);
     const states = [...new Set(points.map((point) => point.label.split("/")[0]))];
     const state = el("select", { "aria-label": `${named}: of which arrays` }, ...(data.has_states ? states : ["all"]).map((name) => el("option", {}, name)));
+    if (data.has_states && states.includes("param")) state.value = "param";
     const holder = el("div", {});
     const draw = () => {
       const key = measure.value;
       const some = points.filter((point) => (!data.has_states || point.label.split("/")[0] === state.value) && point[key] !== null && point[key] !== undefined);
-      const placed = some.map((point) => ({ ...depthOf(point.label), value: point[key], label: point.label, weight: point.weight ?? 1 })).filter((point) => point.series);
+      const placed = some.map((point) => ({ ...depthOf(point.label), value: point[key], label: point.label, at: point.at, weight: point.weight ?? 1 })).filter((point) => point.series);
       const series = d3.flatRollup(placed, (v) => d3.mean(v, (point) => point.value), (point) => point.series, (point) => point.depth)
         .map(([name, depth, value]) => ({ name, depth, value }));
       const sizes = d3.rollups(placed, (v) => d3.sum(v, (point) => point.weight), (point) => point.series).sort((a, b) => b[1] - a[1]);
       const names = sizes.slice(0, 10).map(([name]) => name);
-      const drawn = series.filter((point) => names.includes(point.name));
+      const shorter = short(names);
+      const drawn = series.filter((point) => names.includes(point.name)).map((point) => ({ ...point, name: shorter.get(point.name) }));
       const alone = some.filter((point) => !depthOf(point.label)).map((point) => ({ label: point.label, value: point[key] }));
       const log = drawn.length > 0 && drawn.every((point) => point.value > 0);
-      holder.replaceChildren(
-        drawn.length ? el("figure", {}, el("figcaption", { class: "quiet" },
+      holder.replaceChildren(heat(placed, sizes.map(([name]) => name), measure.selectedOptions[0].text, named),
+        new Set(drawn.map((point) => point.depth)).size > 1 ? el("figure", {}, el("figcaption", { class: "quiet" },
           `${measure.selectedOptions[0].text} by depth; the mean, if several arrays have the same depth${sizes.length > names.length ? `; the ${names.length} largest of ${sizes.length} kinds` : ""}${log ? "; logarithmic axis" : ""}`),
           Plot.plot({
-            width: wide(860), height: 340, marginLeft: 70, marginRight: 20, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same values.",
+            style: FONT, width: wide(), height: 340, marginLeft: 70, marginRight: 20, marginBottom: 40, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same values.",
             x: { label: "depth", tickFormat: "d", ticks: whole(drawn.map((point) => point.depth)) }, y: { type: log ? "log" : "linear", grid: true, ticks: 6, tickFormat: number, label: measure.selectedOptions[0].text },
-            color: { legend: true, domain: names, scheme: "observable10" },
+            color: { legend: true, domain: names.map((name) => shorter.get(name)), scheme: "observable10", style: FONT },
             marks: [Plot.lineY(drawn, { x: "depth", y: "value", stroke: "name", z: "name", sort: "depth" }),
               Plot.dot(drawn, { x: "depth", y: "value", fill: "name", z: null, r: 2.5, tip: true })],
-          })) : el("p", { class: "quiet" }, "No name has a number, which could be a depth."),
+          })) : el("p", { class: "quiet" }, drawn.length ? "All of them are in one layer." : "No name has a number, which could be a depth."),
         el("details", {}, el("summary", {}, "As a table"),
           table(`${measure.selectedOptions[0].text}${series.length + alone.length > 500 ? ", the first 500" : ""}`, ["arrays", "depth", measure.selectedOptions[0].text],
             [...series.map((point) => [el("span", { class: "name" }, point.name), String(point.depth), number(Number(point.value.toPrecision(4)))]),
@@ -295,7 +385,7 @@
     const place = document.getElementById("depth");
     if (!place) return;
     const kinds = measures.filter(([key]) => arrays[key]?.some((value) => value !== null));
-    const points = arrays.label.map((label, i) => ({ label, weight: arrays.bytes[i], ...Object.fromEntries(kinds.map(([key]) => [key, arrays[key][i]])) }));
+    const points = arrays.label.map((label, i) => ({ label, at: i, weight: arrays.bytes[i], ...Object.fromEntries(kinds.map(([key]) => [key, arrays[key][i]])) }));
     byDepth(place, points, kinds, "Statistics");
   };
   const showDifference = () => {
