@@ -123,7 +123,7 @@ def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[st
         with gc_paused():
             checks = list(checks)
             for watcher in filter(None, (check.watcher for check in checks)):
-                stack.enter_context(watcher.watch(_alarm, _note))
+                stack.enter_context(watcher.watch(ignore, ignore))
         faults = faults_of(checks, remote)
     yield from zip((check.label for check in checks), faults, strict=True)
 
@@ -135,9 +135,5 @@ def faults_of(checks: Sequence[Check], remote: bool = False) -> Sequence[str | N
     return list(in_threads([check.run for check in reversed(checks)], remote))[::-1]
 
 
-def _alarm() -> None:
-    """Every check is run to its end, whatever another finds."""
-
-
-def _note(seen: object) -> None:
-    """Do nothing: no other process asks for notes."""
+def ignore(*seen: object) -> None:
+    """Do nothing: every check is run to its end, and no other process asks for notes."""

@@ -51,7 +51,7 @@ def watch(array: Array, look: Look) -> AbstractContextManager[None]:
     """While this lasts, `look` is called with all boxes of an array that are read, and their
     elements.
     """
-    return Watching(_looks, id(array), look)
+    return Watching(_looks, look, id(array))
 
 
 def read(array: Array, box: Box) -> np.ndarray:

@@ -7,14 +7,15 @@ GGUF or msgpack, a chunk file, an item of DCP.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_ucp.arrays.checks import SAMPLE_BYTES, Alarm, Check, Extent, LeafClaim, Note
+from jax_ucp.arrays.checks import SAMPLE_BYTES, Alarm, Check, Extent, LeafClaim, Note, ignore
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
+from jax_ucp.arrays.watched import Watching
 from jax_ucp.errors import FormatError
 from jax_ucp.files.crc import Summed, SummedBytes, Tally
 from jax_ucp.files.path import FilePath
@@ -55,7 +56,7 @@ class Region(NamedTuple):
     stop: int
     crc: int
 
-    def tally(self, alarm: Alarm = lambda: None, note: Note = lambda part: None) -> Tally:
+    def tally(self, alarm: Alarm = ignore, note: Note = ignore) -> Tally:
         """The sum of the bytes, of which nothing is seen yet."""
         return Tally(self.start, self.stop, self.crc, alarm, note)
 
@@ -102,7 +103,7 @@ class ExtentTable(ArraySource):
     ):
         self._arrays, self._file_name = arrays, file_name
         self._stored = {} if stored is None else stored
-        self._summing: dict[str, list[_Summing]] = {}  # by place
+        self.summing: dict[str, dict[_Summing, int]] = {}  # by place
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -132,7 +133,7 @@ class ExtentTable(ArraySource):
                 out[...] = stored[box.index]
             return
         file, data = stored.file, stored.file.data
-        if stored.region is not None and (summing := self._summing.get(stored.place)):
+        if stored.region is not None and (summing := self.summing.get(stored.place)):
             region, place = stored.region, stored.place
             data = Summed(data, [each.tally(place, region) for each in summing])
         buffers: list[np.ndarray] = []
@@ -155,20 +156,7 @@ class ExtentTable(ArraySource):
             yield LeafClaim(Checksums(self, label, nbytes, places), frozenset(arrays))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_summing": {}}  # who sums what is read does so in this process
-
-    @contextmanager
-    def watch(self, places: Iterable[str], summing: _Summing) -> Iterator[None]:
-        """While this lasts, what is read of arrays at some places is summed."""
-        for place in places:
-            self._summing[place] = [*self._summing.get(place, ()), summing]
-        try:
-            yield
-        finally:
-            for place in places:
-                left = [other for other in self._summing.pop(place) if other is not summing]
-                if left:
-                    self._summing[place] = left
+        return {**vars(self), "summing": {}}  # who sums what is read does so in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +181,12 @@ class _Summing:
     def __init__(self, table: ExtentTable, places: Sequence[str]):
         self._table, self._places = table, places
         self._tallies: dict[str, Tally] = {}
-        self._alarm: Alarm = lambda: None
-        self._note: Note = lambda seen: None
+        self._alarm: Alarm = ignore
+        self._note: Note = ignore
 
-    @contextmanager
-    def watch(self, alarm: Alarm, note: Note) -> Iterator[None]:
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
         self._alarm, self._note = alarm, note
-        with self._table.watch(self._places, self):
-            yield
+        return Watching(self._table.summing, self, *self._places)
 
     def tally(self, place: str, region: Region) -> Tally:
         """The sum of the region at a place, of what was seen up to now."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, faults_of, require
+from jax_ucp.arrays.checks import Check, faults_of, ignore, require
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.garbage import gc_paused
@@ -51,10 +51,6 @@ class ProvedReads:
                     require(check)
                     self._passed.add(id(check))
         return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
-
-
-def _forget(seen: object) -> None:
-    """A sink that drops notes."""
 
 
 class Proofs:
@@ -94,7 +90,7 @@ class Proofs:
             with gc_paused():
                 for i, check in enumerate(self.checks):
                     if check.watcher is not None:
-                        note = partial(self._note, i) if self._taking_notes else _forget
+                        note = partial(self._note, i) if self._taking_notes else ignore
                         stack.enter_context(check.watcher.watch(self._failed.set, note))
             if self.contents.files.is_remote and not self._taking_notes:
                 self._early = {

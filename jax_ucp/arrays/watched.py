@@ -8,49 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.protocol import ArraySource
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 
 Look = Callable[[Sequence[Box], Sequence[np.ndarray]], None]
 
 
-class Watched(ArraySource):
-    """A source that shows what is read of its arrays, to whoever watches them."""
-
-    def __init__(self) -> None:
-        self._looks: dict[str, dict[Look, int]] = {}
-
-    def watch(self, key: str, look: Look) -> AbstractContextManager[None]:
-        """While this lasts, `look` is called with all boxes of an array that are read, and their
-        elements; once for each read, also if it watches several times.
-        """
-        return Watching(self._looks, key, look)
-
-    def _show(self, key: str, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
-        for look in self._looks.get(key, ()):
-            look(boxes, arrays)
-
-
 class Watching(AbstractContextManager[None]):
-    """A context in which `look` is one of `looks`. It is a class, because there may be one for each
-    of a million arrays, and a generator costs more.
+    """A context in which `look` is one of the `looks` at each of the keys; once, also if it watches
+    several times. It is a class, because there may be one for each of a million arrays, and a
+    generator costs more.
     """
 
-    __slots__ = ("_key", "_look", "_looks")
+    __slots__ = ("_keys", "_look", "_looks")
 
-    def __init__(self, looks: dict[Any, dict[Look, int]], key: Hashable, look: Look):
-        self._looks, self._key, self._look = looks, key, look
+    def __init__(self, looks: dict[Any, dict[Any, int]], look: Hashable, *keys: Hashable):
+        self._looks, self._look, self._keys = looks, look, keys
 
     def __enter__(self) -> None:
-        looks = self._looks.get(self._key, {})
-        self._looks[self._key] = looks | {self._look: looks.get(self._look, 0) + 1}
+        for key in self._keys:
+            looks = self._looks.get(key, {})
+            self._looks[key] = looks | {self._look: looks.get(self._look, 0) + 1}
 
     def __exit__(self, *error: object) -> None:
-        looks = self._looks.pop(self._key)
-        left = {look: count - (look == self._look) for look, count in looks.items()}
-        if left := {look: count for look, count in left.items() if count}:
-            self._looks[self._key] = left
+        for key in self._keys:
+            looks = self._looks.pop(key)
+            left = {look: count - (look == self._look) for look, count in looks.items()}
+            if left := {look: count for look, count in left.items() if count}:
+                self._looks[key] = left
 
 
 class Coverage:

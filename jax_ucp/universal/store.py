@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from jax_ucp.arrays.checks import Alarm, Check, Extent, Note
+from jax_ucp.arrays.checks import Alarm, Check, Extent, Note, ignore
 from jax_ucp.arrays.optimizer_groups import Group
-from jax_ucp.arrays.protocol import ArrayInfo, Piece, Want
-from jax_ucp.arrays.watched import Coverage, Watched
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece, Want
+from jax_ucp.arrays.watched import Coverage, Look, Watching
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
 from jax_ucp.files.in_flight import each_file, stat_all
 from jax_ucp.files.path import FilePath, file_path
@@ -76,7 +76,7 @@ class Beside(NamedTuple):
     file: FileInfo | None
 
 
-class ZarrStore(Watched):
+class ZarrStore(ArraySource):
     """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
 
     Every chunk must exist to be read: a missing file is an error, not zeros. `places` has, by the
@@ -93,7 +93,6 @@ class ZarrStore(Watched):
         places: Mapping[str, Place] | None = None,
         crcs: Mapping[str, bytes] | None = None,
     ):
-        super().__init__()
         self.directory = directory
         self.chunks = chunks
         self.places = dict(places or {})
@@ -102,6 +101,7 @@ class ZarrStore(Watched):
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
         self._packs: dict[FileInfo, ReadAhead] = {}
+        self.looks: dict[str, dict[Look, int]] = {}  # at what is read of an array
         self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -188,6 +188,10 @@ class ZarrStore(Watched):
             for shard in shards:
                 self._read_shard(shard)
         self._show(key, boxes, outs)
+
+    def _show(self, key: str, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+        for look in self.looks.get(key, ()):
+            look(boxes, arrays)
 
     def lies_in(self, key: str) -> str:
         """The pack that has the first chunk of an array, or the key of the array without one."""
@@ -340,7 +344,7 @@ class ZarrStore(Watched):
             yield Check(f"{label} {text}", leaves, box.size * itemsize, work, watcher)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_packs": {}, "_looks": {}}  # which are of this process
+        return {**vars(self), "_packs": {}, "looks": {}}  # which are of this process
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -393,11 +397,11 @@ class _Passing:
     def __init__(self, store: ZarrStore, key: str):
         self.passed = Coverage()
         self._store, self._key = store, key
-        self._note: Note = lambda seen: None
+        self._note: Note = ignore
 
     def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
         self._note = note
-        return self._store.watch(self._key, self._look)
+        return Watching(self._store.looks, self._look, self._key)
 
     def add(self, seen: Iterable[Sequence[Box]]) -> None:
         for boxes in seen:

@@ -16,10 +16,10 @@ from jax_ucp.arrays.value import Constant
 from jax_ucp.layout.box import Box
 
 PACKAGE = Path(jax_ucp.__file__).parent
-METHODS = {"arrays", "read", "read_into", "checks"}
+METHODS = {"arrays", "read", "read_into", "claims"}
 # What may be asked for attributes whose names are known only at run time: no source is among them.
 NO_SOURCES = {"ml_dtypes", "errors", "node"}
-KINDS = {"Watched", "ArraySource", "MakesArrays", "Protocol"}
+KINDS = {"ArraySource", "MakesArrays", "Protocol"}
 
 
 def trees(*rooms: str) -> Iterator[tuple[str, ast.Module]]:
