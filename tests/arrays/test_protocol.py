@@ -61,7 +61,7 @@ def test_nothing_asks_a_source_whether_it_has_a_method():
     assert [(name, calls) for name, tree in trees(*rooms) if (calls := asked(tree))] == []
 
 
-@pytest.mark.parametrize("call", ["getattr(a, 'checks', None)", "hasattr(a, 'read')"])
+@pytest.mark.parametrize("call", ["getattr(a, 'claims', None)", "hasattr(a, 'read')"])
 def test_such_a_question_is_found(call):
     assert asked(ast.parse(call))
     assert asked(ast.parse("getattr(source, name)"))
