@@ -170,6 +170,7 @@ class BucketTarget(Target[Upload]):
 
     @contextmanager
     def alone(self) -> Iterator[Ledger]:
+        """Context that reserves the files for this process, and on an error deletes them."""
         with new_objects(self.path, [file.name for file in self._files]):
             yield Ledger()
 

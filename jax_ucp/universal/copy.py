@@ -328,7 +328,9 @@ class UniversalTarget(Target[CopyBlock]):
         alone: Sequence[CopyBlock],
         files: Files,
     ) -> Iterator[CopyTask]:
-        """Tasks of consecutive blocks; elsewhere larger, with all of a chunk that is decoded."""
+        """Tasks of packs, and of consecutive blocks: for workers elsewhere larger ones, in which
+        all blocks are of a stored chunk that is decoded.
+        """
         plan = self.plan
         if work.coordinator.is_here:
             # over a network each block is a task of its own
