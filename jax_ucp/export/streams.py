@@ -246,7 +246,6 @@ def share_of(budget_bytes: int, files: Sequence[File]) -> int:
 def write_parts(
     folder: Files, file: File, parts: Iterator[bytes | memoryview], max_bytes: int
 ) -> None:
-    """Write a file from its parts; half of `max_bytes` is for parts in flight."""
     folder.write_large(file.name, parts, file.size, max_bytes // 2)
 
 

@@ -63,7 +63,6 @@ class Statistics:
 
     @property
     def finite(self) -> int:
-        """The number of finite elements among those that were read."""
         return self.seen - self.nans - self.infinities
 
     @property

@@ -77,7 +77,6 @@ class HostMesh:
 
     @property
     def devices_of_hosts(self) -> list[np.ndarray]:
-        """The numbers of each host's devices."""
         return np.split(np.arange(self.devices), self.hosts)
 
 

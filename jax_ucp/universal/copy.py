@@ -109,7 +109,6 @@ class CopyPlan:
 
     @cached_property
     def packed(self) -> frozenset[str]:
-        """The arrays that are packed."""
         return packed_arrays(self.arrays, self.chunks)
 
     @cached_property
@@ -120,7 +119,6 @@ class CopyPlan:
 
     @property
     def alone(self) -> Iterator[CopyBlock]:
-        """The blocks that are separate files."""
         return (block for block in self.blocks if block.key not in self.packed)
 
     @property

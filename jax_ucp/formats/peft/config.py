@@ -198,7 +198,6 @@ class _Checked:
         return {name: self._number(f"{key} of {name!r:.80}", n, whole) for name, n in value.items()}
 
     def _number(self, what: str, value: Any, whole: bool) -> float:
-        """A number; a rank is a `whole` one."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = is_number and abs(value) <= _MOST_ALPHA
         if whole:

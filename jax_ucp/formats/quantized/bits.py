@@ -120,7 +120,6 @@ class Packing:
 
 
 def _padded(words: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """The words, of which zeros at the end fill the last group."""
     missing = -words.shape[axis] % multiple
     if not missing:
         return words
