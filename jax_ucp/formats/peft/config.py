@@ -59,7 +59,26 @@ class LoraConfig:
         """The config in a file. Raises FormatError for another method or an unknown setting."""
         if not isinstance(config, Mapping):
             raise FormatError(f"{where} is not a config of an adapter, but {config!r:.80}")
-        _require_lora(config, where)
+        method = method_of(config)
+        if method != LORA:
+            raise FormatError(
+                f"{where} is of an adapter of the kind {method or 'that it does not name'}: only"
+                " LORA (with rsLoRA and DoRA) is merged; merge it with peft"
+            )
+        init = config.get("init_lora_weights")
+        if not any(init is known or init == known for known in _LEAVE_THE_BASE):
+            raise FormatError(
+                f"{where} says init_lora_weights={init!r:.80}: the base was changed before it was"
+                " trained, and what is stored is to be added to that. Let peft write it as plain"
+                " LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+            )
+        others = {key for key, value in config.items() if value} - _READ - _INERT
+        if others:
+            named = ", ".join([f"{key}={config[key]!r:.60}" for key in sorted(others)][:4])
+            raise FormatError(
+                f"{where} says {named:.400}, and what that makes of the weights is not known here:"
+                " merge it with peft"
+            )
         checked = _Checked(config, where)
         ranks = checked.pattern("rank_pattern", whole=True)
         alphas = checked.pattern("alpha_pattern")
@@ -140,29 +159,6 @@ def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
             checked.scale(module, leaf.shape[0])
     extras = {**contents.extras, CONFIG: {"config": dict(config)}}
     return replace(contents, extras=extras)
-
-
-def _require_lora(config: Mapping[str, Any], where: str) -> None:
-    method = method_of(config)
-    if method != LORA:
-        raise FormatError(
-            f"{where} is of an adapter of the kind {method or 'that it does not name'}: only LORA"
-            " (with rsLoRA and DoRA) is merged; merge it with peft"
-        )
-    init = config.get("init_lora_weights")
-    if not any(init is known or init == known for known in _LEAVE_THE_BASE):
-        raise FormatError(
-            f"{where} says init_lora_weights={init!r:.80}: the base was changed before it was"
-            " trained, and what is stored is to be added to that. Let peft write it as plain LoRA"
-            " (save_pretrained with path_initial_model_for_weight_conversion)"
-        )
-    others = {key for key, value in config.items() if value} - _READ - _INERT
-    if others:
-        named = ", ".join([f"{key}={config[key]!r:.60}" for key in sorted(others)][:4])
-        raise FormatError(
-            f"{where} says {named:.400}, and what that makes of the weights is not known here:"
-            " merge it with peft"
-        )
 
 
 @dataclass(frozen=True)
