@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -265,8 +266,12 @@ class ContentsBuilder:
         objects: Mapping[Steps, Any],
         options: Options,
         orders: state_pairing.ModelOrders | None = None,
+        stored: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> Places:
-        """The place of each tensor of nested dicts. Raises FormatError for a wrong word."""
+        """The place of each tensor of nested dicts. Raises FormatError for a wrong word.
+
+        `stored` names the weights of a parameter that is stored as several, or under another name.
+        """
         try:
             result = places(tensors, objects, options, orders)
         except Undecided as error:
@@ -278,7 +283,8 @@ class ContentsBuilder:
         if options.model is not None:
             self.said["model"] = options.model
         for name, settings in result.settings:
-            self.hyperparameters(name, settings)
+            for one in stored.get(name, [name]):
+                self.hyperparameters(one, settings)
         return result
 
     def skip(self, where: str, what: str, reason: str) -> None:

@@ -90,7 +90,6 @@ class Tree:
 
 
 def _label(path: Steps) -> str:
-    """The path joined by dots; BARE where the file is one tensor."""
     return joined(path) or BARE
 
 

@@ -163,6 +163,7 @@ def tensors_of(imported: ContentsBuilder) -> list[tuple[str, str]]:
 
 
 def keep_configs(imported: ContentsBuilder, folder: FilePath) -> None:
+    """Keep configs as extras: of the model, of its quantisation, of an adapter."""
     for name in CONFIGS:
         if (folder / name).is_file():
             imported.extra(name, "config", read_json(folder / name))

@@ -54,6 +54,9 @@ TINY: dict[str, dict[str, Any]] = {
                  decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4),
     "mixtral": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
                     num_key_value_heads=2, num_local_experts=4),
+    "qwen3_moe": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
+                      num_key_value_heads=2, head_dim=6, num_experts=4, num_experts_per_tok=2,
+                      moe_intermediate_size=8),
     "gpt_oss": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=4, num_local_experts=4),
 }  # fmt: skip
@@ -302,6 +305,12 @@ case(trainer_case, "trainer_named", "llama", optimizer=named, options={})
 # Small enough to be kept with the tests.
 SMALL = dict(hidden_size=8, intermediate_size=12, vocab_size=16, num_hidden_layers=1)
 case(trainer_case, "small_llama", "llama", further=3, **SMALL)
+FEW = {"vocab_size": 16, "hidden_size": 8, "max_position_embeddings": 16}
+# Transformers 5 trains the experts of a layer packed; `truth.npz` names them so. The data of these
+# are in `tests/data/packed_experts`, written with `python -P`.
+case(trainer_case, "packed_qwen3_moe", "qwen3_moe", **FEW)
+case(trainer_case, "packed_mixtral", "mixtral", intermediate_size=8, **FEW)
+case(trainer_case, "packed_adafactor", "qwen3_moe", arguments={"optim": "adafactor"}, **FEW)
 case(trainer_case, "small_adafactor", "llama", arguments={"optim": "adafactor"}, **SMALL)
 case(trainer_case, "small_gpt2_bin", "gpt2", torch_files=True, n_embd=8, n_layer=1, vocab_size=16,
      n_positions=16)  # fmt: skip

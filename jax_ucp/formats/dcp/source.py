@@ -136,6 +136,7 @@ class DcpSource(ExtentTable):
         return file, stored
 
     def object(self, fqn: str, span: Span) -> TorchFile:
+        """The torch.save file of an object that is no tensor; `span` is where it lies."""
         return self._open(span, MAX_OBJECT_BYTES, f"{span.file}:{fqn}@{span.offset}")
 
     def open_ahead(self, spans: Iterable[Span]) -> None:

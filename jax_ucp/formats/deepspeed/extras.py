@@ -52,6 +52,7 @@ def add_extras(slices: Slices) -> None:
 def _add_entries(
     slices: Slices, stored: StateFile, values: Mapping[str, Any], layout: Sequence[str], reason: str
 ) -> None:
+    """Add the values of a file as extras, but for those of the `layout`, which are skipped."""
     for name, value in values.items():
         if name in layout:
             slices.builder.skip(f"{stored.name}:{name}", "layout", reason)

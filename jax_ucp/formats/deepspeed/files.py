@@ -300,6 +300,7 @@ def _is_zero3(names: _Names) -> bool:
 
 
 def _parse_run(names: _Names, model: StateFile, zero3: bool) -> _RunDegrees:
+    """The degrees (pp, tp, data-parallel) that the model states, or names of files, have."""
     state = model.state
     data_ranks = {dp for dp, _ in names.optimizers}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
@@ -339,6 +340,7 @@ def _count(state: Mapping[str, Any], key: str, default: int) -> int:
 def _check_models(
     folder: FilePath, models: Mapping[tuple[int | None, int], StateFile], run: _RunDegrees
 ) -> None:
+    """Raise FormatError where the model states of a rank are missing, or of another run or step."""
     data_ranks = f"{run.world} data-parallel ranks, " if run.zero3 else ""
     for mp, dp in itertools.product(range(run.mp_world), run.model_ranks):
         if (dp, mp) not in models:

@@ -188,11 +188,13 @@ def global_name(name: str, ep: int | None, shapes: Mapping[str, Shape]) -> str:
 
 
 def _count_experts(prefix: str, names: Iterable[str]) -> int:
+    """How many native experts of one layer there are among names."""
     matches = filter(None, map(_NATIVE.fullmatch, names))
     return len({int(match[2]) for match in matches if match[1] == prefix})
 
 
 def cut_twice(files: TagFiles, name: str) -> FormatError:
+    """The error for fused experts under tensor parallelism."""
     return FormatError(
         f"{files.folder}: {name} is cut over both expert- and tensor-parallel ranks, which is not"
         " read"

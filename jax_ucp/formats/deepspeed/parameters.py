@@ -175,6 +175,7 @@ class Values:
 
 
 def read_value(builder: ContentsBuilder, stored: StateFile, value: Any) -> np.ndarray:
+    """A number, or a tensor of a file, as an array."""
     if isinstance(value, StoredTensor):
         value = builder.shards.read(stored.key(value), Box.whole(value.shape))
     return np.asarray(value)

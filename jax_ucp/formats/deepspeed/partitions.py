@@ -127,6 +127,7 @@ def add_partitions(slices: Slices) -> None:
 
 
 def _add_flat_states(slices: Slices, team: Team) -> None:
+    """Add the states of which each rank has a flat partition."""
     builder, ranks, settings = slices.builder, team.group.ranks, team.settings
     decode = slices.options.dequantize == DECODED
     # States whose partitions have the same lengths share layouts, which are checked once then.

@@ -93,6 +93,7 @@ def _is_empty(tensor: Any) -> bool:
 
 
 def _swap_file(path: FilePath, rank: Rank, info: ArrayInfo) -> ExtentTable:
+    """The elements in a swap file, as its one array."""
     if not path.is_file():
         raise FormatError(
             f"{path} is missing: {rank.name} has an empty tensor where it was swapped out to NVMe."

@@ -288,19 +288,7 @@ def _cut(tensor: Tensor, sub: Any, matches: Callable[[str], bool]) -> dict[str, 
     if matches("parameter_with_2_sub_params_cat_dim_0"):
         return {"cat_dim": 0, "param_n_sub_params": 2}
     if sub is not None:
-        fields = _attributes(sub)
-        shape, axis = list(fields["shape"]), fields["partition_dim"]
-        # versions before 0.4 store a number of equal parts, others widths
-        if isinstance(shape[axis], int):
-            if shape[axis] < 1 or tensor.shape[axis] % shape[axis]:
-                raise FormatError(
-                    f"universal_checkpoint_info has {shape[axis]} equal parts of"
-                    f" {tensor.shape[axis]} rows"
-                )
-            shape[axis] = (tensor.shape[axis] // shape[axis],) * shape[axis]
-        state = {"patterns": list(fields["patterns"]), "shape": tuple(shape), "partition_dim": axis}
-        kind = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
-        return {"sub_param_shape": Instance(kind, state)}
+        return {"sub_param_shape": _sub_param_shape(sub, tensor)}
     return {"cat_dim": 1 if matches("parameter_with_row_parallelism_patterns") else 0}
 
 
@@ -312,6 +300,24 @@ def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in info.items()
         if key not in ("affine_map", "sub_param_shard_widths")
     }
+
+
+def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
+    """The `SubparamShape` of an atom. Raises FormatError if equal parts do not divide the axis.
+
+    Versions before 0.4 store a number of equal parts, others widths.
+    """
+    fields = _attributes(sub)
+    shape, axis = list(fields["shape"]), fields["partition_dim"]
+    if isinstance(shape[axis], int):
+        if shape[axis] < 1 or tensor.shape[axis] % shape[axis]:
+            raise FormatError(
+                f"universal_checkpoint_info has {shape[axis]} equal parts of {tensor.shape[axis]}"
+                " rows"
+            )
+        shape[axis] = (tensor.shape[axis] // shape[axis],) * shape[axis]
+    state = {"patterns": list(fields["patterns"]), "shape": tuple(shape), "partition_dim": axis}
+    return Instance(Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), state)
 
 
 def _attributes(sub: Any) -> Mapping[str, Any]:

@@ -276,6 +276,7 @@ def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank, model: str) -> di
 
 
 def base_optimizer(rank: Rank) -> Any:
+    """The state of the optimizer that ZeRO wraps."""
     return rank.state.get("base_optimizer_state", rank.state.get("optimizer_state_dict"))
 
 

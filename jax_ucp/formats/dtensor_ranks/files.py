@@ -85,6 +85,7 @@ def rank_files(folder: FilePath) -> RankFiles:
 def _in_order(
     folder: FilePath, kind: str, world_size: int, found: Mapping[int, str]
 ) -> Sequence[str]:
+    """The files of the ranks. Raises FormatError where one is missing, or too many."""
     missing = [rank for rank in range(world_size) if rank not in found]
     if missing:
         name = f"{kind}_world_size_{world_size}_rank_{missing[0]}.pt"

@@ -241,6 +241,7 @@ def _layout(
 
 
 def _check_facts(saved: _Saved) -> None:
+    """Raise FormatError where ranks are of different steps, or were told different things."""
     facts = Facts(saved.ranks.folder)
     for _, name, file in saved.of("optim"):
         tree = file.tree if isinstance(file.tree, dict) else {}

@@ -178,6 +178,7 @@ def _read(path: FilePath) -> _Save:
 def _with_folders(
     save: _Save, source: ExtentTable, stored: Mapping[str, str]
 ) -> tuple[Any, ZarrFolder]:
+    """The arrays of the file together with those in folders, or in a database."""
     if not save.folder.is_dir():
         raise FormatError(f"{save.file} has arrays in the folder {save.folder}, which is missing")
     directory = save.folder.folder()

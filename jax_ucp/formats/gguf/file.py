@@ -68,6 +68,7 @@ def _tensor(entry: GGUFTensor) -> _Tensor:
 
 
 def _require_tiled(head: Head, tensors: Iterable[_Tensor], size: int) -> None:
+    """Raise unless tensors, each at the next aligned byte, fill a file of so many bytes."""
     at = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
         begin = _aligned(at, head.alignment)

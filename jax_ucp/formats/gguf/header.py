@@ -92,6 +92,7 @@ class _HeaderReader:
         self._data = file.read(0, _FIRST_BYTES)
 
     def _need(self, count: int) -> int:
+        """Where the next bytes begin. Raises FormatError where there are not so many."""
         start, stop = self.at, self.at + count
         if stop > self._file.size:
             raise FormatError(

@@ -371,6 +371,7 @@ class _Copy(Proof):
 
 
 def _other_structure(contents: Contents, copy: Contents) -> str | None:
+    """The first difference between checkpoints in names, shapes or dtypes; None if they agree."""
     first, second = _kinds(contents), _kinds(copy)
     for label in sorted(first.keys() ^ second.keys()):
         return f"{label} is in only one of them"

@@ -29,6 +29,7 @@ from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.huggingface import packed_experts
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
 from jax_ucp.formats.state_dicts import Tree, keep_extras
 from jax_ucp.formats.weight_files import CONFIG, keep_configs, read_json
@@ -155,32 +156,73 @@ def _add_optimizers(
     experts = {int(match[1]) for match in filter(None, map(_EXPERT.fullmatch, names))}
     shapes = {own.shape for own in states.values()} - {own.shape for own in weights.values()}
     is_fused = any(len(shape) == 3 and {*range(shape[0])} == experts for shape in shapes)
-    if is_fused and options.optimizer_groups and not options.weights_only:
+    model = _ModelOf(imported, folder)
+    packed = _packed(model, weights) if is_fused else None
+    if is_fused and packed is None and options.optimizer_groups and not options.weights_only:
         raise FormatError(f"{folder.path}: optimizer_groups does not fit: {_FUSED}")
-    orders = _model_orders(_ModelOf(imported, folder), names)
-    if is_fused:
+    if packed is not None:
+        weights = {
+            joined((folder.model, name)): StateTensor((folder.model, name), one.shape)
+            for name, one in packed.items()
+        }
+        names = {str(weight.path[-1]): label for label, weight in weights.items()}
+    orders = _model_orders(model, names)
+    if is_fused and packed is None:
         orders = replace(orders, words=lambda: None)
     options = options if others else replace(options, model=None)
-    placed = imported.placed({**weights, **others, **states}, objects, options, orders)
+    stored = {name: [part.name for part in one.parts] for name, one in (packed or {}).items()}
+    placed = imported.placed({**weights, **others, **states}, objects, options, orders, stored)
     imported.notes += placed.notes
-    if is_fused:
+    if is_fused and packed is None:
         imported.notes.append(_FUSED)
-    _place(imported, tree, placed)
+    _place(imported, tree, placed, packed or {})
     tree.check(
         imported, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers))
     )
 
 
-def _place(imported: ContentsBuilder, tree: Tree, placed: Places) -> None:
+def _packed(
+    model: _ModelOf, weights: Mapping[str, StateTensor]
+) -> dict[str, packed_experts.Parameter] | None:
+    """The parameters that the optimizer had, if they are known of a model with packed experts."""
+    types = model.types()
+    if model.is_ordered or len(types) != 1 or any(one.tie is not None for one in weights.values()):
+        return None
+    shapes = {str(one.path[-1]): one.shape for one in weights.values() if one.trainable}
+    return packed_experts.in_memory(types[0], model.release(), shapes)
+
+
+def _place(
+    imported: ContentsBuilder,
+    tree: Tree,
+    placed: Places,
+    packed: Mapping[str, packed_experts.Parameter],
+) -> None:
     """Give every state its place; plain numbers of no parameter are in the extras."""
     for label, tensor in tree.tensors.items():
         state, name = placed.at[label]
         reason = f"{state} of {name}" if state != "other" else "a state of no parameter"
-        imported.parameter(state, name, imported.array(tensor.key), reason)
+        whole, of = imported.array(tensor.key), packed.get(name)
+        if state == "other" or of is None or len(of.parts) == 1:
+            stored = of.parts[0].name if of and state != "other" else name
+            imported.parameter(state, stored, whole, reason)
+            continue
+        if whole.info.shape not in ((), of.shape):
+            raise FormatError(
+                f"{imported.path}: {state} of {name} has shape {list(whole.info.shape)}, the"
+                f" parameter {list(of.shape)}: only states of the parameter's shape, and single"
+                " numbers, are states of its experts",
+                way_out="weights_only",
+            )
+        for part in of.parts:
+            array = part.of(whole) if whole.info.shape else whole
+            imported.parameter(state, part.name, array, reason)
     for label, (_, file, value) in tree.numbers().items():
         state, name = placed.at[label]
-        if state != "other":
-            imported.constant(state, name, np.asarray(value), f"{file}:{label}")
+        if state == "other":
+            continue
+        for one in [part.name for part in packed[name].parts] if name in packed else [name]:
+            imported.constant(state, one, np.asarray(value), f"{file}:{label}")
 
 
 def _opened(path: FilePath) -> TorchFile:

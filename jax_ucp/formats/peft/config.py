@@ -59,26 +59,7 @@ class LoraConfig:
         """The config in a file. Raises FormatError for another method or an unknown setting."""
         if not isinstance(config, Mapping):
             raise FormatError(f"{where} is not a config of an adapter, but {config!r:.80}")
-        method = method_of(config)
-        if method != LORA:
-            raise FormatError(
-                f"{where} is of an adapter of the kind {method or 'that it does not name'}: only"
-                " LORA (with rsLoRA and DoRA) is merged; merge it with peft"
-            )
-        init = config.get("init_lora_weights")
-        if not any(init is known or init == known for known in _LEAVE_THE_BASE):
-            raise FormatError(
-                f"{where} says init_lora_weights={init!r:.80}: the base was changed before it was"
-                " trained, and what is stored is to be added to that. Let peft write it as plain"
-                " LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
-            )
-        others = {key for key, value in config.items() if value} - _READ - _INERT
-        if others:
-            named = ", ".join([f"{key}={config[key]!r:.60}" for key in sorted(others)][:4])
-            raise FormatError(
-                f"{where} says {named:.400}, and what that makes of the weights is not known here:"
-                " merge it with peft"
-            )
+        _require_lora(config, where)
         checked = _Checked(config, where)
         ranks = checked.pattern("rank_pattern", whole=True)
         alphas = checked.pattern("alpha_pattern")
@@ -161,6 +142,29 @@ def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
     return replace(contents, extras=extras)
 
 
+def _require_lora(config: Mapping[str, Any], where: str) -> None:
+    method = method_of(config)
+    if method != LORA:
+        raise FormatError(
+            f"{where} is of an adapter of the kind {method or 'that it does not name'}: only LORA"
+            " (with rsLoRA and DoRA) is merged; merge it with peft"
+        )
+    init = config.get("init_lora_weights")
+    if not any(init is known or init == known for known in _LEAVE_THE_BASE):
+        raise FormatError(
+            f"{where} says init_lora_weights={init!r:.80}: the base was changed before it was"
+            " trained, and what is stored is to be added to that. Let peft write it as plain LoRA"
+            " (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    others = {key for key, value in config.items() if value} - _READ - _INERT
+    if others:
+        named = ", ".join([f"{key}={config[key]!r:.60}" for key in sorted(others)][:4])
+        raise FormatError(
+            f"{where} says {named:.400}, and what that makes of the weights is not known here:"
+            " merge it with peft"
+        )
+
+
 @dataclass(frozen=True)
 class _Checked:
     """Values of a config; each raises FormatError for what cannot be meant."""
@@ -194,6 +198,7 @@ class _Checked:
         return {name: self._number(f"{key} of {name!r:.80}", n, whole) for name, n in value.items()}
 
     def _number(self, what: str, value: Any, whole: bool) -> float:
+        """A number; a rank is a `whole` one."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = is_number and abs(value) <= _MOST_ALPHA
         if whole:

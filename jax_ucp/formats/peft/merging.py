@@ -240,6 +240,7 @@ def _require_one_replacement(
 
 
 def _form(leaf: Leaf | None, whole: Sequence[_Step]) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the dtype of a merged weight: those of the base, or of what is new."""
     if leaf is None:
         adapter, change = whole[0]
         leaf = adapter.leaves[change.replaced]
@@ -247,6 +248,7 @@ def _form(leaf: Leaf | None, whole: Sequence[_Step]) -> tuple[tuple[int, ...], n
 
 
 def _items(adapter: _Adapter) -> Iterator[Item]:
+    """The inventory of an adapter, in which its tensors are what they do."""
     reasons: dict[str, str] = {}
     for change in adapter.changes:
         for tensor, role in change.tensors:

@@ -143,6 +143,7 @@ def _twice(found: Sequence[WeightChange]) -> list[str]:
 
 
 def _fit(ways: int, names: str) -> str:
+    """How factors fit the parameters of a module, where that does not decide what they do."""
     match ways:
         case 0:
             return f"no parameters {names}, by their shapes: the adapter is not for this base"

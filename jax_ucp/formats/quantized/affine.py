@@ -54,6 +54,7 @@ class Codes:
 
 
 def _by_table(codes: np.ndarray, table: np.ndarray | None) -> np.ndarray:
+    """The numbers of codes of a byte each: in a table, or by their own dtype."""
     if table is None and codes.dtype.name.startswith("float8_"):
         table = _numbers_of_bytes(codes.dtype)
     return codes.astype(np.float32) if table is None else np.take(table, codes.view(np.uint8))

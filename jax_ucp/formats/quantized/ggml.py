@@ -242,6 +242,7 @@ class _Rows:
         return TYPES[self.scheme.removeprefix(SCHEME)]
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
+        """The bytes of whole blocks."""
         type, first, last = self._type, box.start[-1], box.stop[-1]
         start = first // type.elements * type.nbytes
         stop = -(-last // type.elements) * type.nbytes

@@ -71,6 +71,7 @@ def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> File:
 
 
 def carries(file: str, name: str) -> bool:
+    """Whether an extra is written, or made anew."""
     return file in CONFIGS or name in ("format", "total_size", "total_parameters")
 
 

@@ -1,0 +1,112 @@
+"""Folders of the Trainer of transformers 5, which trains the experts of a layer as one parameter and
+stores them one by one: the optimizer's states are those of the stored weights.
+
+`tests/data/packed_experts/MODEL` is of `generators/trainers.py`; its truth names parameters as the
+live model has them.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from cases import DATA
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.huggingface.packed_experts import in_memory
+
+# Gate, up and down of an expert, and the module that is called `mlp` in memory.
+STORED = {
+    "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), "mlp"),
+    "mixtral": (("w1", "w3", "w2"), "block_sparse_moe"),
+}
+FOLDER = DATA / "packed_experts"
+GROUPS = {name: json.loads((FOLDER / name / "case.json").read_text())["groups"] for name in STORED}
+
+
+def truth(model):
+    """The live model's parameters and states, by the names of the stored weights."""
+    (gate, up, down), module = STORED[model]
+    found = {}
+    with np.load(FOLDER / model / "truth.npz") as live:
+        for label, array in live.items():
+            name = label.replace(".mlp.", f".{module}.")
+            for packed, parts in (("gate_up_proj", (gate, up)), ("down_proj", (down,))):
+                if not name.endswith(f".experts.{packed}"):
+                    continue
+                for i in range(4):
+                    of_expert = np.split(array[i], len(parts)) if array.shape else [array] * 2
+                    for part, one in zip(parts, of_expert, strict=False):
+                        found[f"{name.removesuffix(packed)}{i}.{part}.weight"] = one
+                break
+            else:
+                found[name] = array
+    return found
+
+
+@pytest.mark.parametrize("model", STORED)
+@pytest.mark.parametrize("said", ["hf-decay", "lists"])
+def test_every_state_is_that_of_the_live_optimizer(model, said):
+    groups = GROUPS[model] if said == "lists" else said
+    checkpoint = ucp.open(FOLDER / model / "ckpt", optimizer_groups=groups)
+    want = truth(model)
+    assert {leaf.label for leaf in checkpoint.leaves} == want.keys()
+    for label, array in want.items():
+        assert same_bits(checkpoint.read(label), array.astype(np.float32)), label
+    assert not [fault for _, fault in checkpoint.verify() if fault]
+    decayed = {
+        name
+        for group in checkpoint.groups
+        if group.settings["weight_decay"]
+        for name in group.params
+    }
+    assert decayed == {label.partition("/")[2] for label in want if "norm" not in label}
+
+
+def test_the_states_go_on_to_the_leaves_of_a_model():
+    checkpoint = ucp.open(FOLDER / "qwen3_moe" / "ckpt", optimizer_groups="hf-decay")
+    rules = ucp.Mapping.load("hf-qwen3-moe-to-maxtext")
+    mapped = checkpoint.map(rules, assume=["norm_topk_prob"])
+    with np.load(FOLDER / "qwen3_moe" / "truth.npz") as live:
+        packed = [live[f"exp_avg/model.layers.{i}.mlp.experts.gate_up_proj"] for i in range(2)]
+    up = np.stack([np.split(one, 2, axis=1)[1].swapaxes(1, 2) for one in packed], axis=1)
+    assert same_bits(mapped.read("exp_avg/params/decoder/layers/moe_block/wi_1"), up)
+
+
+def test_without_a_word_the_states_stay_aside():
+    checkpoint = ucp.open(FOLDER / "qwen3_moe" / "ckpt")
+    assert any("optimizer_groups='hf-decay'" in note for note in checkpoint.notes)
+    assert not any(leaf.label.startswith("exp_avg/") for leaf in checkpoint.leaves)
+
+
+@pytest.mark.parametrize("change", [
+    {"model_type": "llama"}, {"transformers_version": "4.57.6"}, {"transformers_version": ""},
+    {"auto_map": {"AutoModel": "mine.Model"}},
+])  # fmt: skip
+def test_models_whose_parameters_in_memory_are_not_known_are_refused(change, tmp_path):
+    shutil.copytree(FOLDER / "qwen3_moe" / "ckpt", tmp_path / "ckpt")
+    path = tmp_path / "ckpt" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(FormatError, match="all experts of a layer, as transformers 5 trains them"):
+        ucp.open(tmp_path / "ckpt", optimizer_groups="hf-decay")
+
+
+def test_experts_that_are_missing_or_differ_in_shape_are_not_packed():
+    shapes = {
+        f"mlp.experts.{i}.{part}_proj.weight": (3, 3)
+        for i in range(2)
+        for part in ("gate", "up", "down")
+    }
+    packed = in_memory("qwen3_moe", "5.0.0", shapes)
+    assert {name: one.shape for name, one in packed.items()} == {
+        "mlp.experts.gate_up_proj": (2, 6, 3),
+        "mlp.experts.down_proj": (2, 3, 3),
+    }
+    for name in shapes:
+        others = {one: shape for one, shape in shapes.items() if one != name}
+        assert in_memory("qwen3_moe", "5.0.0", others) is None
+    assert (
+        in_memory("qwen3_moe", "5.0.0", {**shapes, "mlp.experts.1.up_proj.weight": (4, 3)}) is None
+    )
