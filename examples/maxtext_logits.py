@@ -58,6 +58,14 @@ DEEPSEEK |= {"num_key_value_heads": 4, "n_shared_experts": 1}
 DEEPSEEK |= {
     "rope_parameters": {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 }
+DEEPSEEK2 = {**DEEPSEEK, "n_group": 1, "topk_method": "greedy", "n_shared_experts": 2}
+# Kimi K2's configs are those of DeepSeek-V3, with other numbers
+KIMI = {**DEEPSEEK["rope_parameters"], "rope_theta": 50000.0, "beta_fast": 1.0, "factor": 32.0}
+OLMO = {"num_hidden_layers": 8, "num_key_value_heads": 4}
+QWEN_NEXT = {**QWEN_MOE, "num_hidden_layers": 8, "norm_topk_prob": True}
+QWEN_NEXT |= {"shared_expert_intermediate_size": 16, "partial_rotary_factor": 0.25}
+QWEN_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+QWEN_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 # Name -> the family in transformers, and what differs from SMALL.
@@ -97,6 +105,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_no_window": ("Gemma3Text", {**GEMMA, "layer_types": ["full_attention"] * 2}),
     "gpt_oss": ("GptOss", GPT_OSS),
     "deepseek3": ("DeepseekV3", DEEPSEEK),
+    "kimi_k2": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "rope_parameters": KIMI}),
+    "deepseek2": ("DeepseekV2", {**DEEPSEEK2, "q_lora_rank": None}),
+    "deepseek2_steps": ("DeepseekV2", DEEPSEEK2),
+    "deepseek2_groups": (
+        "DeepseekV2",
+        {**DEEPSEEK2, "n_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "gemma": ("Gemma", {"hidden_size": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3_next": ("Qwen3Next", QWEN_NEXT),
+    "olmo2": ("Olmo2", OLMO),
+    "olmo3": ("Olmo3", {**OLMO, "sliding_window": 8, "num_key_value_heads": 2}),
+    "olmo3_yarn": (
+        "Olmo3",
+        {
+            **OLMO,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
 }
 BLOCKS = {
     "llama": "llama2",
@@ -106,19 +136,23 @@ BLOCKS = {
     "qwen3": "qwen3",
 }
 BLOCKS |= {"qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3"}
-BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek"}
+BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek", "deepseek_v2": "deepseek"}
+BLOCKS |= {"qwen3_next": "qwen3_next", "gemma": "gemma", "olmo2": "olmo3", "olmo3": "olmo3"}
 # What MaxText does by the name of a model alone
 NAMES = {"gemma3_text": "gemma3-4b", "deepseek_v3": "deepseek3-671b"}
+NAMES |= {"deepseek_v2": "deepseek2-16b", "olmo2": "olmo3-7b", "olmo3": "olmo3-7b"}
 ROPES = {"llama3": "llama3.1", "yarn": "yarn"}
+QK_NORMS = ("qwen3", "qwen3_moe", "olmo2", "olmo3")
 EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # What tests have: models and MaxText's logits of every tree, or, of models that tests/decoder.py
 # does not run, what the trees are that were right.
 RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 RECORDED += ("qwen3_moe_unscaled",)
 PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
+PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3", "qwen3_next")
 
 # Of these the tests have the experts packed too, as transformers has them in memory.
-PACKED = ("mixtral", "qwen3_moe", "deepseek3")
+PACKED = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek2", "deepseek3")
 
 
 def write(folder: Path) -> None:
@@ -222,17 +256,20 @@ def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | N
         return logits, float(np.abs(logits - want).max() / np.abs(want).max())
 
     logits, error = off(tree)
-    return Result(logits, error, 0 if unmet else off(exchanged(tree))[1], unmet, digest(tree))
+    # in MaxText's Qwen3-Next heads and their features are one axis
+    rows = config["head_dim"] if config["model_type"] == "qwen3_next" else 1
+    wrong = 0 if unmet else off(exchanged(tree, rows))[1]
+    return Result(logits, error, wrong, unmet, digest(tree))
 
 
-def exchanged(tree: Any) -> Any:
-    """The tree with each head's output in the next one's place."""
+def exchanged(tree: Any, rows: int) -> Any:
+    """The tree with each head's output, of so many rows, in the next one's place."""
     if not isinstance(tree, Mapping):
         return tree
     return {
-        name: {**value, "kernel": np.roll(value["kernel"], 1, axis=0)}
+        name: {**value, "kernel": np.roll(value["kernel"], rows, axis=0)}
         if name == "out"
-        else exchanged(value)
+        else exchanged(value, rows)
         for name, value in tree.items()
     }
 
@@ -273,7 +310,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     experts = next(filter(None, map(config.get, EXPERTS_KEYS)), None)
-    gelu = config.get("hidden_activation") == "gelu_pytorch_tanh"
+    gelu = "gelu_pytorch_tanh" in (config.get("hidden_activation"), config.get("hidden_act"))
     said = {
         "model_name": NAMES.get(config["model_type"], "default"),
         "decoder_block": BLOCKS[config["model_type"]],
@@ -294,7 +331,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "logits_via_embedding": config["tie_word_embeddings"],
         "normalize_embedding_logits": False,
         "attention_bias": config["model_type"] in ("qwen2", "gpt_oss"),
-        "use_qk_norm": config["model_type"].startswith("qwen3"),
+        "use_qk_norm": config["model_type"] in QK_NORMS,
     }
     said["rope_linear_scaling_factor"] = rope["factor"] if rope["rope_type"] == "linear" else 1.0
     if experts:
@@ -343,22 +380,58 @@ def gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
-    same = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    same = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    is_v3 = config["model_type"] == "deepseek_v3"
     return {name: config[name] for name in (*same, "routed_scaling_factor")} | {
+        "q_lora_rank": config["q_lora_rank"] or 0,
         "attention_type": "mla",
         "first_num_dense_layers": config["first_k_dense_replace"],
         "shared_experts": config["n_shared_experts"],
         "n_routing_groups": config["n_group"],
         "topk_routing_group": config["topk_group"],
-        "routed_score_func": "sigmoid",
-        "routed_bias": True,
+        "routed_score_func": "sigmoid" if is_v3 else "softmax",
+        "routed_bias": is_v3,
         "mscale": config["rope_parameters"]["mscale_all_dim"],
-        "rope_interleave": config["rope_interleave"],
+        "rope_interleave": config["rope_interleave"] if is_v3 else True,
         "rope_attention_scaling": False,
     }
 
 
+def olmo(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What OLMo has besides; of OLMo 2, which has no windows, they are as long as a text."""
+    return {
+        "sliding_window_size": config.get("sliding_window") or config["max_position_embeddings"],
+        "inhomogeneous_layer_cycle_interval": 4,
+        "rope_interleave": False,
+        "rope_attention_scaling": True,
+    }
+
+
+def qwen3_next(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "shared_experts": 1,
+        "inhomogeneous_layer_cycle_interval": 4,
+        "gdn_conv_kernel_dim": config["linear_conv_kernel_dim"],
+        "gdn_key_head_dim": config["linear_key_head_dim"],
+        "gdn_value_head_dim": config["linear_value_head_dim"],
+        "gdn_num_key_heads": config["linear_num_key_heads"],
+        "gdn_num_value_heads": config["linear_num_value_heads"],
+        "partial_rotary_factor": config["rope_parameters"]["partial_rotary_factor"],
+    }
+
+
+def first_gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"normalize_embedding_logits": True}
+
+
 SETTINGS = {"gemma2": gemma, "gemma3_text": gemma, "gpt_oss": gpt_oss, "deepseek_v3": deepseek}
+SETTINGS |= {
+    "qwen3_next": qwen3_next,
+    "deepseek_v2": deepseek,
+    "gemma": first_gemma,
+    "olmo2": olmo,
+    "olmo3": olmo,
+}
 
 
 def maxtext_logits(

@@ -234,9 +234,7 @@ def said_of(groups: OptimizerGroups | None, names: Sequence[str]) -> SaidGroups 
 
 
 def _checked_lists(value: Any, whence: str) -> Lists:
-    is_lists = isinstance(value, list | tuple) and bool(value)
-    is_lists = is_lists and all(isinstance(group, list | tuple) for group in value)
-    if not is_lists or not all(isinstance(name, str) for group in value for name in group):
+    if isinstance(value, str) or not _is_lists_of_names(value):
         raise SpecError(
             f"{whence}{_short(value)}: say {MODULE_ORDER!r}, {HF_DECAY!r}, or a list for each group"
             " with the names of its parameters in order"
@@ -288,6 +286,13 @@ def remedy(words: Sequence[str], sizes: str = "", example: str = "") -> str:
             f" are those of model.named_parameters()): {sizes}"
         )
     return f"to map them, say which parameters the optimizer was given: {'; '.join(ways)}"
+
+
+def _is_lists_of_names(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    are_lists = all(isinstance(group, list | tuple) for group in value)
+    return are_lists and all(isinstance(name, str) for group in value for name in group)
 
 
 def _short(value: Any) -> str:

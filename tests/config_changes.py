@@ -16,10 +16,14 @@ CASES = {
     "maxtext/qwen2": ["hf-qwen2-to-maxtext", "hf-qwen2-to-tunix"],
     "maxtext/qwen3": ["hf-qwen3-to-maxtext", "hf-qwen3-to-tunix"],
     "maxtext/qwen3_moe": ["hf-qwen3-moe-to-maxtext", "hf-qwen3-moe-to-tunix"],
-    "torch/hf_gemma": ["hf-gemma-to-tunix"],
-    "torch/hf_gemma_mha": ["hf-gemma-7b-to-tunix"],
+    "maxtext/qwen3_next": ["hf-qwen3-next-to-maxtext"],
+    "maxtext/olmo2": ["hf-olmo2-to-maxtext"],
+    "maxtext/olmo3": ["hf-olmo3-to-maxtext"],
+    "torch/hf_gemma": ["hf-gemma-to-tunix", "hf-gemma-to-maxtext"],
+    "torch/hf_gemma_mha": ["hf-gemma-7b-to-tunix", "hf-gemma-to-maxtext"],
     "maxtext/gemma2": ["hf-gemma2-to-maxtext", "hf-gemma2-to-tunix"],
     "maxtext/gemma3": ["hf-gemma3-to-maxtext", "hf-gemma3-to-tunix"],
+    "maxtext/deepseek2": ["hf-deepseek2-to-maxtext"],
     "maxtext/deepseek3": ["hf-deepseek3-to-maxtext"],
     "maxtext/gpt_oss": ["hf-gpt-oss-to-maxtext"],
     "torch/hf_gpt2": ["hf-gpt2-to-flax"],
@@ -40,11 +44,13 @@ def v4_style(config: Config) -> Config:
     if config["model_type"] == "qwen3_moe":
         config = {**config, "num_experts": config["num_local_experts"], "num_local_experts": ABSENT}
     new = {key: value for key, value in config.items() if key not in _V5_ONLY}
-    if "full_attention" in rope:
+    if config["model_type"] == "gemma3_text":
         new["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         new["sliding_window_pattern"] = config["_sliding_window_pattern"]
         new.pop("layer_types")
-        rope = rope["full_attention"]
+    if "partial_rotary_factor" in rope:
+        new["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    rope = rope.get("full_attention", rope)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     if rope:
         new["rope_theta"] = rope["rope_theta"]

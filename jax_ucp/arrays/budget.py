@@ -93,7 +93,6 @@ def submit_bounded(
         return submission.cost
 
     def settle() -> int:
-        """Hand on the next result that comes; the cost of its work."""
         future = done.get()
         submission = running.pop(future)
         following = submission.finish(future.result())

@@ -180,6 +180,7 @@ def _is_size(number: object) -> bool:
 
 
 def _view_refusal(view: StoredTensor, storage: Storage) -> str:
+    """Why a view cannot be of its storage; nothing if it can."""
     itemsize, beyond = view.dtype.itemsize, "its shape or strides are beyond any array"
     if len(view.shape) > _MAX_NDIM:
         return beyond

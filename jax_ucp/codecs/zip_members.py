@@ -121,6 +121,7 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
 
 
 def zip_names(file: ByteRange) -> list[str]:
+    """The names in the directory of a zip file, of which no member is looked at."""
     return [_text(entry.name) for entry in _directory(file)[1]]
 
 

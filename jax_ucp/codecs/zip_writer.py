@@ -103,6 +103,7 @@ class TorchZip:
 
 
 def torch_file(name: str, value: Any) -> File:
+    """The file `name` with what torch.save would write for a value."""
     made = TorchZip(value, name.rpartition("/")[2].removesuffix(".pt"))
     return File(name, made.size, [made.section()])
 

@@ -162,6 +162,7 @@ def as_written(crc: int) -> Written:
 
 
 def _crc_of(path: Path, start: int, nbytes: int) -> int:
+    """The CRC-32 of `nbytes` bytes of a file from `start` on, or of as many as it has."""
     crc = 0
     with open(path, "rb") as file:
         file.seek(start)

@@ -170,7 +170,6 @@ class BucketTarget(Target[Upload]):
 
     @contextmanager
     def alone(self) -> Iterator[Ledger]:
-        """Context that reserves the files for this process, and on an error deletes them."""
         with new_objects(self.path, [file.name for file in self._files]):
             yield Ledger()
 
@@ -246,6 +245,7 @@ def share_of(budget_bytes: int, files: Sequence[File]) -> int:
 def write_parts(
     folder: Files, file: File, parts: Iterator[bytes | memoryview], max_bytes: int
 ) -> None:
+    """Write a file from its parts; half of `max_bytes` is for parts in flight."""
     folder.write_large(file.name, parts, file.size, max_bytes // 2)
 
 

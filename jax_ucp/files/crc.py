@@ -143,6 +143,7 @@ class Tally:
             return self._first_gap(start, stop)
 
     def _first_gap(self, start: int, stop: int) -> tuple[int, int] | None:
+        """The first run of bytes between two positions that was not seen."""
         parts = self._parts
         at = bisect.bisect_right(parts, start, key=lambda part: part.stop)
         while at < len(parts) and parts[at].start <= start:

@@ -351,6 +351,7 @@ def _compared(
     budget_bytes: int,
     progress: Callable[[int], None],
 ) -> list[ElementChange]:
+    """The arrays of one shape with changed elements, compared block by block in threads."""
     pairs = {
         label: (one, other)
         for label, (one, other) in both.items()
@@ -383,6 +384,7 @@ def _compared(
 
 
 def _blocks(pair: _Pair, budget_bytes: int) -> Iterator[tuple[Box, int]]:
+    """Blocks of both arrays, each with the bytes that comparing it holds."""
     each = sum(np.dtype(leaf.dtype).itemsize for leaf in pair) + _WORKING_BYTES
     most = max(1, min(BLOCK_BYTES, budget_bytes // threads()) // each)
     for box in grid_boxes(pair[0].shape, _block(pair[0].shape, most)):

@@ -79,19 +79,7 @@ def mapping_draft(params: Mapping[str, Shape], leaves: Mapping[str, Shape]) -> s
     lengths = itertools.starmap("{}: {}".format, sorted(set(_AXIS.findall(rules))))
     sizes = f"sizes: {{{', '.join(lengths)}}}"
     body = "leaves:" if decided else "leaves: []"
-    lines = [_TITLE, count, sizes, body, rules]
-    # a comment for each family, of both sides, that no rule names
-    paired = {fit.source for fit in pairs}
-    for source in itertools.filterfalse(paired.__contains__, sources):
-        candidates = [fit.target.name for fit in fits if fit.source == source]
-        shown = candidates[:MOST_NAMED]
-        if left := len(candidates) - len(shown):
-            shown.append(f"{left} more")
-        listed = " or ".join(shown) or "nothing in the model"
-        lines.append(f"# open: {source.name} {list(source.shape)} fits {listed}")
-    paired = {fit.target for fit in pairs}
-    for target in itertools.filterfalse(paired.__contains__, targets):
-        lines.append(f"# open: {target.name} {list(target.axes)} of the model")
+    lines = [_TITLE, count, sizes, body, rules, *_comments(sources, targets, fits, pairs)]
     return "\n".join(filter(None, lines)) + "\n"
 
 
@@ -192,3 +180,23 @@ def _rule(fit: _Fit) -> str:
     lines = "\n".join(texts).replace("\n", "\n# ")
     title = f"# open: axes of one length fit in {len(fit.ways)} ways; which is right, no shape says"
     return f"{title}\n# {lines}"
+
+
+def _comments(
+    sources: Sequence[_Family],
+    targets: Sequence[_Family],
+    fits: Sequence[_Fit],
+    pairs: Sequence[_Fit],
+) -> Iterator[str]:
+    """A comment for each family, of both sides, that no rule names."""
+    paired = {fit.source for fit in pairs}
+    for source in itertools.filterfalse(paired.__contains__, sources):
+        candidates = [fit.target.name for fit in fits if fit.source == source]
+        shown = candidates[:MOST_NAMED]
+        if left := len(candidates) - len(shown):
+            shown.append(f"{left} more")
+        listed = " or ".join(shown) or "nothing in the model"
+        yield f"# open: {source.name} {list(source.shape)} fits {listed}"
+    paired = {fit.target for fit in pairs}
+    for target in itertools.filterfalse(paired.__contains__, targets):
+        yield f"# open: {target.name} {list(target.axes)} of the model"

@@ -248,6 +248,7 @@ def _verdict(
 
 
 def _reading(statistics: Mapping[str, Statistics] | None) -> str:
+    """A sentence on the share of the elements that was read."""
     if statistics is None:
         return "No array was read: this page is made of metadata only."
     read = [each for each in statistics.values() if not each.unread]

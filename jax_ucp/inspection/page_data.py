@@ -178,6 +178,7 @@ class _Distinct:
 def _columns(
     leaves: Sequence[Leaf], statistics: Mapping[str, Statistics], together: Sequence[Together]
 ) -> Report:
+    """Columns of measures, by key; None for an array without one."""
     steps = {each.leaves[0].name: each.step for each in together if each.step is not None}
     rows = [_numbers(statistics[leaf.name], steps.get(leaf.name)) for leaf in leaves]
     columns = {key: [row.get(key) for row in rows] for key, _ in _MEASURES}

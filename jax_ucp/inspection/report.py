@@ -131,6 +131,7 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
 
 
 def _placed(leaf: Leaf, fit: Fit, mesh: Mapping[str, int]) -> Report:
+    """The part of a leaf that each device would hold."""
     local = list(leaf.shape)
     for i, axes in enumerate(fit.spec):
         names = (axes,) if isinstance(axes, str) else axes or ()

@@ -63,6 +63,7 @@ class Statistics:
 
     @property
     def finite(self) -> int:
+        """The number of finite elements among those that were read."""
         return self.seen - self.nans - self.infinities
 
     @property

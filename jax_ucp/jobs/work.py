@@ -133,8 +133,8 @@ _receiving = threading.Lock()
 
 
 def perform(job: str, task: Task[T], message: bytes | None) -> Done[T]:
-    """The result of a task that is run in this process, with what its reads have seen, or its error
-    in a form that can be sent back.
+    """The result of a task, run in this process, whichever it is. Its error is returned in a form
+    that can be sent back.
     """
     try:
         if opened := _shared_out.get(job):

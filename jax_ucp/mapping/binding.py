@@ -274,8 +274,13 @@ def _bound(
         except SpecError as error:
             faults.append(f"{rule.label}: {error}")
     mapping = replace(mapping, rules=tuple(rules))
+    faults += _long_blocks(rules, lengths)
     skipped, instances = _claimed(mapping, shapes, lengths, faults)
-    claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
+    claims = [
+        claim
+        for instance in instances
+        for claim in _shape_claims(instance, shapes, lengths, faults)
+    ]
     inferred = infer(claims, known)
     faults += inferred.faults
     scales = [instance.rule.factor for instance in instances]
@@ -315,6 +320,14 @@ def _bound(
     return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
 
 
+def _long_blocks(rules: Sequence[MappingRule], lengths: Mapping[str, int]) -> Iterator[str]:
+    """Faults: places in a block, of which `sizes` says that there are more than the block has."""
+    for rule in rules:
+        for i, n in rule.blocks.items():
+            if lengths.get(i, n) > n:
+                yield f"{rule.label} has blocks of {n}, but {i} = {lengths[i]} in sizes"
+
+
 def _claimed(
     mapping: LeafMapping, shapes: Mapping[str, Shape], lengths: Mapping[str, int], faults: list[str]
 ) -> tuple[dict[str, str], list[_Instance]]:
@@ -342,7 +355,7 @@ def _claimed(
         # Nothing is meant by a rule with an axis or an index of length zero.
         if not of_rule and not any(lengths.get(name) == 0 for name in rule.names):
             faults.append(f"{rule.label} finds no parameter")
-        for key, length in {**lengths, **rule.blocks}.items():
+        for key, length in {**rule.blocks, **lengths}.items():
             if of_rule and key in of_rule[0].shared:
                 numbers = {instance.shared[key] for instance in of_rule}
                 missing = (str(i) for i in range(length) if str(i) not in numbers)
@@ -453,7 +466,7 @@ def _placeholder_axes(rule: MappingRule) -> tuple[list[str], list[str]]:
 
 
 def _shape_claims(
-    instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]
+    instance: _Instance, shapes: Mapping[str, Shape], lengths: Mapping[str, int], faults: list[str]
 ) -> list[Claim]:
     """The claims of a rule on the shapes of its parameters, and on their number."""
     rule, claims = instance.rule, []
@@ -467,8 +480,8 @@ def _shape_claims(
                 )
                 return []
     faults += _missing_members(instance)
-    for i, n in rule.blocks.items():
-        claims.append(Claim(f"a block of {i}", Expression((Axis(i),)), (n,)))
+    for i in rule.blocks.keys() - lengths.keys():
+        claims.append(Claim(f"a block of {i}", Expression((Axis(i),)), (rule.blocks[i],)))
     # A stacked axis is as long as there are parameters.
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():

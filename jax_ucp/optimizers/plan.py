@@ -247,6 +247,7 @@ def _fill(
     steps: _Steps,
     given: Mapping[Path, Any],
 ) -> Filled:
+    """Where the value of a leaf comes from. Raises TreeMismatch where it comes from nowhere."""
     if slot.role == COUNT:
         count = steps.of(slot.covers)
         value = np.asarray(count, slot.value.dtype)

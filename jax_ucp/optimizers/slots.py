@@ -73,14 +73,7 @@ def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[O
     state = jax.eval_shape(tx.init, params)
     names = param_leaves(params).keys()
     slots = list(_visit(state, (), names))
-    for i, slot in enumerate(slots):
-        if slot.role == COUNT:
-            # it counts the steps of the parameters with moments in the nearest state around it
-            around = (slot.path[:depth] for depth in range(len(slot.path) - 1, -1, -1))
-            near = ({o.param for o in slots if o.path[: len(at)] == at} - {""} for at in around)
-            covers = next(filter(None, near), names)
-            slots[i] = replace(slot, covers=tuple(sorted(covers)))
-    return state, slots
+    return state, [replace(slot, covers=_covers(slot, slots, names)) for slot in slots]
 
 
 def param_leaves(params: Any) -> dict[str, Any]:
@@ -141,3 +134,15 @@ def _children(node: Any) -> Iterator[tuple[Key, Any]]:
 
 def _is_named(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _covers(slot: OptaxLeaf, slots: Sequence[OptaxLeaf], names: Collection[str]) -> tuple[str, ...]:
+    """Whose steps a count is: of the parameters with moments in the nearest state around it."""
+    if slot.role != COUNT:
+        return ()
+    for depth in range(len(slot.path) - 1, -1, -1):
+        around = slot.path[:depth]
+        params = {other.param for other in slots if other.path[:depth] == around} - {""}
+        if params:
+            return tuple(sorted(params))
+    return tuple(sorted(names))

@@ -329,6 +329,7 @@ class _TrainingRun:
             yield LeafClaim(Zeros(leaf.label, arrays[leaf.name], fault), frozenset(stored))
 
     def _below(self, label: str) -> dict[Path, Leaf]:
+        """The leaves at a label and below it, by the rest of their paths."""
         below: dict[Path, Leaf] = {}
         for leaf in self.contents.leaves:
             prefixes = itertools.accumulate(map(str, leaf.path), "{}/{}".format)
@@ -348,6 +349,7 @@ class _TrainingRun:
         self.fates[leaf.path] = "mapped", f"{state}/{name}"
 
     def _keep(self, leaf: Leaf) -> None:
+        """A number, or a text, that is no array of the result."""
         self.extras[leaf.label] = _json(self._read(leaf).tolist()) if leaf.has_array else leaf.value
         self.fates[leaf.path] = "extra", f"{leaf.label} of {EXTRAS}"
 

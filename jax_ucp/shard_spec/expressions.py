@@ -274,7 +274,6 @@ def _comparison(node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) 
             raise _NoExpression("only numbers are less or greater")
 
     def is_ordered(config: Config) -> bool:
-        """Whether it holds. Raises UndecidedCondition where a side is not a number."""
         values = [side(config) for side in sides]
         for value in values:
             if not is_number(value):

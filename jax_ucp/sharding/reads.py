@@ -77,6 +77,7 @@ class HostMesh:
 
     @property
     def devices_of_hosts(self) -> list[np.ndarray]:
+        """The numbers of each host's devices."""
         return np.split(np.arange(self.devices), self.hosts)
 
 
@@ -326,18 +327,20 @@ class _Asked:
         if not array_bytes:
             return 0
         most = min(max(1, TOGETHER_BYTES // array_bytes), TOGETHER)
-        nbytes = math.prod(self.inner.tolist()) * self.itemsize + CRC_BYTES
         requests = 0
         for file in grid_boxes(grid.tolist(), parts.tolist()):
-            places = np.flatnonzero(covered[file.index]).tolist()
+            places = np.flatnonzero(covered[file.index])
             for first in range(0, self.count, most):
-                last = min(first + most, self.count)
-                # arrays `first` to `last` lie in files of so many together
-                for begin in range(first // self.together * self.together, last, self.together):
-                    width = min(self.together, self.count - begin)
-                    low, high = max(first - begin, 0), min(last - begin, width)
-                    runs = [(p * width + low, p * width + high) for p in places]
-                    requests += _requests(runs, nbytes)
+                requests += self._of_file(places, first, min(first + most, self.count))
+        return requests
+
+    def _of_file(self, places: np.ndarray, first: int, last: int) -> int:
+        """The requests for inner chunks at places of a file, of the arrays from `first` on."""
+        nbytes, requests = math.prod(self.inner.tolist()) * self.itemsize + CRC_BYTES, 0
+        for begin in range(first // self.together * self.together, last, self.together):
+            width = min(self.together, self.count - begin)
+            low, high = max(first - begin, 0), min(last - begin, width)
+            requests += _requests([(p * width + low, p * width + high) for p in places], nbytes)
         return requests
 
 

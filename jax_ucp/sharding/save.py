@@ -75,6 +75,7 @@ class Snapshot(MakesArrays):
 
     @property
     def written(self) -> Mapping[str, ArrayInfo]:
+        """The arrays that are written, stacks included."""
         return _stored(self.infos, self.stacks)
 
     def block(self, key: str, box: Box) -> np.ndarray:
@@ -350,6 +351,7 @@ def _sharding(array: np.ndarray | jax.Array) -> Sharding | None:
 
 
 def _leaf(node: TreeNode, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
+    """The description of a leaf, and its array if it has one."""
     kind, value = kind_of(node), node.value
     if kind in ("none", "str"):
         return Leaf(node.path, name, kind, value=value), None
@@ -391,6 +393,7 @@ def _leaf(node: TreeNode, name: str) -> tuple[Leaf, np.ndarray | jax.Array | Non
 def _to_host(
     arrays: Mapping[str, np.ndarray | jax.Array], blocks: Iterable[tuple[str, Box]]
 ) -> dict[str, dict[Box, np.ndarray]]:
+    """The parts of each array that the blocks need, by their boxes, as host arrays."""
     needed: dict[str, list[Box]] = defaultdict(list)
     for name, box in blocks:
         needed[name].append(box)

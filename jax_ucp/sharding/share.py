@@ -68,6 +68,7 @@ class SharedRead:
     cut: AxisCut
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
+        """The pieces that this process reads, each with its device."""
         return {piece: [device] for device, piece in _own_pieces(self).items() if piece.size}
 
     def padded(self, data: Mapping[Box, np.ndarray] | None) -> list[np.ndarray]:

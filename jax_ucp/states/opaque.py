@@ -69,6 +69,7 @@ def weights_place(
 
 
 def in_optimizer(path: Steps, optimizer: Steps) -> bool:
+    """Whether a path leads to states or groups of the optimizer's dict at another path."""
     return path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :])
 
 

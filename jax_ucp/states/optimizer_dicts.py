@@ -139,6 +139,7 @@ def joined(path: Iterable[str | int]) -> str:
 
 
 def dict_name(path: Steps) -> str:
+    """The name of the dict at a path, for messages."""
     return joined(path) or "the outermost dict"
 
 

@@ -109,6 +109,7 @@ class CopyPlan:
 
     @cached_property
     def packed(self) -> frozenset[str]:
+        """The arrays that are packed."""
         return packed_arrays(self.arrays, self.chunks)
 
     @cached_property
@@ -119,6 +120,7 @@ class CopyPlan:
 
     @property
     def alone(self) -> Iterator[CopyBlock]:
+        """The blocks that are separate files."""
         return (block for block in self.blocks if block.key not in self.packed)
 
     @property
@@ -326,9 +328,7 @@ class UniversalTarget(Target[CopyBlock]):
         alone: Sequence[CopyBlock],
         files: Files,
     ) -> Iterator[CopyTask]:
-        """Tasks of packs, and of consecutive blocks: for workers elsewhere larger ones, in which
-        all blocks are of a stored chunk that is decoded.
-        """
+        """Tasks of consecutive blocks; elsewhere larger, with all of a chunk that is decoded."""
         plan = self.plan
         if work.coordinator.is_here:
             # over a network each block is a task of its own

@@ -286,7 +286,7 @@ class ZarrStore(ArraySource):
             ) from None
 
     def content(self, name: str) -> bytes | None:
-        """The bytes of a file beside the arrays, over a network as first seen; or None."""
+        """The bytes of a file beside the arrays; None if it does not exist."""
         if file := self.seen.get(name) if self.directory.is_remote else None:
             return read_bytes(self.directory, file)
         return read_file(self.directory, name)
@@ -404,7 +404,6 @@ class _Passing:
         return Watching(self._store.looks, self._look, self._key)
 
     def add(self, seen: Iterable[Sequence[Box]]) -> None:
-        """Take over what reads of other processes have passed."""
         for boxes in seen:
             self.passed.add(boxes)
 

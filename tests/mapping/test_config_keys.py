@@ -37,6 +37,7 @@ READ_BY_FLAX = {"activation_function", "layer_norm_epsilon", "n_head", "num_atte
 MEANT = {
     "hf-gemma-to-tunix": {"hidden_act": "gelu"},
     "hf-gemma-7b-to-tunix": {"hidden_act": "gelu"},
+    "hf-gemma-to-maxtext": {"hidden_act": "gelu"},
 }
 
 

@@ -49,11 +49,19 @@ CASES = [
     ("maxtext/gemma3", "hf-gemma3-to-tunix", []),
     ("maxtext/gemma3", "hf-gemma3-to-maxtext", []),
     ("maxtext/gemma3_linear", "hf-gemma3-to-maxtext", []),
+    ("maxtext/gemma", "hf-gemma-to-maxtext", []),
+    ("maxtext/olmo2", "hf-olmo2-to-maxtext", []),
+    ("maxtext/olmo3", "hf-olmo3-to-maxtext", []),
+    ("maxtext/qwen3_next", "hf-qwen3-next-to-maxtext", []),
     ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", []),
+    ("maxtext/deepseek2", "hf-deepseek2-to-maxtext", []),
+    ("maxtext/deepseek2_steps", "hf-deepseek2-to-maxtext", []),
+    ("maxtext/kimi_k2", "hf-deepseek3-to-maxtext", []),
     ("maxtext/deepseek3", "hf-deepseek3-to-maxtext", []),
 ]
 # Those that tests/decoder.py does not run: their trees are the very ones that MaxText ran.
-NOT_DECODED = ("maxtext/gemma", "maxtext/gpt_oss", "maxtext/deepseek3")
+NOT_DECODED = ("maxtext/gemma", "maxtext/gpt_oss", "maxtext/deepseek", "maxtext/kimi_k2")
+NOT_DECODED += ("maxtext/olmo", "maxtext/qwen3_next")
 ACCEPTED = [(case, mapping) for case, mapping, unmet in CASES if not unmet]
 # What MaxText itself gave, by the model and the mapping that made its tree.
 PROVED = [

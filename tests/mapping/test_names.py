@@ -87,6 +87,29 @@ leaves:
 """
 
 
+PERIODS = """\
+sizes: {i: 3}
+leaves:
+- {param: "h.{4*block+i}.w", axes: a, leaf: {"local/w": a block i}}
+- {param: "h.{4*block+3}.v", axes: a, leaf: {"global/w": a block}}
+"""
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_first_places_of_a_block_are_stacked_in_it(blocks):
+    mapping = Mapping.parse(PERIODS)
+    names = [f"h.{n}.{'v' if n % 4 == 3 else 'w'}" for n in range(4 * blocks)]
+    bound = bind(mapping, dict.fromkeys(names, (5,)), {}, {})
+    shapes = {name: form.layout.shape for name, form in bound.leaves.items()}
+    assert shapes == {"local/w": (5, blocks, 3), "global/w": (5, blocks)}
+    assert bind(mapping.inverse(), shapes, {}, {}).leaves.keys() == {*names}
+    for missing in names:
+        with pytest.raises(LayoutError):
+            bind(mapping, dict.fromkeys(filter(missing.__ne__, names), (5,)), {}, {"block": blocks})
+    with pytest.raises(LayoutError, match=r"has blocks of 4, but i = 5 in sizes"):
+        bind(mapping, dict.fromkeys(names, (5,)), {"i": 5}, {})
+
+
 @given(layers=st.integers(1, 14))
 def test_stacks_of_a_cycle_and_layers_over_go_there_and_back(layers):
     mapping = Mapping.parse(CYCLES)

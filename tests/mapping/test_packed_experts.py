@@ -18,7 +18,9 @@ from jax_ucp.mapping.rules import shipped
 
 MODELS = {
     "qwen3_moe": ["hf-qwen3-moe-to-maxtext", "hf-qwen3-moe-to-tunix"],
+    "qwen3_next": ["hf-qwen3-next-to-maxtext"],
     "mixtral": ["hf-mixtral-to-maxtext"],
+    "deepseek2": ["hf-deepseek2-to-maxtext"],
     "deepseek3": ["hf-deepseek3-to-maxtext"],
 }
 CASES = [(model, mapping) for model, mappings in MODELS.items() for mapping in mappings]

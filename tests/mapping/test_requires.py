@@ -372,17 +372,19 @@ REQUIREMENTS = {
     "gguf-gemma3-to-hf": "a41508757850dce3", "gguf-llama-to-hf": "a4ab40d86f8a28b8",
     "gguf-mixtral-to-hf": "2de729ae755ede2a", "gguf-qwen2-to-hf": "a1adaf949ed3f238",
     "gguf-qwen3-moe-to-hf": "c1a047d54a1eb7a3", "gguf-qwen3-to-hf": "2e19c470f1478d32",
-    "hf-deepseek3-to-maxtext": "a716f20f8faa5c35", "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6",
+    "hf-deepseek2-to-maxtext": "fb44ca5c7fdb628b", "hf-deepseek3-to-maxtext": "1dd50e052478def9",
+    "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6", "hf-gemma-to-maxtext": "c7015573154c2a22",
     "hf-gemma-to-tunix": "eea93f4d767766e3", "hf-gemma2-to-maxtext": "afda51f82a034160",
     "hf-gemma2-to-tunix": "7e068db903477c27", "hf-gemma3-to-maxtext": "9cbdee102082b86d",
     "hf-gemma3-to-tunix": "8b75487721044cad", "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
     "hf-gpt2-to-flax": "1628ce7b71f89e4e", "hf-llama-to-maxtext": "47113e84c36f385d",
     "hf-llama-to-tunix": "7c97939be21d3f66", "hf-llama2-to-maxtext": "15b6351fae7a1413",
     "hf-mistral-to-maxtext": "c2d1e57550edfde8", "hf-mixtral-to-maxtext": "f0526fde23b85910",
+    "hf-olmo2-to-maxtext": "8e06d9f90df8342c", "hf-olmo3-to-maxtext": "9a6a6ef5c84fb023",
     "hf-qwen2-to-maxtext": "8ff51d8fc291efa6", "hf-qwen2-to-tunix": "212360a80fee2e59",
     "hf-qwen3-moe-to-maxtext": "a0556ebfed402dbb", "hf-qwen3-moe-to-tunix": "a1931ecb60b564c4",
-    "hf-qwen3-to-maxtext": "d8634fd7da0596c8", "hf-qwen3-to-tunix": "6fd39447adb9a817",
-    "megatron-gpt-to-reference": "02347f50df1ee698",
+    "hf-qwen3-next-to-maxtext": "3eefcddd26eaf73d", "hf-qwen3-to-maxtext": "d8634fd7da0596c8",
+    "hf-qwen3-to-tunix": "6fd39447adb9a817", "megatron-gpt-to-reference": "02347f50df1ee698",
 }  # fmt: skip
 
 
