@@ -741,6 +741,7 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
         **{**SOURCE, "mapping": "refused"},
     },
     "mappings": {"source": "used", "config": "refused", "json_": "used"},
+    "run": {"module": "used", "launcher": "used", "args": "used"},
     "report": {
         **{"path": "used", "output": "used", "against": "used", "rename": "refused"},
         **{"headers": "used", "sample_above": "used", "budget": "used", **SOURCE, **ON_A_MESH},
