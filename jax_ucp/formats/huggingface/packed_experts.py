@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>0|[1-9]\d{0,4})\.(?P<p
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertPart:
     """A stored weight: the elements of a parameter from `start` on."""
 
     name: str
@@ -42,16 +42,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class PackedParameter:
     """A parameter in memory, and the stored weights that it consists of."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[ExpertPart, ...]
 
 
 def in_memory(
     model_type: str, release: str, shapes: Mapping[str, Shape]
-) -> dict[str, Parameter] | None:
+) -> dict[str, PackedParameter] | None:
     """The parameters of a model in memory, by the shapes of its stored weights; None where that is
     not known: another model type or release, or experts that are incomplete or differ.
 
@@ -62,7 +62,7 @@ def in_memory(
     if model_type not in _TYPES or release.partition(".")[0] != "5":
         return None
     (gate, up, down), (stored, meant) = _TYPES[model_type]
-    found: dict[str, Parameter] = {}
+    found: dict[str, PackedParameter] = {}
     experts: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for name, shape in shapes.items():
         new = name.replace(stored, meant) if stored else name
@@ -70,7 +70,7 @@ def in_memory(
             prefix = match["experts"].replace(stored, meant) if stored else match["experts"]
             experts[prefix][int(match["expert"]), match["part"]] = name
         else:
-            found[new] = Parameter(shape, (Part(name, 0, shape),))
+            found[new] = PackedParameter(shape, (ExpertPart(name, 0, shape),))
     for prefix, of_layer in experts.items():
         count = 1 + max(expert for expert, _ in of_layer)
         if of_layer.keys() != {(i, one) for i in range(count) for one in (gate, up, down)}:
@@ -81,6 +81,6 @@ def in_memory(
                 return None
             rows, columns = shapes[names[0]]
             size = math.prod((rows, columns))
-            each = tuple(Part(one, i * size, (rows, columns)) for i, one in enumerate(names))
-            found[f"{prefix}.{name}"] = Parameter((count, len(parts) * rows, columns), each)
+            each = tuple(ExpertPart(one, i * size, (rows, columns)) for i, one in enumerate(names))
+            found[f"{prefix}.{name}"] = PackedParameter((count, len(parts) * rows, columns), each)
     return found

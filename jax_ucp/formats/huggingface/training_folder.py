@@ -183,7 +183,7 @@ def _add_optimizers(
 
 def _packed(
     model: _ModelOf, weights: Mapping[str, StateTensor]
-) -> dict[str, packed_experts.Parameter] | None:
+) -> dict[str, packed_experts.PackedParameter] | None:
     """The parameters that the optimizer had, if they are known of a model with packed experts."""
     types = model.types()
     if model.is_ordered or len(types) != 1 or any(one.tie is not None for one in weights.values()):
@@ -196,7 +196,7 @@ def _place(
     imported: ContentsBuilder,
     tree: Tree,
     placed: Places,
-    packed: Mapping[str, packed_experts.Parameter],
+    packed: Mapping[str, packed_experts.PackedParameter],
 ) -> None:
     """Give every state its place; plain numbers of no parameter are in the extras."""
     for label, tensor in tree.tensors.items():
