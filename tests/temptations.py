@@ -206,6 +206,17 @@ class Outcome:
     text: str = ""
 
 
+@dataclass(frozen=True)
+class Try:
+    """An attempt as it is made: the files that are there, and the warnings that came."""
+
+    subject: Subject
+    attempt: Attempt
+    way: Way
+    folder: Folder
+    warned: list[Any]
+
+
 class Campaign:
     """Makes attempts in a folder, and judges what comes of them."""
 
@@ -263,7 +274,7 @@ class Campaign:
                 shutil.copytree(root, self.keep, symlinks=True)
             try:
                 with in_time():
-                    outcome = self.judged(subject, attempt, way, folder, root, warned)
+                    outcome = self.judged(Try(subject, attempt, way, folder, warned), root)
             finally:
                 for name in ("out", "a folder", "a file", "elsewhere"):
                     _remove(self.work / name)
@@ -279,126 +290,83 @@ class Campaign:
             )
         return outcome
 
-    def judged(
-        self,
-        subject: Subject,
-        attempt: Attempt,
-        way: Way,
-        folder: Folder,
-        root: Path,
-        warned: list[Any],
-    ) -> Outcome:
-        options = {**subject.options, **attempt.options}
+    def judged(self, one: Try, root: Path) -> Outcome:
+        options = {**one.subject.options, **one.attempt.options}
         options = {
             name: self.work / value if isinstance(value, Beside) else value
             for name, value in options.items()
         }
-        if way.weights_only:
+        if one.way.weights_only:
             options = of_weights(options)
-        at = attempt.opened(root) if attempt.opened else root / subject.entry
+        at = one.attempt.opened(root) if one.attempt.opened else root / one.subject.entry
         try:
             checkpoint = ucp.open(at, **options)
         except Exception as error:
-            return self.refusal(attempt, error, "open")
+            return self.refusal(one.attempt, error, "open")
         self.notes = list(checkpoint.notes)
-        if attempt.act is not None:
-            return self.acted(subject, attempt, way, folder, checkpoint, warned)
+        if one.attempt.act is not None:
+            return self.acted(one, checkpoint)
         outcomes = []
         try:
-            found = result_of(checkpoint, restored(checkpoint, way))
-            outcomes.append(self.compared(subject, attempt, way, folder, found, "restore", warned))
-            if outcomes[-1].kind == "wrong" and attempt.small and _can_verify():
-                outcomes[-1] = self.in_full(subject, attempt, way, folder, checkpoint, outcomes[-1])
+            found = result_of(checkpoint, restored(checkpoint, one.way))
+            outcomes.append(self.compared(one, found, "restore"))
+            if outcomes[-1].kind == "wrong" and one.attempt.small and _can_verify():
+                outcomes[-1] = self.in_full(one, checkpoint, outcomes[-1])
         except Exception as error:
-            outcomes.append(self.refusal(attempt, error, "restore"))
-        outcomes.append(
-            self.converted(subject, attempt, way, folder, checkpoint, at, options, warned)
-        )
+            outcomes.append(self.refusal(one.attempt, error, "restore"))
+        outcomes.append(self.converted(one, checkpoint, at, options))
         worst = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.kind))
         if worst.kind in FAULTS and outcomes[0].kind != outcomes[1].kind:
-            return Outcome(worst.kind, " || ".join(f"{one.kind}: {one.text}" for one in outcomes))
+            return Outcome(worst.kind, " || ".join(f"{o.kind}: {o.text}" for o in outcomes))
         return worst
 
-    def in_full(
-        self,
-        subject: Subject,
-        attempt: Attempt,
-        way: Way,
-        folder: Folder,
-        checkpoint: Any,
-        wrong: Outcome,
-    ) -> Outcome:
+    def in_full(self, one: Try, checkpoint: Any, wrong: Outcome) -> Outcome:
         """What a restore says of few bytes that are other if it is asked to compare everything."""
         try:
-            found = result_of(checkpoint, restored(checkpoint, way, verify="full"))
+            found = result_of(checkpoint, restored(checkpoint, one.way, verify="full"))
         except Exception as error:
-            outcome = self.refusal(attempt, error, "restore in full")
+            outcome = self.refusal(one.attempt, error, "restore in full")
             return Outcome("sampled", wrong.text) if outcome.kind == "refused" else outcome
-        return self.compared(subject, attempt, way, folder, found, "restore in full", [])
+        return self.compared(one, found, "restore in full")
 
-    def converted(
-        self,
-        subject: Subject,
-        attempt: Attempt,
-        way: Way,
-        folder: Folder,
-        checkpoint: Any,
-        at: Any,
-        options: Any,
-        warned: list[Any],
-    ) -> Outcome:
+    def converted(self, one: Try, checkpoint: Any, at: Any, options: Any) -> Outcome:
         out = self.work / "out"
         try:
-            if way.cli:
+            if one.way.cli:
                 done = CliRunner().invoke(cli, ["convert", str(at), str(out), *_flags(options)])
                 if done.exception is not None and not isinstance(done.exception, SystemExit):
-                    return self.refusal(attempt, done.exception, "jax-ucp convert")
+                    return self.refusal(one.attempt, done.exception, "jax-ucp convert")
                 if done.exit_code:
-                    return self.refusal(attempt, UCPError(done.output), "jax-ucp convert")
+                    return self.refusal(one.attempt, UCPError(done.output), "jax-ucp convert")
                 kept = ucp.open(out)
             else:
                 kept = checkpoint.save(out)
             found = result_of(kept, restored(kept, Way()))
         except Exception as error:
-            return self.refusal(attempt, error, "convert")
-        return self.compared(subject, attempt, way, folder, found, "convert", warned)
+            return self.refusal(one.attempt, error, "convert")
+        return self.compared(one, found, "convert")
 
-    def acted(
-        self,
-        subject: Subject,
-        attempt: Attempt,
-        way: Way,
-        folder: Folder,
-        checkpoint: Any,
-        warned: list[Any],
-    ) -> Outcome:
-        assert attempt.act is not None
+    def acted(self, one: Try, checkpoint: Any) -> Outcome:
+        assert one.attempt.act is not None
         try:
-            found = result_of(checkpoint, attempt.act(checkpoint, self.work))
+            found = result_of(checkpoint, one.attempt.act(checkpoint, self.work))
         except Exception as error:
-            return self.refusal(attempt, error, "restore")
-        return self.compared(subject, attempt, way, folder, found, "restore", warned)
+            return self.refusal(one.attempt, error, "restore")
+        return self.compared(one, found, "restore")
 
-    def compared(
-        self,
-        subject: Subject,
-        attempt: Attempt,
-        way: Way,
-        folder: Folder,
-        found: Result,
-        what: str,
-        warned: list[Any],
-    ) -> Outcome:
+    def compared(self, one: Try, found: Result, what: str) -> Outcome:
         """Whether a result is the truth, and all that is stored is accounted for."""
-        want = self.as_noted(self.truth(subject, weights_only=way.weights_only), found)
-        for which in attempt.also if not self.is_truth(found, want, folder) else ():
+        want = self.as_noted(self.truth(one.subject, weights_only=one.way.weights_only), found)
+        for which in one.attempt.also if not self.is_truth(found, want, one.folder) else ():
             if which in self.subjects and not self.opens_as_it_is(self.subjects[which]):
                 continue
-            truth = self.as_noted(self.other_truth(subject, which, way), found)
-            if not self.is_truth(found, truth, folder):
+            truth = self.as_noted(self.other_truth(one.subject, which, one.way), found)
+            if not self.is_truth(found, truth, one.folder):
                 continue
-            case = Case(subject, subject.folder, _files(folder), found.leaves, want.leaves)
-            if which in subject.siblings and another_whole(case):
+            case = Case(
+                one.subject, one.subject.folder, _files(one.folder), found.leaves, want.leaves
+            )
+            if which in one.subject.siblings and another_whole(case):
                 return Outcome("invisible", "another whole checkpoint")
             want = truth
         faults = differences(found.leaves, want.leaves)
@@ -407,24 +375,26 @@ class Campaign:
             if faults
             else []
         )
-        if not (attempt.options or attempt.opened or attempt.act):
-            kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras, folder)]
+        if not (one.attempt.options or one.attempt.opened or one.attempt.act):
+            kinds += [
+                f"extra {k}" for k in _different_extras(found.extras, want.extras, one.folder)
+            ]
             kinds += ["groups"] * (found.groups != want.groups)
         if kinds:
-            if explained := self.explained(subject, attempt, way, folder, found, want):
+            if explained := self.explained(one, found, want):
                 return explained
             return Outcome("wrong", f"{what}: {'; '.join(kinds[:4])}")
-        if attempt.noticed:
-            said = "\n".join([*self.notes, *(str(w.message) for w in warned)])
-            if not re.search(attempt.noticed, said, re.IGNORECASE):
+        if one.attempt.noticed:
+            said = "\n".join([*self.notes, *(str(w.message) for w in one.warned)])
+            if not re.search(one.attempt.noticed, said, re.IGNORECASE):
                 return Outcome(
                     "wrong", f"{what}: what was said had no effect, and nothing tells so"
                 )
         # A conversion has an inventory of its own.
         if (
-            attempt.act is None
+            one.attempt.act is None
             and what.startswith("restore")
-            and (lacks := self.unaccounted(subject, attempt, way, folder, found, want))
+            and (lacks := self.unaccounted(one, found, want))
         ):
             return Outcome("unaccounted", f"{what}: {lacks}")
         return Outcome("right")
@@ -451,35 +421,27 @@ class Campaign:
             found.extras, truth.extras, folder
         )
 
-    def explained(
-        self,
-        subject: Subject,
-        attempt: Attempt,
-        way: Way,
-        folder: Folder,
-        found: Result,
-        want: Result,
-    ) -> Outcome | None:
+    def explained(self, one: Try, found: Result, want: Result) -> Outcome | None:
         """What is wrong, if a note tells it, or an entry of INVISIBLE proves that nothing shows
         it.
         """
-        if any(not isinstance(entry, bytes) for entry in folder.values()):
+        if any(not isinstance(entry, bytes) for entry in one.folder.values()):
             return None  # a link or a folder where a file should be
-        before, after = subject.folder, _files(folder)
-        if way.weights_only:  # nothing else was read
+        before, after = one.subject.folder, _files(one.folder)
+        if one.way.weights_only:  # nothing else was read
             tables = {name for name in before if not _holds_data(name)}
             kept = [n for n in before if n in tables or _is_read(n, want.read)]
             before, after = ({n: f[n] for n in kept if n in f} for f in (before, after))
         case = Case(
-            subject,
+            one.subject,
             before,
             after,
             found.leaves,
             want.leaves,
-            said=attempt.options,
+            said=one.attempt.options,
             extras=want.extras,
         )
-        if way.weights_only and subject.format in ("dcp", "megatron-dist", "megatron-fsdp"):
+        if one.way.weights_only and one.subject.format in ("dcp", "megatron-dist", "megatron-fsdp"):
             case = replace(case, aside=r"optimizer|chained_")
         if shown := shown_by(case):
             told = all(re.search(TOLD[name][1], "\n".join(self.notes)) for name in shown)
@@ -492,28 +454,25 @@ class Campaign:
             return self.truth(self.subjects[which], weights_only=way.weights_only)
         return self.truth(subject, which, way.weights_only)
 
-    def unaccounted(
-        self,
-        subject: Subject,
-        attempt: Attempt,
-        way: Way,
-        folder: Folder,
-        found: Result,
-        want: Result,
-    ) -> str:
+    def unaccounted(self, one: Try, found: Result, want: Result) -> str:
         """What the inventory does not have of what it has of the valid checkpoint, and of the
         files that came to it.
         """
-        if attempt.options or attempt.opened or attempt.also or subject.entry in subject.folder:
+        if (
+            one.attempt.options
+            or one.attempt.opened
+            or one.attempt.also
+            or one.subject.entry in one.subject.folder
+        ):
             return ""
         gone = sorted(want.items - found.items)
-        if gone and all(folder.get(name) == data for name, data in subject.folder.items()):
+        if gone and all(one.folder.get(name) == data for name, data in one.subject.folder.items()):
             return f"the inventory has no more {gone[0]}, and {len(gone) - 1} others"
-        new = [name for name in folder if name not in subject.folder and _holds_data(name)]
-        for name in new if not _in_another_step(new, subject) else ():
+        new = [name for name in one.folder if name not in one.subject.folder and _holds_data(name)]
+        for name in new if not _in_another_step(new, one.subject) else ():
             path = PurePosixPath(name)
             parents = [part for part in path.parts[:-1] if len(part) > 2]
-            inside = not subject.entry or name.startswith(f"{subject.entry}/")
+            inside = not one.subject.entry or name.startswith(f"{one.subject.entry}/")
             if inside and not any(part in found.told for part in (path.name, *parents)):
                 return f"nothing tells of {name}"
         return ""
