@@ -56,7 +56,15 @@ OF_TESTS = ("truth.npz", "case.json")  # beside a checkpoint that is the case's 
 # Those with a line in docs/formats.md, and all that are read.
 FAMILIES = ("deepspeed", "deepspeed_universal", "deepspeed_writers", "dtensors", "gguf", "jax")
 FAMILIES += ("megatron", "torch", "trainers")
-READ = (*FAMILIES, "folders", "megatron_core", "pairings", "quantized", "unknown")
+READ = (
+    *FAMILIES,
+    "folders",
+    "megatron_core",
+    "megatron_logits",
+    "pairings",
+    "quantized",
+    "unknown",
+)
 
 # A Megatron case whose writer, the released library, moved masters and moments.
 CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"

@@ -20,7 +20,7 @@ from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.adapters import mapping_of
 from jax_ucp.mapping.binding import bind, given_before, mapping_record
 from jax_ucp.mapping.mapped_tree import map_contents
-from jax_ucp.mapping.model_config import config_of, given_config, joined
+from jax_ucp.mapping.model_config import CONFIG, config_from, config_of, given_config, joined
 from jax_ucp.mapping.states import states_of, top_labels
 from jax_ucp.options import Options, Sizes
 
@@ -95,7 +95,15 @@ class Mapped:
         known = joined(config_of(contents.extras), given, rules.config_keys)
         lengths = before.lengths | dict(Sizes(self.sizes or {}))
         bound = bind(rules, shapes, lengths, known, assumed)
-        record = mapping_record(rules, bound, assumed, given)
+        # A config that the leaves' model has instead of this one must be found again to go back.
+        lost = known if rules.config else given
+        record = mapping_record(rules, bound, assumed, lost, before.earlier)
+        extras = dict(contents.extras)
+        if rules.config:
+            extras[CONFIG] = {"config": config_from(rules.config, {**known, **bound.sizes})}
+        elif before.undone and before.undone.config:
+            extras.pop(CONFIG, None)
+        contents = replace(contents, extras=extras)
         origin = {**contents.origin, "mapping": record}
         return map_contents(contents, states, bound.leaves, bound.skipped, bound.notes, origin)
 

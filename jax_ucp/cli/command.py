@@ -12,6 +12,7 @@ import jax_ucp
 from jax_ucp.checkpoint import open_with
 from jax_ucp.cli.options import COMMON, FEW, SECTIONS
 from jax_ucp.cli.workers import executor_of
+from jax_ucp.mapping.rules import inverse_chain, load_chain
 from jax_ucp.options import Options
 
 if TYPE_CHECKING:
@@ -29,16 +30,14 @@ class Arguments(SimpleNamespace):
 
     def open(self, path: str) -> jax_ucp.Checkpoint:
         """The checkpoint at a path as the options SOURCE say, mapped if they have a mapping."""
-        mapping = self.load_mapping()
-        checkpoint = self.open_unmapped(path, mapping)
-        if mapping is None:
-            return checkpoint
-        return checkpoint.map(mapping, **self.map_arguments(mapping), params=self.params)
+        mappings = self.load_mappings()
+        checkpoint = self.open_unmapped(path, mappings)
+        return self.mapped(checkpoint, mappings, params=self.params)
 
     def open_unmapped(
-        self, path: str, mapping: jax_ucp.Mapping | None = None, model: str | None = None
+        self, path: str, mappings: Sequence[jax_ucp.Mapping] = (), model: str | None = None
     ) -> jax_ucp.Checkpoint:
-        """The checkpoint at a path, not mapped yet: some of the sizes may be for `mapping`.
+        """The checkpoint at a path, not mapped yet: some of the sizes may be for `mappings`.
 
         `model` is for one that the user did not name.
         """
@@ -56,28 +55,56 @@ class Arguments(SimpleNamespace):
             self.model if model is None else model,
             self.step,
         )
-        checkpoint = open_with(path, options, mapping.names if mapping else frozenset())
+        names = frozenset[str]().union(*(mapping.names for mapping in mappings))
+        checkpoint = open_with(path, options, names)
         adapters = vars(self).get("merge")  # not every command merges
         return checkpoint.merge(*adapters) if adapters else checkpoint
 
-    def load_mapping(
+    def load_mappings(
         self, its_own: Sequence[str] = ("config", "assume", "params", "inverse")
-    ) -> jax_ucp.Mapping | None:
-        """The mapping that is asked for, or its inverse. Raises UsageError if options of its own
-        are given without one.
+    ) -> list[jax_ucp.Mapping]:
+        """The mappings that are asked for, one after another, or the inverse of that. Raises
+        UsageError if options of their own are given without one.
         """
         if self.mapping is not None:
-            mapping = jax_ucp.Mapping.load(self.mapping)
-            return mapping.inverse() if self.inverse else mapping
+            mappings = load_chain(self.mapping)
+            return inverse_chain(mappings) if self.inverse else mappings
         if any(getattr(self, name) not in (None, False, ()) for name in its_own):
             flags = " and ".join(f"--{name}" for name in its_own)
             raise click.UsageError(f"{flags} go with --mapping: give that too")
-        return None
+        return []
 
-    def map_arguments(self, mapping: jax_ucp.Mapping) -> dict[str, Any]:
-        """The arguments of `Checkpoint.map`; the other lengths are for opening the checkpoint."""
+    def mapped(
+        self,
+        checkpoint: jax_ucp.Checkpoint,
+        mappings: Sequence[jax_ucp.Mapping],
+        params: str | None = None,
+    ) -> jax_ucp.Checkpoint:
+        """The checkpoint with these mappings, one after another."""
+        for mapping in mappings:
+            arguments = self.map_arguments(mapping, mappings)
+            checkpoint = checkpoint.map(mapping, **arguments, params=params)
+        return checkpoint
+
+    def map_arguments(
+        self, mapping: jax_ucp.Mapping, mappings: Sequence[jax_ucp.Mapping]
+    ) -> dict[str, Any]:
+        """The arguments of `Checkpoint.map` for one of the mappings; the other lengths are for
+        opening the checkpoint. After a mapping that says its leaves' config, none is given.
+        """
         lengths = {name: n for name, n in self.sizes if name in mapping.names}
-        return {"sizes": lengths, "config": self.config, "assume": self.assume}
+        at = mappings.index(mapping)
+        has_config = any(before.config for before in mappings[:at])
+        # a name that is in no mapping is refused by the last
+        of_others = {one.name for other in mappings if other != mapping for one in other.requires}
+        own = {one.name for one in mapping.requires}
+        if at == len(mappings) - 1:
+            own |= set(self.assume) - of_others
+        return {
+            "sizes": lengths,
+            "config": None if has_config else self.config,
+            "assume": [name for name in self.assume if name in own],
+        }
 
     @property
     def layout(self) -> dict[str, Any]:

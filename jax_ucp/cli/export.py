@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jax_ucp.files.path import target_path
 from jax_ucp.formats.exporting import EXPORT_FORMATS
 from jax_ucp.inspection import report
 from jax_ucp.inspection.words import several, size
+from jax_ucp.mapping.rules import inverse_chain
 
 # Options that are for one format.
 _FORMAT_OF = {
@@ -92,17 +94,15 @@ def export(args: Arguments) -> None:
     _check_options(args)
     target_path(args.target)  # refuses a path that cannot be written to
     args.inverse = False  # the mapping is undone anyway
-    mapping = args.load_mapping(its_own=("config", "assume"))
+    mappings = args.load_mappings(its_own=("config", "assume"))
     if args.optimizer:
-        checkpoint = args.open_unmapped(args.source, mapping)
+        checkpoint = args.open_unmapped(args.source, mappings)
         given = {name: getattr(args, name) for name in ("params", "opt_state", "step_dtype")}
         labels = {name: label for name, label in given.items() if label}
         checkpoint = checkpoint.torch_states(*_optimizer(args.optimizer), **labels)
     else:
-        checkpoint = _weights(args, mapping)
-    if mapping:
-        undone = mapping.inverse()
-        checkpoint = checkpoint.map(undone, **args.map_arguments(undone))
+        checkpoint = _weights(args, mappings)
+    checkpoint = args.mapped(checkpoint, inverse_chain(mappings))
     options = {
         "dtype": args.dtype,
         "max_shard_bytes": args.max_shard,
@@ -145,19 +145,19 @@ def _check_options(args: Arguments) -> None:
         raise click.UsageError("--worker goes with neither --workers nor --scheduler")
 
 
-def _weights(args: Arguments, mapping: jax_ucp.Mapping | None) -> jax_ucp.Checkpoint:
+def _weights(args: Arguments, mappings: Sequence[jax_ucp.Mapping]) -> jax_ucp.Checkpoint:
     """The checkpoint; of a run the weights at the label `params` of its tree, or those of the item
     of that name in a step that has several.
     """
     params = args.params
     if params is None:
-        return args.open_unmapped(args.source, mapping)
+        return args.open_unmapped(args.source, mappings)
     try:
-        checkpoint = args.open_unmapped(args.source, mapping)
+        checkpoint = args.open_unmapped(args.source, mappings)
     except NotACheckpoint:
         if args.model is not None:
             raise
-        checkpoint = args.open_unmapped(args.source, mapping, model=params)
+        checkpoint = args.open_unmapped(args.source, mappings, model=params)
     is_item = Path(checkpoint.path).name == params
     return checkpoint.weights("" if is_item else params)
 

@@ -49,13 +49,14 @@ def map_(args: Arguments) -> None:
         shapes = {name: param.shape for name, param in params.items()}
         click.echo(mapping_draft(shapes, target_shapes(args.target)), nl=False)
         return
-    rules = args.load_mapping(its_own=())
-    if rules is None:
+    mappings = args.load_mappings(its_own=())
+    if not mappings:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
-    checkpoint = args.open_unmapped(args.source, rules)
+    *first, last = mappings
+    checkpoint = args.mapped(args.open_unmapped(args.source, mappings), first, args.params)
     shapes = target_shapes(args.target) if args.target else None
     report = mapping_report(
-        checkpoint, rules, shapes, **args.map_arguments(rules), params=args.params
+        checkpoint, last, shapes, **args.map_arguments(last, mappings), params=args.params
     )
     if args.json_:
         print_json(report)

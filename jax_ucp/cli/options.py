@@ -77,7 +77,8 @@ MODEL = (
     option(
         "--mapping",
         "NAME|FILE",
-        "Show the leaves of your model: a mapping of the package, or a YAML file.",
+        "Show the leaves of your model: a mapping of the package, or a YAML file; or several with"
+        " commas between them, one after another.",
     ),
     option(
         "--inverse",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_ucp.errors import LayoutError
@@ -15,6 +15,8 @@ from jax_ucp.mapping.rules import shipped
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint
+
+_HUB_NAMES = "Hugging Face's names"
 
 
 def mapping_list(
@@ -34,21 +36,33 @@ def mapping_list(
     mappings = [LeafMapping.load(name) for name in shipped()]
     if checkpoint is None:
         return [_entry(mapping) for mapping in mappings]
-    # Those for models of the checkpoint's class, with the first thing that does not fit; where the
-    # config names no class, those of which every requirement is met.
-    given, entries = given_config(config or {}), []
+    return list(_entries(checkpoint, given_config(config or {}), mappings))
+
+
+def _entries(
+    checkpoint: Checkpoint, given: Mapping[str, Any], mappings: Sequence[LeafMapping]
+) -> Iterator[Report]:
+    """The mappings for models of the checkpoint's class, with the first thing that does not fit.
+
+    Where the config names no class, those of which every requirement is met. One that fits and
+    leads to Hugging Face's names is followed by those that go on from there, `FIRST,SECOND`.
+    """
     shapes = {name: param.shape for name, param in checkpoint.params.items()}
     for mapping in mappings:
         known = joined(checkpoint.config, given, mapping.config_keys)
         try:
             bind(mapping, shapes, {}, known)
+            leads_on = mapping.about["target"] == _HUB_NAMES
+            mapped = checkpoint.map(mapping, config=given or None) if leads_on else None
         except LayoutError as error:
             if mapping.about["model"] in known.get("architectures", ()):
                 why = error.faults[0] if error.faults else str(error)
-                entries.append({**_entry(mapping), "fits": False, "why": why})
-        else:
-            entries.append({**_entry(mapping), "fits": True, "why": ""})
-    return entries
+                yield {**_entry(mapping), "fits": False, "why": why}
+            continue
+        yield {**_entry(mapping), "fits": True, "why": ""}
+        further = {} if mapping.config else given
+        for entry in _entries(mapped, further, mappings) if mapped else ():
+            yield {**entry, "name": f"{_entry(mapping)['name']},{entry['name']}"}
 
 
 def _entry(mapping: LeafMapping) -> Report:

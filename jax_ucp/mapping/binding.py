@@ -656,30 +656,56 @@ class Given:
     lengths: dict[str, int] = field(default_factory=dict[str, int])
     assumed: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict[str, Any])
+    undone: LeafMapping | None = None
+    earlier: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def given_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Given:
-    """The user's words for the mapping that `mapping` undoes; `done` is the record of that."""
-    rules, lengths = done.get("rules"), done.get("lengths")
+    """The user's words for the mapping that `mapping` undoes, and the record of those `earlier`.
+
+    `done` is the record of the last mapping, which has those before it.
+    """
+    record: Any = done
+    while isinstance(record, dict) and record:
+        if (given := _given(mapping, record)) is not None:
+            return given
+        record = record.get("before")
+    return Given(earlier=dict(done))
+
+
+def _given(mapping: LeafMapping, record: Mapping[str, Any]) -> Given | None:
+    """The user's words for the mapping of a record, if that is the one that `mapping` undoes."""
+    rules, lengths = record.get("rules"), record.get("lengths")
     if not isinstance(rules, dict) or not isinstance(lengths, dict):
-        return Given()
+        return None
     if not all(map(is_length, lengths.values())):
-        return Given()
-    before = LeafMapping.from_dict(rules)
-    ways = before, *map(before.variant, before.layouts)
+        return None
+    undone = LeafMapping.from_dict(rules)
+    ways = undone, *map(undone.variant, undone.layouts)
     if replace(mapping, skips=()) not in [way.inverse() for way in ways]:
-        return Given()
-    assumed, config = done.get("assumed"), done.get("config")
+        return None
+    assumed, config, earlier = (record.get(key) for key in ("assumed", "config", "before"))
     names = tuple(map(str, assumed)) if isinstance(assumed, list) else ()
-    return Given(lengths, names, config if isinstance(config, dict) else {})
+    return Given(
+        lengths,
+        names,
+        config if isinstance(config, dict) else {},
+        undone,
+        earlier if isinstance(earlier, dict) else {},
+    )
 
 
 def mapping_record(
-    mapping: LeafMapping, bound: Bound, assumed: Sequence[str], config: Mapping[str, Any]
+    mapping: LeafMapping,
+    bound: Bound,
+    assumed: Sequence[str],
+    config: Mapping[str, Any],
+    earlier: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The record of its mapping that a checkpoint keeps; `given_before` reads it.
 
-    `config` is what the user gave: of it, what the mapping asks for.
+    `config` is what the checkpoint will not have: of it, what the mapping asks for. `earlier` is
+    the record of the mappings before.
     """
     record: dict[str, Any] = {
         "name": mapping.name,
@@ -689,7 +715,9 @@ def mapping_record(
     if assumed:
         record["assumed"] = assumed
     if config:
-        record["config"] = {key: config[key] for key in mapping.config_keys & config.keys()}
+        record["config"] = {key: config[key] for key in sorted(mapping.config_keys & config.keys())}
+    if earlier:
+        record["before"] = earlier
     return record
 
 

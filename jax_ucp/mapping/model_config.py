@@ -7,24 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_ucp.arguments import local_path
-from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.errors import FormatError, LayoutError, SpecError
 from jax_ucp.json_text import decode_json
-from jax_ucp.shard_spec.expressions import MAX_SIZE
+from jax_ucp.shard_spec.expressions import MAX_SIZE, setting
 
 _MAX_BYTES = 16 << 20
 _NAMES = ("config", "args")
 _OF_OTHERS = ("adapter_config.json",)  # a config that is not of the model
+CONFIG = "config.json"  # the item that is the model's config, whatever else has one
 
 
 def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's config in a checkpoint's extras: the first item with a config or arguments.
+    """The model's config in a checkpoint's extras: config.json, or the first item with a config or
+    arguments.
 
     Several are not joined: what one leaves out has its model's default, and not what another says.
     Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
     arguments), so `query_groups` says how many there are: as many as heads then.
     """
     config: dict[str, Any] = {}
-    for item, records in extras.items():
+    for item, records in sorted(extras.items(), key=lambda item: item[0] != CONFIG):
         if item in _OF_OTHERS or config or not isinstance(records, dict):
             continue
         for name in _NAMES:
@@ -38,6 +40,48 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
         config.setdefault(
             "query_groups", config["num_query_groups" if grouped else "num_attention_heads"]
         )
+    return config
+
+
+def settings_in(section: object) -> frozenset[str]:
+    """The keys that the section `config` of a mapping names. Raises SpecError where it is none."""
+    if isinstance(section, str):
+        return frozenset(setting(section).keys)
+    if not isinstance(section, Mapping):
+        return frozenset()
+    if not all(isinstance(key, str) for key in section):
+        raise SpecError(f"a config has names, not {', '.join(map(repr, section)):.80}")
+    return frozenset[str]().union(*map(settings_in, section.values()))
+
+
+def config_from(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that the section `config` of a mapping says, of these values; null is left out.
+
+    Raises LayoutError with every setting that lacks a value.
+    """
+    faults: list[str] = []
+    config = _settings(section, values, faults)
+    if faults:
+        raise LayoutError("the config of the leaves' model is not known:", faults)
+    return config
+
+
+def _settings(
+    section: Mapping[str, Any], values: Mapping[str, Any], faults: list[str]
+) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for key, content in section.items():
+        value = content
+        if isinstance(content, Mapping):
+            value = _settings(content, values, faults) or None
+        elif isinstance(content, str):
+            try:
+                value = setting(content).of(values)
+            except SpecError as error:
+                faults.append(f"config: {key}: {error}; give it, config= (--config)")
+                continue
+        if value is not None:
+            config[key] = value
     return config
 
 

@@ -31,6 +31,7 @@ from jax_ucp.arguments import local_path
 from jax_ucp.arrays.contents import STORED
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
+from jax_ucp.mapping.model_config import settings_in
 from jax_ucp.mapping.names import NamePattern, parse_name
 from jax_ucp.shard_spec.document import Document, document, dumped, fields
 from jax_ucp.shard_spec.expressions import Size, condition, is_number, names_in
@@ -38,7 +39,7 @@ from jax_ucp.shard_spec.rules import regex_of
 
 _MAPPINGS = resources.files("jax_ucp.mapping") / "models"
 _REQUIREMENTS = resources.files("jax_ucp.mapping") / "requirements.yaml"
-_SECTIONS = ("about", "sizes", "requires", "variants", "leaves", "skip")
+_SECTIONS = ("about", "sizes", "requires", "config", "variants", "leaves", "skip")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The fields of a rule that its YAML has only where they are not the default.
 _OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when", "layout")
@@ -207,6 +208,8 @@ class Mapping:
         variants: other names of the leaves, by what the variant is called.
         about: which `model` it is for, and which `target`, in words.
         leaf_skips: leaves that make no parameters, which the inverse skips.
+        config: the config of the leaves' model, in keys of the parameters' config and in lengths;
+            empty where both have one config.
     """
 
     rules: Sequence[MappingRule]
@@ -217,6 +220,7 @@ class Mapping:
     variants: Dict[str, Dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     about: Dict[str, str] = field(default_factory=dict[str, str], compare=False)
     leaf_skips: Sequence[Skip] = field(default=(), compare=False)
+    config: Dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
@@ -296,11 +300,18 @@ class Mapping:
             if count > 1:
                 top.faults.append(f"{name}: two requirements are named {twice!r}")
         variants, about = _variants(top), top.content.get("about") or {}
+        config: Any = top.content.get("config") or {}
+        if not isinstance(config, dict):
+            top.faults.append(f"{top.place('config')}: config should be a mapping of settings")
+        elif config:
+            top.attempt(lambda: settings_in(config), top.place("config"))
         if about and not (_are_texts(about) and about.keys() == {"model", "target"}):
             top.faults.append(f"{top.place('about')}: about has a model and a target, two texts")
         top.faults += _layout_faults(rules, variants)
         top.raise_faults(f"{name} is not a mapping:")
-        mapping = cls(tuple(rules), tuple(skips), sizes, name, tuple(requires), variants, about)
+        mapping = cls(
+            tuple(rules), tuple(skips), sizes, name, tuple(requires), variants, about, (), config
+        )
         for variant in variants:
             top.attempt(lambda v=variant: mapping.variant(v), top.place("variants"))
         top.raise_faults(f"{name} is not a mapping:")
@@ -324,11 +335,12 @@ class Mapping:
 
     @property
     def config_keys(self) -> frozenset[str]:
-        """The top-level config keys that conditions and sizes name."""
+        """The top-level config keys that conditions, sizes and the leaves' config name."""
         conditions = {requirement.that for requirement in self.requires}
         conditions |= {rule.when for rule in self.rules} - {""}
         keys_of_conditions = (condition(text).keys for text in conditions)
-        keys = set[str]().union(*keys_of_conditions, *map(names_in, self.sizes.values()))
+        of_sizes, of_config = map(names_in, self.sizes.values()), settings_in(self.config)
+        keys = set[str]().union(*keys_of_conditions, *of_sizes, of_config - self.names)
         return frozenset(key.partition(".")[0] for key in keys)
 
     def variant(self, name: str) -> Mapping:
@@ -415,6 +427,7 @@ class Mapping:
             "about": dict(self.about),
             "sizes": dict(self.sizes),
             "requires": [asdict(requirement) for requirement in self.requires],
+            "config": dict(self.config),
             "variants": {name: dict(renames) for name, renames in self.variants.items()},
             "leaves": [rule.to_dict() for rule in self.rules],
             "skip": "rest" if _SKIP_REST in self.skips else [asdict(skip) for skip in self.skips],
@@ -427,6 +440,18 @@ class Mapping:
 @cache
 def _of_package(name: str) -> Mapping:
     return Mapping.parse((_MAPPINGS / f"{name}.yaml").read_text(encoding="utf-8"), f"{name}.yaml")
+
+
+def load_chain(source: str) -> list[Mapping]:
+    """The mappings `A,B` that follow one another. Raises SpecError as `Mapping.load` does."""
+    if "," not in source or local_path(source).is_file():
+        return [Mapping.load(source)]
+    return [Mapping.load(name.strip()) for name in source.split(",")]
+
+
+def inverse_chain(mappings: Sequence[Mapping]) -> list[Mapping]:
+    """The mappings that undo these, the last first."""
+    return [mapping.inverse() for mapping in reversed(mappings)]
 
 
 def shipped() -> list[str]:

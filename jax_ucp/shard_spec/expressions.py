@@ -9,6 +9,9 @@
     literal      a number, "text", true, false, null, or [], the list with nothing in it
     key          a name in a model's config; `a.b` is the name b in what a holds
 
+    setting      a value, a condition, or `A if CONDITION else B` of settings: what a mapping says
+                 of its leaves' config
+
 Quotients of sizes are exact, and no size is negative. In conditions defaults are written down:
 `first` is the first of its values that the config has. A key that it does not have decides nothing,
 so a condition that needs it is not met; it is read from left to right. null is a value. Nothing is
@@ -39,7 +42,8 @@ _CONDITION = (
     'condition: write `key == "text"`, `key in [1, 2]`, `key < 8`, and, or, not,'
     " first(key, default), repeats(key, 0, 1)"
 )
-_MAX_LENGTH = {_SIZE: 200, _CONDITION: 1000}
+_SETTING = 'setting: write a key, a number, "text", a condition, or `A if CONDITION else B`'
+_MAX_LENGTH = {_SIZE: 200, _CONDITION: 1000, _SETTING: 1000}
 _SHOWN = 60
 _NOT_LITERAL = object()
 _WORDS = {"true": True, "false": False, "null": None}
@@ -222,6 +226,49 @@ def values_of(keys: Iterable[str], config: Config) -> str:
         with suppress(UndecidedCondition):
             values.append(f"{key} = {_shown(_at(key, config))}")
     return ", ".join(values) or _none_of(distinct)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The text of a setting, the keys that it names, and its value of a config."""
+
+    text: str
+    keys: tuple[str, ...]
+    value: Callable[[Config], Any]
+
+    def of(self, config: Config) -> Any:
+        """The value. Raises SpecError where the config lacks a key for it.
+
+        >>> setting('"llama3" if scaled else "default"').of({"scaled": False})
+        'default'
+        """
+        try:
+            return self.value(config)
+        except UndecidedCondition as error:
+            raise SpecError(f"`{self.text}` is needed, and the config has {error}") from None
+
+
+@lru_cache(maxsize=4096)
+def setting(text: str) -> Setting:
+    """The setting that a text says. Raises SpecError where it says none."""
+    tree = _parsed(text, _SETTING)
+    try:
+        return Setting(text, tuple(dict.fromkeys(_keys(tree))), _setting(tree))
+    except _NoExpression as reason:
+        why = str(reason) or _SETTING.partition(": ")[2]
+        raise SpecError(f"{text!r} is not a setting: {why}") from None
+    except (RecursionError, MemoryError):
+        raise SpecError(f"{text!r} is not a {_SETTING}") from None
+
+
+def _setting(node: ast.expr) -> Callable[[Config], Any]:
+    match node:
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            holds, first, second = _test(test), _setting(body), _setting(orelse)
+            return lambda config: first(config) if holds(config) else second(config)
+        case ast.BoolOp() | ast.UnaryOp(op=ast.Not()) | ast.Compare():
+            return _test(node)
+    return _value(node)
 
 
 def is_number(value: object) -> bool:

@@ -10,7 +10,9 @@ the parameters that it registers, and its FusedAdam by its formulas
 
 Gradients are noise, the same whatever the parallelism; three steps are made with them. The state is
 taken from the live parameters and optimizers of all ranks, never from the files; where the
-optimizer keeps the low 16 bits of masters, from masters that the stand-in keeps beside.
+optimizer keeps the low 16 bits of masters, from masters that the stand-in keeps beside. Cases named
+`logits_` have the logits of the live model too, in float32 and without TransformerEngine, whose
+stand-ins compute nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ BASE = """--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} -
 --distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
 --no-persist-layer-norm --save-interval 1 --ckpt-format torch_dist --attention-dropout 0
---hidden-dropout 0 --bf16 --seed {seed}"""
+--hidden-dropout 0 --seed {seed}"""
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
 --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"""
 GPT = "--position-embedding-type learned_absolute"
@@ -53,6 +55,7 @@ MLA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disab
 MOE = """--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-token-dispatcher-type
 alltoall"""
 DIST, PA = "--use-distributed-optimizer", "--use-precision-aware-optimizer"
+GATHER = "--moe-token-dispatcher-type allgather"  # the other waits for events of CUDA
 LATEST = "core_v0.19.0"
 
 
@@ -71,6 +74,10 @@ class Case:
     ffn: int = 24
     seed: int = 1234
     without_args: str = ""  # "bridge" or "nemo": the files as these trainers leave them
+
+    @property
+    def has_logits(self) -> bool:
+        return self.name.startswith("logits_")
 
 
 def parallel(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 0, cp: int = 1) -> str:
@@ -163,6 +170,14 @@ CASES = [
     Case("dist_muon_moe_pp2", f"--optimizer dist_muon {MOE} {SHARED} --moe-grouped-gemm"
          f" {parallel(pp=2, ep=2)}", 4),
     Case("small_dist_muon", "--optimizer dist_muon", 2, layers=1, hidden=8, ffn=8),
+    Case("logits_llama31", f"--kv-channels 8 --use-rope-scaling --rotary-base 500000"
+         f" {parallel(2, 2)}", 4, te=False, hidden=16),
+    Case("logits_qwen2", f"--kv-channels 8 --add-qkv-bias --rotary-base 1000000 {parallel(2)}", 2,
+         te=False, hidden=16),
+    Case("logits_qwen3_moe", f"--kv-channels 8 --qk-layernorm {MOE} {GATHER} {parallel(ep=2)}", 2,
+         te=False, hidden=16),
+    Case("logits_qwen3_moe_unscaled", f"--kv-channels 8 --qk-layernorm --moe-router-pre-softmax {MOE}"
+         f" {GATHER} {parallel(ep=2)}", 2, te=False, hidden=16),
 ]  # fmt: skip
 
 
@@ -238,7 +253,7 @@ def _write(case: Case, options: argparse.Namespace) -> None:
         _stand_in_for_muon()
     typing.override = getattr(typing, "override", lambda method: method)
     argv = BASE.format(layers=case.layers, hidden=case.hidden, ffn=case.ffn, seed=case.seed).split()
-    argv += case.model.split() + case.argv.split()
+    argv += case.model.split() + case.argv.split() + ["--bf16"] * (not case.has_logits)
     argv += ["--transformer-impl", "transformer_engine" if case.te else "local"]
     argv += ["--save", str(options.out / case.name / "ckpt")]
     sys.argv = ["generate", *argv]
@@ -294,7 +309,8 @@ def _train_and_save(case: Case, folder: Path) -> None:
     for model, own in zip(bare, places, strict=True):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                noise = _local(own[name], "weight", 0) * 0.05
+                is_norm = case.has_logits and "norm" in name
+                noise = _local(own[name], "weight", 0) * 0.05 + is_norm
                 parameter.copy_(noise.reshape(parameter.shape).to(parameter.dtype))
     optimizer.reload_model_params()
     for step in range(STEPS):
@@ -316,11 +332,13 @@ def _train_and_save(case: Case, folder: Path) -> None:
         for name, parameter in model.named_parameters()
         for state, start, array in _states(optimizer, parameter)
     ]
+    logits = _logits(bare) if case.has_logits else {}
     _save(models, optimizer, scheduler)
     gathered = [None] * case.world if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered, dst=0)
     if gathered is not None:
-        _write_truth(case, folder, [item for rank in gathered for item in rank], _buffers(bare))
+        more = {f"buffer/{name}": array for name, array in _buffers(bare).items()} | logits
+        _write_truth(case, folder, [item for rank in gathered for item in rank], more)
         if case.without_args:
             _as_other_trainer(case, folder, args)
     dist.barrier()
@@ -484,7 +502,38 @@ def _buffers(models) -> dict[str, object]:
     }
 
 
-def _write_truth(case: Case, folder: Path, items, buffers) -> None:
+def _logits(chunks) -> dict[str, object]:
+    """Tokens, and the logits that the live model gives of them, on rank 0; every rank takes part."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    (model,) = chunks
+    tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(7))
+    rows, length = tokens.shape
+    is_later = torch.ones(1, 1, length, length).triu(1).bool()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    model.eval()
+    with torch.no_grad():
+        if stage:
+            hidden = torch.empty(length, rows, model.config.hidden_size)
+            dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor([hidden])
+        result = model(tokens, torch.arange(length).expand(rows, length), is_later)
+        if stage < stages - 1:
+            dist.send(result.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+        else:
+            result = gather_from_tensor_model_parallel_region(result)[..., :VOCAB]
+    model.train()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, result.numpy() if stage == stages - 1 else None)
+    last = [logits for logits in everyone if logits is not None]
+    return {"io/tokens": tokens.numpy(), "io/logits": last[0]}
+
+
+def _write_truth(case: Case, folder: Path, items, more) -> None:
     """Put together what all ranks have, and write it under the names of the local spec."""
     import numpy as np
     import torch
@@ -519,7 +568,7 @@ def _write_truth(case: Case, folder: Path, items, buffers) -> None:
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 array = array[:VOCAB]
             truth[f"{state}/{name}"] = array
-    truth |= {f"buffer/{name}": array for name, array in buffers.items()}
+    truth |= more
     np.savez_compressed(folder / "truth.npz", **truth)
     names = {state: dtype for state, dtype in dtypes.items() if dtype == "bfloat16"}
     about = {

@@ -1,0 +1,77 @@
+"""Compares the logits of transformers with those of Megatron's own model, whose checkpoint it gets.
+
+    python examples/megatron_logits.py
+
+Needs torch and transformers 5. Megatron's model gave the logits when it saved the checkpoint
+(`tests/generators/megatron.py`). As a control, heads and experts are exchanged.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+import jax_ucp as ucp
+
+DATA = Path(__file__).parents[1] / "tests" / "data"
+CASES = [
+    ("megatron/dist_tp2_singleton_swiglu_fp32", "megatron-llama-to-hf"),
+    ("megatron_logits/llama31", "megatron-llama-to-hf"),
+    ("megatron_logits/qwen2", "megatron-qwen2-to-hf"),
+    ("megatron/dist_tp2_gqa_swiglu_qknorm_fp32", "megatron-qwen3-to-hf"),
+    ("megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron-mixtral-to-hf"),
+    ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf"),
+    ("megatron_logits/qwen3_moe_unscaled", "megatron-qwen3-moe-to-hf"),
+]
+
+
+def main() -> None:
+    for case, mapping in CASES:
+        print(f"{mapping}: {', '.join(_differences(case, mapping))}  ({case})", flush=True)
+
+
+def _differences(case: str, mapping: str) -> Iterator[str]:
+    with np.load(DATA / case / "truth.npz") as truth:
+        tokens, want = truth["io/tokens"], truth["io/logits"]
+    checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}, weights_only=True)
+    with tempfile.TemporaryDirectory() as folder:
+        hub = Path(folder) / "hf"
+        checkpoint.map(mapping).export(hub, "safetensors")
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            hub, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    if any(loading.values()):
+        raise SystemExit(f"transformers did not load it as it is: {loading}")
+
+    def off() -> str:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)).logits.numpy()
+        return f"{np.abs(logits - want).max() / np.abs(want).max():.1e}"
+
+    yield off()
+    for what, name, rows in (
+        ("heads", "q_proj.weight", model.config.head_dim),
+        ("experts", "experts.down_proj", 1),
+    ):
+        weights = [each for end, each in model.named_parameters() if end.endswith(name)]
+        if not weights:
+            continue
+        for weight in weights:
+            _turn(weight, rows)
+        yield f"{what} exchanged {off()}"
+        for weight in weights:
+            _turn(weight, rows)
+
+
+def _turn(weight: torch.nn.Parameter, rows: int) -> None:
+    """Exchange blocks of so many rows: the last comes first."""
+    blocks = weight.data.reshape(-1, rows, *weight.shape[1:])
+    weight.data = blocks.flip(0).reshape(weight.shape)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    main()
