@@ -84,7 +84,8 @@ def test_a_number_of_a_config_that_is_no_length_is_none(value):
     [{"rules": [], "lengths": {}}, {"rules": {}, "lengths": []}, {"rules": 1}, {"lengths": 1}],
 )
 def test_a_source_that_says_no_mapping_is_not_undone(done):
-    assert given_before(Mapping(()), done) == Given()
+    for record in (done, {"before": done}, {**done, "before": [1]}):
+        assert given_before(Mapping(()), record) == Given(earlier=record)
 
 
 @pytest.mark.parametrize("power", ["999999999", "-9.5"])
