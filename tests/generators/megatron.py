@@ -579,6 +579,8 @@ def _write_truth(case: Case, folder: Path, items, more) -> None:
         "argv": f"{case.model} {case.argv}".split(),
         "world": case.world,
     }
+    if case.has_logits:
+        about["unproved"] = ["step"]
     (folder / "case.json").write_text(json.dumps(about, indent=1))
 
 
