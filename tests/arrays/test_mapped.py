@@ -355,6 +355,11 @@ def test_states_that_cannot_be_mapped_are_refused_by_name(tree, fault):
 
 def test_a_tree_without_parameters_is_refused():
     with pytest.raises(TreeMismatch, match="has no parameters"):
+        mapped({"other": {"name": rng((3,))}}, PLAIN)
+
+
+def test_a_tree_that_fits_under_another_name_is_refused_with_that_name():
+    with pytest.raises(TreeMismatch, match=r"perhaps params='params' \(--params params\)"):
         mapped({"params": {"0.w": rng((3,))}}, PLAIN)
 
 
