@@ -524,6 +524,9 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
      "--opt-state goes with --optimizer"),
     (("export", SAFETENSORS, "out", "--format", "dcp", "--step-dtype", "int32"), 2,
      "--step-dtype goes with --optimizer"),
+    (("export", SAFETENSORS, "out", "--forward"), 2, "--forward go with --mapping"),
+    (("export", SAFETENSORS, "out", "--mapping", "hf-llama-to-maxtext", "--forward", "--inverse"), 2,
+     "--forward goes with neither --inverse nor --optimizer"),
     (("map", SAFETENSORS), 2, "give --mapping"),
     (("map", SAFETENSORS, "--mapping", "nothing"), 1, "is not a mapping that can be read"),
 ]  # fmt: skip
@@ -756,7 +759,7 @@ COMMAND_TABLE: dict[str, dict[str, str]] = {
             "budget": "used",
         },
         **dict.fromkeys(("max_shard", "zero_stage", "opt_state", "step_dtype"), "refused"),
-        "adapter_config": "refused",
+        **{"adapter_config": "refused", "forward": "refused"},
         **{"share": "refused", "progress": "used"},
         **{"optimizer": "used", **SOURCE, "params": "used", **WORKERS},
     },

@@ -69,6 +69,12 @@ _FORMAT_OF = {
         ("float32", "int32", "int64"),
         "With --optimizer: the dtype of steps; default: float32, and int32 for Lion.",
     ),
+    option(
+        "--forward",
+        None,
+        "With --mapping: SOURCE has the names that the mapping leads from, as Megatron's do, and"
+        " those that it leads to are written.",
+    ),
     *SOURCE,
     BUDGET,
     *WORKERS,
@@ -81,11 +87,12 @@ def export(args: Arguments) -> None:
     Formats: safetensors is weights, for transformers; dcp is weights and optimizer, for
     torch.distributed.checkpoint; deepspeed is a universal folder, for a run with load_universal.
 
-    A model trained in JAX: --mapping is the mapping that gave it its names, and is undone. --params
-    takes only the weights of a training run, from a label of its tree or an item of its step.
-    --config is the model's config.json, or the folder that has it; it is written beside the
-    weights. With --optimizer the optax state becomes that of torch's optimizer; the function may
-    also return the pair (optimizer, abstract tree of the model).
+    A model trained in JAX: --mapping is the mapping that gave it its names, and is undone; with
+    --forward it is applied, as megatron-llama-to-hf to a run of Megatron. --params takes only the
+    weights of a training run, from a label of its tree or an item of its step. --config is the
+    model's config.json, or the folder that has it; it is written beside the weights. With
+    --optimizer the optax state becomes that of torch's optimizer; the function may also return the
+    pair (optimizer, abstract tree of the model).
 
     Every checksum, and everything that SOURCE stores twice, is compared while it is copied. If the
     command is stopped, there is nothing at TARGET; in a bucket there may be files, but not the one
@@ -94,7 +101,7 @@ def export(args: Arguments) -> None:
     _check_options(args)
     target_path(args.target)  # refuses a path that cannot be written to
     args.inverse = False  # the mapping is undone anyway
-    mappings = args.load_mappings(its_own=("config", "assume"))
+    mappings = args.load_mappings(its_own=("config", "assume", "forward"))
     if args.optimizer:
         checkpoint = args.open_unmapped(args.source, mappings)
         given = {name: getattr(args, name) for name in ("params", "opt_state", "step_dtype")}
@@ -102,13 +109,14 @@ def export(args: Arguments) -> None:
         checkpoint = checkpoint.torch_states(*_optimizer(args.optimizer), **labels)
     else:
         checkpoint = _weights(args, mappings)
-    checkpoint = args.mapped(checkpoint, inverse_chain(mappings))
+    checkpoint = args.mapped(checkpoint, mappings if args.forward else inverse_chain(mappings))
     options = {
         "dtype": args.dtype,
         "max_shard_bytes": args.max_shard,
         "zero_stage": args.zero_stage,
         "adapter_config": args.adapter_config,
-        "config": args.config if args.format == "safetensors" else None,
+        # a mapping that is applied has the config of its source, and says that of the result
+        "config": args.config if args.format == "safetensors" and not args.forward else None,
         "budget_bytes": args.budget,
     }
     planned = checkpoint.plan_export(args.format, **options)
@@ -138,6 +146,8 @@ def _check_options(args: Arguments) -> None:
             if getattr(args, name):
                 flag = name.replace("_", "-")
                 raise click.UsageError(f"--{flag} goes with --optimizer: give that too")
+    if args.forward and (args.inverse or args.optimizer):
+        raise click.UsageError("--forward goes with neither --inverse nor --optimizer")
     for name, format in _FORMAT_OF.items():
         if getattr(args, name) is not None and args.format != format:
             raise click.UsageError(f"--{name.replace('_', '-')} is for --format {format}")
