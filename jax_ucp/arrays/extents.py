@@ -113,7 +113,10 @@ class ExtentTable(ArraySource):
         return self._stored[key]
 
     def sums(self) -> Iterable[SummedArrays]:
-        """The checksums that the files have of arrays."""
+        """Groups of arrays that files record checksums of; none, unless a subclass has some.
+
+        `regions` has the checksums, by the places that a group names.
+        """
         return ()
 
     def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:

@@ -179,7 +179,10 @@ class Rule(Protocol):
 
     @abstractmethod
     def boxes(self, box: Box) -> Mapping[str, Box]:
-        """The box of each input, by role, that a box of the result needs."""
+        """The box of each input, by role, whose elements a box of the result is computed from.
+
+        It may have more elements than are used. The roles are the same for every box.
+        """
         ...
 
     @abstractmethod

@@ -466,16 +466,18 @@ class Checkpoint:
         return self._made(Mapped.of(mapping, sizes, config, assume, params)(self._contents))
 
     def weights(self, params: str = "params") -> Checkpoint:
-        """The parameters of a training run, to be mapped by the inverse of a mapping and exported.
+        """A checkpoint of only the parameters of a training run, to be mapped back and exported.
 
         Args:
-            params: the label of the parameters in the run's tree; `""` where it has nothing else.
+            params: the label in the run's tree below which the parameters are; `""` takes all
+                arrays.
 
         Returns:
-            The checkpoint `{param: {...}}`. The optimizer, and all else, is left out.
+            A checkpoint with these arrays below `param`, under the names that they had below
+            `params`, without Flax's `value` at the end. It has no other leaves; extras stay.
 
         Raises:
-            TreeMismatch: where no array is below that label.
+            TreeMismatch: where no array is below that label, or two get the same name.
         """
         return self._made(weights_of(self._contents, params))
 

@@ -164,7 +164,11 @@ def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents
 
 
 def _beside(path: FilePath, used: set[str], folders: Sequence[str], options: Options) -> Contents:
-    """Contents with the other files of a step's folder, as extras."""
+    """The contents of what lies in a step's folder beside its models, as extras.
+
+    `used` names the folders of models, which are left out. Of other folders those in `folders` are
+    kept; the rest is listed as skipped. Raises FormatError for a damaged file.
+    """
     imported, facts = ContentsBuilder("", path, Combined.of_files({})), Facts(path)
     for child in sorted(path.children()):
         if child.name in used:

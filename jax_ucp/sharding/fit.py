@@ -63,11 +63,13 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
 def _misfit(
     n: int, kept: Sequence[str], name: str, mesh: Mapping[str, int], used: Collection[str]
 ) -> str | None:
-    """Why an axis of `n` elements, cut over the mesh axes `kept`, cannot be cut over `name` too."""
+    """The reason why an axis of `n` elements, which is cut over the mesh axes `kept`, cannot be cut
+    over `name` too, or None; `used` are the mesh axes that any axis of the array is cut over.
+    """
     if name not in mesh:
         return "the mesh has no such axis"
     if name in used:
-        return "another axis is"
+        return "it is already" if name in kept else "another axis is"
     parts = math.prod(mesh[axis] for axis in (*kept, name))
     return f"{n} does not divide by {parts}" if n % parts else None
 

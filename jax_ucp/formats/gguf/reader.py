@@ -40,9 +40,10 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_gguf(path: FilePath, options: Options) -> Contents:
-    """The tensors of a file, or with the first of several parts those of all.
+    """The contents of a GGUF file: its tensors as parameters, and its keys as extras.
 
-    Raises FormatError, naming the file, also for a part that is not the first.
+    If the file is the first part of a split model, all parts beside it are read too. Raises
+    FormatError for a later part, and where a part is missing or of another split.
     """
     refuse_stand_in(path)
     first = GGUFFile(path)

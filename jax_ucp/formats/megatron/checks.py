@@ -69,7 +69,11 @@ def _count(found: Iterable[int | None]) -> int | str:
 
 
 def sizes_of(args: Args) -> dict[str, Any]:
-    """The numbers that rules may name: args, and lengths of `shard_spec/specs/megatron.yaml`."""
+    """Values by the names that rules such as those of `shard_spec/specs/megatron.yaml` use: all
+    args, and lengths made of them, None where args do not tell one.
+
+    Raises FormatError for a needed arg that could not be read.
+    """
     get, optional = args.get, args.optional
     heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
     head_dim = get("kv_channels") or (get("hidden_size", 0) // heads if heads else None)
