@@ -5,6 +5,7 @@ Laws that take servers or other processes hold for one case of each kind.
 
 import functools
 import json
+import pickle
 import re
 import sys
 from collections.abc import Iterator
@@ -148,6 +149,17 @@ def test_a_conversion_is_the_live_state_and_reads_little_twice(case, tmp_path):
         assert case.differing(flat(restored_on(MESHES[0], converted, RULES))) == []
     assert faults_of(converted) == []
     assert (converted.extras, converted.about) == (checkpoint.extras, checkpoint.about)
+
+
+def test_sent_to_another_process_it_is_the_same(checkpoint, arrays):
+    sent = pickle.loads(pickle.dumps(checkpoint._contents))
+    for leaf in checkpoint.leaves:
+        if leaf.has_array:
+            there = sent.arrays.read(leaf.name, Box.whole(leaf.shape))
+            assert there.tobytes() == arrays[leaf.label].tobytes(), leaf.label
+    assert [check.label for check in sent.checks("full")] == [
+        check.label for check in checkpoint._contents.checks("full")
+    ]
 
 
 def test_any_box_is_that_of_the_whole(checkpoint, arrays):

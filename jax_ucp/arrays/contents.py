@@ -110,6 +110,10 @@ class Contents:
     companions: Mapping[str, FilePath] = field(default_factory=dict)
     reading: str = ""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.claims, Iterator):
+            raise TypeError("claims= can be gone through once only: give a list, or `Claims`")
+
     @property
     def origin(self) -> dict[str, Any]:
         """The provenance that a copy records: `source`, or else the format and the name; and the

@@ -56,12 +56,13 @@ class ArrayInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self, boxes: Sequence[Box], max_bytes: int) -> Iterator[Box]:
-        """Blocks of whole chunks, or else rows, each of at most `max_bytes` or one of them, that
-        meet the boxes and together cover them.
+        """Blocks of whole chunks, each of at most `max_bytes` or one chunk, that meet the boxes and
+        together cover them. Without chunks they have whole rows, if one is not larger than that.
 
         At the high edge of the array they may extend past it.
         """
-        chunk = self.chunk or self.row or (1,) * len(self.shape)
+        is_small = self.row is not None and math.prod(self.row) * self.dtype.itemsize <= max_bytes
+        chunk = self.chunk or (self.row if is_small else None) or (1,) * len(self.shape)
         around = whole_chunks(Box.around(boxes), chunk)
         step = rows_of_chunks(around.shape, chunk, self.dtype.itemsize, max_bytes)
         for block in grid_boxes(around.shape, step):

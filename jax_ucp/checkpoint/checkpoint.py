@@ -371,7 +371,8 @@ class Checkpoint:
             rules: as for `restore`.
 
         Returns:
-            The pytree. Arrays that stay on the host have no sharding.
+            The pytree. With a mesh, arrays that stay on the host are numpy arrays of zeros, which
+            take no memory.
 
         Raises:
             TreeMismatch: where `restore` would raise it.
@@ -386,7 +387,9 @@ class Checkpoint:
         if mesh is None and not rules:
             return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
         placements = self.plan(mesh=mesh, rules=rules).placements
-        return tree_of({p.leaf.path: abstract_leaf(p.leaf, p.sharding) for p in placements})
+        return tree_of(
+            {p.leaf.path: abstract_leaf(p.leaf, p.sharding, is_placed=True) for p in placements}
+        )
 
     @property
     def config(self) -> dict[str, Any]:

@@ -108,13 +108,18 @@ class Mapped:
         return map_contents(contents, states, bound.leaves, bound.skipped, bound.notes, origin)
 
 
+# Of these null says nothing: no number of a model depends on them.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
 def with_model_config(
     contents: Contents, config: Mapping[str, Any] | str | os.PathLike[str]
 ) -> Contents:
     """The contents with the config of their model among the extras, and of a folder that has it
     the other files that go with the model.
     """
-    given = given_config(config)
-    known = joined(config_of(contents.extras), given, frozenset(given))
+    given, own = given_config(config), config_of(contents.extras)
+    said = {key: value for key, value in own.items() if value is not None or key not in _TOKENS}
+    known = own | joined(said, given, frozenset(given))
     beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
     return replace(described(contents, known), companions={**beside, **contents.companions})

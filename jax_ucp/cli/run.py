@@ -21,8 +21,18 @@ def _print_launcher(ctx: click.Context, param: click.Parameter, is_asked: bool) 
         ctx.exit()
 
 
+class _Program(click.Command):
+    """A command whose options end with the module, as those of `python -m` do."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["-m"]:
+            args[2:2] = ["--"]
+        return super().parse_args(ctx, args)
+
+
 @click.command(
     "run",
+    cls=_Program,
     short_help="Run a program whose saves and restores by Orbax are ours.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
@@ -48,6 +58,16 @@ def run(module: str | None, args: tuple[str, ...]) -> None:
     if module is None and not args:
         raise click.UsageError("give a program to run: a file, or -m MODULE")
     patch_orbax()
+    try:
+        _run(module, args)
+    except Exception:  # somebody's program, whose errors are shown as Python shows them
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    if ORBAX not in sys.modules:
+        to_stderr.print("jax_ucp: the program did not import Orbax, of which nothing was patched")
+
+
+def _run(module: str | None, args: tuple[str, ...]) -> None:
     if module is None:
         program, *rest = args
         sys.argv = [program, *rest]
@@ -57,5 +77,3 @@ def run(module: str | None, args: tuple[str, ...]) -> None:
         sys.argv = [module, *args]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    if ORBAX not in sys.modules:
-        to_stderr.print("jax_ucp: the program did not import Orbax, of which nothing was patched")

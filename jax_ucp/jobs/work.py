@@ -7,6 +7,7 @@ or is sent its contents, a value, with the first tasks of the job.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -122,10 +123,10 @@ class Done(Generic[T]):
     seen: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     error: Exception | None = None
     lacks_contents: bool = False
-    process: str = field(default_factory=lambda: _PROCESS)
+    process: str = field(default_factory=lambda: f"{_IMPORT}-{os.getpid()}")
 
 
-_PROCESS = uuid.uuid4().hex
+_IMPORT = uuid.uuid4().hex  # which processes of several machines do not share
 # By the id of a job: those that this process shares out, and the last one whose tasks it ran.
 _shared_out: dict[str, OpenedJob] = {}
 _received: dict[str, OpenedJob] = {}
@@ -152,6 +153,19 @@ def perform(job: str, task: Task[T], message: bytes | None) -> Done[T]:
         return Done(error=_portable(error))
 
 
+class TooLarge(Exception):
+    """A checkpoint is more than `MAX_MESSAGE_BYTES` pickled."""
+
+
+class _BoundedBytes(io.BytesIO):
+    """Bytes in memory that are refused where they are too many."""
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + memoryview(data).nbytes > MAX_MESSAGE_BYTES:
+            raise TooLarge
+        return super().write(data)
+
+
 def _message(contents: Contents) -> bytes:
     """All of a checkpoint that tasks need. Raises WorkerError for what cannot be sent."""
     again = "Do it without the executor, or with one of threads"
@@ -163,20 +177,21 @@ def _message(contents: Contents) -> bytes:
         claims=contents.claims,
         files=contents.files,
     )
+    data = _BoundedBytes()
     try:
         with gc_paused():
-            data = pickle.dumps(needed, pickle.HIGHEST_PROTOCOL)
+            pickle.Pickler(data, pickle.HIGHEST_PROTOCOL).dump(needed)
+    except TooLarge as error:
+        raise WorkerError(
+            f"{contents.path}: each process would be sent more than {MAX_MESSAGE_BYTES:,} bytes,"
+            f" arrays in memory among them; that is not done. {again}, or save it first"
+        ) from error
     except Exception as error:  # whatever a __reduce__ raises
         raise WorkerError(
             f"{contents.path}: this checkpoint cannot be sent to other processes, because not all"
             f" that it is made of can be pickled ({type(error).__name__}: {error}). {again}"
         ) from error
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WorkerError(
-            f"{contents.path}: each process would be sent {len(data):,} bytes, because the arrays"
-            f" are in memory; that is done up to {MAX_MESSAGE_BYTES:,}. {again}, or save it first"
-        )
-    return zlib.compress(data, 1)
+    return zlib.compress(data.getbuffer(), 1)
 
 
 def _opened(job: str, message: bytes | None) -> OpenedJob | None:

@@ -55,7 +55,8 @@ def settings_in(section: object) -> frozenset[str]:
 
 
 def config_from(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config that the section `config` of a mapping says, of these values; null is left out.
+    """The config that the section `config` of a mapping says, of these values; what comes out as
+    null is left out, and what is null there stays.
 
     Raises LayoutError with every setting that lacks a value.
     """
@@ -80,7 +81,7 @@ def _settings(
             except SpecError as error:
                 faults.append(f"config: {key}: {error}; give it, config= (--config)")
                 continue
-        if value is not None:
+        if value is not None or content is None:
             config[key] = value
     return config
 

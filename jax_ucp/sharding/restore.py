@@ -411,12 +411,15 @@ def _request(p: Placement, source: ArraySource) -> ReadRequest:
     return ReadRequest(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
 
 
-def abstract_leaf(leaf: Leaf, sharding: Sharding | None = None) -> Any:
-    """The abstract array, on the sharding of the stored one, a number's zero, or a value.
+def abstract_leaf(leaf: Leaf, sharding: Sharding | None = None, is_placed: bool = False) -> Any:
+    """The abstract array, on the sharding of the stored one, a number's zero, or a value; zeros in
+    numpy, which take no memory, for what is placed on the host.
 
     Raises FormatError for unknown PRNG keys.
     """
     match leaf.kind:
+        case "numpy" | "numpy_scalar" if is_placed and sharding is None:
+            return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
         case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
         case "prng_key":

@@ -25,6 +25,7 @@ from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.protocol import Files
 from jax_ucp.garbage import gc_paused
 from jax_ucp.jobs.ledger import Share, read_complete, write_complete
+from jax_ucp.jobs.work import MAX_MESSAGE_BYTES, TooLarge
 from jax_ucp.layout.blocks import (
     Cells,
     Chunks,
@@ -95,6 +96,8 @@ class Snapshot(MakesArrays):
 
     def __reduce__(self) -> tuple[type, tuple[Mapping[str, Constant]]]:
         """Sent as arrays alone, of a process that has all: who reads them does without JAX."""
+        if sum(info.nbytes for info in self.infos.values()) > MAX_MESSAGE_BYTES:
+            raise TooLarge
         whole = {key: self.read(key, Box.whole(info.shape)) for key, info in self.infos.items()}
         return Evaluated, ({key: Constant(array) for key, array in whole.items()},)
 

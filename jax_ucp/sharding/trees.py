@@ -230,7 +230,10 @@ def _as_stored(node: TreeNode, leaf: Leaf, mesh: Mesh | None) -> TreeNode:
         return node
     if is_key:
         shape, dtype = leaf.shape[:-1], key_dtype(leaf)
-    return replace(node, value=Abstract(shape, dtype, sharding=sharding))
+    try:
+        return replace(node, value=Abstract(shape, dtype, sharding=sharding))
+    except ValueError as error:  # a spec with more axes than the array
+        raise TreeMismatch(f"{node.label}: {error}") from None
 
 
 _NNX_VALUE = Key("attr", "value")

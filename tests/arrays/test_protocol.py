@@ -10,6 +10,7 @@ import pytest
 import jax_ucp
 from helpers import MemoryStore, numbered
 from jax_ucp.arrays.combined import Combined
+from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.evaluate import read
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, MakesArrays
 from jax_ucp.arrays.value import Constant
@@ -120,3 +121,16 @@ def test_what_is_read_from_memory_is_the_callers_own():
     array = numbered((4,))
     read(Constant(array), Box((0,), (2,)))[...] = 9
     np.testing.assert_array_equal(array, numbered((4,)))
+
+
+@pytest.mark.parametrize("row", [(1 << 20, 1), (1 << 10, 1), (1, 64), None])
+def test_blocks_are_no_larger_than_asked_whatever_rows_an_array_has(row):
+    info = ArrayInfo((1 << 20, 64), np.dtype("u1"), row=row)
+    blocks = list(info.blocks([Box.whole(info.shape)], 1 << 16))
+    assert max(block.size for block in blocks) <= 1 << 16
+    assert sum(block.size for block in blocks) == 64 << 20
+
+
+def test_claims_that_could_be_asked_for_once_only_are_refused():
+    with pytest.raises(TypeError, match="can be gone through once only"):
+        Contents("own", "path", (), MemoryStore({}), claims=iter(()))

@@ -50,6 +50,21 @@ def test_a_program_or_a_module_is_run_with_its_arguments_and_exit_code(program, 
     assert done.stderr.startswith("jax_ucp")
 
 
+def test_what_follows_a_module_is_its_own(tmp_path):
+    done = python(tmp_path, *RUN, "-m", "program", "run", "-m", "5", "--launcher", "--help")
+    assert done.returncode == 7
+    assert done.stdout.endswith("['-m', '5', '--launcher', '--help'] True\n")
+
+
+@pytest.mark.parametrize("error", ["OSError", "EOFError", "BrokenPipeError"])
+def test_an_error_of_the_program_is_shown_as_by_python(error, tmp_path):
+    (tmp_path / "failing.py").write_text(f"raise {error}('its own')")
+    done = python(tmp_path, *RUN, "failing.py")
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"{error}: its own\n")
+    assert "Traceback" in done.stderr
+
+
 def test_an_error_of_the_program_is_as_it_is(tmp_path):
     done = python(tmp_path, *RUN, "program.py", "run", "--fail")
     assert done.returncode == 1

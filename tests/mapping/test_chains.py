@@ -5,6 +5,8 @@
 transformers.
 """
 
+import json
+
 import numpy as np
 import pytest
 
@@ -192,6 +194,8 @@ def test_arguments_by_which_megatron_computes_something_else_are_refused(case, m
     others.append(("add_qkv_bias", not checkpoint.config.get("add_qkv_bias"), "bias"))
     if mapping != "megatron-llama-to-hf":
         others.append(("use_rope_scaling", True, "rope_scaling"))
+    elif checkpoint.config.get("use_rope_scaling"):
+        others.append(("rope_scaling_factor", 32.0, "rope_factor"))
     if mapping == "megatron-mixtral-to-hf":
         others.append(("moe_router_pre_softmax", True, "softmax"))
     for key, value, name in others:
@@ -226,3 +230,14 @@ def test_a_config_that_is_not_known_is_refused_and_may_be_given(tmp_path):
     back = mapped.map(mapping.inverse())
     assert back.config == checkpoint.config == {}
     assert_same(arrays_of(back), arrays_of(checkpoint))
+
+
+def test_tokens_that_arguments_do_not_name_are_null_and_may_be_given(tmp_path):
+    hf = Case("megatron_logits/llama31").open().map("megatron-llama-to-hf")
+    hf.export(tmp_path / "null", "safetensors")
+    hf.export(tmp_path / "given", "safetensors", config={"eos_token_id": 128001})
+    null, given = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("null", "given")
+    )
+    assert (null["bos_token_id"], null["eos_token_id"]) == (None, None)
+    assert given == {**null, "eos_token_id": 128001}

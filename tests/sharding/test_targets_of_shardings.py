@@ -53,6 +53,9 @@ def test_the_abstract_tree_is_that_of_the_restore(checkpoint, how):
         assert abstract[name].sharding.mesh == sharding.mesh
     compiled = jax.jit(lambda state: state["w"] * 2).lower({"w": abstract["w"]}).compile()
     np.testing.assert_array_equal(compiled({"w": restored["w"]}), 2 * np.asarray(tree()["w"]))
+    again = checkpoint.restore(abstract)
+    assert on_devices(again) == on_devices(restored)
+    np.testing.assert_array_equal(again["host"], restored["host"])
 
 
 def test_an_abstract_tree_without_a_mesh_has_no_shardings(checkpoint):
@@ -75,6 +78,11 @@ def test_shardings_and_specs_are_a_target(checkpoint, as_specs):
     np.testing.assert_array_equal(restored["w"], np.asarray(tree()["w"]))
     np.testing.assert_array_equal(restored["host"], tree()["host"])
     assert jax.numpy.array_equal(restored["keys"], tree()["keys"])
+
+
+def test_a_sharding_for_more_axes_than_an_array_has_is_refused_by_its_name(checkpoint):
+    with pytest.raises(TreeMismatch, match=r"^b: .* rank at least 2"):
+        checkpoint.restore({"b": NamedSharding(MESH, P("data", "model"))}, partial=True)
 
 
 def test_specs_go_on_the_mesh_that_is_set_and_are_refused_without_one(checkpoint):

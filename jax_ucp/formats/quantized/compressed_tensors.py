@@ -20,7 +20,7 @@ from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
-from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups
+from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups, is_divisor
 
 _SHAPED = ("int64", "int32")
 _MX_GROUP, _NVFP4_GROUP = 32, 16
@@ -149,11 +149,9 @@ def _few_bits(
             "scale": stored.scale("scale", grid.shape(shape), scales),
         }
         if is_global:
-            factor, why = (
-                stored.scale("global_scale", (1,), ("float32",)),
-                "a finite number and not 0",
-            )
-            parts["factor"] = replace(factor, valid=lambda n: np.isfinite(n) & (n != 0), why=why)
+            factor = stored.scale("global_scale", (1,), ("float32",))
+            why = "a finite number and not 0"
+            parts["factor"] = replace(factor, valid=is_divisor, why=why)
         codes = Codes(Packing(bits, 8, len(shape) - 1), table=table)
         scheme = stored.weight.scheme
         return Affine(scheme, shape, parts, codes, grid, divides=is_global)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -61,9 +62,7 @@ class StoredWeight:
         """A part of numbers, none of which may be infinite or NaN."""
         part = self.part(role, shape, dtypes)
         if self.info(role).dtype.name in ("uint8", "float8_e8m0fnu"):
-            return replace(
-                part, valid=lambda n: n.view(np.uint8) != 255, why="an exponent below 255"
-            )
+            return replace(part, valid=_is_exponent, why="an exponent below 255")
         return replace(part, valid=is_finite, why="a finite number")
 
     def matrix(self) -> tuple[int, ...]:
@@ -133,12 +132,25 @@ def leading(shape: Sequence[int]) -> list[int]:
     return lengths
 
 
+# What is valid is asked in other processes too: of functions that can be pickled.
 def is_finite(elements: np.ndarray) -> np.ndarray:
     return np.isfinite(elements)
+
+
+def is_divisor(elements: np.ndarray) -> np.ndarray:
+    return np.isfinite(elements) & (elements != 0)
+
+
+def _is_exponent(elements: np.ndarray) -> np.ndarray:
+    return elements.view(np.uint8) != 255
+
+
+def _is_below(most: int, elements: np.ndarray) -> np.ndarray:
+    return (elements >= 0) & (elements < most)
 
 
 def as_groups(stored: StoredWeight, role: str, length: int, groups: int) -> WeightPart:
     """A part that says of each index on an axis which group it is in."""
     part = stored.part(role, (length,), ("int32", "int64"))
     why = f"a group from 0 to {groups - 1}"
-    return replace(part, valid=lambda indices: (indices >= 0) & (indices < groups), why=why)
+    return replace(part, valid=partial(_is_below, groups), why=why)
