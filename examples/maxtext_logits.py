@@ -55,12 +55,11 @@ DEEPSEEK |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size":
 DEEPSEEK |= {"hidden_size": 16, "intermediate_size": 24, "q_lora_rank": 12, "kv_lora_rank": 10}
 DEEPSEEK |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 6}
 DEEPSEEK |= {"num_key_value_heads": 4, "n_shared_experts": 1}
-DEEPSEEK |= {
-    "rope_parameters": {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-}
+DEEPSEEK_YARN = {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK |= {"rope_parameters": DEEPSEEK_YARN}
 DEEPSEEK2 = {**DEEPSEEK, "n_group": 1, "topk_method": "greedy", "n_shared_experts": 2}
 # Kimi K2's configs are those of DeepSeek-V3, with other numbers
-KIMI = {**DEEPSEEK["rope_parameters"], "rope_theta": 50000.0, "beta_fast": 1.0, "factor": 32.0}
+KIMI = {**DEEPSEEK_YARN, "rope_theta": 50000.0, "beta_fast": 1.0, "factor": 32.0}
 OLMO = {"num_hidden_layers": 8, "num_key_value_heads": 4}
 QWEN_NEXT = {**QWEN_MOE, "num_hidden_layers": 8, "norm_topk_prob": True}
 QWEN_NEXT |= {"shared_expert_intermediate_size": 16, "partial_rotary_factor": 0.25}

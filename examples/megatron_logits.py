@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 import jax_ucp as ucp
 

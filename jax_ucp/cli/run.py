@@ -60,8 +60,8 @@ def run(module: str | None, args: tuple[str, ...]) -> None:
     patch_orbax()
     try:
         _run(module, args)
-    except Exception:  # somebody's program, whose errors are shown as Python shows them
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:  # somebody's program, whose errors are shown as Python shows them
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     if ORBAX not in sys.modules:
         to_stderr.print("jax_ucp: the program did not import Orbax, of which nothing was patched")
