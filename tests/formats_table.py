@@ -116,7 +116,8 @@ factored ones (Adafactor) come as stored, under their own names. Refused are:
 
 - a class that is not known, or whose order differs between releases;
 - groups for which shapes and order leave several possibilities, as with frozen layers (give lists);
-- models whose saved parameters differ from those of the optimizer, such as the fused experts of transformers 5 (`weights_only` opens the weights);
+- models whose saved parameters differ from those of the optimizer (`weights_only` opens the weights). Known are the packed experts of transformers 5 in Mixtral
+  and Qwen3-MoE: the states of a parameter with all experts of a layer go to the experts that are stored, unless they are factored ones;
 - sharded states; open those as what DCP or DeepSpeed wrote.
 
 If a file or folder has several models, `model="student"` chooses one. An optimizer that fits two of them needs `optimizer_groups`, or a name of its own
