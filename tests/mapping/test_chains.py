@@ -226,7 +226,11 @@ def test_a_config_that_is_not_known_is_refused_and_may_be_given(tmp_path):
         checkpoint.map(mapping)
     given = {"width": 3, "scaled": False, "more": 1}
     mapped = checkpoint.map(mapping, config=given)
-    assert mapped.config == {"model_type": "small", "length": 3, "deep": {"name": "y", "none": None}}
+    assert mapped.config == {
+        "model_type": "small",
+        "length": 3,
+        "deep": {"name": "y", "none": None},
+    }
     back = mapped.map(mapping.inverse())
     assert back.config == checkpoint.config == {}
     assert_same(arrays_of(back), arrays_of(checkpoint))
