@@ -230,10 +230,12 @@ def _as_stored(node: TreeNode, leaf: Leaf, mesh: Mesh | None) -> TreeNode:
         return node
     if is_key:
         shape, dtype = leaf.shape[:-1], key_dtype(leaf)
-    try:
-        return replace(node, value=Abstract(shape, dtype, sharding=sharding))
-    except ValueError as error:  # a spec with more axes than the array
-        raise TreeMismatch(f"{node.label}: {error}") from None
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+        raise TreeMismatch(
+            f"{node.label}: {sharding.spec} of the target is for {len(sharding.spec)} axes or more,"
+            f" and the array has {len(shape)}"
+        )
+    return replace(node, value=Abstract(shape, dtype, sharding=sharding))
 
 
 _NNX_VALUE = Key("attr", "value")
