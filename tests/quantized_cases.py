@@ -111,6 +111,8 @@ def block_fp8(draw: Draw) -> Made:
     scale = small_scales(rng, (*experts, *grid), draw(st.sampled_from([np.float32, BF16])))
     want = affine(codes, 0, spread(scale, ((1,) * len(experts)) + block, shape))
     parts = {"codes": codes, "scale_inv": scale}
+    if is_one and draw(st.booleans()):  # AutoFP8
+        parts = {"codes": codes, "scale": scale}
     return Made("fp8", parts, want, {"weight_block_size": None if is_one else list(block)})
 
 
@@ -326,6 +328,43 @@ def rows_of_int8(draw: Draw) -> Made:
 
 
 @st.composite
+def mlx(draw: Draw) -> Made:
+    """Rows in groups, each with a scale and a bias, or with an exponent; of any number of bits."""
+    rng, rows = rng_of(draw), tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=2)))
+    mode = draw(st.sampled_from(["affine", "mxfp4", "mxfp8", "nvfp4"]))
+    bits, size = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}.get(mode, (0, 0))
+    if mode == "affine":
+        bits, size = draw(st.sampled_from([2, 3, 4, 5, 6, 8])), draw(st.sampled_from([32, 64]))
+    small = *rows, draw(st.integers(1, 4))
+    shape = *rows, small[-1] * size
+    block = (*(1 for _ in rows), size)
+    codes = rng.integers(0, 1 << bits, shape)
+    if mode == "affine":
+        scale, bias = (
+            small_scales(rng, small, draw(st.sampled_from([np.float16, BF16]))) for _ in "ab"
+        )
+        parts = {"scales": scale, "biases": bias}
+        want = affine(codes, 0, spread(scale, block, shape))
+        want += spread(bias.astype(np.float32), block, shape)
+    else:
+        table = np.array(E2M1 + [-x for x in E2M1], np.float32)
+        if mode == "mxfp8":
+            codes = rng.normal(size=shape).astype(FP8).view(np.uint8).astype(np.int64)
+            table = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+        parts = {"scales": rng.integers(90, 160, small).astype(np.uint8)}
+        scale = np.ldexp(np.float32(1), parts["scales"].astype(np.int32) - 127)
+        if mode == "nvfp4":
+            parts["scales"] = small_scales(rng, small, FP8).view(np.uint8)
+            scale = parts["scales"].view(FP8).astype(np.float32)
+        want = table[codes] * spread(scale, block, shape)
+    parts["codes"] = packed(codes, bits, len(rows), np.uint32)
+    said = {"group_size": size, "bits": bits, "mode": mode}
+    if draw(st.booleans()):  # settings of the module, beside those for all
+        said = {"group_size": 128, "bits": 5, "w": said}
+    return Made("MLX", parts, want, said)
+
+
+@st.composite
 def torchao(draw: Draw) -> Made:
     rng, block = rng_of(draw), (draw(st.integers(1, 5)), draw(st.integers(1, 9)))
     small = draw(st.integers(1, 6)), draw(st.integers(1, 6))
@@ -384,19 +423,31 @@ def ggml(draw: Draw) -> Made:
 
 @st.composite
 def modelopt(draw: Draw) -> Made:
-    rng, algo = rng_of(draw), draw(st.sampled_from(["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"]))
+    algos = ["FP8", "FP8_BLOCK_SCALES", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"]
+    rng, algo = rng_of(draw), draw(st.sampled_from(algos))
     shape = draw(SIZES), 32 * draw(st.integers(1, 3))
     codes = rng.normal(size=shape).astype(FP8)
+    said: dict[str, Any] = {"quant_algo": algo}
     small = {"FP8": (1, 1), "FP8_PER_CHANNEL_PER_TOKEN": (shape[0], 1)}.get(algo)
     if small:
         scale = small_scales(rng, small, np.float32)
         stored = scale.reshape(shape[0] if small[0] > 1 else ())
+    elif algo == "FP8_BLOCK_SCALES":
+        shape = draw(st.sampled_from([1, 64, 128, 200, 256])), draw(st.sampled_from([96, 256]))
+        codes = rng.normal(size=shape).astype(FP8)
+        stored = small_scales(rng, [-(-n // 128) for n in shape], np.float32)
+        scale = spread(stored, (128, 128), shape)
+        if draw(st.booleans()):
+            stored = stored[:, None, :, None]
     else:
         stored = rng.integers(90, 160, (shape[0], shape[1] // 32)).astype(np.uint8)
         exponents = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
         scale = spread(exponents, (1, 32), shape)
     parts = {"codes": codes, "scale": stored}
-    return Made("modelopt", parts, affine(codes, 0, scale), {"quant_algo": algo})
+    if draw(st.booleans()):  # settings of the module, beside those of others
+        others = {"v": {"quant_algo": "NVFP4", "group_size": 16}}
+        said = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {**others, "w": said}}
+    return Made("modelopt", parts, affine(codes, 0, scale), said)
 
 
 @st.composite
@@ -425,6 +476,7 @@ SCHEMES = {
     "GPTQ": gptq(),
     "ggml": ggml(),
     "AWQ": awq(),
+    "MLX": mlx(),
     "bitsandbytes, 4 bits": runs_of_four_bits(),
     "bitsandbytes, int8": rows_of_int8(),
     "ModelOpt": modelopt(),

@@ -18,7 +18,7 @@ HEAD = "| case | scheme | weights | elements | dtype | reference | equal |\n|---
 
 # Whose dequantisation the truth is, of the packages that wrote a case.
 _REFERENCES = (
-    "gptqmodel", "autoawq", "bitsandbytes", "nvidia-modelopt", "torchao", "compressed-tensors",
+    "gptqmodel", "autoawq", "bitsandbytes", "nvidia-modelopt", "torchao", "compressed-tensors", "mlx",
 )  # fmt: skip
 
 

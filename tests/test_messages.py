@@ -688,18 +688,7 @@ def test_a_refusal_says_what_is_wrong_and_its_remedy_works(name, tmp_path):
 
 Q = "model.layers.0.self_attn.q_proj"
 FP8 = ml_dtypes.float8_e4m3fn
-WORDS = {f"{Q}.weight": np.ones((64, 8), np.uint32)}
 UNREAD = {
-    "MLX's mxfp4": (
-        {**WORDS, f"{Q}.scales": np.ones((64, 2), np.uint8)},
-        {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-        r"declares MLX \(mxfp4\), which is not dequantised here",
-    ),
-    "MLX's own": (
-        {**WORDS, f"{Q}.scales": np.ones((64, 1), np.float16)},
-        {"group_size": 64, "bits": 4},
-        r"declares MLX \(affine\), which is not dequantised here",
-    ),
     "HQQ": (
         {f"{Q}.W_q": np.ones((32, 64), np.uint8), f"{Q}.scale": np.ones((64, 1), np.float16)},
         {"quant_method": "hqq"},

@@ -6,7 +6,7 @@ those libraries dequantise it to.
 OUT/<case>/ckpt is the checkpoint, OUT/<case>/truth.npz has `param/<name>` for every tensor of the
 model (bfloat16 as its bits in uint16), OUT/<case>/case.json says who wrote it and with which options
 the truth is read. It needs torch, transformers, compressed-tensors, llmcompressor, torchao,
-bitsandbytes, gptqmodel, autoawq and nvidia-modelopt; what is not installed is left out, with a word on stderr.
+bitsandbytes, gptqmodel, autoawq, nvidia-modelopt and mlx; what is not installed is left out, with a word on stderr.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ def _llm_compressor(folder: Path, scheme: Any, **sizes: int) -> Truth:
     source = tiny_llama(folder, **sizes)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     arguments = {"scheme": scheme, "targets": "Linear"}
-    if isinstance(scheme, dict):
+    if isinstance(scheme, dict) and "weights" not in scheme:
+        arguments = {"config_groups": scheme}
+    elif isinstance(scheme, dict):
         arguments = {"config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
     recipe = QuantizationModifier(ignore=["lm_head"], **arguments)
     oneshot(model=model, recipe=recipe, pipeline="datafree")
@@ -219,6 +221,122 @@ _preset("ct_mxfp8", "MXFP8A16")
 _preset("ct_mxfp8_wide", "MXFP8A16", hidden_size=96, head_dim=24, intermediate_size=160)
 
 
+# Two groups that differ in symmetry alone, and scales of a cache beside weights.
+
+
+def _by_modules(symmetric: bool, modules: str) -> dict[str, Any]:
+    weights = _integers(4, symmetric=symmetric, strategy="group", group_size=32)
+    return {"targets": [f"re:.*{modules}.*"], **weights}
+
+
+_preset(
+    "ct_int4_some_asymmetric",
+    {"attention": _by_modules(True, "self_attn"), "mlp": _by_modules(False, "mlp")},
+)
+
+
+@case
+def ct_fp8_cache_scales(folder: Path) -> tuple[Truth, list[str]]:
+    """As llm-compressor's `kv_cache_scheme` writes it, but for the calibration of its scales."""
+    truth = _llm_compressor(folder, "FP8_DYNAMIC", **_SMALL)
+    stored = load_file(folder / "model.safetensors")
+    for cache in ("k_scale", "v_scale"):
+        stored[f"model.layers.0.self_attn.{cache}"] = torch.tensor([0.5], dtype=torch.bfloat16)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = {**cache, "dynamic": False}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return truth, _WRITERS
+
+
+# AutoFP8's layout, by what vLLM 0.11 `layers/quantization/fp8.py` reads; the rule is that of
+# transformers for a scale of a whole weight.
+
+
+@case
+def fp8_auto(folder: Path) -> tuple[Truth, list[str]]:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    source = tiny_llama(folder)
+    config = FineGrainedFP8Config(weight_block_size=None)
+    quantizer = types.SimpleNamespace(quantization_config=config)
+    stored, truth = {}, {}
+    weights = weights_of(source)
+    for name, weight in weights.items():
+        if name not in linears(weights):
+            stored[name] = truth[name] = weight
+            continue
+        scale = weight.float().abs().max() / 448
+        stored[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale"] = scale.reshape(1)
+        stored[name.replace("weight", "input_scale")] = torch.tensor([0.01])
+        truth[name] = Fp8Dequantize(quantizer)._dequantize_one(stored[name], scale, torch.bfloat16)
+    stored["model.layers.0.self_attn.kv_scale"] = torch.tensor([1.0])
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    config_with(folder, source, {**settings, "ignored_layers": ["lm_head"]})
+    return truth, ["transformers"]
+
+
+# MLX: its own codes, with the names that `mlx_lm.convert` gives them. The truth is what it makes of
+# them with scales and biases in float32, rounded once: in 16 bits it rounds product and sum.
+
+
+def _mlx(
+    folder: Path, settings: Mapping[str, Any], own: Mapping[str, Any] | None = None, **sizes: int
+) -> Truth:
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
+    source = tiny_llama(folder, **{"intermediate_size": 128, **sizes})
+    stored, truth = {}, {}
+    for name, weight in weights_of(source).items():
+        module = name.removesuffix(".weight")
+        said = (own or {}).get(module, settings)
+        made = mx.array(weight.float().numpy()).astype(mx.bfloat16)
+        if weight.dim() < 2 or not said:
+            stored[name], truth[name] = made, weight
+            continue
+        codes, *small = mx.quantize(made, **said)
+        stored[name] = codes
+        for role, part in zip(("scales", "biases"), small, strict=False):
+            stored[f"{module}.{role}"] = part
+        if said["mode"] == "affine":
+            small = [part.astype(mx.float32) for part in small]
+        whole = mx.dequantize(codes, *small, **said).astype(mx.float32)
+        truth[name] = torch.from_numpy(np.array(whole)).to(torch.bfloat16)
+    mx.save_safetensors(str(folder / "model.safetensors"), stored, metadata={"format": "mlx"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization"] = config["quantization_config"] = {**settings, **(own or {})}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    shutil.rmtree(source)
+    return truth
+
+
+def _mlx_case(name: str, mode: str, bits: int, group: int, own: Any = None, **sizes: int) -> None:
+    settings = {"group_size": group, "bits": bits, "mode": mode}
+    CASES[name] = lambda folder: (
+        _mlx(folder, settings, own, **sizes),
+        ["transformers", "mlx"],
+    )
+
+
+_OWN = {
+    "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 6, "mode": "affine"},
+    "model.layers.0.mlp.up_proj": {"group_size": 128, "bits": 5, "mode": "affine"},
+    "model.layers.0.self_attn.v_proj": {"group_size": 32, "bits": 2, "mode": "affine"},
+    "lm_head": False,
+}
+_mlx_case("mlx_3", "affine", 3, 64)
+_mlx_case("mlx_4_wide", "affine", 4, 32, hidden_size=96, head_dim=24, intermediate_size=160)
+_mlx_case("mlx_8_and_others", "affine", 8, 64, _OWN, hidden_size=128)
+_mlx_case("mlx_mxfp4", "mxfp4", 4, 32)
+_mlx_case("mlx_mxfp8", "mxfp8", 8, 32)
+_mlx_case("mlx_nvfp4", "nvfp4", 4, 16)
+
+
 # MXFP4 as gpt-oss has it. Its own writer runs on a GPU: codes and exponents are torchao's, the names
 # and layout those that transformers reads, and the truth is what it makes of them.
 
@@ -274,7 +392,18 @@ def mxfp4_gpt_oss_narrow(folder: Path) -> tuple[Truth, list[str]]:
 # the dtype of the result.
 
 
-def _modelopt(folder: Path, config: str, **sizes: int) -> Truth:
+def _mixed(mtq: Any) -> dict[str, Any]:
+    """fp8 in attention, NVFP4 elsewhere: the exporter calls that MIXED_PRECISION."""
+    rules = [{"quantizer_name": "*", "enable": False}]
+    for modules, preset in ("self_attn", mtq.FP8_DEFAULT_CFG), ("mlp", mtq.NVFP4_DEFAULT_CFG):
+        for rule in preset["quant_cfg"]:
+            name = rule["quantizer_name"]
+            if name in ("*weight_quantizer", "*input_quantizer"):
+                rules.append({**rule, "quantizer_name": f"*{modules}{name}"})
+    return {"quant_cfg": rules, "algorithm": "max"}
+
+
+def _modelopt(folder: Path, config: str | Callable[[Any], Any], **sizes: int) -> Truth:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
@@ -286,7 +415,8 @@ def _modelopt(folder: Path, config: str, **sizes: int) -> Truth:
     def calibrate(model: Any) -> None:
         model(torch.randint(0, 16, (2, 8)))
 
-    export_hf_checkpoint(mtq.quantize(model, getattr(mtq, config), calibrate), export_dir=folder)
+    settings = getattr(mtq, config) if isinstance(config, str) else config(mtq)
+    export_hf_checkpoint(mtq.quantize(model, settings, calibrate), export_dir=folder)
     shutil.rmtree(source)
     (folder / "generation_config.json").unlink()
     stored = load_file(folder / "model.safetensors")
@@ -306,20 +436,27 @@ def _modelopt(folder: Path, config: str, **sizes: int) -> Truth:
         elif scale.dtype == torch.uint8:
             made = MXFP8QTensor(codes.shape, torch.float32, codes)
             truth[name] = made.dequantize(scale=scale)
+        elif scale.dim() > 1:
+            made = FP8QTensor(codes.shape, torch.float32, codes)
+            truth[name] = made.dequantize(scale=scale[:, 0, :, 0], block_sizes={-1: 128, -2: 128})
         else:
             made = FP8QTensor(codes.shape, torch.float32, codes)
             truth[name] = made.dequantize(scale=scale[:, None] if scale.dim() else scale)
     return truth
 
 
-def _modelopt_case(name: str, config: str, **sizes: int) -> None:
+def _modelopt_case(name: str, config: str | Callable[[Any], Any], **sizes: int) -> None:
     CASES[name] = lambda folder: (
         _modelopt(folder, config, **sizes),
         ["transformers", "nvidia-modelopt"],
     )
 
 
+_SQUARE = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 256}
+_SQUARE |= {"num_attention_heads": 1, "num_key_value_heads": 1}
 _modelopt_case("modelopt_fp8", "FP8_DEFAULT_CFG")
+_modelopt_case("modelopt_fp8_block", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", **_SQUARE)
+_modelopt_case("modelopt_mixed", _mixed)
 _modelopt_case("modelopt_fp8_channel_odd", "FP8_PER_CHANNEL_PER_TOKEN_CFG", **_ODD)
 _modelopt_case("modelopt_mxfp8", "MXFP8_DEFAULT_CFG")
 _modelopt_case("modelopt_mxfp8_small", "MXFP8_DEFAULT_CFG", **_SMALL)

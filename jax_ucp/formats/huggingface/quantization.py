@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.checks import passed_on
 from jax_ucp.arrays.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
 from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.value import users
 from jax_ucp.formats.huggingface import conv1d
 from jax_ucp.formats.quantized.schemes import why_unread
 from jax_ucp.formats.quantized.settled import Declared, dequantized
@@ -45,6 +47,9 @@ _OF_THE_MODULE = (*sorted(ABOUT_ACTIVATIONS), "pre_quant_scale")
 # Scales of a cache of keys and values that is quantised when the model runs; the weights need not
 # be.
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
+
+# Where configs declare such a cache (compressed-tensors and AutoFP8, ModelOpt).
+_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 # Integers that models have beside weights.
 _NO_CODES = ("bias", "mask", "_ids", "_index", "_indices", "num_batches_tracked")
@@ -108,7 +113,7 @@ SCHEMES = (
         ".weight",
         ".weight",
         ((".scales",),),
-        (".biases",),
+        (".biases", ".global_scale"),
         ("uint32",),
         fits=lambda codes, scales: len(codes) > 1 and codes[:-1] == scales[:-1],
     ),
@@ -142,6 +147,8 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
         return contents  # a mapping has put the parts where a model has them
     method, settings = declaration(contents.extras)
     weights = [*quantized_weights(contents, method)]
+    if dequantize or (dequantize is None and not weights):
+        contents = _without_cache_scales(contents, weights)
     if not weights:
         return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
     if dequantize:
@@ -221,13 +228,18 @@ def declared(extras: Mapping[str, Any]) -> str:
 
 def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The method that a config among the extras declares, and its settings; or ""."""
+    for settings, otherwise in _settings(extras):
+        if method := _method(settings, otherwise):
+            return method, settings
+    return "", {}
+
+
+def _settings(extras: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    """The settings that the files declare, each with the key or the file that has them."""
     for file, key in _DECLARED:
         config = extras.get(file, {}).get("config")
         for inner in (config, _item(config, "text_config")):
-            settings = _item(inner, key) if key else inner
-            if method := _method(settings, key or file):
-                return method, settings
-    return "", {}
+            yield (_item(inner, key) if key else inner), key or file
 
 
 def undeclared(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +265,7 @@ def _method(settings: Any, otherwise: str) -> str:
         if key in settings:
             return str(settings[key] or "")
     if settings.keys() >= _MLX and not otherwise.endswith(".json"):
-        return f"MLX ({settings.get('mode', 'affine')})"
+        return "MLX"
     return otherwise
 
 
@@ -378,18 +390,48 @@ def _notes_without(contents: Contents, method: str) -> Iterator[str]:
             f"the config declares weights quantised with {method}, but none is stored so: they are"
             " taken as they are"
         )
-    scales = [
-        leaf.label
-        for leaf in contents.leaves
-        if leaf.path
-        # of a path of one key the name has the module's in front of it
-        and f"{'.' * (len(leaf.path) > 1)}{leaf.path[-1].name}".endswith(_CACHE_SCALES)
-    ]
-    if scales:
+    if scales := [leaf.label for leaf in contents.leaves if _scales_a_cache(leaf)]:
         yield (
             f"{len(scales)} tensors, the first {scales[0]}, are named as scales of a quantised"
             " cache of keys and values: they say nothing of weights"
         )
+
+
+def _scales_a_cache(leaf: Leaf) -> bool:
+    """Whether a leaf is named as a scale of a cache of keys and values."""
+    if not leaf.path:
+        return False
+    # of a path of one key the name has the module's in front of it
+    return f"{'.' * (len(leaf.path) > 1)}{leaf.path[-1].name}".endswith(_CACHE_SCALES)
+
+
+def _without_cache_scales(contents: Contents, weights: Sequence[QuantizedWeight]) -> Contents:
+    """The checkpoint without scales of a cache that its config declares: no model has them.
+
+    Those that are parts of a quantised weight are left out with its other parts.
+    """
+    declared = [settings for settings, _ in _settings(contents.extras)]
+    is_declared = any(_item(own, key) for own in declared for key in _CACHE_KEYS)
+    parts = {label for weight in weights for label in weight.parts.values()}
+    out = [leaf for leaf in contents.leaves if _scales_a_cache(leaf) and leaf.label not in parts]
+    if not out or not is_declared or not _imported(contents):
+        return contents
+    labels = {leaf.label for leaf in out}
+    leaves = [leaf for leaf in contents.leaves if leaf.label not in labels]
+    stored = expressions(contents.arrays)
+    arrays = {leaf.name: stored[leaf.name] for leaf in leaves if leaf.has_array}
+    places = {f"{piece.file}:{piece.item}" for leaf in out for piece in contents.locate(leaf)}
+    reason = "a scale of a quantised cache of keys and values: it changes no weight"
+    return replace(
+        contents,
+        leaves=leaves,
+        arrays=Evaluated(arrays),
+        inventory=[
+            replace(item, status="skipped", reason=reason) if item.where in places else item
+            for item in contents.inventory
+        ],
+        claims=passed_on(contents.claims, users(arrays, stored)),
+    )
 
 
 def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequence[Item]:

@@ -172,12 +172,12 @@ def numbers(scale: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Affine:
-    """A weight of which each element is (code - zero point) * scale, in float32.
+    """A weight of which each element is (code - zero point) * scale + bias, in float32.
 
-    Its parts are `codes`, and where there are: `scale`; `zero`, packed as `zero_codes` says;
-    `group`, for each index on an axis its group; and `factor`, one number by which every scale is
-    multiplied first, or divided with `divides`. `constant` is a factor that is stored nowhere, and
-    is applied last.
+    Its parts are `codes`, and where there are: `scale`; `bias`, of the shape of the scales; `zero`,
+    packed as `zero_codes` says; `group`, for each index on an axis its group; and `factor`, one
+    number by which every scale is multiplied first, or divided with `divides`. Scales are codes in
+    `scale_table`, if any. `constant` is a factor that is stored nowhere, and is applied last.
     """
 
     scheme: str
@@ -188,12 +188,12 @@ class Affine:
     zero_codes: Codes = field(default_factory=Codes)
     divides: bool = False
     constant: float | None = None
+    scale_table: np.ndarray | None = None
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         small = self.grid.box(box)
         boxes = {"codes": self.codes.box(box, self.shape)}
-        if "scale" in self.parts:
-            boxes["scale"] = small
+        boxes |= {role: small for role in ("scale", "bias") if role in self.parts}
         if "zero" in self.parts:
             boxes["zero"] = self.zero_codes.box(small, self.grid.shape(self.shape))
         if "factor" in self.parts:
@@ -209,11 +209,14 @@ class Affine:
             zero = self.zero_codes.numbers(parts["zero"], self.grid.box(box))
             self._apply(np.subtract, values, zero, box, parts)
         if "scale" in parts:
-            scale = numbers(parts["scale"])
+            table, stored = self.scale_table, parts["scale"]
+            scale = numbers(stored) if table is None else np.take(table, stored)
             if "factor" in parts:  # one number for all of the scales
                 factor = parts["factor"].astype(np.float32).reshape(())
                 scale = scale / factor if self.divides else scale * factor
             self._apply(np.multiply, values, scale, box, parts)
+        if "bias" in parts:
+            self._apply(np.add, values, parts["bias"].astype(np.float32), box, parts)
         if self.constant is not None:
             values *= np.float32(self.constant)
         return values

@@ -14,6 +14,7 @@ from jax_ucp.layout.box import Box
 # Sign, exponent, mantissa: what a code of four or six bits is worth (OCP Microscaling Formats v1.0,
 # 5.3). The codes are the low bits of a byte.
 FP4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+FP8_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 FP6_E2M3 = np.arange(64, dtype=np.uint8).view(ml_dtypes.float6_e2m3fn).astype(np.float32)
 FP6_E3M2 = np.arange(64, dtype=np.uint8).view(ml_dtypes.float6_e3m2fn).astype(np.float32)
 

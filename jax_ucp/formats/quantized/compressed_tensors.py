@@ -12,15 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer
-from jax_ucp.errors import UCPError
+from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups, is_divisor
+from jax_ucp.name_patterns import NamePatterns
 
 _SHAPED = ("int64", "int32")
 _MX_GROUP, _NVFP4_GROUP = 32, 16
@@ -28,7 +31,7 @@ _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 
 
 def compressed(stored: StoredWeight) -> Dequantizer:
-    """The weight, by the one group of the config whose settings its parts fit."""
+    """The weight, by the one group of the config that is its own and whose settings it fits."""
     # what changes weights otherwise than by codes and scales
     sparsity = stored.settings.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
@@ -52,15 +55,46 @@ def compressed(stored: StoredWeight) -> Dequantizer:
     stored.unknown("no group of the config has weights")
 
 
+def _targeting(groups: Sequence[Mapping[str, Any]], module: str) -> Sequence[Mapping[str, Any]]:
+    """The groups that name a module, or match its name; all of them if none does.
+
+    Other targets are classes of modules, which files do not have. Source: `match_targets` in
+    compressed-tensors 0.20 `utils/match.py`, which prefers names too.
+    """
+    if len(groups) < 2:
+        return groups
+    said = [group.get("targets") for group in groups]
+    targets = [[t for t in own if isinstance(t, str)] for own in said if isinstance(own, list)]
+    if len(targets) < len(groups):
+        return groups
+    patterns = sorted({t.removeprefix("re:") for t in chain(*targets) if t.startswith("re:")})
+    try:
+        matching = _patterns(tuple(patterns)).matching(module)
+    except FormatError:
+        return groups  # a pattern that Python alone can match
+    meant = {module, *(f"re:{pattern}" for pattern in matching)}
+    named = [group for group, own in zip(groups, targets, strict=True) if meant.intersection(own)]
+    return named or groups
+
+
+@lru_cache(maxsize=8)
+def _patterns(patterns: tuple[str, ...]) -> NamePatterns:
+    return NamePatterns(patterns, "config.json")
+
+
 def _groups(stored: StoredWeight) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The settings for weights in the config, each once, with the format of its files."""
     groups = stored.settings.get("config_groups")
     common = stored.settings.get("format")
     seen: list[tuple[str, Mapping[str, Any]]] = []
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        args = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(args, Mapping):
-            continue
+    every = groups.values() if isinstance(groups, Mapping) else ()
+    of_weights = [
+        group
+        for group in every
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+    ]
+    for group in _targeting(of_weights, stored.module):
+        args = group["weights"]
         format = group.get("format") or common
         if not isinstance(format, str) or format not in _FORMATS:
             stored.unknown(f"the config has the format {format!r:.60}, which is not known here")

@@ -1,5 +1,6 @@
 """fp8 with a scale for each block of a weight, or for all of it, as DeepSeek-V3 is published
-(`quant_method: fp8`), and with one for each row (`fbgemm_fp8`).
+(`quant_method: fp8`), and with one for each row (`fbgemm_fp8`). AutoFP8 calls the scale of a whole
+weight `weight_scale`, under `quant_method: fp8` too.
 
 Rule: fp8 * scale in float32, rounded once. Sources: `weight_dequant` in DeepSeek-V3
 `inference/kernel.py`; `Fp8Dequantize` in transformers 5.23 `integrations/finegrained_fp8.py`, which
@@ -20,9 +21,12 @@ _SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
 
 
 def block_fp8(stored: StoredWeight) -> Dequantizer:
+    size = stored.settings.get("weight_block_size")
+    if stored.has("scale") and size is None:  # AutoFP8
+        stored.only("codes", "scale")
+        return _scaled(stored, "scale", Grid(_block(stored, stored.matrix(), size)))
     stored.only("codes", "scale_inv")
     shape = stored.matrix()
-    size = stored.settings.get("weight_block_size")
     block = _block(stored, shape, size)
     for length, side in zip(shape, block, strict=True):
         stored.require_block(length, side, f"weight_block_size={size} in the config")

@@ -14,6 +14,7 @@ from jax_ucp.formats.quantized import (
     fp8,
     ggml,
     gptq,
+    mlx,
     modelopt,
     mxfp4,
     narrow,
@@ -22,6 +23,7 @@ from jax_ucp.formats.quantized import (
 from jax_ucp.formats.quantized.stored import StoredWeight
 
 SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
+    "MLX": mlx.grouped,
     "awq": awq.interleaved,
     "bitsandbytes": bitsandbytes.rows_or_runs,
     "compressed-tensors": compressed_tensors.compressed,
@@ -33,7 +35,7 @@ SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "torchao": torchao.tensor,
 }
 # Where `hf_quant_config.json` alone declares a method, it is called by its algorithm.
-_BY_ALGORITHM = dict.fromkeys(modelopt.ALGOS, modelopt.scaled)
+_BY_ALGORITHM = dict.fromkeys((*modelopt.ALGOS, modelopt.MIXED), modelopt.scaled)
 
 # What is told by the dtype alone.
 _FP4 = "F4, several to a byte"

@@ -38,6 +38,11 @@ class StoredWeight:
     def name(self) -> str:
         return self.weight.name
 
+    @property
+    def module(self) -> str:
+        """The name of the module that has the weight, as configs have it."""
+        return self.name.rpartition("/")[2].removesuffix(".weight")
+
     def has(self, role: str) -> bool:
         return role in self.arrays
 

@@ -69,7 +69,7 @@ def test_a_part_of_another_shape_or_dtype_is_named(case, name, tmp_path):
         array = arrays[name]
         arrays[name] = np.concatenate([np.atleast_1d(array)] * 3)
 
-    has_one_scale = case in ("ct_fp8_tensor", "ct_fp8_tensor_small", "modelopt_fp8")
+    has_one_scale = case in ("ct_fp8_tensor", "ct_fp8_tensor_small", "fp8_auto", "modelopt_fp8")
     if name.endswith(OPTIONAL) or (has_one_scale and name == parts_of(case)[0]):
         return  # with one scale, codes of any shape are a weight
     (tmp_path / "a").mkdir()
@@ -195,6 +195,12 @@ SETTINGS = {
     "mxfp4_gpt_oss": {"quant_method": "gptq"},
     "modelopt_fp8": {"quant_algo": "W4A8_AWQ"},
     "modelopt_nvfp4": {"group_size": 7},
+    "mlx_3": {"bits": 4},
+    "mlx_4_wide": {"group_size": 64},
+    "mlx_8_and_others": {"model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 5}},
+    "mlx_mxfp4": {"mode": "mxfp8"},
+    "mlx_mxfp8": {"model.layers.0.mlp.down_proj": False},
+    "ct_int4_some_asymmetric": {"config_groups": {"g": {"weights": {"symmetric": False}}}},
 }
 
 
@@ -202,7 +208,9 @@ SETTINGS = {
 def test_a_config_that_names_do_not_agree_with_is_refused(case, tmp_path):
     path = shutil.copytree(DATA / case / "ckpt", tmp_path / "c")
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] |= SETTINGS[case]
+    for key in ("quantization_config", "quantization"):
+        if key in config:
+            config[key] |= SETTINGS[case]
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises((FormatError, QuantizedWeights), match="of the quantised weights cannot be"):
         ucp.open(path, dequantize="bfloat16")

@@ -150,7 +150,7 @@ def test_parts_whose_axes_are_others_are_refused_even_where_the_lengths_agree(sc
         for role in made.parts
         if role.endswith(
             (
-                "scale", "scales", "scale_inv", "SCB", "absmax", "map", "zero_point", "qzeros", "scale_2",
+                "scale", "scales", "biases", "scale_inv", "SCB", "absmax", "map", "zero_point", "qzeros", "scale_2",
                 "g_idx",
             )
         )
@@ -172,6 +172,7 @@ SIZED = {
     "block fp8": "weight_block_size",
     "GPTQ": "group_size",
     "AWQ": "group_size",
+    "MLX": "group_size",
     "ModelOpt, NVFP4": "group_size",
 }
 
