@@ -136,6 +136,45 @@ def fp8_block_of_powers_of_two(folder: Path) -> tuple[Truth, list[str]]:
     return _fine_grained(folder, (16, 32), "ue8m0", hidden_size=96, head_dim=24), ["transformers"]
 
 
+@case
+def fp8_experts(folder: Path) -> tuple[Truth, list[str]]:
+    """As transformers 5.23 saves it: the codes of each expert, and the scales of all."""
+    import transformers.quantizers.quantizer_finegrained_fp8 as quantizer
+    from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    # it asks for a GPU, and needs none to store
+    quantizer.FineGrainedFP8HfQuantizer.validate_environment = lambda *_, **__: None
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(vocab_size=16, num_hidden_layers=1, **sizes, **heads, **experts)
+    source = folder.parent / "source"
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    settings = FineGrainedFP8Config(weight_block_size=(32, 16))
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        source, quantization_config=settings, device_map="cpu"
+    )
+    model.save_pretrained(folder)
+    shutil.rmtree(source)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    how, state, truth = Fp8Dequantize(model.hf_quantizer), model.state_dict(), {}
+    for name, codes in state.items():
+        scale = state.get(f"{name}_scale_inv")
+        if name.endswith("_scale_inv"):
+            continue
+        whole = codes if scale is None else how._dequantize_one(codes, scale, torch.bfloat16)
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            truth[name] = whole
+            continue
+        prefix = name.rpartition(".")[0]
+        parts = ["down_proj"] if name.endswith("down_proj") else ["gate_proj", "up_proj"]
+        for expert, own in enumerate(whole):
+            for part, weight in zip(parts, own.chunk(len(parts)), strict=True):
+                truth[f"{prefix}.{expert}.{part}.weight"] = weight
+    return truth, ["transformers"]
+
+
 # compressed-tensors: written by llm-compressor, or by the library itself.
 
 

@@ -5,7 +5,8 @@
     experts.down_proj [E, H, I]         experts.0.down_proj.weight [H, I]
 
 So an optimizer's states are of parameters that no file has. Each stored weight has consecutive
-elements of the packed one, and its states are the same elements of that one's.
+elements of the packed one, and its states are the same elements of that one's. Of fp8, 5.23 stores
+the codes one by one and leaves the scales packed, which it does not read itself.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from jax_ucp.arrays.value import Array, Cut
+from jax_ucp.arrays.checks import passed_on
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.value import Array, Cut, users
 from jax_ucp.layout.fragments import Shape
+from jax_ucp.tree import Key, Leaf, leaf_names
 
 # Model type -> the modules of gate, up and down, and what begins their names differently in memory.
 _LINEAR = ("gate_proj", "up_proj", "down_proj")
@@ -84,3 +89,63 @@ def in_memory(
             each = tuple(ExpertPart(one, i * size, (rows, columns)) for i, one in enumerate(names))
             found[f"{prefix}.{name}"] = PackedParameter((count, len(parts) * rows, columns), each)
     return found
+
+
+_PACKED_SCALES = {
+    ".gate_up_proj_scale_inv": (("gate_proj", "up_proj"), ("w1", "w3")),
+    ".down_proj_scale_inv": (("down_proj",), ("w2",)),
+}
+
+
+def with_own_scales(contents: Contents, block: Sequence[int]) -> Contents:
+    """The checkpoint whose experts have scales of their own, each a part of those for all.
+
+    `block` has the lengths of blocks, of which each expert has whole ones.
+    """
+    shapes = {leaf.label: leaf.shape for leaf in contents.leaves if leaf.has_array}
+    split = {
+        leaf.name: parts
+        for leaf in contents.leaves
+        if (parts := [*_own_scales(leaf, shapes, block)])
+    }
+    if not split:
+        return contents
+    stored = expressions(contents.arrays)
+    made: list[tuple[Leaf, Array | None]] = []
+    for leaf in contents.leaves:
+        if leaf.name not in split:
+            made.append((leaf, stored[leaf.name] if leaf.has_array else None))
+            continue
+        for part in split[leaf.name]:
+            path = (*leaf.path[:-1], Key(leaf.path[-1].kind, part.name))
+            own = replace(leaf, path=path, shape=part.shape)
+            made.append((own, part.of(stored[leaf.name])))
+    names = leaf_names([leaf.path for leaf, _ in made])
+    arrays = {n: array for n, (_, array) in zip(names, made, strict=True) if array is not None}
+    return replace(
+        contents,
+        leaves=[replace(leaf, name=n) for n, (leaf, _) in zip(names, made, strict=True)],
+        arrays=Evaluated(arrays),
+        claims=passed_on(contents.claims, users(arrays, stored)),
+    )
+
+
+def _own_scales(
+    leaf: Leaf, shapes: Mapping[str, Shape], block: Sequence[int]
+) -> Iterator[ExpertPart]:
+    """The parts of packed scales, if the codes of an expert are there, in whole blocks."""
+    end = next((end for end in _PACKED_SCALES if leaf.label.endswith(f".experts{end}")), None)
+    if end is None or len(leaf.shape) != 3:
+        return
+    experts = str(leaf.path[-1].name).removesuffix(end)
+    folder = leaf.label.removesuffix(str(leaf.path[-1].name))
+    for modules in _PACKED_SCALES[end]:
+        names = [f"{experts}.{i}.{one}.weight" for i in range(leaf.shape[0]) for one in modules]
+        rows, columns = leaf.shape[1] // len(modules), leaf.shape[2]
+        codes = rows * block[0], columns * block[1]
+        if rows * len(modules) == leaf.shape[1] and any(
+            shapes.get(folder + name) == codes for name in names
+        ):
+            for i, name in enumerate(names):
+                yield ExpertPart(f"{name}_scale_inv", i * rows * columns, (rows, columns))
+            return

@@ -25,7 +25,7 @@ from jax_ucp.arrays.checks import passed_on
 from jax_ucp.arrays.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.value import users
-from jax_ucp.formats.huggingface import conv1d
+from jax_ucp.formats.huggingface import conv1d, packed_experts
 from jax_ucp.formats.quantized.schemes import why_unread
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
@@ -146,6 +146,10 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     if contents.source.get("dequantize") is False and "mapping" in contents.source:
         return contents  # a mapping has put the parts where a model has them
     method, settings = declaration(contents.extras)
+    if method == "fp8" and dequantize is not False and _imported(contents):
+        match settings.get("weight_block_size"):
+            case [int(rows), int(columns)]:
+                contents = packed_experts.with_own_scales(contents, (rows, columns))
     weights = [*quantized_weights(contents, method)]
     if dequantize or (dequantize is None and not weights):
         contents = _without_cache_scales(contents, weights)

@@ -31,8 +31,10 @@ _FLOATS: Mapping[str, tuple[np.ndarray, np.ndarray | None, int, int]] = {
 def grouped(stored: StoredWeight) -> Dequantizer:
     mode, bits, size = _settings(stored)
     table, scales = _FLOATS[mode][:2] if mode in _FLOATS else (None, None)
-    words = stored.matrix()
-    columns = stored.info("scales").shape[-1] * size
+    words, groups = stored.matrix(), stored.info("scales").shape
+    if len(groups) != len(words):
+        stored.fault(f"its codes have shape {list(words)}, and its scales {list(groups)}")
+    columns = groups[-1] * size
     shape = (*words[:-1], columns)
     packing = Packing(bits, 32, len(shape) - 1)
     if packing.shape(shape) != words:

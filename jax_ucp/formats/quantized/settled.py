@@ -26,6 +26,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 _LEFT_ALONE = (
     *("_scale_inv", ".weight_scale", ".weight_packed", ".weight_zero_point", ".weight_shape"),
     *(".weight_global_scale", ".weight_g_idx", ".weight_scale_2", ".qweight", ".qzeros", ".g_idx"),
+    *(".scales", ".biases"),
     *(".SCB", ".weight_format", ".absmax", ".quant_map", ".nested_absmax"),
 )
 

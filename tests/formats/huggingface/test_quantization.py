@@ -279,6 +279,23 @@ def test_scales_of_a_cache_beside_ordinary_weights_are_named_and_not_refused(tmp
     assert set(checkpoint.restore()["param"]) == {"attn.k_proj.weight", "attn.k_scale"}
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+def test_scales_of_a_cache_that_a_config_declares_are_left_out(quantised, tmp_path):
+    weight = {"attn.k_proj.weight": of(BF16, 4, 8)}
+    if quantised:
+        weight = {"attn.k_proj.weight": of(F8, 4, 8), "attn.k_proj.weight_scale": of(np.float32)}
+    write(tmp_path / "model.safetensors", {**weight, "attn.k_scale": of(np.float32)})
+    said = {"quant_algo": "FP8" if quantised else None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    checkpoint = ucp.open(tmp_path, dequantize="bfloat16" if quantised else None)
+    assert set(checkpoint.restore()["param"]) == {"attn.k_proj.weight"}
+    (item,) = [item for item in checkpoint.inventory if "attn.k_scale" in item.where]
+    assert item.status == "skipped"
+    assert "it changes no weight" in item.reason
+    kept = ucp.open(tmp_path, dequantize=False)
+    assert "param/attn.k_scale" in {leaf.label for leaf in kept.leaves}
+
+
 # What a config says.
 
 CONFIGS = {
