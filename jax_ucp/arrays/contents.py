@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jax_ucp.arrays.checks import Check, Extent, LeafClaim, checks_of, verdicts
+from jax_ucp.arrays.digests import digest_checks
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArraySource, Piece
 from jax_ucp.errors import QuantizedWeights
@@ -132,12 +134,16 @@ class Contents:
         return checks_of(self.claims, extent)
 
     def proofs(self, leaves: Collection[str], extent: Extent) -> Iterator[Check]:
-        """The checks on which any of the leaves with these names depends. Raises ValueError if
-        `extent` is neither "sample" nor "full".
+        """The checks on which any of the leaves with these names depends; of all there is also the
+        hashes of files that their place states.
+
+        Raises ValueError if `extent` is neither "sample" nor "full".
         """
         if extent not in get_args(Extent):
             raise ValueError(f'verify={extent!r} is neither "sample" nor "full"')
-        return (check for check in self.checks(extent) if not check.leaves.isdisjoint(leaves))
+        asked = (check for check in self.checks(extent) if not check.leaves.isdisjoint(leaves))
+        digests = digest_checks(self.files, frozenset(leaves)) if extent == "full" else ()
+        return chain(asked, digests)
 
     def locate(self, leaf: Leaf) -> list[Piece]:
         """The blocks of files that hold the bytes of a leaf; empty if the leaf has no array."""

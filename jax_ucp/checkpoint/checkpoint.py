@@ -19,8 +19,9 @@ import numpy as np
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
-from jax_ucp.arrays.checks import Extent
+from jax_ucp.arrays.checks import Extent, verdicts
 from jax_ucp.arrays.contents import About, Contents, Item, Piece, require_values, require_weights
+from jax_ucp.arrays.digests import digest_checks
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
@@ -1130,7 +1131,8 @@ class Checkpoint:
         return opened(path) if run_share(target, part, begin) else None
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
-        """Read everything that has a checksum or a duplicate.
+        """Read everything that has a checksum or a duplicate. Files of the Hugging Face hub, and of
+        its cache, have the hub's hashes.
 
         Args:
             executor: as for `save`.
@@ -1149,7 +1151,9 @@ class Checkpoint:
             []
         """
         yield from verify(self._contents, executor)
-        for change in self._contents.files.changes():
+        files = self._contents.files
+        yield from verdicts(digest_checks(files, frozenset()), files.is_remote)
+        for change in files.changes():
             yield "the files of the checkpoint", change
 
     def save_index(self, path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ def verify(args: Arguments) -> None:
     """Check every byte of the checkpoint at PATH that has a checksum or is stored twice.
 
     Exit code 1 if there is a fault. Formats without checksums, such as stock Orbax and safetensors,
-    have little to check.
+    have little to check, except for files of the Hugging Face hub and its cache, which have hashes.
     """
     checkpoint = args.open(args.path)
     outcomes = [fault for _, fault in checkpoint.verify(executor=args.executor)]

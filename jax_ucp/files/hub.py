@@ -99,6 +99,9 @@ class Hub(ReadOnlyFiles):
             return FileInfo(name, file.size, file.version)
         return FileInfo(name, 0, "", "folder") if any(self.walk(name)) else None
 
+    def digest(self, file: FileInfo) -> str:
+        return file.version  # `_version`
+
     def fetch(self, file: FileInfo, start: int, stop: int) -> memoryview:
         key = self.key(file.name)
         hub = require_extra("huggingface_hub", "hub", self.url())

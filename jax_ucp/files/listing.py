@@ -101,7 +101,7 @@ class ListedFiles:
         self.files, self.listing = files, listing
         self.url, self.link, self.spec = files.url, files.link, files.spec
         self.write, self.write_large, self.create = files.write, files.write_large, files.create
-        self.sync, self.delete = files.sync, files.delete
+        self.sync, self.delete, self.digest = files.sync, files.delete, files.digest
 
     def __str__(self) -> str:
         return self.url()

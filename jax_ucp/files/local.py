@@ -11,6 +11,7 @@ import ctypes
 import errno
 import itertools
 import os
+import re
 import shutil
 import stat
 import threading
@@ -25,6 +26,9 @@ from jax_ucp.arguments import local_path
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.pread import pread_into
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
+
+# Where files of a snapshot in a Hugging Face cache are links to: blobs named by their hashes.
+_BLOB = re.compile(r"(\.\./)+blobs/(?P<digest>[0-9a-f]{40}|[0-9a-f]{64})")
 
 # More than this no file system has for a part of a name (NAME_MAX), or for a whole path (PATH_MAX),
 # in bytes.
@@ -200,6 +204,11 @@ class LocalFiles(Files):
     def link(self, name: str) -> str | None:
         path = self._below(name) if name else self.root
         return os.readlink(path) if os.path.islink(path) else None
+
+    def digest(self, file: FileInfo) -> str:
+        """The name of the blob in a Hugging Face cache to which a file of a snapshot is a link."""
+        blob = _BLOB.fullmatch(self.link(file.name) or "")
+        return blob["digest"] if blob else ""
 
     def read_into(self, reads: Sequence[RangeRead]) -> None:
         for file, ranges in itertools.groupby(reads, key=lambda read: read.file):

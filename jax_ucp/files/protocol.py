@@ -93,6 +93,12 @@ class Files(Protocol):
         """Where a link leads; None of what is no link."""
         ...
 
+    def digest(self, file: FileInfo) -> str:
+        """The hash of a file that its place states: SHA-256 in 64 digits, or git's of a blob in 40;
+        empty where there is none.
+        """
+        return ""
+
     @abstractmethod
     def read_into(self, reads: Sequence[RangeRead]) -> None:
         """Read ranges. Raises CorruptData where a file has changed, or ends too soon."""

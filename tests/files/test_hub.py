@@ -8,7 +8,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA, Case
-from jax_ucp.errors import StoreError, UnsupportedPath
+from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
 from servers import web
@@ -89,3 +89,56 @@ def test_the_hubs_cache_opens_like_a_folder(model, tmp_path):
     opened = ucp.open(snapshot)
     assert opened.format == "safetensors"
     assert all(np.size(opened.read(label)) for label in opened)
+
+
+SHARD = "model-00002-of-00004.safetensors"
+
+
+def flipped(path: Path) -> None:
+    """Change the last bit of a file in its place: it keeps its size and, for the hub, its hash."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_files_of_the_hub_are_compared_with_its_hashes(model, at_hub, monkeypatch):
+    with web.hub(model) as address:
+        at_hub(address)
+        labels = [label for label, fault in ucp.open("hf://org/name").verify() if fault is None]
+        assert [label for label in labels if f"{SHARD} against its hash" in label]
+        assert [label for label in labels if "config.json against its hash" in label]
+        said = web.stored(model / SHARD)
+        commit = web.commit(model)
+        flipped(model / SHARD)
+        monkeypatch.setattr(web, "commit", lambda root: commit)
+        real = web.stored
+        monkeypatch.setattr(web, "stored", lambda path: said if path.name == SHARD else real(path))
+        opened = ucp.open("hf://org/name")
+        faults = [fault for _, fault in opened.verify() if fault]
+        assert [said["lfs"]["sha256"] in fault for fault in faults] == [True]
+        opened.restore()
+        with pytest.raises(CorruptData, match=f"{SHARD} has the hash .* that were up"):
+            opened.restore(verify="full")
+
+
+def test_blobs_of_a_cache_are_compared_with_their_names(model, tmp_path):
+    """Files of a snapshot are links: to SHA-256 of large ones, and to git's hash of others."""
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in model.iterdir():
+        said = web.stored(path)
+        digest = said["lfs"]["sha256"] if "lfs" in said else said["blobId"]
+        (blobs / digest).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{digest}")
+    found = dict(ucp.open(snapshot).verify())
+    hashed = [label for label in found if label.endswith("against its hash")]
+    assert {Path(label.partition(" ")[0]).name for label in hashed} >= {SHARD, "config.json"}
+    assert not any(found.values())
+    flipped(snapshot / SHARD)
+    with (snapshot / "config.json").open("a") as config:
+        config.write(" ")
+    text = "\n".join(fault for _, fault in ucp.open(snapshot).verify() if fault)
+    assert f"{SHARD} has the hash" in text
+    assert "config.json has the hash" in text

@@ -138,11 +138,7 @@ class _HubHandler(_Handler):
 
     def _siblings(self) -> list[dict[str, Any]]:
         return [
-            {
-                "rfilename": path.relative_to(self.root).as_posix(),
-                "size": path.stat().st_size,
-                "blobId": hashlib.sha1(path.name.encode()).hexdigest(),
-            }
+            {"rfilename": path.relative_to(self.root).as_posix(), **stored(path)}
             for path in sorted(self.root.rglob("*"))
             if path.is_file()
         ]
@@ -153,6 +149,18 @@ class _HubHandler(_Handler):
             self.say(403, b"expired")
             return
         self.file(self.root / name.removeprefix("cdn/"))
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """How the hub describes a file: those of some KiB are large here."""
+    data = path.read_bytes()
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    about = {"size": len(data), "blobId": blob}
+    if len(data) < 4096:
+        return about
+    return about | {
+        "lfs": {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
+    }
 
 
 def commit(root: Path) -> str:

@@ -55,7 +55,7 @@ def why_unread(method: str, weight: QuantizedWeight) -> str:
     """Why it is not known how a weight is made of its parts; empty if it is known."""
     is_known = _maker(method, weight) is not None
     if method and not is_known:
-        known = ", ".join(sorted(SCHEMES))
+        known = ", ".join(sorted(SCHEMES, key=str.lower))
         return f"the config declares {method}, which is not dequantised here; known are {known}"
     if weight.fault or is_known:
         return weight.fault
