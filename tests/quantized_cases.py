@@ -111,9 +111,26 @@ def block_fp8(draw: Draw) -> Made:
     scale = small_scales(rng, (*experts, *grid), draw(st.sampled_from([np.float32, BF16])))
     want = affine(codes, 0, spread(scale, ((1,) * len(experts)) + block, shape))
     parts = {"codes": codes, "scale_inv": scale}
-    if is_one and draw(st.booleans()):  # AutoFP8
+    if draw(st.booleans()):  # AutoFP8, DeepSeek-V4
         parts = {"codes": codes, "scale": scale}
     return Made("fp8", parts, want, {"weight_block_size": None if is_one else list(block)})
+
+
+@st.composite
+def fp4_experts(draw: Draw) -> Made:
+    """DeepSeek-V4: two codes in a byte, and an exponent for each 32 of a row."""
+    rng, shape = rng_of(draw), (draw(SIZES), 32 * draw(st.integers(1, 4)))
+    codes = rng.integers(0, 16, shape)
+    table = np.array(E2M1 + [-x for x in E2M1], np.float32)
+    stored = rng.integers(90, 160, (shape[0], shape[1] // 32)).astype(np.uint8)
+    scale = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+    role = draw(st.sampled_from(["scale", "scale_inv"]))
+    parts = {"codes": packed(codes, 4, 1, np.uint8).view(np.int8)}
+    parts[role] = stored.view(ml_dtypes.float8_e8m0fnu)
+    said: dict[str, Any] = {"weight_block_size": [128, 128]}
+    said |= draw(st.sampled_from([{}, {"expert_dtype": "fp4"}]))
+    want = table[codes] * spread(scale, (1, 32), shape)
+    return Made("fp8", parts, want, said, name="layers.0.ffn.experts.3.w1.weight")
 
 
 @st.composite
@@ -468,6 +485,7 @@ def modelopt_nvfp4(draw: Draw) -> Made:
 
 SCHEMES = {
     "block fp8": block_fp8(),
+    "fp4 of DeepSeek": fp4_experts(),
     "row fp8": row_fp8(),
     "packed integers": packed_integers(),
     "NVFP4 and MXFP4": few_bits(),

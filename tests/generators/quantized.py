@@ -54,7 +54,7 @@ def write(out: Path, name: str) -> None:
         tensor = tensor.detach().contiguous()
         is_bfloat16 = tensor.dtype == torch.bfloat16
         arrays[f"param/{key}"] = (tensor.view(torch.uint16) if is_bfloat16 else tensor).numpy()
-    quantized = next(tensor for key, tensor in truth.items() if "_proj" in key)
+    quantized = next(tensor for key, tensor in truth.items() if "_proj" in key or ".w1." in key)
     dequantize = str(quantized.dtype).removeprefix("torch.")
     np.savez_compressed(folder / "truth.npz", **arrays)
     dtypes = {key: "bfloat16" for key, array in arrays.items() if array.dtype == np.uint16}
@@ -172,6 +172,36 @@ def fp8_experts(folder: Path) -> tuple[Truth, list[str]]:
         for expert, own in enumerate(whole):
             for part, weight in zip(parts, own.chunk(len(parts)), strict=True):
                 truth[f"{prefix}.{expert}.{part}.weight"] = weight
+    return truth, ["transformers"]
+
+
+@case
+def fp8_deepseek_v4(folder: Path) -> tuple[Truth, list[str]]:
+    """DeepSeek's own layout, by hand: exponents called `scale`, and experts of fp4."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    config = FineGrainedFP8Config(weight_block_size=(32, 32))
+    quantizer = Fp8Dequantize(types.SimpleNamespace(quantization_config=config))
+    shapes = {"attn.wq_a": (64, 96), "attn.wo_b": (96, 64), "ffn.shared_experts.w1": (64, 96)}
+    shapes |= {f"ffn.experts.{i}.{w}": (64, 96) for i in range(2) for w in ("w1", "w3")}
+    stored = {"layers.0.attn_norm.weight": torch.randn(96).to(torch.bfloat16)}
+    truth = dict(stored)
+    for module, (rows, columns) in shapes.items():
+        if ".experts." in module:
+            codes = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            exponents = torch.randint(110, 135, (rows, columns // 32), dtype=torch.uint8)
+        else:
+            codes = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+            exponents = torch.randint(110, 135, (rows // 32, columns // 32), dtype=torch.uint8)
+        name, scale = f"layers.0.{module}.weight", exponents.view(torch.float8_e8m0fnu)
+        stored |= {name: codes, f"layers.0.{module}.scale": scale}
+        truth[name] = quantizer._dequantize_one(codes, scale, torch.bfloat16)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+    settings |= {"activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    about = {"model_type": "deepseek_v4", "expert_dtype": "fp4", "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(about, indent=1))
     return truth, ["transformers"]
 
 

@@ -234,7 +234,9 @@ def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The method that a config among the extras declares, and its settings; or ""."""
     for settings, otherwise in _settings(extras):
         if method := _method(settings, otherwise):
-            return method, settings
+            # DeepSeek-V4 has it beside the settings, and V4.1 among them
+            experts = _item(extras.get("config.json", {}).get("config"), "expert_dtype")
+            return method, settings if experts is None else {"expert_dtype": experts, **settings}
     return "", {}
 
 

@@ -1,6 +1,6 @@
 """fp8 with a scale for each block of a weight, or for all of it, as DeepSeek-V3 is published
 (`quant_method: fp8`), and with one for each row (`fbgemm_fp8`). AutoFP8 calls the scale of a whole
-weight `weight_scale`, under `quant_method: fp8` too.
+weight `weight_scale`, under `quant_method: fp8` too, as DeepSeek-V4 is, whose experts may be fp4.
 
 Rule: fp8 * scale in float32, rounded once. Sources: `weight_dequant` in DeepSeek-V3
 `inference/kernel.py`; `Fp8Dequantize` in transformers 5.23 `integrations/finegrained_fp8.py`, which
@@ -13,25 +13,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
+from jax_ucp.formats.quantized.bits import FP4, Packing
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight
 
+_FP4_GROUP = 32
 _SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
 
 
 def block_fp8(stored: StoredWeight) -> Dequantizer:
-    size = stored.settings.get("weight_block_size")
-    if stored.has("scale") and size is None:  # AutoFP8
-        stored.only("codes", "scale")
-        return _scaled(stored, "scale", Grid(_block(stored, stored.matrix(), size)))
-    stored.only("codes", "scale_inv")
+    """The weight; AutoFP8 and DeepSeek-V4 call the scale otherwise than DeepSeek-V3."""
+    role = "scale_inv" if stored.has("scale_inv") or not stored.has("scale") else "scale"
+    stored.only("codes", role)
     shape = stored.matrix()
+    is_fp4, is_expert = stored.info("codes").dtype == np.int8, ".experts." in stored.name
+    expert_dtype = stored.settings.get("expert_dtype")
+    if is_expert and expert_dtype is not None and (expert_dtype == "fp4") != is_fp4:
+        stored.fault(f"the config says expert_dtype={expert_dtype!r:.40}, and its codes do not")
+    if is_fp4:
+        if not is_expert:
+            stored.unknown("two fp4 to a byte are known of experts alone")
+        return _fp4(stored, role)
+    size = stored.settings.get("weight_block_size")
     block = _block(stored, shape, size)
     for length, side in zip(shape, block, strict=True):
         stored.require_block(length, side, f"weight_block_size={size} in the config")
-    grid = Grid(block)
-    return _scaled(stored, "scale_inv", grid)
+    return _scaled(stored, role, Grid(block))
+
+
+def _fp4(stored: StoredWeight, role: str) -> Dequantizer:
+    """Experts of DeepSeek-V4: two fp4 in a byte, the first in the low half, and an exponent for
+    each 32 of a row. Source: `_unpack_fp4` in transformers 5.23.
+    """
+    words = stored.matrix()
+    shape = (*words[:-1], 2 * words[-1])
+    if shape[-1] % _FP4_GROUP:
+        stored.fault(f"groups of {_FP4_GROUP} do not divide rows of {shape[-1]}")
+    grid = Grid((*(1 for _ in shape[:-1]), _FP4_GROUP))
+    parts = {
+        "codes": stored.part("codes", words, ("int8",)),
+        "scale": stored.scale(role, grid.shape(shape), ("float8_e8m0fnu", "uint8")),
+    }
+    codes = Codes(Packing(4, 8, len(shape) - 1), table=FP4)
+    return Affine(stored.weight.scheme, shape, parts, codes, grid)
 
 
 def row_fp8(stored: StoredWeight) -> Dequantizer:

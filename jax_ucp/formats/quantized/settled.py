@@ -29,6 +29,7 @@ _LEFT_ALONE = (
     *(".scales", ".biases"),
     *(".SCB", ".weight_format", ".absmax", ".quant_map", ".nested_absmax"),
 )
+_EXPONENTS = "float8_e8m0fnu"  # a dtype of scales alone
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def _dequantizers(
     # parts of quantised weights that belong to none of the weights
     claimed = {label for weight in weights for label in weight.parts.values()}
     for label, leaf in leaves.items():
-        if leaf.has_array and label not in claimed and label.endswith(_LEFT_ALONE):
+        is_part = label.endswith(_LEFT_ALONE) or leaf.dtype == _EXPONENTS
+        if leaf.has_array and label not in claimed and is_part:
             faults.append(
                 FormatError(
                     f"{label} is a part of a quantised weight, and no codes that it belongs to are"

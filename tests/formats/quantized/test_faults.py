@@ -73,7 +73,8 @@ def test_a_part_of_another_shape_or_dtype_is_named(case, name, tmp_path):
         array = arrays[name]
         arrays[name] = np.concatenate([np.atleast_1d(array)] * 3)
 
-    has_one_scale = case in ("ct_fp8_tensor", "ct_fp8_tensor_small", "fp8_auto", "modelopt_fp8")
+    has_one_scale = case.startswith(("ct_fp8_tensor", "fp8_auto", "modelopt_mixed"))
+    has_one_scale |= case == "modelopt_fp8"
     if name.endswith(OPTIONAL) or (has_one_scale and name == parts_of(case)[0]):
         return  # with one scale, codes of any shape are a weight
     (tmp_path / "a").mkdir()
@@ -188,6 +189,7 @@ def test_a_group_that_is_not_there_is_named(tmp_path):
 SETTINGS = {
     "fp8_block_32": {"weight_block_size": [64, 32]},
     "fp8_experts": {"weight_block_size": [64, 16]},
+    "fp8_deepseek_v4": {"expert_dtype": "fp8"},
     "modelopt_mixed": {"quantized_layers": None},
     "gptq_4": {"bits": 8},
     "gptq_3_act_order": {"checkpoint_format": "marlin"},
