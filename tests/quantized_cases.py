@@ -125,7 +125,7 @@ def fp4_experts(draw: Draw) -> Made:
     stored = rng.integers(90, 160, (shape[0], shape[1] // 32)).astype(np.uint8)
     scale = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
     role = draw(st.sampled_from(["scale", "scale_inv"]))
-    parts = {"codes": packed(codes, 4, 1, np.uint8).view(np.int8)}
+    parts: dict[str, np.ndarray] = {"codes": packed(codes, 4, 1, np.uint8).view(np.int8)}
     parts[role] = stored.view(ml_dtypes.float8_e8m0fnu)
     said: dict[str, Any] = {"weight_block_size": [128, 128]}
     said |= draw(st.sampled_from([{}, {"expert_dtype": "fp4"}]))
