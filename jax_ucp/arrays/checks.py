@@ -5,11 +5,11 @@ on a sample or on all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from jax_ucp.arrays.budget import in_threads
+from jax_ucp.arrays.watched import Watcher, watching
 from jax_ucp.errors import CorruptData
 from jax_ucp.garbage import gc_paused
 
@@ -20,25 +20,6 @@ SAMPLE_BYTES = 64
 
 # What a check reads at once of each of two copies, where it reads more.
 CHECK_BYTES = 2 << 20
-
-# Called when a fault shows while somebody else reads; and with what was seen without one, a small
-# value that can be pickled.
-Alarm = Callable[[], None]
-Note = Callable[[Any], None]
-
-
-class Watcher(Protocol):
-    """A record of the elements that a check has seen while others read, here and elsewhere."""
-
-    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
-        """A context in which elements are compared as others read them: a fault calls `alarm`,
-        elements without one are passed to `note`.
-        """
-        ...
-
-    def add(self, seen: Iterable[Any]) -> None:
-        """Add the notes of the watcher of the same check in another process."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -119,11 +100,9 @@ def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[st
     """The label of each check with its fault, or None; several run at once, and each sees the
     elements that the others read.
     """
-    with ExitStack() as stack:
-        with gc_paused():
-            checks = list(checks)
-            for watcher in filter(None, (check.watcher for check in checks)):
-                stack.enter_context(watcher.watch(ignore, ignore))
+    with gc_paused():
+        checks = list(checks)
+    with watching(filter(None, (check.watcher for check in checks))):
         faults = faults_of(checks, remote)
     yield from zip((check.label for check in checks), faults, strict=True)
 
@@ -133,7 +112,3 @@ def faults_of(checks: Sequence[Check], remote: bool = False) -> Sequence[str | N
     last: by then they have seen the bytes that the others read.
     """
     return list(in_threads([check.run for check in reversed(checks)], remote))[::-1]
-
-
-def ignore(*seen: object) -> None:
-    """Do nothing: every check is run to its end, and no other process asks for notes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +26,7 @@ from jax_ucp.arrays.value import (
     flat_boxes,
     stored,
 )
-from jax_ucp.arrays.watched import Look, Watching
+from jax_ucp.arrays.watched import watchers
 from jax_ucp.files.copying import copy_into
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box, range_boxes
@@ -43,20 +42,10 @@ Reads = list[tuple[Box, np.ndarray]]
 Copies = list[tuple[np.ndarray, np.ndarray]]
 Want = tuple[Array, Sequence[Box], Sequence[np.ndarray]]
 
-# By the identity of an array, the functions that see what is read of it.
-_looks: dict[int, dict[Look, int]] = {}
-
-
-def watch(array: Array, look: Look) -> AbstractContextManager[None]:
-    """While this lasts, `look` is called with all boxes of an array that are read, and their
-    elements.
-    """
-    return Watching(_looks, look, id(array))
-
 
 def read(array: Array, box: Box) -> np.ndarray:
     """The elements of `box`, in the shape of the box: memory of the caller's own."""
-    if id(array) not in _looks:
+    if not watchers(id(array)):
         if isinstance(array, Stored):
             return array.source.read(array.item, box)
         if isinstance(array, Rearranged) and (whole := _in_one_box(array, box)):
@@ -121,8 +110,8 @@ class _Reads:
                 _want_rearranged(self, array, boxes, outs)
             case Computed():
                 _want_computed(self, array, boxes, outs)
-        for look in _looks.get(id(array), ()):
-            self.then(partial(look, boxes, outs))
+        for watcher in watchers(id(array)):
+            self.then(partial(watcher.see, boxes, outs))
 
 
 def locate(array: Array, box: Box) -> Iterator[Piece]:

@@ -7,15 +7,15 @@ GGUF or msgpack, a chunk file, an item of DCP.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jax_ucp.arrays.checks import SAMPLE_BYTES, Alarm, Check, Extent, LeafClaim, Note, ignore
+from jax_ucp.arrays.checks import SAMPLE_BYTES, Check, Extent, LeafClaim
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
-from jax_ucp.arrays.watched import Watching
+from jax_ucp.arrays.watched import Watcher, watchers
 from jax_ucp.errors import FormatError
 from jax_ucp.files.crc import Summed, SummedBytes, Tally
 from jax_ucp.files.path import FilePath
@@ -55,10 +55,6 @@ class Region(NamedTuple):
     start: int
     stop: int
     crc: int
-
-    def tally(self, alarm: Alarm = ignore, note: Note = ignore) -> Tally:
-        """The sum of the bytes, of which nothing is seen yet."""
-        return Tally(self.start, self.stop, self.crc, alarm, note)
 
 
 class StoredArray(NamedTuple):
@@ -103,7 +99,6 @@ class ExtentTable(ArraySource):
     ):
         self._arrays, self._file_name = arrays, file_name
         self._stored = {} if stored is None else stored
-        self.summing: dict[str, dict[_Summing, int]] = {}  # by place
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -136,8 +131,8 @@ class ExtentTable(ArraySource):
                 out[...] = stored[box.index]
             return
         file, data = stored.file, stored.file.data
-        if stored.region is not None and (summing := self.summing.get(stored.place)):
-            region, place = stored.region, stored.place
+        region, place = stored.region, stored.place
+        if region is not None and (summing := watchers((id(self), place))):
             data = Summed(data, [each.tally(place, region) for each in summing])
         buffers: list[np.ndarray] = []
         for box, out in zip(boxes, outs, strict=True):
@@ -158,9 +153,6 @@ class ExtentTable(ArraySource):
         for label, nbytes, arrays, places in self.sums():
             yield LeafClaim(Checksums(self, label, nbytes, places), frozenset(arrays))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "summing": {}}  # who sums what is read does so in this process
-
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
@@ -178,27 +170,23 @@ class Checksums:
             yield Check(self.label, leaves, self.nbytes, summing.fault, watcher)
 
 
-class _Summing:
+class _Summing(Watcher):
     """The CRC-32 of regions: of what others read of them, and of the rest."""
 
     def __init__(self, table: ExtentTable, places: Sequence[str]):
+        super().__init__(*((id(table), place) for place in places))
         self._table, self._places = table, places
         self._tallies: dict[str, Tally] = {}
-        self._alarm: Alarm = ignore
-        self._note: Note = ignore
-
-    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
-        self._alarm, self._note = alarm, note
-        return Watching(self._table.summing, self, *self._places)
 
     def tally(self, place: str, region: Region) -> Tally:
         """The sum of the region at a place, of what was seen up to now."""
         if place not in self._tallies:
 
             def noted(part: SummedBytes) -> None:
-                self._note((place, region, part))
+                self.note((place, region, part))
 
-            self._tallies.setdefault(place, region.tally(self._alarm, noted))
+            tally = Tally(region.start, region.stop, region.crc, self.alarm, noted)
+            self._tallies.setdefault(place, tally)
         return self._tallies[place]
 
     def add(self, seen: Iterable[tuple[str, Region, SummedBytes]]) -> None:
@@ -215,8 +203,12 @@ class _Summing:
                 continue
             try:
                 for file, region in self._table.regions(place):
-                    tally = known or region.tally()
-                    _read_rest(file, tally)
+                    tally = known or Tally(region.start, region.stop, region.crc)
+                    for start, stop in tally.gaps():
+                        room = np.empty(min(VERIFY_BYTES, stop - start), np.uint8)
+                        with naming(file.path):
+                            for at in range(start, stop, VERIFY_BYTES):
+                                Summed(file.data, [tally]).read_into([(at, room[: stop - at])])
                     if not tally.agrees():
                         return (
                             f"{file.path}: the bytes of storage {region.storage} do not have the"
@@ -225,15 +217,6 @@ class _Summing:
             except FormatError as error:
                 return str(error)
         return None
-
-
-def _read_rest(file: StoredFile, tally: Tally) -> None:
-    """Read what a tally has not seen."""
-    for start, stop in tally.gaps():
-        room = np.empty(min(VERIFY_BYTES, stop - start), np.uint8)
-        with naming(file.path):
-            for at in range(start, stop, VERIFY_BYTES):
-                Summed(file.data, [tally]).read_into([(at, room[: stop - at])])
 
 
 def _swapped(array: np.ndarray) -> np.ndarray:

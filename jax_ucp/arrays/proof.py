@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from jax_ucp.arrays.checks import CHECK_BYTES, Alarm, Check, Extent, Note
-from jax_ucp.arrays.evaluate import elements_of, split, watch
+from jax_ucp.arrays.checks import CHECK_BYTES, Check, Extent
+from jax_ucp.arrays.evaluate import elements_of, split
 from jax_ucp.arrays.value import Array
-from jax_ucp.arrays.watched import Coverage
+from jax_ucp.arrays.watched import BoxWatcher
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
@@ -100,20 +97,14 @@ class Zeros(Proof):
         return next((f"{self.label}: {box} {self.fault}" for box in found), None)
 
 
-class _ProofWatcher:
+class _ProofWatcher(BoxWatcher):
     """A proof on elements as they pass, and in the end on those that did not."""
 
     def __init__(self, proof: Proof):
+        super().__init__(id(proof.array))
         self._proof = proof
-        self._passed = Coverage()
         self._fault: str | None = None
         self._ended = False
-
-    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
-        return watch(self._proof.array, partial(self._look, alarm, note))
-
-    def add(self, seen: Iterable[Sequence[Box]]) -> None:
-        self._passed.add(list(itertools.chain.from_iterable(seen)))
 
     def run(self) -> str | None:
         """The first fault in the order of the elements, or None. Without a fault so far, elements
@@ -122,7 +113,7 @@ class _ProofWatcher:
         self._ended = True
         every = list(pieces(self._proof.area, self._proof.itemsize))
         if not self._fault:
-            return self._first_fault(self._passed.missing(every))
+            return self._first_fault(self.missing(every))
         return self._first_fault(every) or self._fault
 
     def _first_fault(self, boxes: Sequence[Box]) -> str | None:
@@ -130,18 +121,15 @@ class _ProofWatcher:
         faults = (proof.fault_in([box], proof.read([box])) for box in boxes)
         return next(filter(None, faults), None)
 
-    def _look(
-        self, alarm: Alarm, note: Note, boxes: Sequence[Box], arrays: Sequence[np.ndarray]
-    ) -> None:
+    def see(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
         if self._ended or self._fault:
             return
         for group, passing in _groups(self._proof, boxes, arrays):
             if fault := self._proof.fault_in(group, passing):
                 self._fault = fault
-                alarm()
+                self.alarm()
                 return
-            self._passed.add(group)
-            note(group)
+            super().see(group, [passing])
 
 
 def pieces(area: Box, itemsize: int) -> Iterator[Box]:

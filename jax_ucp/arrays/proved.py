@@ -8,15 +8,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, faults_of, ignore, require
+from jax_ucp.arrays.checks import Check, faults_of, require
 from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.watched import watching
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.garbage import gc_paused
 from jax_ucp.layout.box import Box
@@ -86,12 +87,13 @@ class Proofs:
         """While this lasts, the checks look at what is read. Those that read nothing of arrays, and
         only wait for a network, run meanwhile.
         """
-        with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-            with gc_paused():
-                for i, check in enumerate(self.checks):
-                    if check.watcher is not None:
-                        note = partial(self._note, i) if self._taking_notes else ignore
-                        stack.enter_context(check.watcher.watch(self._failed.set, note))
+        with gc_paused():
+            watchers = {i: c.watcher for i, c in enumerate(self.checks) if c.watcher is not None}
+            for i, watcher in watchers.items():
+                watcher.alarm = self._failed.set
+                if self._taking_notes:
+                    watcher.note = partial(self._note, i)
+        with ThreadPoolExecutor(1) as pool, watching(watchers.values()):
             if self.contents.files.is_remote and not self._taking_notes:
                 self._early = {
                     i: pool.submit(check.run)

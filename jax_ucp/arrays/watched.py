@@ -1,9 +1,12 @@
-"""Functions that see what is read of an array, and the boxes of it that were read."""
+"""Watchers: whoever reads an array, or bytes that are summed, shows them to its watchers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+import itertools
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,48 +14,72 @@ import numpy as np
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 
-Look = Callable[[Sequence[Box], Sequence[np.ndarray]], None]
+# By what is read: the identity of an array expression, an array of a store, a region of a table.
+_watching: dict[Hashable, tuple[Watcher, ...]] = {}
 
 
-class Watching(AbstractContextManager[None]):
-    """A context in which `look` is one of the `looks` at each of the keys; once, also if it watches
-    several times. It is a class, because there may be one for each of a million arrays, and a
-    generator costs more.
+class Watcher(ABC):
+    """A record of what was seen at `keys` while others read it, here and in other processes.
+
+    `alarm` is called when a fault shows. `note` is called with what was seen without a fault, a
+    small value that can be pickled.
     """
 
-    __slots__ = ("_keys", "_look", "_looks")
+    def __init__(self, *keys: Hashable):
+        self.keys = keys
+        self.alarm: Callable[[], None] = lambda: None
+        self.note: Callable[[Any], None] = lambda seen: None
 
-    def __init__(self, looks: dict[Any, dict[Any, int]], look: Hashable, *keys: Hashable):
-        self._looks, self._look, self._keys = looks, look, keys
-
-    def __enter__(self) -> None:
-        for key in self._keys:
-            looks = self._looks.get(key, {})
-            self._looks[key] = looks | {self._look: looks.get(self._look, 0) + 1}
-
-    def __exit__(self, *error: object) -> None:
-        for key in self._keys:
-            looks = self._looks.pop(key)
-            left = {look: count - (look == self._look) for look, count in looks.items()}
-            if left := {look: count for look, count in left.items() if count}:
-                self._looks[key] = left
+    @abstractmethod
+    def add(self, seen: Iterable[Any]) -> None:
+        """Add the notes of the watcher of the same check in another process."""
 
 
-class Coverage:
-    """Boxes of an array that were read.
+@contextmanager
+def watching(several: Iterable[Watcher]) -> Iterator[None]:
+    """While this lasts, the watchers see what is read."""
+    distinct = {id(watcher): watcher for watcher in several}
+    added: dict[Hashable, list[Watcher]] = defaultdict(list)
+    for watcher in distinct.values():
+        for key in watcher.keys:
+            added[key].append(watcher)
+    for key, some in added.items():
+        _watching[key] = *watchers(key), *some
+    try:
+        yield
+    finally:
+        for key in added:
+            left = tuple(each for each in _watching.pop(key) if id(each) not in distinct)
+            if left:
+                _watching[key] = left
 
-    >>> coverage = Coverage()
-    >>> coverage.add([Box((0,), (5,)), Box((5,), (9,))])
-    >>> [str(box) for box in coverage.missing([Box((1,), (7,)), Box((7,), (12,))])]
+
+def watchers(key: Hashable) -> Sequence[Any]:
+    """The watchers of what is read at a key, whose kind follows from that of the key."""
+    return _watching.get(key, ())
+
+
+class BoxWatcher(Watcher):
+    """The boxes of an array that were read.
+
+    >>> watcher = BoxWatcher()
+    >>> watcher.see([Box((0,), (5,)), Box((5,), (9,))], [])
+    >>> [str(box) for box in watcher.missing([Box((1,), (7,)), Box((7,), (12,))])]
     ['[7:12]']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *keys: Hashable):
+        super().__init__(*keys)
         self._boxes: list[Box] = []
         self._index: tuple[list[Box], BoxIndex] | None = None
 
-    def add(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray] = ()) -> None:
-        self._boxes.extend(boxes)
+    def see(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+        """Take note of boxes that were read, with their elements."""
+        self.add([boxes])
+        self.note(boxes)
+
+    def add(self, seen: Iterable[Sequence[Box]]) -> None:
+        self._boxes.extend(itertools.chain.from_iterable(seen))
         self._index = None
 
     def missing(self, boxes: Sequence[Box]) -> Sequence[Box]:

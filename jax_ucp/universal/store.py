@@ -12,7 +12,7 @@ import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from jax_ucp.arrays.checks import Alarm, Check, Extent, Note, ignore
+from jax_ucp.arrays.checks import Check, Extent
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece, Want
-from jax_ucp.arrays.watched import Coverage, Look, Watching
+from jax_ucp.arrays.watched import BoxWatcher, watchers
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
 from jax_ucp.files.in_flight import each_file, stat_all
 from jax_ucp.files.path import FilePath, file_path
@@ -101,7 +101,6 @@ class ZarrStore(ArraySource):
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
         self._packs: dict[FileInfo, ReadAhead] = {}
-        self.looks: dict[str, dict[Look, int]] = {}  # at what is read of an array
         self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -190,8 +189,8 @@ class ZarrStore(ArraySource):
         self._show(key, boxes, outs)
 
     def _show(self, key: str, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
-        for look in self.looks.get(key, ()):
-            look(boxes, arrays)
+        for watcher in watchers((id(self), key)):
+            watcher.see(boxes, arrays)
 
     def lies_in(self, key: str) -> str:
         """The pack that has the first chunk of an array, or the key of the array without one."""
@@ -332,19 +331,20 @@ class ZarrStore(ArraySource):
     ) -> Iterator[Check]:
         """The check of each outer chunk of an array, as `ChunkDigests` has it."""
         itemsize = self._arrays[key].dtype.itemsize
-        passing = _Passing(self, key)
+        # the boxes that were read, and so compared with the recorded crc32c of inner chunks
+        passed = BoxWatcher((id(self), key))
 
         def run(box: Box, want: Written) -> str | None:
-            return self._fault(key, box, want) if passing.passed.missing([box]) else None
+            return self._fault(key, box, want) if passed.missing([box]) else None
 
-        watcher = passing if self._crcs.get(key) else None
+        watcher = passed if self._crcs.get(key) else None
         outer = _outer_chunks(self._arrays[key], self.chunks[key])
         for (box, text, *_), want in zip(outer, digests, strict=True):
             work = partial(run, box, Written(want, self._recorded(key, box)))
             yield Check(f"{label} {text}", leaves, box.size * itemsize, work, watcher)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_packs": {}, "looks": {}}  # which are of this process
+        return {**vars(self), "_packs": {}}  # which are of this process
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -389,27 +389,6 @@ class ChunkDigests:
         if extent == "sample":
             return ()
         return self.store.digest_checks(self.key, self.label, self.record.digests, leaves)
-
-
-class _Passing:
-    """A watcher of the reads of an array whose inner chunks have a recorded crc32c."""
-
-    def __init__(self, store: ZarrStore, key: str):
-        self.passed = Coverage()
-        self._store, self._key = store, key
-        self._note: Note = ignore
-
-    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
-        self._note = note
-        return Watching(self._store.looks, self._look, self._key)
-
-    def add(self, seen: Iterable[Sequence[Box]]) -> None:
-        for boxes in seen:
-            self.passed.add(boxes)
-
-    def _look(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
-        self.passed.add(boxes)
-        self._note(boxes)
 
 
 # Thousands of arrays have few shapes: what follows from the shape alone is made once for them.

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import MemoryStore, boxes_in, numbered
-from jax_ucp.arrays.evaluate import expressions, read, read_each, read_into, watch
+from jax_ucp.arrays.evaluate import expressions, read, read_each, read_into
 from jax_ucp.arrays.protocol import ArrayInfo, Want
 from jax_ucp.arrays.value import Array, Computed, Cut, Rule, joined, users
+from jax_ucp.arrays.watched import BoxWatcher, watching
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.layout.strided import MOST_READ
@@ -135,11 +136,12 @@ def test_a_watcher_of_an_input_sees_what_is_read_through_what_is_made_of_it():
     _, array = flat_shards(whole, [9])
     seen = []
 
-    def look(boxes: Sequence[Box], elements: Sequence[np.ndarray]) -> None:
-        seen.extend((box, part.copy()) for box, part in zip(boxes, elements, strict=True))
+    class Kept(BoxWatcher):
+        def see(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+            seen.extend((box, part.copy()) for box, part in zip(boxes, arrays, strict=True))
 
     layer = Cut(array, 8, (2, 4))
-    with watch(array, look):
+    with watching([Kept(id(array))]):
         read(layer, Box((0, 1), (2, 4)))
     read(layer, Box((0, 0), (1, 1)))
     [(box, elements)] = seen

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax_ucp.arrays.checks import checks_of, verdicts
 from jax_ucp.arrays.extents import ExtentTable, Region, StoredArray, StoredFile, SummedArrays
 from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.arrays.watched import watching
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import MemoryRange
@@ -91,8 +92,8 @@ def test_a_checksum_is_compared_when_all_its_bytes_were_seen(read, is_sound):
     table = Summed(data, zlib.crc32(data[4:20]) ^ (not is_sound))
     (check,) = checks_of(table.claims(), "full")
     alarms, notes = [], []
-    assert check.watcher is not None
-    with check.watcher.watch(lambda: alarms.append(1), notes.append):
+    check.watcher.alarm, check.watcher.note = lambda: alarms.append(1), notes.append
+    with watching([check.watcher]):
         for key in read:
             table.read(key, Box.whole((2,)))
     assert len(notes) == len(read)
