@@ -38,15 +38,11 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"{text!r:.200} names no file: a path is not empty and has no NUL in it"
         )
     if url := URL.match(text):
-        return _path_of_url(text, url)
+        plain = re.sub(r"^//(localhost)?(?=/)", "", text[len(url["scheme"]) + 1 :])
+        if url["scheme"].lower() == "file" and re.match(r"/[^/]", plain):
+            return Path(urllib.parse.unquote(plain))
+        raise UnsupportedPath(f"{text} is a URL, and here a local file or folder is needed")
     return Path(text).expanduser() if os.path.expanduser(text) != text else Path(text)
-
-
-def _path_of_url(text: str, url: re.Match[str]) -> Path:
-    plain = re.sub(r"^//(localhost)?(?=/)", "", text[len(url["scheme"]) + 1 :])
-    if url["scheme"].lower() == "file" and re.match(r"/[^/]", plain):
-        return Path(urllib.parse.unquote(plain))
-    raise UnsupportedPath(f"{text} is a URL, and here a local file or folder is needed")
 
 
 def require_extra(module: str, extra: str, what: str) -> Any:

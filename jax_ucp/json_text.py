@@ -32,7 +32,11 @@ def decode_json(text: bytes | str, *, unique_names: bool = False) -> Any:
     if not is_shallow(value, MAX_JSON_DEPTH):
         raise ValueError(_TOO_DEEP)
     if _SURROGATE.search(text):
-        _require_whole_characters(value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ValueError(f"a text has {half!a}, half of a surrogate pair") from None
     return value
 
 
@@ -60,11 +64,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         raise ValueError("a name occurs twice")
     return values
-
-
-def _require_whole_characters(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"a text has {half!a}, half of a surrogate pair") from None

@@ -213,11 +213,6 @@ def rule_of(groups: object) -> str:
     return word if word in _WORDS else ""
 
 
-def model_type_of(groups: object) -> str:
-    """The model type that the user said with the word; empty if there is none."""
-    return groups.partition(":")[2] if isinstance(groups, str) else ""
-
-
 def said_of(groups: OptimizerGroups | None, names: Sequence[str]) -> SaidGroups | None:
     """The word or the lists; a function is called with the names of the model's parameters.
 

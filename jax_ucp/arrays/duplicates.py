@@ -95,7 +95,14 @@ class Duplicate(Proof):
         if same_bits(rounded, copy):
             return None
         if self.near:
-            rounded = np.where(_are_near(elements, rounded, copy), copy, rounded)
+            # where a copy is a number of its dtype next to the whole, or both are next to nothing
+            bits = [x.view(np.int16).astype(np.int32) for x in (rounded, copy)]
+            ordered = [np.where(x < 0, -(x & 0x7FFF), x) for x in bits]
+            with np.errstate(all="ignore"):
+                apart = np.abs(elements.astype(np.float64) - copy.astype(np.float64))
+            rounded = np.where(
+                (np.abs(ordered[0] - ordered[1]) <= 1) | (apart < _NOTHING), copy, rounded
+            )
             if same_bits(rounded, copy):
                 return None
         raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
@@ -184,15 +191,6 @@ class Replicas(Proof):
                     f" {_CAUSE}"
                 )
         return None
-
-
-def _are_near(elements: np.ndarray, rounded: np.ndarray, copy: np.ndarray) -> np.ndarray:
-    """Where a copy is a number of its dtype next to the whole, or both are next to nothing."""
-    bits = [x.view(np.int16).astype(np.int32) for x in (rounded, copy)]
-    ordered = [np.where(x < 0, -(x & 0x7FFF), x) for x in bits]
-    with np.errstate(all="ignore"):
-        apart = np.abs(elements.astype(np.float64) - copy.astype(np.float64))
-    return (np.abs(ordered[0] - ordered[1]) <= 1) | (apart < _NOTHING)
 
 
 def _place_of(position: int, boxes: Sequence[Box]) -> tuple[int, ...]:

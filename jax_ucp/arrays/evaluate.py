@@ -23,7 +23,6 @@ from jax_ucp.arrays.value import (
     Rearranged,
     Rule,
     Stored,
-    flat_boxes,
     stored,
 )
 from jax_ucp.arrays.watched import watchers
@@ -259,7 +258,7 @@ def _want_cut(reads: _Reads, array: Cut, boxes: Sequence[Box], outs: Sequence[np
     copies: Copies = []
     split_reads: Reads = []
     for run, out in _run_reads(blocks, copies):
-        of_whole = flat_boxes(array.whole, run)
+        of_whole = range_boxes(array.whole.info.shape, run.start[0], run.stop[0])
         split_reads += zip(of_whole, split(out, of_whole), strict=True)
     reads.want(array.whole, [box for box, _ in split_reads], [out for _, out in split_reads])
     reads.then(partial(_copy_all, copies))

@@ -15,7 +15,16 @@ _TOO_LARGE = 65520
 def round_into(out: np.ndarray, values: np.ndarray) -> None:
     """Write numbers into an array of another floating dtype, each rounded once."""
     if values.dtype == np.float64 and out.dtype.itemsize < 4:
-        values = _to_odd(values)
+        # float64 as float32, those that do not fit to the odd one of the two around them: rounded
+        # again, to fewer digits, they are as if they had been rounded once
+        near = values.astype(np.float32)
+        wide = near.astype(np.float64)
+        bits = near.view(np.uint32)
+        bits -= (np.abs(wide) > np.abs(values)).view(np.uint8)  # towards zero
+        bits |= (wide != values).view(np.uint8)
+        unordered = np.isnan(values)
+        near[unordered] = np.nan
+        values = near
     if _is_turned(values):
         values, out = values.swapaxes(-1, -2), out.swapaxes(-1, -2)
     if out.dtype == np.float16 and values.dtype == np.float32:
@@ -55,17 +64,3 @@ def _halves(values: np.ndarray) -> np.ndarray:
 def _is_turned(array: np.ndarray) -> bool:
     """Whether neighbours in memory are neighbours on the last axis but one."""
     return array.ndim > 1 and abs(array.strides[-1]) > abs(array.strides[-2])
-
-
-def _to_odd(values: np.ndarray) -> np.ndarray:
-    """float64 as float32, those that do not fit to the odd one of the two around them: rounded
-    again, to fewer digits, they are as if they had been rounded once.
-    """
-    near = values.astype(np.float32)
-    wide = near.astype(np.float64)
-    bits = near.view(np.uint32)
-    bits -= (np.abs(wide) > np.abs(values)).view(np.uint8)  # towards zero
-    bits |= (wide != values).view(np.uint8)
-    unordered = np.isnan(values)
-    near[unordered] = np.nan
-    return near

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.errors import LayoutError
-from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.layout.strided import LeafLayout, hull
@@ -308,11 +308,6 @@ def users(made: Mapping[str, Array], of: Mapping[str, Array]) -> dict[str, set[s
     for user, array in made.items():
         visit(array, user)
     return found
-
-
-def flat_boxes(array: Array, range: Box) -> list[Box]:
-    """The boxes of an array that hold a range of its row-major elements, in their order."""
-    return range_boxes(array.info.shape, range.start[0], range.stop[0])
 
 
 def _reversed(box: Box) -> Box:

@@ -6,7 +6,6 @@ from jax_ucp.cli.command import Arguments, command
 from jax_ucp.cli.options import BUDGET, JSON, LAYOUT, SOURCE, argument, option
 from jax_ucp.cli.output import console, print_json, to_stderr
 from jax_ucp.inspection import report
-from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import several, size
 
 
@@ -49,12 +48,8 @@ def link(args: Arguments) -> None:
     if args.json_:
         print_json(summary)
         return
-    _print(summary, args.dry_run)
-
-
-def _print(summary: Report, is_dry: bool) -> None:
     linked, copied = summary["linked"], summary["copied"]
-    would = "would be " if is_dry else ""
+    would = "would be " if args.dry_run else ""
     console.print(
         f"{summary['target']}: {several(linked['arrays'], 'array')} ({size(linked['bytes'])})"
         f" {would}linked in {several(linked['files'], 'file')},"

@@ -226,7 +226,21 @@ def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Opt
             " open the folder that has the steps"
         )
     try:
-        return _open_as(format, at, options)
+        with opening() as files, gc_paused():
+            contents = format.parse(at, options)
+            if format.parse is _open_index:  # which opened it as what it is of
+                return contents
+            _require_use(contents, format, options)
+            # the contents, with notes on weights beside, and on a useless `on_conflict`
+            notes = list(contents.notes)
+            if format.beside != "none":
+                of_torch = format.beside == "weights"
+                for folder in dict.fromkeys([at, replace(at, key=file_path(contents.path).key)]):
+                    notes += weight_folder.notes_beside(folder, of_torch, contents.extras)
+            if options.on_conflict and "on_conflict" not in format.takes:
+                notes.append(NOTHING_TWICE.format(options.on_conflict))
+            settled = settle(replace(contents, notes=notes), options.dequantize)
+        return replace(settled, files=files, reading=options.reading)
     except UCPError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -246,16 +260,6 @@ def _format_of(at: FilePath, step: int | None = None) -> Format | None:
     recognised = list(found)
     runs_first = sorted(recognised, key=lambda format: "step" not in format.takes)
     return next(iter(runs_first), None)
-
-
-def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
-    with opening() as files, gc_paused():
-        contents = format.parse(at, options)
-        if format.parse is _open_index:  # which opened it as what it is of
-            return contents
-        _require_use(contents, format, options)
-        settled = settle(_with_notes(contents, at, format, options), options.dequantize)
-    return replace(settled, files=files, reading=options.reading)
 
 
 def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> None:
@@ -294,18 +298,6 @@ def _opens(inside: FilePath) -> bool:
     if dcp.recognise(inside):
         dcp.require_metadata(inside)
     return True
-
-
-def _with_notes(contents: Contents, at: FilePath, format: Format, options: Options) -> Contents:
-    """The contents, with notes on weights beside, and on a useless `on_conflict`."""
-    notes = list(contents.notes)
-    if format.beside != "none":
-        of_torch = format.beside == "weights"
-        for folder in dict.fromkeys([at, replace(at, key=file_path(contents.path).key)]):
-            notes += weight_folder.notes_beside(folder, of_torch, contents.extras)
-    if options.on_conflict and "on_conflict" not in format.takes:
-        notes.append(NOTHING_TWICE.format(options.on_conflict))
-    return replace(contents, notes=notes)
 
 
 def _require_use(contents: Contents, format: Format, options: Options) -> None:

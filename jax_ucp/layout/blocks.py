@@ -99,7 +99,9 @@ def chunk_shapes(
         steps = -(-max(1, cell[axis]) // inner[axis])
         most = max(1, max_outer_bytes // (math.prod(outer) * itemsize))
         outer[axis] = inner[axis] * (
-            _even_share(steps, most) if free[axis] else _largest_divisor(steps, most)
+            _even_share(steps, most)
+            if free[axis]
+            else max(d for d in range(1, min(steps, most) + 1) if steps % d == 0)
         )
     return Chunks(tuple(outer), tuple(inner))
 
@@ -155,10 +157,6 @@ def _even_share(steps: int, most: int) -> int:
     as evenly as possible; the last chunk may be shorter.
     """
     return -(-steps // -(-steps // most))
-
-
-def _largest_divisor(n: int, most: int) -> int:
-    return max(d for d in range(1, min(n, most) + 1) if n % d == 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,7 +486,18 @@ def _check(rule: MappingRule) -> None:
     for name in rule.leaves:
         if not all(name.split("/")):
             raise SpecError(f"a leaf's name is keys with one slash between them, not {name!r}")
-    _check_value(rule)
+    # raise SpecError where a rule does with values what cannot be done, or undone
+    if rule.cast and rule.cast not in _DTYPES:
+        raise SpecError(
+            f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}"
+        )
+    if rule.scale == 0:
+        raise SpecError("scale should not be 0, which nothing could undo")
+    is_power = isinstance(rule.scale, str) and _POWER.fullmatch(rule.scale)
+    if not is_power and not is_number(rule.scale):
+        raise SpecError(f"scale should be a number or a power of a size, not {rule.scale!r}")
+    if not is_number(rule.add):
+        raise SpecError(f"add should be a number, not {rule.add!r}")
     if rule.when != "":
         condition(rule.when)
     if rule.tied and len(rule.params) > 1:
@@ -504,21 +515,6 @@ def _check_placeholders(side: str, names: Dict[str, str]) -> None:
                 )
     if len({frozenset(parse_name(name).indices) for name in names}) > 1:
         raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
-
-
-def _check_value(rule: MappingRule) -> None:
-    """Raise SpecError where a rule does with values what cannot be done, or undone."""
-    if rule.cast and rule.cast not in _DTYPES:
-        raise SpecError(
-            f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}"
-        )
-    if rule.scale == 0:
-        raise SpecError("scale should not be 0, which nothing could undo")
-    is_power = isinstance(rule.scale, str) and _POWER.fullmatch(rule.scale)
-    if not is_power and not is_number(rule.scale):
-        raise SpecError(f"scale should be a number or a power of a size, not {rule.scale!r}")
-    if not is_number(rule.add):
-        raise SpecError(f"add should be a number, not {rule.add!r}")
 
 
 def _check_axes(rule: MappingRule) -> None:

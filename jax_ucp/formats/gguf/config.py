@@ -124,8 +124,36 @@ def model_config(
     config = dict(_FAMILIES[architecture])
     fields = {**_FIELDS, **_MORE_FIELDS.get(architecture, {})}
     config |= {fields[key]: _plain(value) for key, value in said.items() if key in fields}
-    _complete(config, tensors)
-    rope = _rope(config, said, tensors)
+    # add what follows from other fields, and from which tensors there are
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
+    config.setdefault("head_dim", config["hidden_size"] // heads)
+    if config.get("num_local_experts"):
+        config["model_type"] = "mixtral"
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    model = config["model_type"]
+    if model in _WITH_BIASES:
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if model == "llama":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if model in _LARGEST:
+        is_largest = config["num_hidden_layers"] == _LARGEST[model]
+        scale = config["hidden_size"] // heads if is_largest else config["head_dim"]
+        config["query_pre_attn_scalar"] = scale
+    if embedding := tensors.get("token_embd.weight"):
+        config["vocab_size"] = embedding.arrays()["token_embd.weight"].shape[0]
+    # how positions are rotated. A type that is not Hugging Face's is one that no mapping takes
+    theta = _plain(said.get(_THETA, 10000.0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    dimensions = said.get("rope.dimension_count", config["head_dim"])
+    if dimensions != config["head_dim"] > 0:
+        rope["partial_rotary_factor"] = dimensions / config["head_dim"]
+    scaling = {_SCALING[key]: _plain(value) for key, value in said.items() if key in _SCALING}
+    type = said.get(_SCALING_TYPE, "unsaid" if scaling else "none")
+    if type != "none":
+        rope |= {"rope_type": type, **scaling}
+    if source := tensors.get(ROPE_FACTORS):
+        rope |= _llama3(rope, dimensions, source)
     if architecture == "gemma3":
         local = {"rope_type": "default", "rope_theta": _plain(said.get(_LOCAL_THETA, 10000.0))}
         rope = {"full_attention": rope, "sliding_attention": local}
@@ -182,45 +210,6 @@ def _plain(value: float | int | str) -> float | int | str:
     with np.errstate(over="ignore"):
         single = np.float32(value)
     return float(str(single)) if float(single) == value else value
-
-
-def _complete(config: dict[str, Any], tensors: Mapping[str, ArraySource]) -> None:
-    """Add what follows from other fields, and from which tensors there are."""
-    heads = config["num_attention_heads"]
-    config.setdefault("num_key_value_heads", heads)
-    config.setdefault("head_dim", config["hidden_size"] // heads)
-    if config.get("num_local_experts"):
-        config["model_type"] = "mixtral"
-    config["tie_word_embeddings"] = "output.weight" not in tensors
-    model = config["model_type"]
-    if model in _WITH_BIASES:
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    if model == "llama":
-        config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
-    if model in _LARGEST:
-        is_largest = config["num_hidden_layers"] == _LARGEST[model]
-        scale = config["hidden_size"] // heads if is_largest else config["head_dim"]
-        config["query_pre_attn_scalar"] = scale
-    if embedding := tensors.get("token_embd.weight"):
-        config["vocab_size"] = embedding.arrays()["token_embd.weight"].shape[0]
-
-
-def _rope(
-    config: Mapping[str, Any], said: Mapping[str, Any], tensors: Mapping[str, ArraySource]
-) -> dict[str, Any]:
-    """How positions are rotated. A type that is not Hugging Face's is one that no mapping takes."""
-    theta = _plain(said.get(_THETA, 10000.0))
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    dimensions = said.get("rope.dimension_count", config["head_dim"])
-    if dimensions != config["head_dim"] > 0:
-        rope["partial_rotary_factor"] = dimensions / config["head_dim"]
-    scaling = {_SCALING[key]: _plain(value) for key, value in said.items() if key in _SCALING}
-    type = said.get(_SCALING_TYPE, "unsaid" if scaling else "none")
-    if type != "none":
-        rope |= {"rope_type": type, **scaling}
-    if source := tensors.get(ROPE_FACTORS):
-        rope |= _llama3(rope, dimensions, source)
-    return rope
 
 
 def _llama3(rope: Mapping[str, Any], dimensions: int, source: ArraySource) -> dict[str, Any]:

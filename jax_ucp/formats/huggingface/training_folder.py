@@ -34,7 +34,7 @@ from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, o
 from jax_ucp.formats.state_dicts import Tree, keep_extras
 from jax_ucp.formats.weight_files import CONFIG, keep_configs, read_json
 from jax_ucp.formats.weight_names import WeightSave
-from jax_ucp.options import HF_DECAY, MODULE_ORDER, Options, model_type_of, rule_of
+from jax_ucp.options import HF_DECAY, MODULE_ORDER, Options, rule_of
 from jax_ucp.states.opaque import WeightsPlace
 from jax_ucp.states.optimizer_dicts import joined
 from jax_ucp.states.pairing import Undecided
@@ -290,7 +290,7 @@ def _model_orders(model: _ModelOf, labels: Mapping[str, str]) -> ModelOrders:
     names = list(labels)
 
     def of(word: str) -> dict[tuple[str, ...], list[str]]:
-        said, release = model_type_of(word), model.release()
+        said, release = word.partition(":")[2] if isinstance(word, str) else "", model.release()
         if model.is_ordered and not said:
             return {}
         types = [said] if said else model.types()

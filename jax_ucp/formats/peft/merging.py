@@ -160,13 +160,7 @@ def _untied(base: Contents, changed: Mapping[str, Sequence[_Step]]) -> Mapping[s
     config = base.extras.get(_CONFIG, {}).get("config")
     if not isinstance(config, Mapping) or not config.get("tie_word_embeddings"):
         return base.extras
-    return _untied_config(base, config, changed)
-
-
-def _untied_config(
-    base: Contents, config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]
-) -> Mapping[str, Any]:
-    """`_untied`, of a config that ties them."""
+    # `_untied`, of a config that ties them
     embedding = next((name for name in changed if name.endswith(_EMBEDDINGS)), "")
     steps = changed.get(embedding, ())
     # what is added to an embedding, peft adds to the head that is the same tensor
@@ -190,7 +184,15 @@ def _merged_weight(
     whole = [step for step in steps if step[1].replaced]
     adding = [step for step in steps if not step[1].replaced]
     name = steps[0][1].weight
-    _require_together(name, whole, adding)
+    # raises FormatError where the changes of several adapters are not one sum
+    if whole:
+        _require_one_replacement(name, [adapter for adapter, _ in whole], adding)
+    if len(adding) > 1 and any(change.magnitude for _, change in adding):
+        raise FormatError(
+            f"{name} has a DoRA among {len(adding)} adapters: merge them one after the other"
+        )
+    if len({(change.out_axis, change.experts) for _, change in adding}) > 1:
+        raise FormatError(f"{name} has adapters that take its axes for different ones")
     if whole:
         adapter, change = whole[0]
         parts = {WEIGHT: adapter.part(change.replaced)}
@@ -210,18 +212,6 @@ def _merged_weight(
         raise LayoutError(f"{name} has dtype {dtype}: only {', '.join(_DTYPES)} are merged")
     out_axis, experts = (adding[0][1].out_axis, adding[0][1].experts) if adding else (0, False)
     return MergedWeight(shape, dtype, parts, tuple(terms), out_axis, experts)
-
-
-def _require_together(name: str, whole: Sequence[_Step], adding: Sequence[_Step]) -> None:
-    """Raises FormatError where the changes of several adapters are not one sum."""
-    if whole:
-        _require_one_replacement(name, [adapter for adapter, _ in whole], adding)
-    if len(adding) > 1 and any(change.magnitude for _, change in adding):
-        raise FormatError(
-            f"{name} has a DoRA among {len(adding)} adapters: merge them one after the other"
-        )
-    if len({(change.out_axis, change.experts) for _, change in adding}) > 1:
-        raise FormatError(f"{name} has adapters that take its axes for different ones")
 
 
 def _require_one_replacement(

@@ -169,7 +169,18 @@ class _AdapterReader:
         weight = f"{module}.weight"
         shape = self._shape(weight, roles)
         embeds = _EMBEDDING_A in roles or _EMBEDDING_B in roles
-        a, b = self._pair(module, roles, embeds)
+        names = (_EMBEDDING_A, _EMBEDDING_B) if embeds else (_A, _B)
+        if strays := {*roles} - {*names, _MAGNITUDE, _BIAS}:
+            raise FormatError(f"{module} has {min(strays)} beside {', '.join(names)}")
+        if lacking := [name for name in names if name not in roles]:
+            raise FormatError(f"{module} has no {lacking[0]}: the adapter is not whole")
+        for name in names:
+            if len(self.tensors[roles[name]]) < 2 or 0 in self.tensors[roles[name]]:
+                raise FormatError(
+                    f"{roles[name]} has shape {list(self.tensors[roles[name]])}, which no factor"
+                    " has: the tensors were not gathered before they were saved"
+                )
+        a, b = (roles[names[0]], roles[names[1]])
         rank = self.tensors[a][0]
         # patterns have the name of a parameter where that, and not its module, is the target
         scale = self.config.scale(weight if weight in self._targets(module) else module, rank)
@@ -257,20 +268,6 @@ class _AdapterReader:
         near = difflib.get_close_matches(weight, self.base, 1)
         hint = f"; it has {near[0]}" if near else ""
         raise FormatError(f"{next(iter(roles.values()))}: the base has no {weight}{hint}")
-
-    def _pair(self, module: str, roles: Mapping[str, str], embeds: bool) -> tuple[str, str]:
-        names = (_EMBEDDING_A, _EMBEDDING_B) if embeds else (_A, _B)
-        if strays := {*roles} - {*names, _MAGNITUDE, _BIAS}:
-            raise FormatError(f"{module} has {min(strays)} beside {', '.join(names)}")
-        if lacking := [name for name in names if name not in roles]:
-            raise FormatError(f"{module} has no {lacking[0]}: the adapter is not whole")
-        for name in names:
-            if len(self.tensors[roles[name]]) < 2 or 0 in self.tensors[roles[name]]:
-                raise FormatError(
-                    f"{roles[name]} has shape {list(self.tensors[roles[name]])}, which no factor"
-                    " has: the tensors were not gathered before they were saved"
-                )
-        return roles[names[0]], roles[names[1]]
 
     def _out_axis(self, weight: str, shape: Shape, a: str, b: str, embeds: bool) -> int:
         """The axis of the outputs of a weight, by the shapes of its factors."""

@@ -176,7 +176,16 @@ def _shows_ranks(
     lengths = [box.shape[axis] for _, box in ordered]
     order = [rank - ranks[0] for rank, _ in ordered]
     if order != [*range(len(ranks))]:
-        return _is_strided(order, lengths)
+        # whether tensor parallelism cuts an axis first, so that FSDP within leaves strides
+        stride = order[1]
+        if stride < 2:
+            return False
+        rows = len(order) // stride
+        expected = [column + stride * row for column in range(stride) for row in range(rows)]
+        if rows < 2 or list(order) != expected:
+            return False
+        runs = [lengths[at : at + rows] for at in range(0, len(lengths), rows)]
+        return runs.count(runs[0]) == len(runs) and _is_of(runs[0])
     # a norm has the width of the model, so that no part of it is missing
     last = max(box.stop for _, box in parts)
     is_wide = axis == 0 and last == (width,) and bool(_NORM.fullmatch(name))
@@ -197,19 +206,6 @@ def _is_of(lengths: Sequence[int]) -> bool:
     """Whether parts of these lengths are those of so many ranks, and not of one more."""
     whole, ranks = sum(lengths), len(lengths)
     return math.ceil(whole / (ranks + 1)) < lengths[0] == math.ceil(whole / ranks)
-
-
-def _is_strided(order: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether tensor parallelism cuts an axis first, so that FSDP within leaves strides."""
-    stride = order[1]
-    if stride < 2:
-        return False
-    rows = len(order) // stride
-    expected = [column + stride * row for column in range(stride) for row in range(rows)]
-    if rows < 2 or list(order) != expected:
-        return False
-    runs = [lengths[at : at + rows] for at in range(0, len(lengths), rows)]
-    return runs.count(runs[0]) == len(runs) and _is_of(runs[0])
 
 
 def _width(

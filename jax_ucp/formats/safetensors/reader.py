@@ -110,7 +110,14 @@ def read_weights(
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
         if MARK in file.metadata:
-            _check_parts(path, name, file)
+            # raise FormatError for a file with parts of tensors that is opened alone, or is packed
+            if path.is_file() and not WHOLE_FILE.fullmatch(name):
+                raise FormatError(
+                    f"{path} holds one rank's parts of tensors (torch DCP): open its folder"
+                )
+            if file.packed:
+                dtypes = ", ".join({*file.packed.values()})
+                raise FormatError(f"{file.path} has parts of tensors of {dtypes}")
         for key, box in boxes(file.path, file.metadata, file.arrays()).items():
             parts[key].append((name, box))
         for key in file.metadata.keys() & {*COUNTS}:
@@ -126,15 +133,6 @@ def read_weights(
         whole = imported.joined(f"param.{key}", layout_of(key, keyed), [part for part, _ in keyed])
         imported.parameter("param", key, whole, f"the parameter {key}{several}")
     return imported
-
-
-def _check_parts(path: FilePath, name: str, file: SafetensorsFile) -> None:
-    """Raise FormatError for a file with parts of tensors that is opened alone, or is packed."""
-    if path.is_file() and not WHOLE_FILE.fullmatch(name):
-        raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
-    if file.packed:
-        dtypes = ", ".join({*file.packed.values()})
-        raise FormatError(f"{file.path} has parts of tensors of {dtypes}")
 
 
 def _keep_header(imported: ContentsBuilder, name: str, file: SafetensorsFile) -> None:
