@@ -23,8 +23,9 @@ from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.crc import SummedBytes, crc_of
 from jax_ucp.files.in_flight import stat_all
+from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files
-from jax_ucp.jobs.ledger import Blocks, Written, is_control_file
+from jax_ucp.jobs.ledger import WRITER_FILE, Blocks, Written, is_control_file
 from jax_ucp.jobs.run import Block
 from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, OpenedJob
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
@@ -228,6 +229,13 @@ def create(path: Path, size: int, is_shared: bool = False) -> None:
             " files for one, as where upper and lower case are the same, or something else writes"
             " there. Export to another place"
         ) from None
+
+
+def check_free(target: FilePath) -> None:
+    """Raise FileExistsError unless `target` is free or empty but for `ucp.writer.json`."""
+    is_empty = not any(child.name != WRITER_FILE for child in target.children())
+    if target.link() is not None or (target.exists() and not (target.is_dir() and is_empty)):
+        raise FileExistsError(f"{target} is in use; give another path")
 
 
 def require_written(folder: Files, files: Sequence[File]) -> None:

@@ -11,18 +11,11 @@ from functools import cached_property
 from pathlib import Path
 
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.export.atomic_folder import (
-    being_written,
-    check_free,
-    new_folder,
-    partial_folder,
-    put_in_place,
-    shared_folder,
-)
 from jax_ucp.export.files import (
     BlockRun,
     File,
     TensorTask,
+    check_free,
     complete_files,
     create,
     identity_of,
@@ -30,9 +23,9 @@ from jax_ucp.export.files import (
     require_whole,
     require_written,
 )
-from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.local import LocalFiles, remove, sync_file_system
 from jax_ucp.files.path import FilePath, file_path
-from jax_ucp.jobs.ledger import RESULT_FILE, Blocks, Ledger, is_noted
+from jax_ucp.jobs.ledger import LEDGER_FILE, RESULT_FILE, Blocks, Ledger, is_noted
 from jax_ucp.jobs.run import Target, Work
 from jax_ucp.jobs.work import Coordinator
 from jax_ucp.universal.copy import require_outside
@@ -103,22 +96,19 @@ class FolderTarget(Target[BlockRun]):
         require_sound: Callable[[], None],
         note: bytes | None,
     ) -> None:
-        """Write all bytes but tensors'; `alone` or this call renames the folder to the target."""
+        """Write all bytes but tensors'; `alone`, or of shares this call, renames the folder."""
         folder = self._folder(note is not None)
-        if note is None:
-            complete_files(folder, self._files, self._runs, written)
-            require_sound()
-            require_written(LocalFiles(folder), self._files)
-            return
         handle = os.open(folder, os.O_RDONLY)
         try:
-            for file in self._files:
+            for file in self._files if note is not None else ():
                 create(folder / file.name, file.size, is_shared=True)
             complete_files(folder, self._files, self._runs, written)
             require_sound()
-            LocalFiles(folder).write(RESULT_FILE, [note], durable=True)
+            if note is not None:
+                LocalFiles(folder).write(RESULT_FILE, [note], durable=True)
             require_written(LocalFiles(folder), self._files)
-            put_in_place(handle, folder, self._target)
+            if note is not None:
+                put_in_place(handle, folder, self._target)
         finally:
             os.close(handle)
 
@@ -133,3 +123,75 @@ class FolderTarget(Target[BlockRun]):
     def clear(self, count: int) -> None:
         super().clear(count)
         shutil.rmtree(partial_folder(self._target), ignore_errors=True)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `target` at the end, durably; deleted on an error.
+
+    Files that a killed process left in it are deleted by the next one.
+
+    Raises FileExistsError if `target` or the folder is in use by another process or by shares,
+    OSError if the disk refuses a write.
+    """
+    partial = partial_folder(target)
+    with being_written(partial, target, fcntl.LOCK_EX) as handle:
+        if (shared_folder(target) / LEDGER_FILE).exists():
+            raise FileExistsError(
+                f"{partial} has what shares of an export to {target} have written: run all of them,"
+                " or delete that folder"
+            )
+        for path in partial.iterdir():
+            remove(path)
+        try:
+            yield partial
+            put_in_place(handle, partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def partial_folder(target: Path) -> Path:
+    """The hidden folder in which `target` is written."""
+    return target.parent / f".{target.name}.partial"
+
+
+def shared_folder(target: Path) -> Path:
+    """The folder in which shares write `target`, with their ledgers."""
+    return partial_folder(target) / "files"
+
+
+@contextmanager
+def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
+    """A handle of the folder `partial` under a `lock` (flock). Raises FileExistsError if taken."""
+    partial.mkdir(parents=True, exist_ok=True)
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, lock | fcntl.LOCK_NB)  # released when the process ends
+            if not partial.exists() or not os.path.samestat(partial.stat(), os.fstat(handle)):
+                raise BlockingIOError
+        except BlockingIOError:
+            raise FileExistsError(
+                f"another export is writing to {target}; give another path"
+            ) from None
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def put_in_place(handle: int, partial: Path, target: Path) -> None:
+    """Rename `partial` to `target`, durably. `handle` of it was opened before it was written."""
+    for folder, _, _ in os.walk(partial):
+        _sync(Path(folder))
+    sync_file_system(handle, str(partial))
+    os.rename(partial, target)  # onto an empty folder too, and onto nothing else
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

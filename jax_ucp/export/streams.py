@@ -7,14 +7,13 @@ import itertools
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 from jax_ucp.arrays.budget import in_order
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.errors import CorruptData
-from jax_ucp.export.atomic_folder import check_free, new_objects
+from jax_ucp.errors import CorruptData, StoreError
 from jax_ucp.export.files import (
     File,
     Section,
@@ -22,12 +21,14 @@ from jax_ucp.export.files import (
     as_written,
     block_bytes,
     blocks_of,
+    check_free,
     identity_of,
     lost,
     require_whole,
     require_written,
 )
 from jax_ucp.files.crc import SummedBytes, crc_of
+from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, file_size, read_bytes
 from jax_ucp.jobs.ledger import (
@@ -36,6 +37,7 @@ from jax_ucp.jobs.ledger import (
     Blocks,
     Ledger,
     Written,
+    claimed,
     clear,
     is_noted,
     require_unclaimed,
@@ -170,8 +172,27 @@ class BucketTarget(Target[Upload]):
 
     @contextmanager
     def alone(self) -> Iterator[Ledger]:
-        with new_objects(self.path, [file.name for file in self._files]):
-            yield Ledger()
+        """Context that reserves the folder for this writer, and on an error deletes its files; not
+        after FileExistsError, because another writer may have written them.
+
+        A killed writer leaves its files, and `ucp.writer.json`, which names it.
+        """
+        check_free(self.path)
+        folder, names = self.path.folder(), [file.name for file in self._files]
+        with claimed(folder):
+            check_free(self.path)
+            try:
+                yield Ledger()
+            except FileExistsError:
+                raise FileExistsError(
+                    f"{self.path} was written by another meanwhile: its files may be of both."
+                    " Delete it, and export again, one writer to each path"
+                ) from None
+            except BaseException:
+                with suppress(StoreError):
+                    folder.delete(names[-1])
+                    each_file(folder, folder.delete, names[:-1])
+                raise
 
     def progress(self, block: Upload, is_found: bool) -> None:
         if is_found or not self._reports_here:

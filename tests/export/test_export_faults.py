@@ -21,7 +21,7 @@ from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
-from jax_ucp.export.atomic_folder import new_folder
+from jax_ucp.export.folder import new_folder
 from jax_ucp.tree import Key, Leaf
 
 TESTS = Path(__file__).parents[1]
