@@ -37,10 +37,9 @@ from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.diff import Side, difference
 from jax_ucp.inspection.fold import fold
-from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.moments import together
 from jax_ucp.inspection.page import Findings, Page, page
-from jax_ucp.inspection.parameters import Parameter, ParameterTable
+from jax_ucp.inspection.parameters import LazyArray, Parameter, ParameterTable
 from jax_ucp.inspection.report import mesh_plan
 from jax_ucp.inspection.statistics import MAX_READ, statistics_of
 from jax_ucp.jobs.ledger import Share

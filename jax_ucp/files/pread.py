@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.copying import copy_into
-from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
+from jax_ucp.layout.blocks import run_boxes
 
 # What goes to places with gaps is read into so much memory first, which stays in a core's cache,
 # and then put there.
@@ -25,9 +25,7 @@ def pread_into(handle: int, offset: int, out: np.ndarray) -> None:
         return
     room = np.empty(min(SCATTERED_BYTES, out.nbytes), np.uint8)
     # The last axes are filled first: each block is a run of the elements in row-major order.
-    for block in grid_boxes(
-        out.shape, rows_of_chunks(out.shape, (1,) * out.ndim, out.itemsize, len(room))
-    ):
+    for block in run_boxes(out.shape, out.itemsize, len(room)):
         data = room[: block.size * out.itemsize]
         _fill(handle, offset, data)
         copy_into(out[block.index], data.view(out.dtype).reshape(block.shape))

@@ -17,7 +17,7 @@ from jax_ucp.files.in_flight import request_all
 from jax_ucp.files.listing import count_request
 from jax_ucp.files.local import check_name
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
-from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
+from jax_ucp.layout.blocks import run_boxes
 
 # A request asks for at most so many bytes: long enough that its answer takes longer than the way to
 # the store, and little enough that those in flight are memory that nobody misses.
@@ -104,10 +104,7 @@ def _pieces(read: RangeRead) -> Iterator[Request]:
         return
     out = read.out.reshape(-1).view(np.uint8) if read.out.flags.c_contiguous else read.out
     start = read.start
-    chunk = (1,) * out.ndim
-    for block in grid_boxes(
-        out.shape, rows_of_chunks(out.shape, chunk, out.itemsize, REQUEST_BYTES)
-    ):
+    for block in run_boxes(out.shape, out.itemsize, REQUEST_BYTES):
         part = out[block.index]
         yield Request(read.file, start, start + part.nbytes, [(start, part)])
         start += part.nbytes

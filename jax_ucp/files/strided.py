@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_ucp.files.copying import copy_into
 from jax_ucp.files.ranges import ByteRange
-from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
+from jax_ucp.layout.blocks import run_boxes
 from jax_ucp.layout.box import Box
 
 # Elements that lie less than GAP_BYTES apart are read with what is between them: one read more
@@ -38,8 +38,7 @@ def read_strided(
         # the rows around boxes are read once, some at a time
         dtype, hull = pairs[0][1].dtype, Box.around(box for box, _ in pairs)
         room = np.empty(0, dtype)
-        most = rows_of_chunks(hull.shape, (1,) * hull.ndim, dtype.itemsize, WINDOW_BYTES)
-        for block in grid_boxes(hull.shape, most):
+        for block in run_boxes(hull.shape, dtype.itemsize, WINDOW_BYTES):
             block = block.shift(hull.start)
             room = room if room.size >= block.size else np.empty(block.size, dtype)
             rows = room[: block.size].reshape(block.shape)

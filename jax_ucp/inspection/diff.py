@@ -18,7 +18,7 @@ from jax_ucp.arrays.contents import About
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import BLOCK_BYTES
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.layout.blocks import grid_boxes
+from jax_ucp.layout.blocks import run_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf
@@ -387,19 +387,5 @@ def _blocks(pair: _Pair, budget_bytes: int) -> Iterator[tuple[Box, int]]:
     """Blocks of both arrays, each with the bytes that comparing it holds."""
     each = sum(np.dtype(leaf.dtype).itemsize for leaf in pair) + _WORKING_BYTES
     most = max(1, min(BLOCK_BYTES, budget_bytes // threads()) // each)
-    for box in grid_boxes(pair[0].shape, _block(pair[0].shape, most)):
+    for box in run_boxes(pair[0].shape, 1, most):
         yield box, box.size * each
-
-
-def _block(shape: Sequence[int], most: int) -> tuple[int, ...]:
-    """The shape of blocks of at most so many elements, of whole rows where those are fewer.
-
-    >>> _block((10, 256), 1000), _block((10, 256), 100)
-    ((3, 256), (1, 100))
-    """
-    block = list(shape)
-    for axis, length in enumerate(shape):
-        block[axis] = max(1, min(length, most // max(1, math.prod(shape[axis + 1 :]))))
-        if block[axis] > 1:
-            break
-    return tuple(block)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -12,6 +15,98 @@ from jax_ucp.arrays.proved import ProvedReads
 from jax_ucp.layout.box import Box
 from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf
+
+Index = SupportsIndex | slice | EllipsisType
+
+
+class LazyArray:
+    """The array of one leaf. Its shape and dtype are known; elements are read when asked for.
+
+    `array[3, :10]` reads the smallest box around those elements, `numpy.asarray(array)` all. Each
+    read is proved as `Checkpoint.read` does. Nothing is kept: what is indexed twice is read twice.
+    """
+
+    def __init__(self, leaf: Leaf, read: Callable[[Leaf, Box], np.ndarray]):
+        self._leaf, self._read = leaf, read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._leaf.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self._leaf.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self._name} is a scalar, which has no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
+        """The elements that numpy has at `index`. Raises IndexError, or TypeError for others."""
+        given = index if isinstance(index, tuple) else (index,)
+        items = [item for item in given if item is not Ellipsis]
+        dots = len(given) - len(items)
+        if dots > 1:
+            raise IndexError(f"{self._name}: an index has one `...`, not {dots}")
+        if len(items) > self.ndim:
+            raise IndexError(
+                f"{self._name} has {self.ndim} axes, and the index is for {len(items)}"
+            )
+        # Axes without an index are whole.
+        place = next((i for i, item in enumerate(given) if item is Ellipsis), len(items))
+        whole = [slice(None)] * (self.ndim - len(items))
+        axes: list[Any] = [*items[:place], *whole, *items[place:]]
+        spans = [_span(item, n, self._name) for item, n in zip(axes, self.shape, strict=True)]
+        box = Box(*zip(*spans, strict=True)) if spans else Box((), ())
+        inside: list[Any] = []  # the same elements in the spans that are read
+        for item in given:
+            step = slice(None, None, item.step) if isinstance(item, slice) else 0
+            inside.append(item if item is Ellipsis else step)
+        return self._read(self._leaf, box)[tuple(inside)]
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
+        """All elements. Raises ValueError for `copy=False`: reading makes an array."""
+        if copy is False:
+            raise ValueError(f"{self._name} is on disk; copy=False cannot read it")
+        values = self._read(self._leaf, Box.whole(self.shape))
+        return np.array(values, dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"<array {self._name}: {self.dtype} {list(self.shape)}>"
+
+    @property
+    def _name(self) -> str:
+        return visible(self._leaf.label)
+
+
+def _span(item: SupportsIndex | slice, n: int, name: str) -> tuple[int, int]:
+    """The first element that an index takes of an axis of `n`, and the one after the last.
+
+    >>> _span(slice(None, None, -3), 8, "w")
+    (1, 8)
+    """
+    if isinstance(item, slice):
+        taken = range(n)[item]
+        return (min(taken[0], taken[-1]), max(taken[0], taken[-1]) + 1) if taken else (0, 0)
+    try:
+        if isinstance(item, bool):
+            raise TypeError
+        i = operator.index(item)
+    except TypeError:
+        raise TypeError(
+            f"{name} is indexed by ints, slices and `...`, not {item!r:.80}; read it with"
+            " numpy.asarray first"
+        ) from None
+    if not -n <= i < n:
+        raise IndexError(f"{name}: index {i} is outside an axis of {n} elements")
+    return i % n, i % n + 1
 
 
 @dataclass(frozen=True, repr=False)

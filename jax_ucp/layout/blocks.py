@@ -211,6 +211,11 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
         yield _clipped(start, chunk, shape)
 
 
+def grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> Shape:
+    """How many chunks an array has along each axis, those at its end in part outside."""
+    return tuple(-(-n // max(1, c)) for n, c in zip(shape, chunk, strict=True))
+
+
 def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
     """Blocks of whole rows that hold the array once, each of at most `max_bytes` or one row.
 
@@ -238,6 +243,11 @@ def rows_of_chunks(
         steps = -(-max(1, shape[axis]) // block[axis])
         block[axis] *= max(1, min(steps, max_bytes // (math.prod(block) * itemsize)))
     return tuple(block)
+
+
+def run_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
+    """Blocks in row-major order, each of at most `max_bytes` and a run of the array's elements."""
+    return grid_boxes(shape, rows_of_chunks(shape, (1,) * len(shape), itemsize, max_bytes))
 
 
 def whole_chunks(box: Box, chunk: Sequence[int]) -> Box:

@@ -42,9 +42,6 @@ class ReadRequest:
             device.platform == "cpu" for device in self.sharding.device_set
         )
 
-    def array(self) -> np.ndarray | jax.Array:
-        return self.array_of(dict(zip(self.boxes, self.read(list(self.boxes)), strict=True)))
-
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
         """The elements of each box, in aligned memory of its own; every chunk is read once."""
         return self._cast(read_boxes(self.source, self.key, boxes)) if boxes else []

@@ -30,8 +30,8 @@ from jax_ucp.sharding.fit import (
 )
 from jax_ucp.text import html_table
 from jax_ucp.tree import Axes, Leaf
+from jax_ucp.universal.reader import Unstacked
 from jax_ucp.universal.shard_codec import CRC_BYTES
-from jax_ucp.universal.stack_view import Unstacked
 from jax_ucp.universal.store import ZarrStore
 
 MAX_DEVICES = 1 << 24  # a plan takes memory for each

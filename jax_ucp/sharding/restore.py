@@ -328,8 +328,8 @@ class _Reading:
         in_blocks: list[tuple[int, ReadRequest]] = []
         most = min(TOGETHER_BYTES, self._budget_bytes // threads())
         single, groups = self._groups()
-        for i, request, cost in self._at_once(single, in_blocks):
-            yield cost, partial(self._read_whole, i, request)
+        for whole in self._at_once(single, in_blocks):
+            yield whole[2], partial(self._read_together, [whole])
         for group in groups:
             wholes = self._at_once(group, in_blocks)
             for batch in batches(wholes, operator.itemgetter(2), most, TOGETHER):
@@ -373,10 +373,6 @@ class _Reading:
     @property
     def _block_bytes(self) -> int:
         return min(BLOCK_BYTES, self._budget_bytes // threads())
-
-    def _read_whole(self, i: int, request: ReadRequest) -> None:
-        with enable_x64(self._x64):
-            self._arrays[i] = request.array()
 
     def _read_together(self, batch: Sequence[_Whole]) -> None:
         with enable_x64(self._x64):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from jax_ucp.arrays.protocol import ArrayInfo
-from jax_ucp.layout.blocks import SMALL_BYTES, Chunks
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, grid_shape
 from jax_ucp.universal.ocdbt import MAX_ENTRIES
 from jax_ucp.universal.shard_codec import has_index
 
@@ -32,8 +32,7 @@ PACK_BLOCKS = 8192
 def is_indexed(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> bool:
     """Whether the checkpoint has an index: not with no entries, nor with more than MAX_ENTRIES."""
     entries = len(arrays) + sum(
-        math.prod(-(-n // c) for n, c in zip(info.shape, chunks[key].outer, strict=True))
-        for key, info in arrays.items()
+        math.prod(grid_shape(info.shape, chunks[key].outer)) for key, info in arrays.items()
     )
     return 0 < entries <= MAX_ENTRIES
 

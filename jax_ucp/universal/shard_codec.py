@@ -22,7 +22,7 @@ from jax_ucp.arrays.budget import batches
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.files.read_ahead import ReadAhead
-from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place
+from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, grid_shape
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 
@@ -63,7 +63,7 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
     )
     part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
     room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
-    at, every = 0, np.zeros(_stored_grid(data.shape, chunks), CRC)
+    at, every = 0, np.zeros(grid_shape(data.shape, chunks.inner), CRC)
     boxes = grid_boxes(data.shape, chunks.inner)
     if chunks.is_stack:
         boxes = sorted(boxes, key=lambda box: chunks.file_order(box.start))
@@ -94,7 +94,7 @@ def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
     ...     np.dtype("u1"))  # 3 of 4 inner chunks, and the index
     86
     """
-    stored = math.prod(-(-n // c) for n, c in zip(box.shape, chunks.inner, strict=True))
+    stored = math.prod(grid_shape(box.shape, chunks.inner))
     index = math.prod(_inner_grid(chunks)) * _ENTRY.itemsize + CRC_BYTES if has_index(chunks) else 0
     return stored * chunk_bytes(chunks, dtype) + index
 
@@ -190,7 +190,7 @@ def _placed(shard: OuterChunk) -> Iterator[_Placed]:
     if not _is_placed(shard):
         return
     nbytes, order = chunk_bytes(shard.chunks, shard.dtype), shard.chunks.file_order
-    grid = order(_stored_grid(shard.box.shape, shard.chunks))
+    grid = order(grid_shape(shard.box.shape, shard.chunks.inner))
     wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
     for place in sorted(wanted, key=order):
         number = 0
@@ -341,10 +341,6 @@ def read_unit(chunks: Chunks, itemsize: int) -> Shape:
     count = math.prod(_inner_grid(chunks))
     nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
     return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
-
-
-def _stored_grid(shape: Sequence[int], chunks: Chunks) -> Shape:
-    return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
 
 
 def _inner_grid(chunks: Chunks) -> Shape:

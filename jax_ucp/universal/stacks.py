@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from jax_ucp.arrays.protocol import ArrayInfo
-from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, stack_chunks
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, grid_shape, stack_chunks
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.universal.ocdbt import MAX_ENTRIES
 from jax_ucp.universal.shard_codec import chunk_bytes
@@ -46,7 +46,7 @@ def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, Shape, Hashable]]) -> dict[s
     }
     if sum(map(len, groups.values())) < STACK_FROM:
         return {}
-    alone = sum(math.prod(_grid(info.shape, cell)) for info, cell, _ in pieces.values())
+    alone = sum(math.prod(grid_shape(info.shape, cell)) for info, cell, _ in pieces.values())
     more = sum(len(names) * _more_keys(info, cell) for (info, cell, _), names in groups.items())
     if alone + len(pieces) <= MAX_ENTRIES < alone + more + len(pieces):
         return {}
@@ -62,11 +62,7 @@ def _is_stacked(info: ArrayInfo, cell: Shape, common: Hashable) -> bool:
 def _more_keys(info: ArrayInfo, cell: Shape) -> int:
     """The number of additional chunks that stock readers see of an array if it is stacked."""
     inner = stack_chunks(2, info.shape, info.dtype.itemsize, cell).inner[1:]
-    return math.prod(_grid(info.shape, inner)) - math.prod(_grid(info.shape, cell))
-
-
-def _grid(shape: Shape, chunk: Shape) -> Shape:
-    return tuple(-(-n // max(1, c)) for n, c in zip(shape, chunk, strict=True))
+    return math.prod(grid_shape(info.shape, inner)) - math.prod(grid_shape(info.shape, cell))
 
 
 def stack_name(i: int) -> str:
@@ -95,7 +91,7 @@ def as_leaves(
 
 def is_recorded(shape: Sequence[int], chunks: Chunks) -> bool:
     """Whether `ucp.json` has the crc32c of each inner chunk of an array."""
-    return not chunks.is_stack or math.prod(_grid(tuple(shape), chunks.inner)) <= MAX_RECORDED
+    return not chunks.is_stack or math.prod(grid_shape(shape, chunks.inner)) <= MAX_RECORDED
 
 
 def member_chunks(chunks: Chunks) -> Chunks:
@@ -108,7 +104,7 @@ def member_places(info: ArrayInfo, chunks: Chunks, i: int) -> Iterator[tuple[Sha
     first, within = divmod(i, chunks.outer[0])
     count = min(chunks.outer[0], info.shape[0] - first * chunks.outer[0])
     parts = [o // n for o, n in zip(chunks.outer[1:], chunks.inner[1:], strict=True)]
-    for place in itertools.product(*map(range, _grid(info.shape[1:], chunks.inner[1:]))):
+    for place in itertools.product(*map(range, grid_shape(info.shape[1:], chunks.inner[1:]))):
         number = 0
         for p, n in zip(place, parts, strict=True):
             number = number * n + p % n

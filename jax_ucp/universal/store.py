@@ -32,7 +32,14 @@ from jax_ucp.files.read_ahead import ReadAhead
 from jax_ucp.files.source_files import note
 from jax_ucp.garbage import gc_paused
 from jax_ucp.jobs.ledger import Blocks, Place, Written
-from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
+from jax_ucp.layout.blocks import (
+    Chunks,
+    grid_boxes,
+    grid_place,
+    grid_shape,
+    outer_boxes,
+    rows_of_chunks,
+)
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import Leaf
@@ -260,7 +267,9 @@ class ZarrStore(ArraySource):
         """An outer chunk with its wanted boxes and arrays, and recorded crc32c, if any."""
         chunks = self.chunks[key]
         file, offset = self.find(self._chunk_key(key, box))
-        grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
+        grid = (
+            np.frombuffer(crcs, CRC).reshape(grid_shape(box.shape, chunks.inner)) if crcs else None
+        )
         dtype = self._arrays[key].dtype
         return OuterChunk(look(file), box, chunks, dtype, wanted, grid, offset)
 
@@ -310,7 +319,7 @@ class ZarrStore(ArraySource):
             return crcs
         return (
             np.frombuffer(crcs, CRC)
-            .reshape(_inner_grid(shape, chunks))[_inner_places(box, chunks)]
+            .reshape(grid_shape(shape, chunks.inner))[_inner_places(box, chunks)]
             .tobytes()
         )
 
@@ -696,14 +705,9 @@ def _first_chunk(axes: int) -> str:
     return chunk_name((0,) * axes)
 
 
-def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
-    """Inner chunks along each axis, of an array or the part of an outer chunk inside it."""
-    return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
-
-
 def _is_whole(written: Written | None, box: Box, shape: Shape, chunks: Chunks) -> bool:
     """Whether an outer chunk has a record, with each inner one's crc32c if these are recorded."""
-    inner = math.prod(_inner_grid(box.shape, chunks)) if is_recorded(shape, chunks) else 0
+    inner = math.prod(grid_shape(box.shape, chunks.inner)) if is_recorded(shape, chunks) else 0
     return written is not None and len(written.crcs) == inner * CRC.itemsize
 
 
@@ -718,10 +722,10 @@ def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]
     """The crc32c of each inner chunk of an array, from those of each outer one."""
     if len(parts) == 1:
         return parts[0][1]
-    grid = np.zeros(_inner_grid(shape, chunks), CRC)
+    grid = np.zeros(grid_shape(shape, chunks.inner), CRC)
     for box, crcs in parts:
         grid[_inner_places(box, chunks)] = np.frombuffer(crcs, CRC).reshape(
-            _inner_grid(box.shape, chunks)
+            grid_shape(box.shape, chunks.inner)
         )
     return grid.tobytes()
 

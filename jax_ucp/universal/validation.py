@@ -19,6 +19,7 @@ import tensorstore as ts
 
 from jax_ucp.errors import FormatError
 from jax_ucp.json_text import is_shallow
+from jax_ucp.layout.blocks import grid_shape
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import MAX_ARRAY_BYTES, Leaf, SavedSharding, is_leaf_name, tree_fault
 from jax_ucp.universal.linked import linked_fault
@@ -143,7 +144,7 @@ def array_fault(shape: Shape, stored: ArrayRecord) -> str | None:
     if fault := _grid_fault(shape, stored.outer, stored.inner):
         return fault
     # One digest or place for each outer chunk, one crc32c for each inner one.
-    outer, inner = _count(shape, stored.outer), _count(shape, stored.inner)
+    outer, inner = (math.prod(grid_shape(shape, each)) for each in (stored.outer, stored.inner))
     if len(stored.digests) != outer:
         return f"has {outer} outer chunks, but {len(stored.digests)} digests"
     if stored.places and (len(stored.places) != outer or stored.outer != stored.inner):
@@ -165,11 +166,6 @@ def _grid_fault(shape: Shape, outer: Shape, inner: Shape) -> str | None:
     if 0 in outer or math.prod(outer) > MAX_ARRAY_BYTES:
         return f"has outer chunks of {outer}"
     return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _count(shape: Shape, chunk: Shape) -> int:
-    return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
 @functools.lru_cache(maxsize=256)

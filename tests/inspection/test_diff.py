@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as hnp
 import jax_ucp as ucp
 from commands import run, run_json
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.inspection.diff import Difference, _block
-from jax_ucp.layout.blocks import grid_boxes
+from jax_ucp.inspection.diff import Difference
+from jax_ucp.layout.blocks import run_boxes
 
 DATA = Path(__file__).parents[1] / "data"
 CASE = DATA / "deepspeed" / "z2_bf16_dp3"
@@ -47,7 +47,7 @@ def test_each_changed_element_is_counted_whatever_the_budget(array, data, budget
 @given(hnp.array_shapes(max_dims=4, max_side=6), st.integers(1, 50))
 def test_blocks_hold_an_array_once_each_within_the_bound(shape, most):
     seen = np.zeros(shape, int)
-    for box in grid_boxes(shape, _block(shape, most)):
+    for box in run_boxes(shape, 1, most):
         assert box.size <= most
         seen[box.index] += 1
     assert (seen == 1).all()

@@ -22,7 +22,7 @@ from jax_ucp.arrays.contents import Piece
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, MakesArrays
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.protocol import Files
-from jax_ucp.layout.blocks import whole_chunks
+from jax_ucp.layout.blocks import grid_shape, whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.universal.ocdbt import MANIFEST_FILE
 from jax_ucp.universal.validation import is_dtype
@@ -293,7 +293,7 @@ def _differ(values: Any, others: Any, key: str) -> bool:
 def _check_complete(storage: ZarrFolder, name: str, array: Any, spec: Mapping[str, Any]) -> None:
     """Raise FormatError where a chunk is in no database: zeros left out, or one is missing."""
     chunk = array.chunk_layout.write_chunk.shape or ()
-    chunks = math.prod(-(-n // max(1, c)) for n, c in zip(array.shape, chunk, strict=True))
+    chunks = math.prod(grid_shape(array.shape, chunk))
     there = len(spec["kvstore"]["layers"]) - 1
     if there != chunks:
         raise FormatError(
