@@ -45,8 +45,6 @@ _STEP_DTYPES: Mapping[type, DTypeLike] = {optax.ScaleByLionState: np.int32}
 # Where the extras are that were numbers in the tree, by their labels.
 EXTRAS = "tree"
 
-_COMPARE_BYTES = 16 << 20
-
 
 def torch_states(
     contents: Contents,
