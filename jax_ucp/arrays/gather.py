@@ -25,31 +25,27 @@ def read_boxes(source: ArraySource, key: str, boxes: Sequence[Box]) -> list[np.n
     Where the array has chunks, each is read once and shared out to the boxes that it meets: the
     columns that eight devices want of one chunk cost one read of it, not eight.
     """
-    want, parts = _wanted(source, key, boxes)
-    source.read_into(*want)
-    return parts
+    return read_boxes_of_each(source, [(key, boxes)])[0]
 
 
 def read_boxes_of_each(
     source: ArraySource, wanted: Iterable[tuple[str, Sequence[Box]]]
 ) -> list[list[np.ndarray]]:
     """The elements of boxes of several arrays, as `read_boxes` has those of one."""
-    wants = [_wanted(source, key, boxes) for key, boxes in wanted]
-    source.read_each([want for want, _ in wants])
-    return [parts for _, parts in wants]
-
-
-def _wanted(source: ArraySource, key: str, boxes: Sequence[Box]) -> tuple[Want, list[np.ndarray]]:
-    """The read request for the boxes, and the output array of each box. Boxes that are consecutive
-    row slabs are read as one box, into one array.
-    """
-    dtype = source.arrays()[key].dtype
-    if (whole := _joined(boxes, ALIGNMENT // dtype.itemsize)) is not None:
-        (out,) = aligned_arrays([whole.shape], dtype)
-        first = whole.start[0]
-        return (key, [whole], [out]), [out[b.start[0] - first : b.stop[0] - first] for b in boxes]
-    outs = aligned_arrays([box.shape for box in boxes], dtype)
-    return (key, list(boxes), outs), outs
+    wants: list[Want] = []
+    of_each: list[list[np.ndarray]] = []
+    for key, boxes in wanted:
+        dtype = source.arrays()[key].dtype
+        whole = _joined(boxes, ALIGNMENT // dtype.itemsize)
+        read = list(boxes) if whole is None else [whole]
+        outs = aligned_arrays([box.shape for box in read], dtype)
+        wants.append((key, read, outs))
+        if whole is not None:  # one read of all rows
+            first = whole.start[0]
+            outs = [outs[0][box.start[0] - first : box.stop[0] - first] for box in boxes]
+        of_each.append(outs)
+    source.read_each(wants)
+    return of_each
 
 
 def _joined(boxes: Sequence[Box], multiple: int) -> Box | None:

@@ -674,7 +674,14 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
                 " recorded"
             )
-    faults += _description_faults(metadata, store)
+    # the stored shape, dtype and chunks are those of `ucp.json`
+    for key, info in store.arrays().items():
+        recorded = metadata.files.get(f"{key}/zarr.json")  # none of an array that is packed
+        if recorded not in (None, digest(zarr_json(info, store.chunks[key]))):
+            faults.append(
+                f"{store.directory}/{key} was not stored as the {info.dtype} array of shape"
+                f" {list(info.shape)} that {METADATA_FILE} says: its zarr.json had another digest"
+            )
     # A pack is exactly its chunks, one after the other.
     ranges: dict[int, array[int]] = defaultdict(partial(array, "q"))  # 16 bytes a chunk
     for key, info in store.arrays().items() if store.places else []:
@@ -686,17 +693,6 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     for number, of_pack in ranges.items():
         faults += _row_faults(store, number, of_pack)
     return faults
-
-
-def _description_faults(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
-    """A line for each array whose stored shape, dtype or chunks differ from `ucp.json`'s."""
-    for key, info in store.arrays().items():
-        recorded = metadata.files.get(f"{key}/zarr.json")  # none of an array that is packed
-        if recorded not in (None, digest(zarr_json(info, store.chunks[key]))):
-            yield (
-                f"{store.directory}/{key} was not stored as the {info.dtype} array of shape"
-                f" {list(info.shape)} that {METADATA_FILE} says: its zarr.json had another digest"
-            )
 
 
 @functools.lru_cache(maxsize=64)
