@@ -303,360 +303,124 @@ LEGACY, RESHARDABLE = (
 )
 ALONE = r"weights_only opens"
 
+# fmt: off
 SITUATIONS = {
     # A part of a checkpoint in place of it.
-    "one rank's file of DeepSpeed": Situation(
-        Z1,
-        lambda folder: folder / "mp_rank_00_model_states.pt",
-        [r"mp_rank_00_model_states\.pt is what one rank wrote", r"open /.*/global_step5$"],
-        open_what_it_says,
-    ),
-    "one rank's file of Megatron": Situation(
-        LEGACY,
-        lambda folder: folder / "mp_rank_01" / "model_optim_rng.pt",
-        [r"model_optim_rng\.pt is what one rank wrote", r"open /.*/iter_0000003$"],
-        open_what_it_says,
-    ),
-    "DCP whose hidden file was not copied": Situation(
-        "",
-        not_copied,
-        [
-            r"no \.metadata: the save never ended",
-            r"was not copied with the others, for its name begins with a dot",
-        ],
-    ),
-    "a rank's file of torch's Hugging Face writer is missing": Situation(
-        "torch/dcp_hf_sharded",
-        delete("shard-00004-*"),
-        [r"/c has files of 3 ranks .*shard-00003-model-00001-of-00001", r"copy the others$"],
-        with_files_of("torch/dcp_hf_sharded", "shard-00004-*"),
-    ),
-    "an even save of torch's Hugging Face writer": Situation(
-        "",
-        cut_evenly,
-        [r"If 2 ranks wrote files, say sizes=\{'ranks': 2\} \(--size ranks=2\)"],
-        lambda folder, _: arrays(ucp.open(folder, sizes={"ranks": 2})),
-    ),
-    "DCP of links": Situation(
-        "",
-        of_links("__0_0.distcp"),
-        [
-            r"__0_0\.distcp is a link to .*, outside the checkpoint",
-            r"copy the checkpoint with the files themselves",
-        ],
-        with_the_files_themselves,
-    ),
-    "DCP whose table of contents is a link": Situation(
-        "",
-        of_links(".metadata"),
-        [
-            r"\.metadata is a link to .*, outside the checkpoint",
-            r"copy the checkpoint with the files themselves",
-        ],
-        with_the_files_themselves,
-    ),
+    "one rank's file of DeepSpeed": Situation(Z1, lambda folder: folder / "mp_rank_00_model_states.pt",
+        [r"mp_rank_00_model_states\.pt is what one rank wrote", r"open /.*/global_step5$"], open_what_it_says),
+    "one rank's file of Megatron": Situation(LEGACY, lambda folder: folder / "mp_rank_01" / "model_optim_rng.pt",
+        [r"model_optim_rng\.pt is what one rank wrote", r"open /.*/iter_0000003$"], open_what_it_says),
+    "DCP whose hidden file was not copied": Situation("", not_copied, [r"no \.metadata: the save never ended",
+        r"was not copied with the others, for its name begins with a dot"]),
+    "a rank's file of torch's Hugging Face writer is missing": Situation("torch/dcp_hf_sharded",
+        delete("shard-00004-*"), [r"/c has files of 3 ranks .*shard-00003-model-00001-of-00001", r"copy the others$"],
+        with_files_of("torch/dcp_hf_sharded", "shard-00004-*")),
+    "an even save of torch's Hugging Face writer": Situation("", cut_evenly,
+        [r"If 2 ranks wrote files, say sizes=\{'ranks': 2\} \(--size ranks=2\)"], lambda folder,
+        _: arrays(ucp.open(folder, sizes={"ranks": 2}))),
+    "DCP of links": Situation("", of_links("__0_0.distcp"), [r"__0_0\.distcp is a link to .*, outside the checkpoint",
+        r"copy the checkpoint with the files themselves"], with_the_files_themselves),
+    "DCP whose table of contents is a link": Situation("", of_links(".metadata"),
+        [r"\.metadata is a link to .*, outside the checkpoint", r"copy the checkpoint with the files themselves"],
+        with_the_files_themselves),
     # Files too many, too few, or of another save.
-    "a model file of ZeRO-3 is missing": Situation(
-        Z3,
-        delete("zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        [
-            r"rank_1_mp_rank_00_model_states\.pt is missing: the run had 2 data-parallel ranks, 1"
-            r" pipeline stages"
-        ],
-    ),
-    "an optimizer file of an earlier save on more ranks": Situation(
-        DP4,
-        copy_as(
-            "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_4_mp_rank_00_optim_states.pt"
-        ),
-        [
-            r"zero_pp_rank_4_mp_rank_00_optim_states\.pt belongs to another run, or to an earlier"
-            r" save on more ranks"
-        ],
-        without("zero_pp_rank_4_*"),
-    ),
-    "a model file of an earlier save on more ranks": Situation(
-        TP2,
-        copy_as("mp_rank_00_model_states.pt", "mp_rank_02_model_states.pt"),
-        [
-            r"mp_rank_02_model_states\.pt",
-            r"belongs to another run, or to an earlier save on more ranks",
-        ],
-        without("mp_rank_02_*"),
-    ),
-    "optimizer files of two saves": Situation(
-        Z1,
-        copy_as(
-            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        ),
-        [
-            (
-                r"with and without the prefix bf16_: two saves with different settings are in one"
-                r" folder\. Remove"
-            ),
-            ALONE,
-        ],
-        without("zero_pp_rank_0_*"),
-    ),
-    "a rank of Megatron too many": Situation(
-        LEGACY,
-        copy_as("mp_rank_01", "mp_rank_02"),
-        [
-            r"mp_rank_02 belongs to another run, or to an earlier save with other parallelism",
-            "Move the folders",
-        ],
-        without("mp_rank_02"),
-    ),
-    "an optimizer file is missing": Situation(
-        Z1,
-        delete("*rank_1_*optim_states.pt"),
-        [r"rank_1_mp_rank_00_optim_states\.pt is missing", ALONE],
-        weights_only,
-        True,
-    ),
-    "all optimizer files are missing": Situation(
-        Z1,
-        delete(OPTIM),
-        [r"no \*_optim_states\.pt, but .* written by ZeRO-1", ALONE],
-        weights_only,
-        True,
-    ),
-    "all optimizer files of ZeRO-3 are missing": Situation(
-        Z3,
-        delete(OPTIM),
-        [
-            r"written by ZeRO-3: masters and optimizer state are missing; its weights are in no"
-            r" other file"
-        ],
-    ),
-    "a universal folder without its optimizer file": Situation(
-        UNIVERSAL,
-        delete("zero/optimizer_state.pt"),
-        [r"optimizer_state\.pt is missing", ALONE],
-        weights_only,
-        True,
-    ),
-    "a folder of one of Megatron's ranks": Situation(
-        "megatron/legacy_tp2_pp1_bf16",
+    "a model file of ZeRO-3 is missing": Situation(Z3, delete("zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        [r"rank_1_mp_rank_00_model_states\.pt is missing: the run had 2 data-parallel ranks, 1 pipeline stages"]),
+    "an optimizer file of an earlier save on more ranks": Situation(DP4,
+        copy_as("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_4_mp_rank_00_optim_states.pt"),
+        [r"zero_pp_rank_4_mp_rank_00_optim_states\.pt belongs to another run, or to an earlier save on more ranks"],
+        without("zero_pp_rank_4_*")),
+    "a model file of an earlier save on more ranks": Situation(TP2, copy_as("mp_rank_00_model_states.pt",
+        "mp_rank_02_model_states.pt"), [r"mp_rank_02_model_states\.pt",
+        r"belongs to another run, or to an earlier save on more ranks"], without("mp_rank_02_*")),
+    "optimizer files of two saves": Situation(Z1, copy_as("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        [r"with and without the prefix bf16_: two saves with different settings are in one folder\. Remove", ALONE],
+        without("zero_pp_rank_0_*")),
+    "a rank of Megatron too many": Situation(LEGACY, copy_as("mp_rank_01", "mp_rank_02"),
+        [r"mp_rank_02 belongs to another run, or to an earlier save with other parallelism", "Move the folders"],
+        without("mp_rank_02")),
+    "an optimizer file is missing": Situation(Z1, delete("*rank_1_*optim_states.pt"),
+        [r"rank_1_mp_rank_00_optim_states\.pt is missing", ALONE], weights_only, True),
+    "all optimizer files are missing": Situation(Z1, delete(OPTIM),
+        [r"no \*_optim_states\.pt, but .* written by ZeRO-1", ALONE], weights_only, True),
+    "all optimizer files of ZeRO-3 are missing": Situation(Z3, delete(OPTIM),
+        [r"written by ZeRO-3: masters and optimizer state are missing; its weights are in no other file"]),
+    "a universal folder without its optimizer file": Situation(UNIVERSAL, delete("zero/optimizer_state.pt"),
+        [r"optimizer_state\.pt is missing", ALONE], weights_only, True),
+    "a folder of one of Megatron's ranks": Situation("megatron/legacy_tp2_pp1_bf16",
         lambda folder: folder / "mp_rank_00",
-        [r"mp_rank_00/model_optim_rng\.pt is what one rank wrote of a checkpoint: open \S+$"],
-        open_what_it_says,
-    ),
-    "a run whose step lost its table": Situation(
-        "megatron/torch_dcp_te_bf16",
-        without_table,
-        [r"iter_0000003 has \.distcp files but no \.metadata: the save never ended"],
-    ),
-    "a universal folder with a state of one parameter alone": Situation(
-        UNIVERSAL,
-        one_state_too_much,
-        [r"/momentum\.pt is missing: .*, as \S+/momentum\.pt, which may be too much", ALONE],
-        weights_only,
-        True,
-    ),
-    "a universal folder without a moment": Situation(
-        UNIVERSAL,
+        [r"mp_rank_00/model_optim_rng\.pt is what one rank wrote of a checkpoint: open \S+$"], open_what_it_says),
+    "a run whose step lost its table": Situation("megatron/torch_dcp_te_bf16", without_table,
+        [r"iter_0000003 has \.distcp files but no \.metadata: the save never ended"]),
+    "a universal folder with a state of one parameter alone": Situation(UNIVERSAL, one_state_too_much,
+        [r"/momentum\.pt is missing: .*, as \S+/momentum\.pt, which may be too much", ALONE], weights_only, True),
+    "a universal folder without a moment": Situation(UNIVERSAL,
         delete("zero/embed.word_embeddings.weight/exp_avg.pt"),
-        [
-            (
-                r"word_embeddings\.weight/exp_avg\.pt is missing: other parameters of the group"
-                r" have that state"
-            ),
-            ALONE,
-        ],
-        weights_only,
-        True,
-    ),
-    "a universal folder made inside its source": Situation(
-        UNIVERSAL,
-        made_in_its_source,
-        [
-            r"both atoms \(zero/\) and \*_optim_states\.pt",
-            r"Move zero/, or the optimizer files, to another one",
-        ],
-        without(OPTIM),
-    ),
+        [r"word_embeddings\.weight/exp_avg\.pt is missing: other parameters of the group have that state", ALONE],
+        weights_only, True),
+    "a universal folder made inside its source": Situation(UNIVERSAL, made_in_its_source,
+        [r"both atoms \(zero/\) and \*_optim_states\.pt", r"Move zero/, or the optimizer files, to another one"],
+        without(OPTIM)),
     # Optimizers.
-    "an optimizer wrapper that is not known": Situation(
-        Z1,
-        change(
-            "*rank_1_*optim_states.pt",
-            lambda tree: tree.__setitem__(
-                "optimizer_state_dict", {"zen_partition": 1, "onebit_groups": []}
-            ),
-        ),
-        [
-            r"optim_states\.pt has neither the masters",
-            r"but zen_partition, onebit_groups: another optimizer wrapper",
-            ALONE,
-        ],
-        weights_only,
-        True,
-    ),
-    "a sharding over some of the ranks": Situation(
-        DP4,
-        change(OPTIM, shared_by_some),
-        [
-            r"of \[2, 2\] ranks, by its partition_count",
-            r"a sharding over some of the ranks, which is not read",
-            ALONE,
-        ],
-        weights_only,
-        True,
-    ),
-    "a rank without a state that others have": Situation(
-        Z1,
-        change("*rank_1_*optim_states.pt", lambda tree: base(tree)["state"][0].pop("exp_avg_sq")),
-        [
-            r"rank_1_.*: group 0 has the optimizer states \['step', 'exp_avg'\]",
-            r"saved before the first step",
-            ALONE,
-        ],
-        weights_only,
-        True,
-    ),
-    "a moment that was cut": Situation(
-        Z1,
-        change("*rank_1_*optim_states.pt", sliced),
-        [
-            (
-                r"rank_1_.*: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1"
-                r" of 2 has \d+"
-            ),
-            ALONE,
-        ],
-        weights_only,
-        True,
-    ),
-    "masters of another model": Situation(
-        Z1,
-        change(
-            "*rank_1_*optim_states.pt",
-            lambda tree: tree["optimizer_state_dict"][
-                "single_partition_of_fp32_groups"
-            ].__setitem__(0, np.zeros(8)),
-        ),
-        [
-            r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in"
-            r" bf16_zero_pp_rank_1"
-        ],
-        weights_only,
-        True,
-    ),
-    "a parameter group too many": Situation(
-        Z1,
-        change(
-            "*rank_1_*optim_states.pt",
-            lambda tree: tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop(),
-        ),
-        [
-            r"rank_1_.* has 1 parameter groups, but .* describes 2; .* of an earlier save with"
-            r" other groups"
-        ],
-        weights_only,
-        True,
-    ),
-    "a state of Megatron's optimizer that one parameter lacks": Situation(
-        "unknown/te_muon",
-        without_a_moment,
-        [
-            (
-                r"exp_avg of decoder\.final_layernorm\.weight is in no file, though 6 parameters"
-                r" that share states with it"
-            ),
-            ALONE,
-        ],
-        weights_only,
-        True,
-    ),
+    "an optimizer wrapper that is not known": Situation(Z1, change("*rank_1_*optim_states.pt",
+        lambda tree: tree.__setitem__("optimizer_state_dict", {"zen_partition": 1, "onebit_groups": []})),
+        [r"optim_states\.pt has neither the masters", r"but zen_partition, onebit_groups: another optimizer wrapper",
+        ALONE], weights_only, True),
+    "a sharding over some of the ranks": Situation(DP4, change(OPTIM, shared_by_some),
+        [r"of \[2, 2\] ranks, by its partition_count", r"a sharding over some of the ranks, which is not read",
+        ALONE], weights_only, True),
+    "a rank without a state that others have": Situation(Z1, change("*rank_1_*optim_states.pt",
+        lambda tree: base(tree)["state"][0].pop("exp_avg_sq")),
+        [r"rank_1_.*: group 0 has the optimizer states \['step', 'exp_avg'\]", r"saved before the first step", ALONE],
+        weights_only, True),
+    "a moment that was cut": Situation(Z1, change("*rank_1_*optim_states.pt", sliced),
+        [r"rank_1_.*: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1 of 2 has \d+", ALONE],
+        weights_only, True),
+    "masters of another model": Situation(Z1, change("*rank_1_*optim_states.pt",
+        lambda tree: tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].__setitem__(0, np.zeros(8))),
+        [r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in bf16_zero_pp_rank_1"],
+        weights_only, True),
+    "a parameter group too many": Situation(Z1, change("*rank_1_*optim_states.pt",
+        lambda tree: tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop()),
+        [r"rank_1_.* has 1 parameter groups, but .* describes 2; .* of an earlier save with other groups"],
+        weights_only, True),
+    "a state of Megatron's optimizer that one parameter lacks": Situation("unknown/te_muon", without_a_moment,
+        [r"exp_avg of decoder\.final_layernorm\.weight is in no file, though 6 parameters that share states with it",
+        ALONE], weights_only, True),
     # Tensor parallelism.
-    "a newer universal_checkpoint_info": Situation(
-        TP2,
-        change("mp_rank_*_model_states.pt", set_info(universal_checkpoint_version=0.9)),
-        [
-            r"universal_checkpoint_info has version 0\.9",
-            r"Say how slices form parameters in a spec \(spec=, --spec\)",
-        ],
-        by_spec,
-    ),
-    "a pattern that meets no parameter": Situation(
-        TP2,
-        change("mp_rank_*_model_states.pt", set_info(tp_replicated_parameter_patterns=["no_such"])),
-        [
-            r"patterns that match no parameter: \['no_such'\]",
-            r"Say how slices form parameters in a spec \(spec=, --spec\)",
-        ],
-        by_spec,
-    ),
-    "parameters that DeepSpeed cannot join": Situation(
-        TP2,
-        change(
-            "mp_rank_*_model_states.pt",
-            set_info(autotp_unsupported_parameter_patterns={"layers": "a bug"}),
-        ),
-        [
-            r"DeepSpeed says that the slices of layers\..* cannot be joined: a bug",
-            r"Say how slices form parameters in a spec",
-        ],
-        by_spec,
-    ),
-    "a vocabulary without its size": Situation(
-        TP2,
-        change(
-            "mp_rank_*_model_states.pt",
-            lambda tree: tree["universal_checkpoint_info"].pop("original_vocab_size"),
-        ),
-        [r'has no original_vocab_size; give it: sizes=\{"vocab": N\}, --size vocab=N'],
-        lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
-    ),
-    "a vocabulary of more rows than there are": Situation(
-        TP2,
-        change("mp_rank_*_model_states.pt", set_info(original_vocab_size=1000)),
-        [
-            r"mp_rank_00_model_states\.pt: .*word_embeddings\.weight by its"
-            r" universal_checkpoint_info with vocab=1000: the shards hold"
-        ],
-        lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
-    ),
+    "a newer universal_checkpoint_info": Situation(TP2, change("mp_rank_*_model_states.pt",
+        set_info(universal_checkpoint_version=0.9)), [r"universal_checkpoint_info has version 0\.9",
+        r"Say how slices form parameters in a spec \(spec=, --spec\)"], by_spec),
+    "a pattern that meets no parameter": Situation(TP2, change("mp_rank_*_model_states.pt",
+        set_info(tp_replicated_parameter_patterns=["no_such"])), [r"patterns that match no parameter: \['no_such'\]",
+        r"Say how slices form parameters in a spec \(spec=, --spec\)"], by_spec),
+    "parameters that DeepSpeed cannot join": Situation(TP2, change("mp_rank_*_model_states.pt",
+        set_info(autotp_unsupported_parameter_patterns={"layers": "a bug"})),
+        [r"DeepSpeed says that the slices of layers\..* cannot be joined: a bug",
+        r"Say how slices form parameters in a spec"], by_spec),
+    "a vocabulary without its size": Situation(TP2, change("mp_rank_*_model_states.pt",
+        lambda tree: tree["universal_checkpoint_info"].pop("original_vocab_size")),
+        [r'has no original_vocab_size; give it: sizes=\{"vocab": N\}, --size vocab=N'], lambda folder,
+        _: arrays(ucp.open(folder, sizes={"vocab": 101}))),
+    "a vocabulary of more rows than there are": Situation(TP2, change("mp_rank_*_model_states.pt",
+        set_info(original_vocab_size=1000)),
+        [r"mp_rank_00_model_states\.pt: .*word_embeddings\.weight by its universal_checkpoint_info with vocab=1000: the shards hold"],
+        lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101}))),
     # Megatron's files.
-    "args that are not a Namespace": Situation(
-        LEGACY,
-        change(
-            "mp_rank_*/model_optim_rng.pt",
-            lambda tree: tree.__setitem__(
-                "args", Instance("mylib.Config", dict(tree["args"].state))
-            ),
-        ),
-        [
-            r"model_optim_rng\.pt has an object of mylib\.Config, which .* for args, not an"
-            r" argparse\.Namespace"
-        ],
-    ),
-    "a save before checkpoint_version 2": Situation(
-        LEGACY,
-        change("mp_rank_*/model_optim_rng.pt", lambda tree: tree.pop("checkpoint_version")),
-        [r"checkpoint_version None, where 2\.0 or later is needed"],
-    ),
-    "a parameter that the rules for Megatron do not know": Situation(
-        LEGACY,
-        with_a_module_of_its_own,
-        [
-            r"iter_0000003: the rules do not fit",
-            r"1\.mlp\.gate_proj\.weight is claimed by no rule",
-            "`extends: megatron`",
-        ],
-        by_a_rule_more,
-    ),
-    "common.pt of another run": Situation(
-        "megatron/dist_tp1_pp1_fp32",
-        change("common.pt", lambda tree: tree["args"].state.update(num_layers=3)),
-        [
-            r"axis 0 should count the 3 layers that args in common\.pt tell of: that file or the"
-            r" others are of"
-        ],
-    ),
+    "args that are not a Namespace": Situation(LEGACY, change("mp_rank_*/model_optim_rng.pt",
+        lambda tree: tree.__setitem__("args", Instance("mylib.Config", dict(tree["args"].state)))),
+        [r"model_optim_rng\.pt has an object of mylib\.Config, which .* for args, not an argparse\.Namespace"]),
+    "a save before checkpoint_version 2": Situation(LEGACY, change("mp_rank_*/model_optim_rng.pt",
+        lambda tree: tree.pop("checkpoint_version")), [r"checkpoint_version None, where 2\.0 or later is needed"]),
+    "a parameter that the rules for Megatron do not know": Situation(LEGACY, with_a_module_of_its_own,
+        [r"iter_0000003: the rules do not fit", r"1\.mlp\.gate_proj\.weight is claimed by no rule",
+        "`extends: megatron`"], by_a_rule_more),
+    "common.pt of another run": Situation("megatron/dist_tp1_pp1_fp32", change("common.pt",
+        lambda tree: tree["args"].state.update(num_layers=3)),
+        [r"axis 0 should count the 3 layers that args in common\.pt tell of: that file or the others are of"]),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

@@ -44,73 +44,24 @@ W = np.arange(12, dtype=np.float32).reshape(4, 3)
 INT4 = np.ones(3, ml_dtypes.int4)
 
 
-@pytest.mark.parametrize(
-    ("format", "tree", "error", "words"),
-    [
-        (
-            "safetensors",
-            weights(ok=W, a=INT4, b=INT4),
-            UnsupportedLeaf,
-            r"a has dtype int4\n.*b has dtype int4\n.*dtype",
-        ),
-        ("safetensors", weights(__metadata__=W), UnsupportedLeaf, "__metadata__ has a name"),
-        (
-            "safetensors",
-            weights(c=W.astype(np.complex128)),
-            UnsupportedLeaf,
-            "c has dtype complex128",
-        ),
-        ("dcp", weights(a=INT4), UnsupportedLeaf, r"model\.a has dtype int4"),
-        (
-            "dcp",
-            {"param": {"w": W, "w.b": W}, "b.c": {"w": W}, "c": {"w.b": W}},
-            TreeMismatch,
-            (
-                r"optimizer\.state\.w\.b\.c: optimizer / state / w / b\.c, optimizer / state /"
-                r" w\.b / c"
-            ),
-        ),
-        (
-            "dcp",
-            {"param": {"w": W}, "other": {"model.w": W}},
-            TreeMismatch,
-            r"model\.w: model / w, model / w",
-        ),
-        ("deepspeed", weights(a=INT4), UnsupportedLeaf, "param of a has dtype int4"),
-        (
-            "deepspeed",
-            weights(**{"a/b": W, "..": W}),
-            UnsupportedLeaf,
-            r"'a/b' is not a name of a folder\n.*'\.\.' is no",
-        ),
-        ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is not a name of a folder"),
-        (
-            "deepspeed",
-            {"param": {"w": W}, "fp32": {"w": W}},
-            UnsupportedLeaf,
-            "'fp32' of w is not a name of a state",
-        ),
-        (
-            "deepspeed",
-            {"param": {"w": W}, "step": {"w": W}},
-            UnsupportedLeaf,
-            "step of w has shape .4, 3., and is not a num",
-        ),
-        (
-            "dcp",
-            {"param": {"w": W}, "buffer": {"w": W}},
-            TreeMismatch,
-            "w as a parameter and as a buffer",
-        ),
-        ("safetensors", {"other": {"w": W}}, TreeMismatch, "has no parameters"),
-        (
-            "dcp",
-            {"exp_avg": {"w": W}},
-            TreeMismatch,
-            "states of what is not a parameter .*exp_avg of w",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("format", "tree", "error", "words"), [
+    ("safetensors", weights(ok=W, a=INT4, b=INT4), UnsupportedLeaf, r"a has dtype int4\n.*b has dtype int4\n.*dtype"),
+    ("safetensors", weights(__metadata__=W), UnsupportedLeaf, "__metadata__ has a name"),
+    ("safetensors", weights(c=W.astype(np.complex128)), UnsupportedLeaf, "c has dtype complex128"),
+    ("dcp", weights(a=INT4), UnsupportedLeaf, r"model\.a has dtype int4"),
+    ("dcp", {"param": {"w": W, "w.b": W}, "b.c": {"w": W}, "c": {"w.b": W}}, TreeMismatch,
+        r"optimizer\.state\.w\.b\.c: optimizer / state / w / b\.c, optimizer / state / w\.b / c"),
+    ("dcp", {"param": {"w": W}, "other": {"model.w": W}}, TreeMismatch, r"model\.w: model / w, model / w"),
+    ("deepspeed", weights(a=INT4), UnsupportedLeaf, "param of a has dtype int4"),
+    ("deepspeed", weights(**{"a/b": W, "..": W}), UnsupportedLeaf, r"'a/b' is not a name of a folder\n.*'\.\.' is no"),
+    ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is not a name of a folder"),
+    ("deepspeed", {"param": {"w": W}, "fp32": {"w": W}}, UnsupportedLeaf, "'fp32' of w is not a name of a state"),
+    ("deepspeed", {"param": {"w": W}, "step": {"w": W}}, UnsupportedLeaf,
+        "step of w has shape .4, 3., and is not a num"),
+    ("dcp", {"param": {"w": W}, "buffer": {"w": W}}, TreeMismatch, "w as a parameter and as a buffer"),
+    ("safetensors", {"other": {"w": W}}, TreeMismatch, "has no parameters"),
+    ("dcp", {"exp_avg": {"w": W}}, TreeMismatch, "states of what is not a parameter .*exp_avg of w"),
+])  # fmt: skip
 def test_what_a_format_cannot_hold_is_named_with_the_remedy_before_anything_is_written(
     format, tree, error, words, tmp_path
 ):

@@ -489,30 +489,15 @@ def test_the_order_of_the_module_is_right_where_it_is_true_and_refused_where_sha
         assert not any("module-order" in note for note in ucp.open(DATA / case / "ckpt.pt").notes)
 
 
-@pytest.mark.parametrize(
-    ("case", "why"),
-    [
-        ("ts_gan_model_disc", "30 optimizer states in disc_optimizer .* fit disc and model alike"),
-        ("ts_teacher_student", "30 optimizer states in optimizer .* fit model and student alike"),
-        ("ts_ema", "30 optimizer states in optimizer .* fit model and model_ema alike"),
-        (
-            "ts_gan_shapes",
-            r"exp_avg of 0\.weight has shape \[6, 8\], but .* has \[16, 8\]; they fit disc",
-        ),
-        (
-            "ts_fairseq",
-            (
-                r"30 optimizer states in last_optimizer_state .* \(there are 10 of them for 12"
-                r" tensors\)"
-            ),
-        ),
-        ("dcp_raw_numbered", "27 optimizer states in optimizer .* they go by numbers"),
-        (
-            "dcp_actor_critic",
-            "4 optimizer states in critic_optim .*nothing decides which dict is the model",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "why"), [
+    ("ts_gan_model_disc", "30 optimizer states in disc_optimizer .* fit disc and model alike"),
+    ("ts_teacher_student", "30 optimizer states in optimizer .* fit model and student alike"),
+    ("ts_ema", "30 optimizer states in optimizer .* fit model and model_ema alike"),
+    ("ts_gan_shapes", r"exp_avg of 0\.weight has shape \[6, 8\], but .* has \[16, 8\]; they fit disc"),
+    ("ts_fairseq", r"30 optimizer states in last_optimizer_state .* \(there are 10 of them for 12 tensors\)"),
+    ("dcp_raw_numbered", "27 optimizer states in optimizer .* they go by numbers"),
+    ("dcp_actor_critic", "4 optimizer states in critic_optim .*nothing decides which dict is the model"),
+])  # fmt: skip
 def test_of_real_files_that_leave_it_open_the_states_stay_apart(case, why):
     path = DATA / case / ("ckpt" if case.startswith("dcp") else "ckpt.pt")
     checkpoint = ucp.open(path)

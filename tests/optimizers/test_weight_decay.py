@@ -105,29 +105,12 @@ def test_an_optimizer_that_moves_nothing_says_nothing():
     assert decays_of(optax.adamw(0.0), PARAMS) == {}
 
 
-@pytest.mark.parametrize(
-    ("tx", "message"),
-    [
-        (
-            optax.adamw(1e-3),
-            (
-                "b: the checkpoint's optimizer has weight_decay=0.0 for it, and tx decays it in"
-                " proportion"
-            ),
-        ),
-        (
-            optax.adam(1e-3),
-            "w: the checkpoint's optimizer has weight_decay=0.1 for it, and tx does not decay it",
-        ),
-        (
-            optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)),
-            (
-                r"w: the checkpoint's optimizer decays it in proportion \(AdamW\), tx through the"
-                r" gradient"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tx", "message"), [
+    (optax.adamw(1e-3), "b: the checkpoint's optimizer has weight_decay=0.0 for it, and tx decays it in proportion"),
+    (optax.adam(1e-3), "w: the checkpoint's optimizer has weight_decay=0.1 for it, and tx does not decay it"),
+    (optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)),
+        r"w: the checkpoint's optimizer decays it in proportion \(AdamW\), tx through the gradient"),
+])  # fmt: skip
 def test_another_decay_is_refused_unless_it_is_meant(tx, message):
     names = {"w": (3, 2), "b": (3,)}
     tree = {
