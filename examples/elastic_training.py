@@ -210,7 +210,9 @@ def losses_of(run: Run, directory: Path, options: Sequence[str]) -> dict[int, fl
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={run.mesh[0] * run.mesh[1]}",
-        "JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get(
+            "JAX_COMPILATION_CACHE_DIR", str(directory.parent / "compiled")
+        ),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [

@@ -18,7 +18,7 @@ from hypothesis import settings
 collect_ignore = ["data", "generators", "workers", "write_pairing_cases.py"]
 
 settings.register_profile("default", deadline=None, max_examples=100)
-settings.load_profile("default")
+settings.register_profile("fast", deadline=None, max_examples=30)
 
 pytest_plugins = ["servers.fixtures"]
 
@@ -27,17 +27,19 @@ TESTS = Path(__file__).parent
 # Integers, texts and small files in memory: under a minute in all.
 FAST = ("layout/", "shard_spec/", "mapping/", "arrays/", "universal/", "files/")
 FAST += tuple(f"hostile/test_{name}.py" for name in ("name_patterns", "servers", "visible", "yaml"))
+# Of these folders, checkpoints of thousands of arrays, of every format, or of whole models.
+DEFAULT = tuple(f"universal/test_{name}.py" for name in ("small_arrays", "copy", "links"))
+DEFAULT += ("mapping/test_chains.py", "mapping/test_config_keys.py", "files/test_copying.py")
 # Campaigns: kills, faults, hostile inputs, mistakes.
 SLOW = ("export/test_export_faults.py", "test_faults.py", "hostile/test_fuzz.py")
-SLOW += ("test_save_faults.py", "test_temptations.py")
-# What whole conversions take.
-SLOW += ("test_memory.py", "formats/quantized/test_memory.py", "test_linear.py")
+SLOW += ("test_save_faults.py", "test_temptations.py", "hostile/test_growth.py")
+# What whole conversions take, by several processes and into buckets.
+SLOW += ("test_memory.py", "formats/quantized/test_memory.py", "test_linear.py", "test_clusters.py")
+SLOW += ("export/test_export_shares.py", "universal/test_shares.py", "remote/test_exports.py")
 # Whole runs: training that is resumed, several processes, pages and notebooks that are executed.
 SLOW += ("test_examples.py", "test_processes.py", "test_reference_transformer.py")
 SLOW += ("test_notebooks.py", "test_screens.py", "test_tutorials.py", "test_docs_migrating.py")
-# Neither: checkpoints of thousands of arrays, or of every format.
-DEFAULT = ("universal/test_shares.py", "universal/test_small_arrays.py", "universal/test_copy.py")
-
+SLOW += ("remote/test_managers.py",)
 
 ORBAX = tuple(map(int, version("orbax-checkpoint").split(".")[:2]))
 
@@ -59,20 +61,43 @@ def stock() -> Iterator[Callable[..., dict[str, Any]]]:
         process.stdin.close()
 
 
+@pytest.fixture(scope="module")
+def unoptimized() -> Iterator[None]:
+    """XLA compiles models that are run once in half the time if it optimises little."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Say what older releases of Orbax leave behind."""
+    """Draw fewer examples in the fast lane; say what older releases of Orbax leave behind."""
+    settings.load_profile("fast" if config.option.markexpr == "fast" else "default")
     if ORBAX < (0, 12):  # event loops that are not closed
         for kind in ("pytest.PytestUnraisableExceptionWarning", "ResourceWarning"):
             config.addinivalue_line("filterwarnings", f"ignore::{kind}")
 
 
+def lane_of(path: Path) -> str:
+    """The lane of the tests in a file: `fast`, `slow`, or none of these."""
+    place = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+    if place.startswith(SLOW):
+        return "slow"
+    return "fast" if place.startswith(FAST) and place not in DEFAULT else ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether a file is of another lane than the one that is asked for: to import it takes long."""
+    if collection_path.suffix != ".py":
+        return None
+    lane, asked = lane_of(collection_path), config.option.markexpr
+    return (asked == "fast" and lane != "fast") or (asked == "not slow" and lane == "slow") or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put each test in its lane, by the file that it is in; the slow lane comes first."""
     for item in items:
-        inside = item.path.is_relative_to(TESTS)
-        place = item.path.relative_to(TESTS).as_posix() if inside else ""
-        if place.startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
-        elif place.startswith(FAST) and place not in DEFAULT:
-            item.add_marker(pytest.mark.fast)
+        if lane := lane_of(item.path):
+            item.add_marker(getattr(pytest.mark, lane))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -39,6 +39,14 @@ from jax_ucp.text import visible_lines
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 
+def in_lanes(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a test, of which every third is in the default lane, and all are in the slow."""
+    return [
+        pytest.param(*row, marks=[pytest.mark.slow] * (number % 3 > 0))
+        for number, row in enumerate(rows)
+    ]
+
+
 class MemoryStore(MakesArrays):
     """Arrays in a dict; a source and a store whose contents a test can look at."""
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -26,13 +24,13 @@ import pytest
 import jax_ucp as ucp
 from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.path import file_path
+from joined import said_by
 from large_sources import FORMATS, made
 from servers import stores, web
 from servers.fault_proxy import FaultProxy
-from servers.stores import Store, free_port
+from servers.stores import Store
 
 PAGE = Path(__file__).parent.parent / "docs" / "where-checkpoints-live.md"
-WORKER = Path(__file__).parent / "workers" / "bucket_restore.py"
 PLACES = ("S3", "Google", "Azure", "HTTP", "hub")
 OF_TENSORSTORE = ("Orbax", "Orbax, a file a chunk")  # which reads its arrays by itself
 
@@ -139,21 +137,8 @@ def sharing(path: Path, store: Store, processes: int, share: bool) -> tuple[int,
     """Requests and bytes of processes that each restore the whole of an universal checkpoint."""
     with bucket(store, path) as (url, proxy):
         proxy.set(proxy.faults)
-        port = str(free_port())
-        command = [sys.executable, str(WORKER), port, str(processes)]
-        workers = [
-            subprocess.Popen(
-                [*command, str(rank), url, "share" if share else "each"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(processes)
-        ]
-        said = [worker.communicate(timeout=300) for worker in workers]
-        for worker, (out, errors) in zip(workers, said, strict=True):
-            assert worker.returncode == 0, errors[-4000:]
-            assert out.splitlines()[-1] == said[0][0].splitlines()[-1]  # Gloo says things too
+        said = said_by(processes, "bucket_restore.py", url, "share" if share else "each")
+        assert len(set(said)) == 1
         return _met(proxy)
 
 

@@ -15,13 +15,25 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from cases import CORRUPTED, DATA, OF_TESTS, READ, RULES, Case, assert_accounted_for, every, flat
-from helpers import digests, mesh_of, restored_on
+from cases import (
+    CORRUPTED,
+    DATA,
+    FAMILIES,
+    OF_TESTS,
+    READ,
+    RULES,
+    Case,
+    assert_accounted_for,
+    every,
+    flat,
+)
+from helpers import digests, in_lanes, mesh_of, restored_on
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.protocol import ArraySource, Piece
 from jax_ucp.codecs.torch_file import TorchFile
@@ -33,12 +45,14 @@ from jax_ucp.formats.dcp.source import DcpSource
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
+from jax_ucp.universal.validation import storable
 from remote_files import counted, uploaded
 from servers.stores import Store
 from servers.web import web
 from test_read_once import reads_of
 
 CASES = [case for case in every(READ) if not case.refused]
+IN_LANES = in_lanes([(case,) for case in CASES])
 # Of each format, and of each way in which one is stored: flat, by ranks, in items, compressed, coded.
 # fmt: off
 KINDS = [Case(label) for label in (
@@ -52,6 +66,7 @@ KINDS = [Case(label) for label in (
     "torch/torchsave/trainer.pt", "trainers/small_llama",
 )]
 # fmt: on
+HAS_ALL = storable(np.dtype(ml_dtypes.float8_e8m0fnu))  # an old TensorStore lacks a dtype
 MESHES = mesh_of(4, 2), mesh_of(3, 2), mesh_of(1)
 # What every rank says alike is in the inventory once.
 COMPARED = {"buckets_coalesced", "param_groups"}
@@ -85,7 +100,7 @@ def faults_of(checkpoint: ucp.Checkpoint) -> list[str]:
     return [fault for _, fault in checkpoint.verify() if fault]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=IN_LANES, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -118,8 +133,9 @@ def test_notes_and_the_source_say_what_was_said_and_what_is_left(case, checkpoin
         assert source.get(option) == (tuple(map(tuple, said)) if isinstance(said, list) else said)
 
 
-def test_on_every_mesh_it_is_the_live_state(case, checkpoint):
-    for mesh in MESHES:
+def test_on_meshes_it_is_the_live_state(case, checkpoint):
+    """On the first, and on the second or the third by turns."""
+    for mesh in (MESHES[0], MESHES[1 + CASES.index(case) % 2]):
         with enable_x64(True):
             arrays = flat(restored_on(mesh, checkpoint, RULES))
         assert case.differing(arrays) == [], mesh
@@ -149,6 +165,16 @@ def test_a_conversion_is_the_live_state_and_reads_little_twice(case, tmp_path):
         assert case.differing(flat(restored_on(MESHES[0], converted, RULES))) == []
     assert faults_of(converted) == []
     assert (converted.extras, converted.about) == (checkpoint.extras, checkpoint.about)
+
+
+def test_a_link_is_the_live_state(case, tmp_path):
+    """Of those that have a line in docs/formats.md."""
+    is_file = case.about.get("kind", "").startswith("torch_save")
+    if case.family not in FAMILIES or is_file or (case.name == "dcp_objects" and not HAS_ALL):
+        return
+    link = case.open().link(tmp_path / "link", checksum=True)
+    assert [fault for fault in case.wrong(link) if "is missing" not in fault] == []
+    assert faults_of(link) == []
 
 
 def test_sent_to_another_process_it_is_the_same(checkpoint, arrays):

@@ -32,8 +32,8 @@ from workers.killed import BUDGET, STEPS, tree_of_step
 from workers.stock import digests
 
 WORKERS = Path(__file__).parent / "workers"
-FLIPS = 200
-KILLS = 50
+FLIPS = 100
+KILLS = 20
 
 
 def save_with_manager(root: Path, step: int, tree: Any) -> Path:
@@ -365,7 +365,7 @@ def opened_below(root: Path) -> Iterator[tuple[Path, Any]]:
 def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_opens(
     tmp_path, trees
 ):
-    """Real SIGKILLs, at 50 times drawn uniformly over the duration of two asynchronous saves with
+    """Real SIGKILLs, at 20 times drawn uniformly over the duration of two asynchronous saves with
     `CheckpointManager`, and at each step of the second commit: before and after each file of it
     that we write, and before each file that Orbax writes, renames or removes.
     """
@@ -416,7 +416,7 @@ def source(tmp_path_factory, trees) -> Path:
 
 
 def test_a_convert_killed_at_any_moment_is_completed_by_the_same_convert(tmp_path, source):
-    """Real SIGKILLs, at 50 times drawn uniformly over the duration of `jax-ucp convert`, and at
+    """Real SIGKILLs, at 20 times drawn uniformly over the duration of `jax-ucp convert`, and at
     each step from the last block to the end: before and after each file we write, and before each
     that is opened or removed.
     """

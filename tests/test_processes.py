@@ -6,9 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import socket
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,35 +21,16 @@ from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.blocks import grid_boxes
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.universal.store import ZarrStore, open_store
+from joined import said_by
 from torch_writer import change
 from workers.shared_arrays import KEYS, bits_by_name
 
-WORKER = Path(__file__).parent / "workers" / "distributed.py"
 DATA = Path(__file__).parent / "data"
 
 
 def run(processes: int, what: str, directory: Path) -> list[dict]:
-    """What each process printed last, by rank. A process that fails shows its own words."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, str(WORKER), str(port), str(processes)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), what, str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(processes)
-    ]
-    try:
-        said = [worker.communicate(timeout=300) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for rank, (worker, (_, errors)) in enumerate(zip(workers, said, strict=True)):
-        assert worker.returncode == 0, f"process {rank} of {processes}:\n{errors.decode()[-4000:]}"
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    """What the function returns in each process, by rank."""
+    return [json.loads(said) for said in said_by(processes, "distributed.py", what, directory)]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from cases import CORRUPTED, DATA, Case, names_of
 from helpers import mesh_of
 from models.transformer import Config, Transformer
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
 MESH = mesh_of(4, 2)
 # A case of each kind of partition, dtype, optimizer and model; `exclude_frozen` alone lacks what a
 # run would need.

@@ -4,14 +4,11 @@ go on.
 
 import json
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parent / "workers" / "failing_save.py"
+from joined import said_by
+
 WAYS = ("v0", "v0 in the background", "v0 without a manager", "v1", "v1 in the background")
 NO_SPACE = "[Errno 28] No space left on device: 'a file'"
 UNSUPPORTED = (
@@ -45,24 +42,8 @@ def said(tmp_path_factory) -> list[dict]:
     """What each process met, by the way of saving and the fault. Those that wait for one another
     for long are ended.
     """
-    root = tmp_path_factory.mktemp("saves")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    logs = [root / f"{rank}.log" for rank in range(2)]
-    workers = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, str(WORKER), str(port), str(rank), str(root)]
-        with log.open("wb") as errors:
-            workers.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors))
-    try:
-        heard = [worker.communicate(timeout=150)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, log in zip(workers, logs, strict=True):
-        assert worker.returncode == 0, log.read_text()[-4000:]
-    return [json.loads(out.splitlines()[-1]) for out in heard]
+    saves = tmp_path_factory.mktemp("saves")
+    return [json.loads(each) for each in said_by(2, "failing_save.py", saves, seconds=150)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -14,7 +14,7 @@ from handler_cases import needs_v1
 
 WORKER = Path(__file__).parents[1] / "workers" / "ends.py"
 WAYS = [
-    "manager",
+    pytest.param("manager"),
     pytest.param("everywhere", marks=pytest.mark.slow),
     pytest.param("checkpointer", marks=pytest.mark.slow),
     pytest.param("v1", marks=needs_v1),
@@ -30,8 +30,13 @@ def ended(root: Path, way: str, how: str) -> tuple[int, list[str]]:
     ]
 
 
-@pytest.mark.parametrize(("how", "code"), [("slow", 0), ("exits", 3)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "how", "code"),
+    [
+        *(pytest.param(*way.values, "slow", 0, marks=way.marks) for way in WAYS),
+        ("manager", "exits", 3),
+    ],
+)
 def test_a_save_that_nobody_waited_for_is_finished_and_that_is_said(tmp_path, way, how, code):
     found, said = ended(tmp_path, way, how)
     assert found == code
@@ -51,6 +56,6 @@ def test_a_save_that_is_lost_at_the_end_is_named_and_is_the_exit_code(tmp_path, 
     assert list(tmp_path.rglob("ucp.json")) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[-1]])
 def test_of_a_save_that_was_waited_for_nothing_is_said(tmp_path, way):
     assert ended(tmp_path, way, "waits") == (0, [])

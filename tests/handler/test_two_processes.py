@@ -3,38 +3,20 @@ every kind come back as they were, and what one process cannot do both refuse.
 """
 
 import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parents[1] / "workers" / "handlers.py"
+from joined import said_by
+
 SECONDS = {"quick": 150, "all": 500}  # some ten times what they take alone on a machine
 
 
 @pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=[pytest.mark.slow])])
 def said(request, tmp_path_factory) -> list[dict]:
     """What each process met. Those that wait for one another for long are ended."""
-    root, how = tmp_path_factory.mktemp(request.param), request.param
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    logs = [root / f"{rank}.log" for rank in range(2)]
-    workers = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, str(WORKER), str(port), str(rank), str(root / "saves"), how]
-        with log.open("wb") as errors:
-            workers.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors))
-    try:
-        heard = [worker.communicate(timeout=SECONDS[how])[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, log in zip(workers, logs, strict=True):
-        assert worker.returncode == 0, log.read_text()[-4000:]
-    return [json.loads(out.splitlines()[-1]) for out in heard]
+    saves = tmp_path_factory.mktemp(request.param)
+    arguments = "handlers.py", saves, request.param
+    return [json.loads(each) for each in said_by(2, *arguments, seconds=SECONDS[request.param])]
 
 
 @pytest.mark.timeout(600)

@@ -415,7 +415,7 @@ def test_a_killed_export_leaves_nothing_that_opens_and_is_wrong(format, faulty_s
     memory(large(300) | {"exp_avg": large(300)["param"]}).save(tmp_path / "source")
     whole = bits(ucp.open(tmp_path / "source").export(tmp_path / "out", format))
     dice, ends = random.Random(format), Counter()
-    for number in range(12):
+    for number in range(6):
         url = f"{store.url}/{number}"
         command = [sys.executable, "-c", _EXPORT, str(tmp_path / "source"), url, format]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)

@@ -2,11 +2,8 @@
 
 import itertools
 import random
-import subprocess
-import sys
-import threading
+import time
 import warnings
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,9 +15,8 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.path import file_path
-from servers.stores import Store, free_port
-
-WORKER = Path(__file__).parents[1] / "workers" / "bucket_run.py"
+from joined import Joined
+from servers.stores import Store
 
 # s3fs and gcsfs leave their sessions to the garbage collector
 pytestmark = pytest.mark.filterwarnings(
@@ -115,40 +111,16 @@ def test_tensorstore_reads_what_is_on_s3(s3: Store):
     np.testing.assert_array_equal(array.read().result(), np.asarray(tree(0)["w"]))
 
 
-def start(root: str, steps: int) -> list[subprocess.Popen]:
-    port = str(free_port())
-    command = [sys.executable, str(WORKER), port, "2"]
-    return [
-        subprocess.Popen(
-            [*command, str(rank), root, str(steps)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
-def train(root: str, steps: int, kill_after: float | None) -> str:
+def train(root: str, steps: int, kill_after: float | None) -> list[str]:
     """What process 0 said; both are killed so many seconds after the first step that it began."""
-    workers = start(root, steps)
-    said: list[str] = []
-    errors = [threading.Thread(target=worker.stderr.read, daemon=True) for worker in workers[1:]]
-    for thread in errors:
-        thread.start()
-    try:
-        for line in workers[0].stdout:
-            said.append(line)
-            if kill_after is not None and line[0].isdigit():
-                threading.Timer(kill_after, lambda: [worker.kill() for worker in workers]).start()
-                kill_after = None
-        text = workers[0].stderr.read()
-        assert said[-1].startswith("kept") or workers[0].wait() == -9, text[-4000:]
-        return "".join(said)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    with Joined(2, "bucket_run.py", root, steps) as workers:
+        if kill_after is not None:
+            workers.wait_for(lambda said: any(line[0].isdigit() for line in said))
+            time.sleep(kill_after)
+            workers.kill()
+        codes, said = workers.codes(), workers.printed(0)
+        assert codes[0] == -9 or said[-1].startswith("kept"), workers.errors(0)
+        return said
 
 
 @pytest.mark.slow
@@ -159,9 +131,9 @@ def test_two_processes_that_are_killed_take_up_where_they_were(kind, request):
     root, dice = f"{store.url}/run", random.Random(7)
     for turn in itertools.count():
         said = train(root, 20, dice.uniform(0.1, 3) if turn < 3 else None)
-        if "kept" in said:
+        if said[-1].startswith("kept"):
             break
-    assert said.splitlines()[-1] == "kept 17 18 19"
+    assert said[-1] == "kept 17 18 19"
     worker = _worker_values()
     restored = ucp.open(root).restore()
     np.testing.assert_array_equal(restored["w"], worker(19))

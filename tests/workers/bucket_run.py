@@ -1,30 +1,20 @@
-"""One of several processes that train into a bucket: `bucket_run.py PORT PROCESSES RANK ROOT STEPS`.
+"""One of several processes, joined, that train into a bucket: `bucket_run.py ROOT STEPS`.
 
 It resumes from the last step there is, saves each, in the background, keeps three, and prints each
 step that it has begun. What a step has is a function of its number.
 """
 
-import os
 import sys
 import time
 
-port, processes, rank = map(int, sys.argv[1:4])
-root, steps = sys.argv[4], int(sys.argv[5])
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-
 import jax
-
-if processes > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
-
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 
+root, steps = sys.argv[1], int(sys.argv[2])
 SHARDED = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
 SHAPE = (4096, 16)
 

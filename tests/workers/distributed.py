@@ -1,30 +1,16 @@
-"""One of several processes: `distributed.py PORT PROCESSES RANK FUNCTION DIRECTORY`; prints what
-the function returns.
+"""One of several processes that are joined: `distributed.py FUNCTION DIRECTORY`; prints what the
+function returns.
 
-Each process has 2 virtual CPU devices. What is saved is a function of names alone, so that every
-process can check its own part of what it restores.
+What is saved is a function of names alone, so that every process can check its own part of what it
+restores.
 """
 
-import faulthandler
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-faulthandler.dump_traceback_later(240, exit=True)  # of one that waits for ever, where
-
-port, processes, rank = map(int, sys.argv[1:4])
-what, directory = sys.argv[4:]
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-
 import jax
-
-if processes > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
-
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -32,8 +18,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
+from reads import bytes_read
+from shared_arrays import ARRAYS, KEYS, bits_by_name
 
 import jax_ucp as ucp
+from cases import Case
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import CorruptData
 from jax_ucp.handler import items as handler
@@ -43,14 +32,10 @@ from jax_ucp.sharding.boxes import device_boxes
 from jax_ucp.universal import stacks
 from jax_ucp.universal import store as universal_store
 from jax_ucp.universal.store import ZarrStore
-
-sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), str(Path(__file__).parents[1])]
-from reads import bytes_read
-from shared_arrays import ARRAYS, KEYS, bits_by_name
-
-from cases import Case
 from remote_files import counted
 
+what, directory = sys.argv[1:]
+rank, processes = jax.process_index(), jax.process_count()
 BIG, ODD, TINY = (1536, 768), (24, 330), (24, 10)
 SMALL = [f"small{i:04}" for i in range(1000)]  # so many are packed
 ALIKE = [f"alike{i:02}" for i in range(12)]  # they are stacked where that begins at twelve

@@ -1,4 +1,4 @@
-"""One of two processes: `failing_save.py PORT RANK DIRECTORY`; prints what the saves said in which
+"""One of two processes that are joined: `failing_save.py DIRECTORY`; prints what the saves said in which
 something fails.
 
 Every way to save meets every fault, and goes on: the same step without it, then the next. Of each
@@ -16,16 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
-port, rank = map(int, sys.argv[1:3])
-root = Path(sys.argv[3])
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-
 import jax
-
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.multihost_utils import sync_global_devices
@@ -38,6 +29,7 @@ from jax_ucp.files.local import LocalFiles
 from jax_ucp.handler import items as handler
 from jax_ucp.sharding import shared_save
 
+root, rank = Path(sys.argv[1]), jax.process_index()
 MESH = Mesh(np.array(jax.devices()), ("x",))
 WANT = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
 TREE = {

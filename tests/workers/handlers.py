@@ -1,4 +1,4 @@
-"""One of two processes: `handlers.py PORT RANK DIRECTORY HOW`; the ways of a program that knows only
+"""One of two processes that are joined: `handlers.py DIRECTORY HOW`; the ways of a program that knows only
 Orbax's arguments to save and restore trees of every kind, in the universal format: a few of them
 if HOW is `quick`, and otherwise all.
 
@@ -8,23 +8,13 @@ what a save said of which process 1 could not do its part.
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-port, rank = map(int, sys.argv[1:3])
-root, is_quick = Path(sys.argv[3]), sys.argv[4] == "quick"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-
 import jax
-
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -38,6 +28,8 @@ from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.sharding import share, shared_save
 from jax_ucp.version import VERSION
 
+root, is_quick = Path(sys.argv[1]), sys.argv[2] == "quick"
+rank = jax.process_index()
 MESH = Mesh(np.array(jax.devices()), ("x",))
 
 
