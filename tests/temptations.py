@@ -50,7 +50,7 @@ from folders import Folder, write_folder
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
 from jax_ucp.sharding.jax_versions import enable_x64
-from temptation_invisible import INVISIBLE, TOLD, Case, another_whole, shown_by
+from temptation_invisible import TOLD, Case, another_whole, invisible, shown_by
 from temptation_mistakes import MISTAKES, Attempt, Beside
 from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
 
@@ -422,9 +422,7 @@ class Campaign:
         )
 
     def explained(self, one: Try, found: Result, want: Result) -> Outcome | None:
-        """What is wrong, if a note tells it, or an entry of INVISIBLE proves that nothing shows
-        it.
-        """
+        """What is wrong, if a note tells it, or a class of INVISIBLE says that nothing shows it."""
         if any(not isinstance(entry, bytes) for entry in one.folder.values()):
             return None  # a link or a folder where a file should be
         before, after = one.subject.folder, _files(one.folder)
@@ -432,22 +430,12 @@ class Campaign:
             tables = {name for name in before if not _holds_data(name)}
             kept = [n for n in before if n in tables or _is_read(n, want.read)]
             before, after = ({n: f[n] for n in kept if n in f} for f in (before, after))
-        case = Case(
-            one.subject,
-            before,
-            after,
-            found.leaves,
-            want.leaves,
-            said=one.attempt.options,
-            extras=want.extras,
-        )
-        if one.way.weights_only and one.subject.format in ("dcp", "megatron-dist", "megatron-fsdp"):
-            case = replace(case, aside=r"optimizer|chained_")
+        case = Case(one.subject, before, after, found.leaves, want.leaves)
         if shown := shown_by(case):
             told = all(re.search(TOLD[name][1], "\n".join(self.notes)) for name in shown)
             return Outcome("noted", ", ".join(shown)) if told else None
-        proofs = (name for name, entry in INVISIBLE.items() if entry.proves(case))
-        return next((Outcome("invisible", name) for name in proofs), None)
+        reason = invisible(case, one.attempt.what, one.way.weights_only)
+        return Outcome("invisible", reason) if reason else None
 
     def other_truth(self, subject: Subject, which: str, way: Way) -> Result:
         if which in self.subjects:

@@ -46,7 +46,7 @@ def source(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(("case", "format"), CASES)
-@pytest.mark.parametrize("count", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, 3, 12])
 def test_in_any_order_the_shares_make_what_one_process_makes(case, format, count, tmp_path):
     ucp.open(DATA / case).export(tmp_path / "whole", format)
     out, order = tmp_path / "out", random.Random(count).sample(range(count), count)

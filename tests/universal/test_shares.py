@@ -83,7 +83,7 @@ def source(request, tmp_path_factory) -> Path:
     return folder / "it" if (folder / "it").exists() else folder
 
 
-@pytest.mark.parametrize("count", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, 3, 12])
 def test_in_any_order_the_shares_make_what_one_process_makes(source, count, tmp_path):
     checkpoint = ucp.open(source)
     checkpoint.save(tmp_path / "whole", budget_bytes=BUDGET)
