@@ -82,6 +82,12 @@ def test_what_a_page_names_is_there(page):
         assert is_there(name), name
 
 
+def test_every_public_name_is_in_the_reference_as_people_type_it():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    shown = re.findall(r"^::: jax_ucp\.(\w+)", "".join(p.read_text() for p in pages), re.MULTILINE)
+    assert set(ucp.__all__) <= set(shown)
+
+
 def test_every_kind_of_error_has_an_entry_that_says_what_to_do():
     kinds = {
         name

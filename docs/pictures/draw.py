@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax_ucp as ucp
 from jax_ucp.layout.blocks import chunk_shapes
+from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused
 
 HERE = Path(__file__).resolve().parent
@@ -20,7 +21,7 @@ COLORS = ("#7aa6e8", "#f0b860", "#8fd0a5", "#e39aa6", "#b9a3e3", "#a8b3bd")
 STYLE = """text{font:14px system-ui,sans-serif;fill:#1b1f24}
 .q{fill:#59636e}.l{stroke:#59636e;fill:none}
 rect,.l{stroke:#1b1f24;stroke-width:.6}
-@media(prefers-color-scheme:dark){text{fill:#e6edf3}.q{fill:#a2abb5}.i{fill:#1b1f24}}"""
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}.l{stroke:#a2abb5}.q{fill:#a2abb5}.i{fill:#1b1f24}}"""
 
 
 def rect(x: float, y: float, width: float, height: float, color: str = "none") -> str:
@@ -162,7 +163,56 @@ def chunks() -> str:
     return picture(680, 385, "Chunks of an array of 1024 x 512 under two meshes.", parts)
 
 
-PICTURES = {"waist.svg": waist, "zero.svg": zero, "qkv.svg": qkv, "chunks.svg": chunks}
+def move() -> str:
+    """A parameter that four devices saved by rows, and its parts on a mesh of 2 x 2."""
+    saved = [Box((2 * i, 0), (2 * i + 2, 8)) for i in range(4)]
+    wanted = [Box((4 * i, 4 * j), (4 * i + 4, 4 * j + 4)) for i in range(2) for j in range(2)]
+    unit = 20
+    parts = [
+        text(20, 28, "saved on a mesh of 4"),
+        text(290, 28, "the checkpoint: one array"),
+        text(560, 28, "restored on 2 x 2"),
+    ]
+    for i, box in enumerate(saved):
+        y, height = unit * box.start[0], unit * box.shape[0]
+        parts += [
+            rect(20, 45 + 52 * i, 160, height, COLORS[i]),
+            text(30, 45 + 52 * i + 25, f"device {i}", "i"),
+            line(180, 65 + 52 * i, 290, 78 + y),
+            rect(290, 58 + y, 160, height, COLORS[i]),
+        ]
+    for box in wanted:
+        i, j = box.start[0] // 4, box.start[1] // 4
+        x, y = 560 + 92 * j, 45 + 118 * i
+        for color, stored in zip(COLORS, saved, strict=False):
+            if part := stored.intersect(box):
+                low = part.relative_to(box)
+                height, width = (unit * n for n in low.shape)
+                parts.append(rect(x, y + unit * low.start[0], width, height, color))
+        parts.append(text(x, y + 98, f"device {2 * i + j}", "q"))
+    last = wanted[-1]
+    x, y = 290 + unit * last.start[1], 58 + unit * last.start[0]
+    height, width = (unit * n for n in last.shape)
+    for left, top in ((x, y), (652, 163)):
+        parts.append(
+            f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" '
+            'style="stroke:#b3141d;stroke-width:3"/>'
+        )
+    parts += [
+        '<path d="M450 198H510V272H720V243" fill="none" style="stroke:#b3141d;stroke-width:2"/>',
+        text(20, 290, "Red: all that device 3 of the new mesh reads, parts of two rows.", "q"),
+    ]
+    says = "Four devices saved a parameter by rows; each of 2 x 2 reads only its own block."
+    return picture(760, 305, says, parts)
+
+
+PICTURES = {
+    "waist.svg": waist,
+    "zero.svg": zero,
+    "qkv.svg": qkv,
+    "chunks.svg": chunks,
+    "move.svg": move,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -1,0 +1,22 @@
+// A field above each long table: rows that do not have all its words are hidden.
+for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
+  const rows = [...table.querySelectorAll("tbody tr")];
+  if (rows.length < 16) continue;
+  const label = document.createElement("label");
+  const field = document.createElement("input");
+  const count = document.createElement("output");
+  const show = () => {
+    const words = field.value.toLowerCase().split(/\s+/);
+    for (const row of rows) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+    }
+    count.value = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
+  };
+  label.className = "ucp-filter";
+  field.type = "search";
+  field.addEventListener("input", show);
+  label.append("Filter", field, count);
+  table.before(label);
+  show();
+}
