@@ -53,7 +53,7 @@ DATA = Path(__file__).parent / "data"
 RULES = [(r"(weight|w[123]|kernel|embedding)$|wte", P("data", "model"))]
 OF_TESTS = ("truth.npz", "case.json")  # beside a checkpoint that is the case's folder itself
 
-# Those with a line in docs/formats.md, and all that are read.
+# Those with a line in docs/tested.md, and all that are read.
 FAMILIES = ("deepspeed", "deepspeed_universal", "deepspeed_writers", "dtensors", "gguf", "jax")
 FAMILIES += ("megatron", "torch", "trainers")
 READ = (

@@ -1,5 +1,5 @@
-"""Print docs/formats.md from a run over every case: `python tests/formats_table.py >
-docs/formats.md`.
+"""Writes docs/formats.md, and docs/tested.md from a run over every case: `python
+tests/formats_table.py`.
 """
 
 import os
@@ -22,26 +22,75 @@ from jax_ucp.formats.huggingface.quantization import SCHEMES
 from jax_ucp.sharding.jax_versions import enable_x64
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
+TESTED = PAGE.with_name("tested.md")
 
 TEXT = """# Formats
 
-jax_ucp opens its own [universal format](format.md), Orbax v0 and v1, Flax, T5X, Paxml, DeepSpeed, Megatron (legacy, `torch_dist`, `torch_dcp`,
-`fsdp_dtensor`, Megatron-Bridge, NeMo 2), PyTorch DCP, safetensors, torch.save, GGUF, LoRA adapters of peft, and the training folders of transformers'
-Trainer, accelerate, peft, Lightning, torchtitan, OLMo-core, Automodel, verl and SkyRL.
+Every checkpoint opens with `jax_ucp.open(path)`. What of it is refused is below, format by format; [every tested
+checkpoint](tested.md) is on a page of its own.
 
-This page says what of each is read, with which versions it was tested, and what is refused. The last section lists every checkpoint that the tests
-read.
+| format | what is read | was run with |
+|---|---|---|
+| [universal](format.md) | everything | jax_ucp |
+| [Orbax](#orbax-flax-t5x-and-paxml) v0 and v1 | a checkpoint, or the folder of a run | orbax-checkpoint 0.5.20, 0.6.4, 0.11.10, 0.11.25, 0.11.30, 0.12.8 |
+| [Flax](#orbax-flax-t5x-and-paxml) | msgpack, one file or a run of them | flax 0.8.4 to 0.12.8 |
+| [T5X](#orbax-flax-t5x-and-paxml) | `checkpoint` and folders of zarr | by its source |
+| [Paxml](#orbax-flax-t5x-and-paxml) | `state/` as folders of zarr, or msgpack | by its source |
+| [DeepSpeed](#deepspeed) | ZeRO-0 to ZeRO-3 and universal folders, with the optimizer | 0.18.2, 0.19.8 |
+| [Megatron-LM, `torch_dist`](#megatron) (and `zarr`) | weights and optimizer | megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 |
+| [Megatron-LM, `torch`](#megatron) (legacy) | weights and optimizer | megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0 |
+| [Megatron-LM, `torch_dcp`](#megatron) (torch's FSDP2) | weights and optimizer | megatron-core 0.14.0, 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0 |
+| [Megatron-LM, `fsdp_dtensor`](#megatron) (Megatron-FSDP) | weights and optimizer | megatron-core 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0 |
+| [Megatron-Bridge](#megatron), `torch_dist` | weights and optimizer | its layout by megatron-core 0.16.1, 0.19.0; `run_config.yaml` from source (v0.6.0) |
+| [NeMo 2](#megatron) (`weights/` and `context/`) | weights and optimizer | its layout by megatron-core 0.13.1, 0.14.0, 0.15.3, from source |
+| [PyTorch DCP](tested.md) | FSDP1, FSDP2, HSDP and tensor parallelism, with the optimizer | [these checkpoints](tested.md) |
+| [safetensors](#folders-of-weights) | a file, or a folder as transformers loads it | [these checkpoints](tested.md) |
+| [torch.save](#folders-of-weights) | a file, or a folder as transformers loads it | [these checkpoints](tested.md) |
+| [GGUF](#gguf) | versions 2 and 3, split or not; ggml's blocks | llama.cpp at 0c1e570, gguf-py 0.19, ggml 0.25 |
+| [LoRA adapters](adapters.md) of peft | the adapter | [the table of adapters](adapters.md) |
+| [transformers' Trainer](#training-folders) | weights or adapter, with the optimizer | transformers 4.44.2, 4.57.1, 5.23.0 |
+| [accelerate](#training-folders) | weights or adapter, with the optimizer; FSDP too | accelerate 0.34.2 to 1.15.0 |
+| [Lightning](#training-folders) | weights and optimizer | Lightning 2.6.6 with torch 2.4 to 2.13 |
+| [verl](#verl-skyrl-and-other-folders-of-ranks-and-steps) | DTensors of each rank, FSDP1 and FSDP2 | verl 0.7.0, torch 2.13 |
+| [SkyRL](#verl-skyrl-and-other-folders-of-ranks-and-steps) | DTensors of each rank | the calls of torch that it makes: torch 2.4 (no optimizer), 2.6, 2.9, 2.13 |
+| [torchtitan](#verl-skyrl-and-other-folders-of-ranks-and-steps) | a step, or the folder of a run | from source, with torch 2.13's DCP |
+| [OLMo-core](#verl-skyrl-and-other-folders-of-ranks-and-steps) | a step, or the folder of a run | from source, with torch 2.13's DCP |
+| [Automodel](#verl-skyrl-and-other-folders-of-ranks-and-steps) | a step, or the folder of a run | from source, with torch 2.13's DCP |
+| [quantised weights](quantization.md) | codes and scales, or the numbers that they stand for | [the table of schemes](quantization.md) |
 
 ## Megatron
 
-| written by | versions that were run | what is read, with the optimizer | what is refused |
-|---|---|---|---|
-| Megatron-LM, `torch_dist` (and `zarr`) | megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0, on a CPU with stand-ins for TransformerEngine's modules and FusedAdam | every sharding type; MLA, multi-token prediction, learnable softmax offsets, experts (grouped, sequential, shared) with any etp; uneven and `--pipeline-model-parallel-layout` pipelines, virtual stages; the precision-aware optimizer, SGD, `--optimizer-cpu-offload`, Muon with Adam beside it, also layer-wise (`dist_muon`, `muon --use-distributed-optimizer`) | modules whose order is not known in `dp_reshardable` (Mamba, cross attention); fp8 weights in flat buffers; `fully_reshardable` that its writer moved; generalized tensor parallelism (GTP) where it pads or mixes rows: lengths that are no multiple of its alignment, gated layers |
-| Megatron-LM, `torch` (legacy) | megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0, as above | plain and distributed optimizers; TransformerEngine's modules; experts (grouped, sequential, shared), MLA, multi-token prediction, softmax offsets, any pipeline; decoupled learning rates, SGD, Muon with Adam, the precision-aware optimizer | a layer-wise optimizer (`dist_muon`: one file for each data-parallel rank); expert tensor parallelism of which not every rank wrote a file; buffers from before February 2024; generalized tensor parallelism |
-| Megatron-LM, `torch_dcp` (torch's FSDP2) | megatron-core 0.14.0, 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0, as above | from the root, with or without its tracker, or from the folder; numbers go to names by masters and shapes | ranks of tensor, pipeline or expert parallelism, whose tensors have one name |
-| Megatron-LM, `fsdp_dtensor` (Megatron-FSDP) | megatron-core 0.15.3, 0.16.1, 0.17.0, 0.18.0, 0.19.0, as above | the same; gate and up as one, also where those of several ranks alternate | pipeline stages; experts, their biases, or parts of tensor-parallel ranks, that several ranks stored under one name |
-| Megatron-Bridge, `torch_dist` | its layout by megatron-core 0.16.1 and 0.19.0, `run_config.yaml` from source (v0.6.0) | the same; degrees are by `run_config.yaml`, or seen from what is stored | as above |
-| NeMo 2 (`weights/` and `context/`) | its layout by megatron-core 0.13.1, 0.14.0 and 0.15.3, from source | the same; degrees are seen from what is stored | as above |
+megatron-core was run on a CPU, with stand-ins for TransformerEngine's modules and FusedAdam.
+
+**`torch_dist` (and `zarr`)**
+
+- Read: every sharding type; MLA, multi-token prediction, learnable softmax offsets; experts (grouped, sequential, shared) with any etp; uneven and
+  `--pipeline-model-parallel-layout` pipelines, virtual stages.
+- Optimizers: precision-aware, SGD, `--optimizer-cpu-offload`, Muon with Adam beside it, also layer-wise (`dist_muon`,
+  `muon --use-distributed-optimizer`).
+- Refused: modules whose order is not known in `dp_reshardable` (Mamba, cross attention); fp8 weights in flat buffers; `fully_reshardable` that
+  its writer moved; generalized tensor parallelism (GTP) where it pads or mixes rows: lengths that are no multiple of its alignment, gated layers.
+
+**`torch` (legacy)**
+
+- Read: TransformerEngine's modules; experts (grouped, sequential, shared), MLA, multi-token prediction, softmax offsets; any pipeline.
+- Optimizers: plain and distributed; decoupled learning rates, SGD, Muon with Adam, precision-aware.
+- Refused: a layer-wise optimizer (`dist_muon`: one file for each data-parallel rank); expert tensor parallelism of which not every rank wrote a file;
+  buffers from before February 2024; generalized tensor parallelism.
+
+**`torch_dcp` (torch's FSDP2)**
+
+- Read: from the root, with or without its tracker, or from the folder. Numbers go to names by masters and shapes.
+- Refused: ranks of tensor, pipeline or expert parallelism, whose tensors have one name.
+
+**`fsdp_dtensor` (Megatron-FSDP)**
+
+- Read: as `torch_dcp`; gate and up as one, also where those of several ranks alternate.
+- Refused: pipeline stages; experts, their biases, or parts of tensor-parallel ranks, that several ranks stored under one name.
+
+**Megatron-Bridge and NeMo 2**
+
+- Read, and refused: as the layout that they use. Degrees are by `run_config.yaml` in Megatron-Bridge, or seen from what is stored.
 
 ## DeepSpeed
 
@@ -73,9 +122,7 @@ not divide evenly, an axis that FSDP cut within tensor parallelism, or norms as 
 projections, or by `hidden_size` in a `config.json` beside the files. Otherwise they are refused, and `sizes={"ranks": 8}` (`--size ranks=8`) says how many
 ranks wrote files.
 
-| folder in `tests/data/folders` | result | notes, or the reason |
-|---|---|---|
-{folders}
+[How each tested folder opens](tested.md#folders-of-weights), with its notes or the reason.
 
 ## Orbax, Flax, T5X and Paxml
 
@@ -204,16 +251,25 @@ when](trust.md#what-no-reader-can-see) has the whole list.
 - **Names changed everywhere** in the metadata, and the CRCs with them, are other names.
 
 For hostile files, `PYTHONPATH=tests python -m hostile.fuzz 100000` makes that many and opens them; [a design record](design/015-hostile-files.md) says what is refused.
+"""
 
-## Every tested checkpoint
+TESTED_TEXT = """# Every tested checkpoint
 
 Each line is a checkpoint in `tests/data` that the library itself wrote, together with the state of the processes that trained. The columns say how
 many of its arrays (parameters and their states) equal that state, bit for bit: when they are read, when they are restored onto a mesh of (4, 2)
 devices, and when they are converted and then restored. *Accounted for* means that every stored item is mapped, kept as an extra, or
-skipped with a reason. `python tests/formats_table.py > docs/formats.md` prints this page; tests compare lines of the table with a run, and
-check that no case is missing.
+skipped with a reason. `python tests/formats_table.py` writes this page; tests compare lines of the table with a run, and check that no
+case is missing. [Formats](formats.md) says what is refused.
 
 {table}
+
+## Folders of weights
+
+Folders as libraries and people leave them: [which files are read](formats.md#folders-of-weights).
+
+| folder in `tests/data/folders` | result | notes, or the reason |
+|---|---|---|
+{folders}
 """
 
 
@@ -296,23 +352,27 @@ def folder_row(case: str) -> str:
 
 
 def text() -> str:
-    """The page without its table of cases."""
+    """The page of formats."""
     schemes = "\n".join(f"- {name}" for name in sorted({scheme.name for scheme in SCHEMES}))
-    folders = "\n".join(map(folder_row, names_of("folders")))
-    page = TEXT.replace("{folders}", folders).replace("{schemes}", schemes)
-    return page.replace("{types}", str(len(model_types())))
+    return TEXT.replace("{schemes}", schemes).replace("{types}", str(len(model_types())))
 
 
-def page() -> str:
+def tested_text() -> str:
+    """The page of tested checkpoints without its table of cases."""
+    return TESTED_TEXT.replace("{folders}", "\n".join(map(folder_row, names_of("folders"))))
+
+
+def tested() -> str:
     mesh = mesh_of(4, 2)
     head = (
         "| case | format | what it shows | arrays | equal when read | restored | converted,"
         " restored | accounted for |"
     )
-    return text().replace(
+    return tested_text().replace(
         "{table}", "\n".join([head, "|---" * 8 + "|", *(row(case, mesh) for case in every())])
     )
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    PAGE.write_text(text())
+    TESTED.write_text(tested())

@@ -1,16 +1,16 @@
-"""docs/formats.md is what a run prints, and has a line for every case in tests/data."""
+"""docs/tested.md is what a run prints, and has a line for every case in tests/data."""
 
 import re
 
 import pytest
 
 from cases import Case, every
-from formats_table import PAGE, row, text
+from formats_table import PAGE, TESTED, row, tested_text, text
 from helpers import mesh_of
 
 LINES = {
     found[1]: found[0]
-    for found in re.finditer(r"^\| `(\S+/\S+)` \|.*$", PAGE.read_text(), re.MULTILINE)
+    for found in re.finditer(r"^\| `(\S+/\S+)` \|.*$", TESTED.read_text(), re.MULTILINE)
 }
 
 
@@ -18,10 +18,11 @@ def test_every_case_has_its_line_and_no_other():
     assert set(LINES) == set(map(str, every()))
 
 
-def test_the_text_around_the_table_is_that_of_the_script():
-    before, after = text().split("{table}")
-    assert PAGE.read_text().startswith(before)
-    assert PAGE.read_text().endswith(after)
+def test_the_text_around_the_tables_is_that_of_the_script():
+    assert PAGE.read_text() == text()
+    before, after = tested_text().split("{table}")
+    assert TESTED.read_text().startswith(before)
+    assert TESTED.read_text().endswith(after)
 
 
 def test_no_case_is_read_wrong():
