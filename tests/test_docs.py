@@ -83,9 +83,13 @@ def test_what_a_page_names_is_there(page):
 
 
 def test_every_public_name_is_in_the_reference_as_people_type_it():
-    pages = (ROOT / "docs" / "reference").glob("*.md")
-    shown = re.findall(r"^::: jax_ucp\.(\w+)", "".join(p.read_text() for p in pages), re.MULTILINE)
-    assert set(ucp.__all__) <= set(shown)
+    pages = [page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")]
+    shown = re.findall(r"^::: jax_ucp\.(\S+)", "".join(pages), re.MULTILINE)
+    assert set(ucp.__all__) <= {name.partition(".")[0] for name in shown}
+    (listed,) = re.findall(r"jax_ucp\.Checkpoint\n.*members: \[(.*)\]", "".join(pages))
+    methods = {name for name in vars(ucp.Checkpoint) if name[0] != "_"}
+    own = {name.removeprefix("Checkpoint.") for name in shown} | set(listed.split(", "))
+    assert methods <= own
 
 
 def test_every_kind_of_error_has_an_entry_that_says_what_to_do():
