@@ -247,6 +247,28 @@ def plain_codes(draw: Draw) -> Made:
 
 
 @st.composite
+def dense(draw: Draw) -> Made:
+    """compressed-tensors: numbers that are rounded to integers of a group when they are used."""
+    rng, bits, width = rng_of(draw), draw(st.integers(1, 8)), draw(st.integers(1, 9))
+    shape = draw(SIZES), width * draw(st.integers(1, 5))
+    small = shape[0], shape[1] // width
+    dtype = draw(st.sampled_from([np.float32, np.float16, BF16]))
+    half = 1 << (bits - 1)
+    parts = {
+        "codes": (rng.normal(size=shape) * half).astype(dtype),
+        "scale": small_scales(rng, small, dtype),
+        "zero_point": rng.integers(-half, half, small).astype(np.int8),
+    }
+    scale, zero = (spread(parts[role], (1, width), shape) for role in ("scale", "zero_point"))
+    codes = (parts["codes"] / scale + zero.astype(dtype)).astype(np.float32)
+    codes = np.rint(codes.clip(-half, half - 1))
+    want = affine(codes, zero.astype(np.float32), scale)
+    args = {"num_bits": bits, "type": "int", "symmetric": False}
+    said = group_settings("dense", **args, strategy="group", group_size=width)
+    return Made("compressed-tensors", parts, want, said)
+
+
+@st.composite
 def gpt_oss(draw: Draw) -> Made:
     rng = rng_of(draw)
     experts, rows, groups = draw(st.integers(1, 3)), draw(SIZES), draw(st.integers(1, 4))
@@ -490,6 +512,7 @@ SCHEMES = {
     "packed integers": packed_integers(),
     "NVFP4 and MXFP4": few_bits(),
     "plain codes": plain_codes(),
+    "numbers with scales": dense(),
     "gpt-oss": gpt_oss(),
     "GPTQ": gptq(),
     "ggml": ggml(),

@@ -458,15 +458,6 @@ UNREAD = {
         {"quant_method": "hqq"},
         "declares hqq, which is not dequantised here",
     ),
-    "compressed-tensors that are not compressed": (
-        {
-            f"{Q}.weight": np.ones((64, 64), np.float32),
-            f"{Q}.weight_scale": np.ones((64, 1), np.float32),
-            f"{Q}.weight_zero_point": np.zeros((64, 1), FP8),
-        },
-        {"quant_method": "compressed-tensors", "format": "float-quantized"},
-        r"q_proj\.weight_zero_point .* a zero point beside its scale and a weight that is no codes",
-    ),
     "fp8 without a config": (
         {
             f"{Q}.weight": np.ones((64, 64), FP8),

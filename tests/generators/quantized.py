@@ -208,8 +208,9 @@ def fp8_deepseek_v4(folder: Path) -> tuple[Truth, list[str]]:
 # compressed-tensors: written by llm-compressor, or by the library itself.
 
 
-def _llm_compressor(folder: Path, scheme: Any, **sizes: int) -> Truth:
+def _llm_compressor(folder: Path, scheme: Any, dense: bool = False, **sizes: int) -> Truth:
     from compressed_tensors.compressors.base import decompress_module
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoModelForCausalLM
@@ -223,9 +224,13 @@ def _llm_compressor(folder: Path, scheme: Any, **sizes: int) -> Truth:
         arguments = {"config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
     recipe = QuantizationModifier(ignore=["lm_head"], **arguments)
     oneshot(model=model, recipe=recipe, pipeline="datafree")
-    model.save_pretrained(folder, save_compressed=True)
+    model.save_pretrained(folder, save_compressed=not dense)
     for module in model.modules():
-        if getattr(module, "quantization_scheme", None) is not None:
+        how = getattr(module, "quantization_scheme", None)
+        if how is not None and dense:
+            scales = module.weight_scale, module.weight_zero_point
+            module.weight.data = fake_quantize(module.weight, *scales, how.weights)
+        elif how is not None:
             decompress_module(module)
     stored = load_file(folder / "model.safetensors")
     plain = {name for name in stored if not name.startswith(tuple(_bases(stored)))}
@@ -280,6 +285,12 @@ _preset(
 )
 _preset("ct_int4_channel_odd", _integers(4, symmetric=False, strategy="channel"), **_ODD)
 _preset("ct_int3_group", _integers(3, symmetric=False, strategy="group", group_size=16))
+_preset("ct_dense_fp8", "FP8_DYNAMIC", dense=True)
+_preset(
+    "ct_dense_int4",
+    _integers(4, symmetric=False, strategy="group", group_size=32),
+    dense=True,
+)
 _preset("ct_nvfp4", "NVFP4A16")
 _preset("ct_nvfp4_wide", "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
 _preset("ct_mxfp4", "MXFP4A16")

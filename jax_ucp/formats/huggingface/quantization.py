@@ -136,6 +136,11 @@ SCHEMES = (
     ),
 )
 
+# llm-compressor's `save_pretrained` with save_compressed=False writes the parameters of a module as
+# they are (compressed-tensors 0.20 `quantization/lifecycle/initialize.py`). Where nobody speaks of
+# quantisation, these names are anybody's.
+_DENSE = Scheme("numbers with scales", "", "", (("_scale",),), _MORE, _FLOATING, _FLOATING)
+
 
 def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     """The checkpoint with quantised weights marked, kept as parts (False), or dequantised.
@@ -150,7 +155,7 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
         match settings.get("weight_block_size"):
             case [int(rows), int(columns)]:
                 contents = packed_experts.with_own_scales(contents, (rows, columns))
-    weights = [*quantized_weights(contents, method)]
+    weights = [*quantized_weights(contents, method, bool(dequantize))]
     if dequantize or (dequantize is None and not weights):
         contents = _without_cache_scales(contents, weights)
     if not weights:
@@ -185,15 +190,19 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     return replace(marked, notes=[*contents.notes, note])
 
 
-def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeight]:
-    """Every weight stored as codes, with parts; `method` is what a config declares."""
+def quantized_weights(contents: Contents, method: str, is_asked: bool) -> Iterator[QuantizedWeight]:
+    """Every weight stored as codes, with parts; `method` is what a config declares, `is_asked` that
+    they are to be dequantised.
+    """
     # the leaves with an array, but for parts that are kept as such, by their labels with dots
     arrays = [leaf for leaf in contents.leaves if leaf.has_array]
     if _imported(contents):
         arrays = [leaf for leaf in arrays if leaf.path[0].name != STORED]
     leaves = {leaf.label.replace("/", "."): leaf for leaf in arrays}
     claimed: set[str] = set()
-    for weight in _by_names(leaves):
+    is_dense = method == "compressed-tensors" or (is_asked and not method)
+    dense = (_DENSE,) * is_dense
+    for weight in _by_names(leaves, (*SCHEMES, *dense)):
         claimed |= set(weight.parts.values())
         yield _labelled(weight, leaves)
     for weight in contents.quantized:
@@ -279,14 +288,14 @@ def _item(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def _by_names(leaves: Mapping[str, Leaf]) -> Iterator[QuantizedWeight]:
+def _by_names(leaves: Mapping[str, Leaf], schemes: Sequence[Scheme]) -> Iterator[QuantizedWeight]:
     # Of thousands of arrays few are called as the first part is that a scheme needs beside codes.
-    marks = tuple(itertools.chain.from_iterable(scheme.needs[0] for scheme in SCHEMES))
+    marks = tuple(itertools.chain.from_iterable(scheme.needs[0] for scheme in schemes))
     marked = [name for name in leaves if name.endswith(marks)]
     if not marked:
         return
     claimed: set[str] = set()
-    for scheme in SCHEMES:
+    for scheme in schemes:
         bases = {
             name.removesuffix(suffix)
             for suffix in scheme.needs[0]
@@ -356,22 +365,7 @@ def _unexplained(
             others[module][name.removeprefix(f"{module}.")] = name
     for module, names in codes.items():
         for name in names:
-            # the zero point of a weight that is stored as numbers
-            base = name.removesuffix("_zero_point")
-            weight = leaves.get(base) if base != name and f"{base}_scale" in leaves else None
-            is_number = weight and not weight.dtype.startswith(_FEW_BITS)
-            fault = unknown
-            if weight and is_number and weight.dtype.startswith(_FLOATING):
-                fault = _UNCOMPRESSED
-            yield QuantizedWeight(method, name, {"codes": name} | others[module], fault)
-
-
-# llm-compressor's `save_pretrained` with save_compressed=False writes the parameters of a module as
-# they are (compressed-tensors 0.20 `quantization/lifecycle/initialize.py`).
-_UNCOMPRESSED = (
-    "it is a zero point beside its scale and a weight that is no codes, as save_compressed=False"
-    " stores it: such a weight is not rounded to what it is computed with. Save it compressed"
-)
+            yield QuantizedWeight(method, name, {"codes": name} | others[module], unknown)
 
 
 def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedWeight:

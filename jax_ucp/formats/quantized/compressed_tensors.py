@@ -1,5 +1,5 @@
 """compressed-tensors, as llm-compressor and many others write it: integers, packed or not, fp8, and
-the four and six bits of NVFP4 and MX.
+the four and six bits of NVFP4 and MX, and numbers that are yet to be rounded.
 
 Rule: (code - zero point) * scale, in float32, rounded once; a global scale divides the scale first.
 Source: compressed-tensors 0.20 `compressors/*/base.py`, `quantization/lifecycle/forward_helpers.py`
@@ -22,6 +22,7 @@ from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
+from jax_ucp.formats.quantized.rounded import Rounded
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups, is_divisor
 from jax_ucp.name_patterns import NamePatterns
 
@@ -199,7 +200,28 @@ def _mx_fp8(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     return _plain(stored, {**args, "type": "float", "strategy": "group", "group_size": width})
 
 
-_Format = Callable[[StoredWeight, Mapping[str, Any]], Affine]
+def _dense(stored: StoredWeight, args: Mapping[str, Any]) -> Rounded:
+    """Numbers that are not compressed (`save_compressed=False`), as the model computes with them:
+    `fake_quantize` in `quantization/lifecycle/forward_helpers.py`.
+    """
+    stored.only("codes", "scale", "zero_point")
+    shape, bits = stored.info("codes").shape, args["num_bits"]
+    grid = _grid(stored, args, shape)
+    is_integer = args["type"] == "int" and type(bits) is int and 1 <= bits <= 8
+    if not is_integer and (args["type"], bits) != ("float", 8):
+        stored.unknown(f"type={args['type']!r:.20} with num_bits={bits!r:.20} in the config")
+    scale = stored.scale("scale", grid.shape(shape), FLOATS)
+    parts = {
+        "codes": stored.part("codes", shape, FLOATS),
+        "scale": replace(scale, valid=is_divisor, why="a finite number and not 0"),
+    }
+    _check_symmetry(stored, args, "zero_point")
+    if stored.has("zero_point"):
+        parts["zero"] = stored.part("zero_point", grid.shape(shape), ("int8", *FP8))
+    return Rounded(stored.weight.scheme, shape, parts, grid, bits if is_integer else 0)
+
+
+_Format = Callable[[StoredWeight, Mapping[str, Any]], Affine | Rounded]
 _SCALES = (*FLOATS, "uint8", "float8_e8m0fnu")
 _FORMATS: Mapping[str, _Format] = {
     **dict.fromkeys(_PLAIN, _plain),
@@ -208,6 +230,7 @@ _FORMATS: Mapping[str, _Format] = {
     "mxfp4-pack-quantized": _few_bits(FP4, 4, _MX_GROUP, ("uint8", "float8_e8m0fnu")),
     "mxfp6-pack-quantized": _few_bits(FP6_E2M3, 6, _MX_GROUP, ("uint8", "float8_e8m0fnu")),
     "mxfp8-quantized": _mx_fp8,
+    "dense": _dense,
 }
 
 
