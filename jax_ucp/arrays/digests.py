@@ -24,7 +24,7 @@ class FileDigest:
     digest: str
 
     def fault(self) -> str | None:
-        """What is wrong with the bytes of the file, all of which are read."""
+        """The fault of the bytes of the file, all of which are read; None if there is none."""
         size = self.file.size
         made = hashlib.sha256()
         if len(self.digest) != _SHA256_DIGITS:
