@@ -129,6 +129,7 @@ def _of_versions() -> Iterator[Case]:
         yield Case(f"{prefix}_mtp_pp2", f"{_ZERO} --mtp-num-layers 1{_PP} 2 --num-layers 4", tag)
 
 
+# fmt: off
 CASES: tuple[Case, ...] = (
     Case("zero_bf16", _ZERO),
     Case("tp2_pp2_bf16", f"--bf16{_TP} 2{_PP} 2", world=4),
@@ -141,27 +142,16 @@ CASES: tuple[Case, ...] = (
     Case("grouped_ep2", f"--bf16{_GROUPED}{_EP} 2"),
     Case("grouped_ep4_zero", f"{_ZERO}{_GROUPED}{_EP} 4", world=4),
     Case("grouped_ep2_tp2_zero", f"{_ZERO}{_GROUPED}{_EP} 2{_TP} 2 --sequence-parallel", world=4),
-    Case(
-        "grouped_ep2_tp2_etp1",
-        f"--bf16{_GROUPED}{_SHARED}{_EP} 2{_TP} 2{_ETP} 1 --sequence-parallel",
-    ),
+    Case("grouped_ep2_tp2_etp1", f"--bf16{_GROUPED}{_SHARED}{_EP} 2{_TP} 2{_ETP} 1 --sequence-parallel"),
     Case("grouped_ep2_pp2_zero", f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_PP} 2", world=4),
     Case("grouped_bias_ep2", f"--bf16{_GROUPED}{_EP} 2", model=_GPT2),
     Case("grouped_bias_zero_buckets", f"{_ZERO}{_GROUPED}{_EP} 2{_BUCKETS}", world=4, model=_GPT2),
     Case("sequential_ep2_zero", f"{_ZERO}{_MOE}{_SHARED}{_EP} 2", world=4),
-    Case(
-        "shared_gate_tp2",
-        f"--bf16{_GROUPED}{_SHARED} --moe-shared-expert-gate{_TP} 2 --sequence-parallel",
-    ),
+    Case("shared_gate_tp2", f"--bf16{_GROUPED}{_SHARED} --moe-shared-expert-gate{_TP} 2 --sequence-parallel"),
     Case("moe_freq_zero", f"{_ZERO}{_GROUPED}{_EP} 2 --moe-layer-freq ([0,1,1]) --num-layers 3"),
     Case("mla_tp2", f"--bf16 --q-lora-rank 12{_TP} 2", model=_MLA),
     Case("mla_no_q_rank_zero", f"{_ZERO}", model=_MLA),
-    Case(
-        "mla_moe_ep2_pp2_zero",
-        f"{_ZERO} --q-lora-rank 12{_GROUPED}{_SHARED}{_EP} 2{_PP} 2",
-        world=4,
-        model=_MLA,
-    ),
+    Case("mla_moe_ep2_pp2_zero", f"{_ZERO} --q-lora-rank 12{_GROUPED}{_SHARED}{_EP} 2{_PP} 2", world=4, model=_MLA),
     Case("mtp_tp2", f"--bf16 --mtp-num-layers 1{_TP} 2"),
     Case("mtp2_pp2_zero", f"{_ZERO} --mtp-num-layers 2{_PP} 2 --num-layers 4", world=4),
     Case("mtp_moe_ep2_zero", f"{_ZERO} --mtp-num-layers 1{_GROUPED}{_EP} 2"),
@@ -182,62 +172,28 @@ CASES: tuple[Case, ...] = (
     Case("sink_tp2_zero", f"{_ZERO} --softmax-type learnable{_TP} 2", world=4),
     Case("uneven_pp2_zero", f"{_ZERO}{_PP} 2 --num-layers 4 --decoder-first-pipeline-num-layers 1"),
     Case("last_pp2", f"--bf16{_PP} 2 --num-layers 4 --decoder-last-pipeline-num-layers 1"),
-    Case(
-        "layout_pp2_vpp2_zero",
-        f"{_ZERO}{_PP} 2 --num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL",
-        tag="core_v0.15.3",
-    ),
-    Case(
-        "account_pp2",
-        f"--bf16{_PP} 2 --num-layers 2 --account-for-embedding-in-pipeline-split"
-        " --account-for-loss-in-pipeline-split",
-    ),
-    Case(
-        "vpp2_zero",
-        f"{_ZERO}{_PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1{_BUCKETS}",
-        world=4,
-    ),
+    Case("layout_pp2_vpp2_zero", f"{_ZERO}{_PP} 2 --num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL",
+        tag="core_v0.15.3"),
+    Case("account_pp2",
+        f"--bf16{_PP} 2 --num-layers 2 --account-for-embedding-in-pipeline-split" " --account-for-loss-in-pipeline-split"),
+    Case("vpp2_zero", f"{_ZERO}{_PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1{_BUCKETS}", world=4),
     Case("precision_aware", f"{_ZERO} --use-precision-aware-optimizer"),
-    Case(
-        "precision_aware_bf16",
-        f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16",
-    ),
+    Case("precision_aware_bf16",
+        f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"),
     # small copies of these are in tests/data/megatron
-    Case(
-        "legacy_te_moe_ep2_zero_bf16",
-        f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_SMALL}",
-        about="torch, ep 2, TransformerEngine's grouped experts, a shared one, expert bias, DistributedOptimizer",
-    ),
-    Case(
-        "legacy_te_mla_mtp_pp2_zero_bf16",
-        f"{_ZERO} --q-lora-rank 12 --mtp-num-layers 1{_PP} 2{_SMALL} --num-layers 3"
-        " --decoder-first-pipeline-num-layers 2",
+    Case("legacy_te_moe_ep2_zero_bf16", f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_SMALL}",
+        about="torch, ep 2, TransformerEngine's grouped experts, a shared one, expert bias, DistributedOptimizer"),
+    Case("legacy_te_mla_mtp_pp2_zero_bf16",
+        f"{_ZERO} --q-lora-rank 12 --mtp-num-layers 1{_PP} 2{_SMALL} --num-layers 3" " --decoder-first-pipeline-num-layers 2",
         model=_MLA,
-        about="torch, uneven pp 2, MLA and multi-token prediction with TransformerEngine's modules, DistributedOptimizer",
-    ),
-    Case(
-        "legacy_te_muon_bf16",
-        f"--bf16{_MUON}{_SMALL}",
-        world=1,
-        about="torch, Muon with Adam beside it",
-    ),
-    Case(
-        "legacy_te_precision_aware_bf16",
-        f"{_ZERO} --use-precision-aware-optimizer{_SMALL}",
-        about="torch, dp 2, DistributedOptimizer, precision-aware: masters in two halves",
-    ),
-    Case(
-        "torch_dcp_te_bf16",
-        _TORCH_FSDP + _SMALL,
-        format="torch_dcp",
-        about="torch's FSDP2 (torch_dcp) on 2 ranks, Float16OptimizerWithFloat16Params",
-    ),
-    Case(
-        "fsdp_dtensor_te_moe_ep2_bf16",
-        f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2{_SMALL}",
-        format="fsdp_dtensor",
-        about="Megatron-FSDP (fsdp_dtensor) on 2 ranks, ep 2, TransformerEngine's grouped experts, a shared one",
-    ),
+        about="torch, uneven pp 2, MLA and multi-token prediction with TransformerEngine's modules, DistributedOptimizer"),
+    Case("legacy_te_muon_bf16", f"--bf16{_MUON}{_SMALL}", world=1, about="torch, Muon with Adam beside it"),
+    Case("legacy_te_precision_aware_bf16", f"{_ZERO} --use-precision-aware-optimizer{_SMALL}",
+        about="torch, dp 2, DistributedOptimizer, precision-aware: masters in two halves"),
+    Case("torch_dcp_te_bf16", _TORCH_FSDP + _SMALL, format="torch_dcp",
+        about="torch's FSDP2 (torch_dcp) on 2 ranks, Float16OptimizerWithFloat16Params"),
+    Case("fsdp_dtensor_te_moe_ep2_bf16", f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2{_SMALL}", format="fsdp_dtensor",
+        about="Megatron-FSDP (fsdp_dtensor) on 2 ranks, ep 2, TransformerEngine's grouped experts, a shared one"),
     *_of_versions(),
     Case("fsdp2", _TORCH_FSDP, format="torch_dcp"),
     Case("fsdp2_dp4_gpt2", _TORCH_FSDP, world=4, model=_GPT2 + _UNTIED, format="torch_dcp"),
@@ -249,29 +205,15 @@ CASES: tuple[Case, ...] = (
     Case("mfsdp", _MEGATRON_FSDP, format="fsdp_dtensor"),
     Case("mfsdp_dp4", _MEGATRON_FSDP, world=4, format="fsdp_dtensor"),
     Case("mfsdp_tied", _MEGATRON_FSDP, model=_TIED_LLAMA, format="fsdp_dtensor"),
-    Case(
-        "mfsdp_gpt2",
-        _MEGATRON_FSDP + " --global-batch-size 9",
-        world=3,
-        model=_GPT2,
-        format="fsdp_dtensor",
-    ),
+    Case("mfsdp_gpt2", _MEGATRON_FSDP + " --global-batch-size 9", world=3, model=_GPT2, format="fsdp_dtensor"),
     Case("mfsdp_tp2", _MEGATRON_FSDP + _TP + " 2", world=4, format="fsdp_dtensor"),
-    Case(
-        "mfsdp_moe_ep2",
-        f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2",
-        world=4,
-        format="fsdp_dtensor",
-    ),
+    Case("mfsdp_moe_ep2", f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2", world=4, format="fsdp_dtensor"),
     Case("mfsdp_moe_seq", f"{_MEGATRON_FSDP}{_MOE}{_SHARED}{_EP} 2", format="fsdp_dtensor"),
     Case("mfsdp_mtp", _MEGATRON_FSDP + " --mtp-num-layers 1", format="fsdp_dtensor"),
-    Case(
-        "mfsdp_optim",
-        f"{_ZERO} --use-megatron-fsdp --data-parallel-sharding-strategy optim",
-        format="fsdp_dtensor",
-    ),
+    Case("mfsdp_optim", f"{_ZERO} --use-megatron-fsdp --data-parallel-sharding-strategy optim", format="fsdp_dtensor"),
     *_fsdp_of_versions(),
 )
+# fmt: on
 
 
 # --- the process that starts the others

@@ -51,6 +51,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 _PROPERTIES = types.SimpleNamespace(
     major=9, minor=0, total_memory=1 << 34, name="cpu", multi_processor_count=1
 )
+# fmt: off
 _CUDA = {
     "is_available": lambda: False,
     "device_count": lambda: 1,
@@ -69,25 +70,14 @@ _CUDA = {
     "get_device_properties": lambda *_, **__: _PROPERTIES,
     "get_device_name": lambda *_, **__: "cpu",
     "default_generators": (torch.default_generator,),
-    **{
-        name: _nothing
-        for name in (
-            *("set_device", "synchronize", "empty_cache", "set_stream", "set_rng_state"),
-            *("manual_seed", "manual_seed_all", "seed", "reset_peak_memory_stats", "_lazy_init"),
-        )
-    },
-    **{
-        name: lambda *_, **__: 0
-        for name in (
-            *("memory_allocated", "max_memory_allocated", "memory_reserved"),
-            "max_memory_reserved",
-        )
-    },
-    **{
-        f"{name}Tensor": getattr(torch, f"{name}Tensor")
-        for name in ("Float", "Long", "Int", "Byte", "Double", "Half", "BFloat16")
-    },
+    **{name: _nothing for name in (*("set_device", "synchronize", "empty_cache", "set_stream", "set_rng_state"),
+        *("manual_seed", "manual_seed_all", "seed", "reset_peak_memory_stats", "_lazy_init"))},
+    **{name: lambda *_, **__: 0 for name in (*("memory_allocated", "max_memory_allocated", "memory_reserved"),
+        "max_memory_reserved")},
+    **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in ("Float", "Long", "Int", "Byte", "Double", "Half",
+        "BFloat16")},
 }
+# fmt: on
 
 
 def _on_cpu(device: Any) -> Any:
@@ -505,38 +495,25 @@ def _norm(lists: Any, *_: Any) -> Any:
     return total.reshape(1), None
 
 
+# fmt: off
 _MODULES = {
     "transformer_engine": {"__version__": _TE_VERSION},
-    "transformer_engine.pytorch": {
-        "Linear": Linear,
-        "LayerNormLinear": LayerNormLinear,
-        "GroupedLinear": GroupedLinear,
-        "LayerNorm": LayerNorm,
-        "RMSNorm": RMSNorm,
-        "DotProductAttention": DotProductAttention,
-    },
-    "transformer_engine.pytorch.optimizers": {
-        "FusedAdam": FusedAdam,
-        "FusedSGD": FusedSGD,
-        "multi_tensor_applier": _apply,
-        "multi_tensor_scale": _scale,
-        "multi_tensor_l2norm": _norm,
-    },
-    "transformer_engine.pytorch.cpu_offload": {
-        "get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(), _nothing)
-    },
+    "transformer_engine.pytorch": {"Linear": Linear, "LayerNormLinear": LayerNormLinear,
+        "GroupedLinear": GroupedLinear, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm,
+        "DotProductAttention": DotProductAttention},
+    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD,
+        "multi_tensor_applier": _apply, "multi_tensor_scale": _scale, "multi_tensor_l2norm": _norm},
+    "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(),
+        _nothing)},
     "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
     "emerging_optimizers.registry": {"get_optimizer_name_list": lambda: []},
-    "emerging_optimizers.orthogonalized_optimizers": {
-        "OrthogonalizedOptimizer": OrthogonalizedOptimizer,
-        "get_muon_scale_factor": lambda *_, **__: 1.0,
-    },
-    "emerging_optimizers.orthogonalized_optimizers.muon_utils": {
-        "NSCoeffT": Literal["simple", "quintic", "polar_express"],
-        "newton_schulz_tp": _newton_schulz,
-    },
+    "emerging_optimizers.orthogonalized_optimizers": {"OrthogonalizedOptimizer": OrthogonalizedOptimizer,
+        "get_muon_scale_factor": lambda *_, **__: 1.0},
+    "emerging_optimizers.orthogonalized_optimizers.muon_utils": {"NSCoeffT": Literal["simple", "quintic",
+        "polar_express"], "newton_schulz_tp": _newton_schulz},
     "transformer_engine.pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (), {})},
 }
+# fmt: on
 
 
 _PACKAGES = (
