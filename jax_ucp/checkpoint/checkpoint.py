@@ -25,7 +25,7 @@ from jax_ucp.arrays.digests import digest_checks
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
-from jax_ucp.checkpoint.views import Mapped, Opened, with_model_config
+from jax_ucp.checkpoint.views import Mapped, Opened, of_run, with_args, with_model_config
 from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
 from jax_ucp.files.listing import Asked, counting
 from jax_ucp.files.path import FilePath, file_path, target_path
@@ -972,6 +972,7 @@ class Checkpoint:
         zero_stage: int | None = None,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        like: Mapping[str, Any] | str | os.PathLike[str] | Checkpoint | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
         """The plan of an `export` with the same arguments.
@@ -983,6 +984,7 @@ class Checkpoint:
             zero_stage: as there.
             config: as there.
             adapter_config: as there.
+            like: as there.
             budget_bytes: as there.
 
         Returns:
@@ -998,6 +1000,11 @@ class Checkpoint:
             if format != "safetensors":
                 raise ValueError(f"adapter_config is for safetensors: {format} has no adapters")
             contents = with_config(contents, given_config(adapter_config))
+        if like is not None:
+            if format != "megatron":
+                raise ValueError(f"like is for megatron: {format} goes on with no run's arguments")
+            extras = with_args(like) if isinstance(like, Mapping) else opened(like).extras
+            contents = of_run(contents, extras)
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         return plan_export(contents, format, **arguments, budget_bytes=budget_bytes)
 
@@ -1011,6 +1018,7 @@ class Checkpoint:
         zero_stage: int | None = None,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         adapter_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        like: Mapping[str, Any] | str | os.PathLike[str] | Checkpoint | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[int], None] = lambda nbytes: None,
         executor: Executor | None = None,
@@ -1026,7 +1034,8 @@ class Checkpoint:
         Args:
             path: a folder or URL where nothing is.
             format: `safetensors` (weights, as transformers loads them), `dcp`
-                (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder).
+                (`torch.distributed.checkpoint`), `deepspeed` (its universal folder) or `megatron`
+                (torch_dist of Megatron-Core, for `--load`).
             dtype: cast floating parameters to it, rounded to the nearest; by default no bit
                 changes.
             max_shard_bytes: how large a file of safetensors may be; by default 50 GB.
@@ -1036,6 +1045,8 @@ class Checkpoint:
                 folder, whose tokenizer, licence and the like are written too.
             adapter_config: peft's config, a dict or its file, if the source is an adapter that was
                 trained in JAX; peft then loads the folder.
+            like: with megatron one of the checkpoints of the run that goes on, or its arguments as
+                a dict, if the source does not have them.
             budget_bytes: about how much memory blocks may take at once.
             progress: called with numbers of bytes that were written.
             executor: as for `save`.
@@ -1066,6 +1077,7 @@ class Checkpoint:
             max_shard_bytes=max_shard_bytes,
             zero_stage=zero_stage,
             adapter_config=adapter_config,
+            like=like,
             budget_bytes=budget_bytes,
         )
         run(export_target(described._contents, plan, target, progress), executor)
@@ -1111,7 +1123,7 @@ class Checkpoint:
             config: as for `export`.
             progress: as for `export`.
             begin: as for `save_share`.
-            options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config` and
+            options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config`, `like` and
                 `budget_bytes`, as for `plan_export`.
 
         Returns:

@@ -123,3 +123,18 @@ def with_model_config(
     known = own | joined(said, given, frozenset(given))
     beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
     return replace(described(contents, known), companions={**beside, **contents.companions})
+
+
+def with_args(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The extras of a Megatron run of which nothing but its arguments is known."""
+    return {"args": {"args": {"!record": "argparse.Namespace", "args": [], "fields": dict(args)}}}
+
+
+def of_run(contents: Contents, run: Mapping[str, Mapping[str, Any]]) -> Contents:
+    """The contents as those of the Megatron run that has the extras `run`."""
+    own = {
+        file: named
+        for file, named in contents.extras.items()
+        if file not in run and "args" not in named
+    }
+    return replace(contents, extras={**run, **own})

@@ -27,12 +27,13 @@ _FORMAT_OF = {
     "max_shard": "safetensors",
     "zero_stage": "deepspeed",
     "adapter_config": "safetensors",
+    "like": "megatron",
 }
 
 
 @command(
     "export",
-    "Write safetensors, DCP or DeepSpeed universal.",
+    "Write safetensors, DCP, DeepSpeed universal or Megatron.",
     argument("source"),
     argument("target"),
     option(
@@ -53,6 +54,11 @@ _FORMAT_OF = {
         "--adapter-config",
         "FILE",
         "With safetensors: SOURCE is an adapter trained in JAX; its adapter_config.json for peft.",
+    ),
+    option(
+        "--like",
+        "CHECKPOINT",
+        "With megatron: one of the run that goes on, whose arguments SOURCE does not have.",
     ),
     option(
         "--optimizer",
@@ -85,7 +91,8 @@ def export(args: Arguments) -> None:
     """Write the checkpoint at SOURCE as a new folder TARGET that PyTorch programs can load.
 
     Formats: safetensors is weights, for transformers; dcp is weights and optimizer, for
-    torch.distributed.checkpoint; deepspeed is a universal folder, for a run with load_universal.
+    torch.distributed.checkpoint; deepspeed is a universal folder, for a run with load_universal;
+    megatron is a save directory of torch_dist, for Megatron's --load at any parallelism.
 
     A model trained in JAX: --mapping is the mapping that gave it its names, and is undone; with
     --forward it is applied, as megatron-llama-to-hf to a run of Megatron. --params takes only the
@@ -117,6 +124,7 @@ def export(args: Arguments) -> None:
         "adapter_config": args.adapter_config,
         # a mapping that is applied has the config of its source, and says that of the result
         "config": args.config if args.format == "safetensors" and not args.forward else None,
+        "like": args.like,
         "budget_bytes": args.budget,
     }
     planned = checkpoint.plan_export(args.format, **options)

@@ -14,9 +14,10 @@ from jax_ucp.errors import UnsupportedLeaf
 
 # The classes that may be named in a file that torch will run: what trainers' own settings are made
 # of. The names come from a checkpoint, and a pickle calls what it names.
+_ARGUMENTS = "argparse.Namespace"
 CLASSES = frozenset(
     (
-        "argparse.Namespace",
+        _ARGUMENTS,
         "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -26,13 +27,23 @@ CLASSES = frozenset(
 
 
 def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Extras by file and name as `from_json` makes them, and notes on those left out."""
+    """Extras by file and name as `from_json` makes them, and notes on those left out.
+
+    Of a run's arguments those alone are left out that cannot be written.
+    """
     decoded: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
     for file, named in extras.items():
         decoded[file] = {}
         for name, value in named.items():
             try:
+                if isinstance(value, dict) and value.get("!record") == _ARGUMENTS:
+                    value, left = _writable(value)
+                    if left:
+                        notes.append(
+                            f"{len(left)} of {name} of {file} are left out, the first {left[0][0]}:"
+                            f" {left[0][1]}"
+                        )
                 decoded[file][name] = from_json(value)
             except UnsupportedLeaf as error:
                 notes.append(f"{name} of {file} is left out: {error}")
@@ -42,6 +53,19 @@ def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str,
                     f" ({error})"
                 )
     return decoded, notes
+
+
+def _writable(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """A namespace with the fields that can be written, and the others with the reason."""
+    fields: dict[str, Any] = {}
+    left: list[tuple[str, str]] = []
+    for field, value in dict(arguments.get("fields") or {}).items():
+        try:
+            from_json(value)
+            fields[field] = value
+        except UnsupportedLeaf as error:
+            left.append((field, str(error)))
+    return {**arguments, "fields": fields}, left
 
 
 def from_json(value: Any) -> Any:

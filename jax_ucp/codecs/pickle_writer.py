@@ -21,6 +21,7 @@ from jax_ucp.codecs.tensor_names import DTYPES, STORAGE_DTYPES
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.files import Tensor
 
+_MAX_LONG1 = 255  # bytes
 # The storage classes of the dtypes that have one.
 _STORAGES = {dtype: kind for kind, dtype in STORAGE_DTYPES.items()}
 
@@ -108,7 +109,10 @@ def _(value: int, to: _Pickler) -> None:
         to.out += pickle.BININT + struct.pack("<i", value)
     else:
         data = pickle.encode_long(value)
-        to.out += pickle.LONG4 + struct.pack("<i", len(data)) + data
+        if len(data) > _MAX_LONG1:
+            to.out += pickle.LONG4 + struct.pack("<i", len(data)) + data
+        else:  # the only one of the two that `torch.load` with `weights_only` takes
+            to.out += pickle.LONG1 + bytes([len(data)]) + data
 
 
 @_write.register
@@ -182,8 +186,7 @@ def _(value: Instance, to: _Pickler) -> None:
 @_write.register(np.ndarray)
 def _(value: Tensor | np.ndarray, to: _Pickler) -> None:
     """torch's call for a tensor of a typed storage, or of an untyped one and a dtype."""
-    flat = isinstance(value, Tensor) and value.flat
-    shape = (value.size,) if flat else tuple(value.shape)
+    shape = tuple(value.target_shape if isinstance(value, Tensor) else value.shape)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     view = (0, shape, strides, False, Call(Global("collections", "OrderedDict")))
     dtype = torch_dtype(value.dtype)

@@ -44,13 +44,17 @@ _READ_BYTES = 1 << 20
 class Tensor:
     """An array as a target stores it: `key` names it in the source, `dtype` is the target's.
 
-    `flat` is for targets that store it with one axis; `shape` is the shape of the array even then.
+    `stored` is its shape in the target, if that is another than the array's.
     """
 
     key: str
     shape: Shape
     dtype: np.dtype
-    flat: bool = False
+    stored: Shape | None = None
+
+    @property
+    def target_shape(self) -> Shape:
+        return self.shape if self.stored is None else self.stored
 
     @property
     def size(self) -> int:

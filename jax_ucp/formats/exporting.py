@@ -29,11 +29,12 @@ from jax_ucp.formats.deepspeed import universal_writer as deepspeed
 from jax_ucp.formats.huggingface.conv1d import require_own_layout
 from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
 from jax_ucp.formats.huggingface.quantization import declared, undeclared
+from jax_ucp.formats.megatron import writer as megatron
 from jax_ucp.formats.safetensors import writer as safetensors
 from jax_ucp.jobs.run import Target
 from jax_ucp.layout.box import Box
 
-ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
+ExportFormat = Literal["safetensors", "dcp", "deepspeed", "megatron"]
 Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
 
 MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
@@ -74,6 +75,10 @@ def plan_export(
     """The files of a checkpoint in another format; arguments are `Checkpoint.export`'s."""
     _check_arguments(format, max_shard_bytes, zero_stage, budget_bytes)
     writer = _WRITERS[format]
+    if dtype is not None and not writer.takes_dtype:
+        raise ValueError(
+            f"dtype is not for {format}, where the run's arguments say that of weights"
+        )
     params = parameters(contents, _dtype(dtype))
     if not params.model and not writer.stores_other:
         raise TreeMismatch(
@@ -169,6 +174,16 @@ def _as_deepspeed(request: _Request) -> _Content:
     return _Content(files, list(deepspeed.notes(params, extras)), left)
 
 
+def _as_megatron(request: _Request) -> _Content:
+    params, extras = request.params, request.extras
+    steps = _steps(request.contents, params)
+    files, notes = megatron.megatron_files(params, extras, steps)
+    common, _ = megatron.common_of(extras)
+    places = _places(extras)
+    left = [place for place in places if not megatron.carries(*place, common)]
+    return _Content(files, notes, left)
+
+
 @dataclass(frozen=True)
 class _Writer:
     """The function that decides the files of a format, and what it takes of a checkpoint.
@@ -181,12 +196,14 @@ class _Writer:
     stores_companions: bool = False
     takes_max_shard_bytes: bool = False
     takes_zero_stage: bool = False
+    takes_dtype: bool = True
 
 
 _WRITERS: Mapping[ExportFormat, _Writer] = {
     "safetensors": _Writer(_as_safetensors, stores_companions=True, takes_max_shard_bytes=True),
     "dcp": _Writer(_as_dcp, stores_other=True),
     "deepspeed": _Writer(_as_deepspeed, takes_zero_stage=True),
+    "megatron": _Writer(_as_megatron, takes_dtype=False),
 }
 EXPORT_FORMATS: Sequence[ExportFormat] = tuple(_WRITERS)
 

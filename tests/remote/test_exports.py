@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from cases import Case
 from commands import run
 from helpers import contents_of, memory, numbered
 from jax_ucp.arrays.checks import LeafClaim
@@ -48,6 +49,7 @@ STATES = {
     "buffer": {"table": numbered((3, 4), np.int64), "empty": np.zeros((0, 3), np.float32)},
 }
 CONFIG = {"model_type": "llama", "dtype": "float32"}
+FORMATS = [format for format in EXPORT_FORMATS if format != "megatron"]  # which has its own names
 
 
 def source(folder):
@@ -70,7 +72,7 @@ def bits(checkpoint) -> dict[str, bytes]:
     return {label: checkpoint.read(label).tobytes() for label in checkpoint}
 
 
-CASES = [(format, {}) for format in EXPORT_FORMATS]
+CASES = [(format, {}) for format in FORMATS]
 CASES += [("safetensors", {"max_shard_bytes": 10_000}), ("deepspeed", {"zero_stage": 3})]
 
 
@@ -82,6 +84,15 @@ def test_an_export_into_a_bucket_has_the_bytes_of_the_local_one(format, options,
     assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
     assert there.path.startswith(store.url)
     assert bits(there) == bits(here)
+
+
+def test_an_export_to_megatron_into_a_bucket_is_named_by_its_tracker_last(store, tmp_path):
+    checkpoint = Case("megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16").open()
+    here = checkpoint.export(tmp_path / "out", "megatron")
+    there = checkpoint.export(f"{store.url}/out", "megatron")
+    assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
+    assert bits(there) == bits(here)
+    assert checkpoint.plan_export("megatron").files[-1].name == "latest_checkpointed_iteration.txt"
 
 
 @pytest.mark.parametrize(("format", "options"), CASES)
@@ -177,7 +188,7 @@ class Counting:
         monkeypatch.setattr(arrays, "read", counted, raising=False)
 
 
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("budget", [1 << 20, 512 << 20])
 def test_what_a_header_sums_is_held_where_it_fits_and_else_read_twice(
     format, budget, s3, tmp_path, monkeypatch
@@ -210,7 +221,7 @@ def test_an_array_that_changes_between_two_reads_is_refused(s3, monkeypatch):
     assert uploads(s3) == []
 
 
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_no_more_than_the_budget_is_in_memory(format, s3):
     """Beside the least that a store takes as a part: 5 MiB, of which there are three."""
     checkpoint = memory({"param": {str(n): large()["param"]["a"] + n for n in range(8)}})
@@ -237,7 +248,7 @@ def test_a_file_has_no_more_parts_than_a_store_takes(nbytes, max_bytes, s3, monk
     assert at_once == 1 or (at_once + 2) * part_bytes <= max_bytes
 
 
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_what_is_there_is_not_written_over(format, store, tmp_path):
     checkpoint = source(tmp_path)
     written = checkpoint.export(f"{store.url}/out", format)
@@ -251,7 +262,7 @@ def test_what_is_there_is_not_written_over(format, store, tmp_path):
     assert objects(store.url) == before
 
 
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_the_second_of_two_exports_writes_nothing(format, store, tmp_path):
     checkpoint = source(tmp_path)
     with claimed(file_path(store.url).folder()):
@@ -262,7 +273,7 @@ def test_the_second_of_two_exports_writes_nothing(format, store, tmp_path):
     assert WRITER_FILE not in objects(store.url)
 
 
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_who_ends_second_is_told_and_deletes_nothing(format, s3, tmp_path, monkeypatch):
     """A writer that nothing keeps away ends first."""
     checkpoint = source(tmp_path)
@@ -275,7 +286,7 @@ def test_who_ends_second_is_told_and_deletes_nothing(format, s3, tmp_path, monke
     assert len(objects(s3.url)) == len(checkpoint.plan_export(format).files)
 
 
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [1, 3000])
 def test_a_source_that_contradicts_itself_leaves_nothing(format, rows, s3):
     """Known when all was read: the last file must not be there before."""
@@ -287,7 +298,7 @@ def test_a_source_that_contradicts_itself_leaves_nothing(format, rows, s3):
     assert uploads(s3) == []
 
 
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_what_is_lost_or_changed_meanwhile_leaves_nothing(format, s3, tmp_path, monkeypatch):
     checkpoint = source(tmp_path)
     files = file_path(s3.url).folder()
@@ -377,7 +388,7 @@ def test_the_command_exports_into_a_bucket(s3, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_processes_export_into_a_bucket(format, s3, tmp_path):
     checkpoint = source(tmp_path)
     checkpoint.export(tmp_path / "out", format)
@@ -389,7 +400,7 @@ def test_processes_export_into_a_bucket(format, s3, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_azure(format, azure, tmp_path):
     checkpoint = source(tmp_path)
     checkpoint.export(tmp_path / "out", format)
@@ -408,7 +419,7 @@ checkpoint.export(sys.argv[2], sys.argv[3])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_killed_export_leaves_nothing_that_opens_and_is_wrong(format, faulty_s3, tmp_path):
     store, proxy = faulty_s3
     proxy.set(Faults(latency_s=0.02))

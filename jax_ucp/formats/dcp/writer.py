@@ -14,7 +14,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jax_ucp.codecs.pickle_writer import (
     Call,
@@ -28,6 +31,7 @@ from jax_ucp.codecs.zip_writer import TorchZip
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, torch_groups
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.states.optimizer_dicts import Steps, joined
 
 METADATA_FILE, DATA_FILE = ".metadata", "__0_0.distcp"
@@ -37,6 +41,15 @@ _DCP = "torch.distributed.checkpoint"
 _GROUP = re.compile(rf"{OPTIMIZER}\.param_groups\.(\d+)\.([^.]+)")
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 _CONTIGUOUS = Call(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A tensor of `shape` that consists of chunks, each at its offsets."""
+
+    shape: Shape
+    dtype: np.dtype
+    chunks: Sequence[tuple[Shape, Tensor | np.ndarray]]
 
 
 def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
@@ -62,7 +75,7 @@ def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
     for number, group in enumerate(groups(parameters, objects)):
         items += [((OPTIMIZER, "param_groups", number, key), value) for key, value in group.items()]
     _check(items)
-    return _files(dict(items))
+    return files_of(dict(items))
 
 
 def groups(parameters: Parameters, objects: Mapping[Steps, Any]) -> list[dict[str, Any]]:
@@ -115,23 +128,28 @@ def _check(items: Sequence[tuple[Steps, Any]]) -> None:
         )
 
 
-def _files(tree: Mapping[Steps, Any]) -> list[File]:
+def files_of(tree: Mapping[Steps, Tensor | Chunked | Any], folder: str = "") -> list[File]:
+    """The two files of the tensors and objects in `tree`, with `folder` before their names."""
     zips: list[tuple[int, TorchZip]] = []
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
     at = 0
     for path, value in tree.items():
-        made = TorchZip(value)
-        zips.append((at, made))
         name = joined(path)
+        whole = _one_chunk(value) if isinstance(value, Tensor) else value
         entries[name] = (
-            _tensor_entry(value) if isinstance(value, Tensor) else _instance("BytesStorageMetadata")
+            _tensor_entry(whole)
+            if isinstance(whole, Chunked)
+            else _instance("BytesStorageMetadata")
         )
-        offset = _size([0] * len(value.shape)) if isinstance(value, Tensor) else None
-        index = _instance("MetadataIndex", fqn=name, offset=offset, index=None)
-        info = {"relative_path": DATA_FILE, "offset": at, "length": made.size}
-        storage[index] = Instance(Global(f"{_DCP}.filesystem", "_StorageInfo"), info)
-        at += made.size  # one after the other, as torch writes them
+        chunks = whole.chunks if isinstance(whole, Chunked) else [(None, value)]
+        for start, content in chunks:
+            zips.append((at, made := TorchZip(content)))
+            offset = None if start is None else _size(start)
+            index = _instance("MetadataIndex", fqn=name, offset=offset, index=None)
+            info = {"relative_path": DATA_FILE, "offset": at, "length": made.size}
+            storage[index] = Instance(Global(f"{_DCP}.filesystem", "_StorageInfo"), info)
+            at += made.size  # one after the other, as torch writes them
     metadata = _instance(
         "Metadata",
         state_dict_metadata=entries,
@@ -142,21 +160,29 @@ def _files(tree: Mapping[Steps, Any]) -> list[File]:
         ),
         version="1.0.0",
     )
-    data = File(DATA_FILE, at, [made.section(start) for start, made in zips])
-    return [data, File.literal(METADATA_FILE, dumps(metadata))]
+    data = File(folder + DATA_FILE, at, [made.section(start) for start, made in zips])
+    return [data, File.literal(folder + METADATA_FILE, dumps(metadata))]
 
 
-def _tensor_entry(tensor: Tensor) -> Instance:
+def _one_chunk(tensor: Tensor) -> Chunked:
+    return Chunked(tensor.shape, tensor.dtype, [((0,) * len(tensor.shape), tensor)])
+
+
+def _tensor_entry(tensor: Chunked) -> Instance:
     properties = (torch_dtype(tensor.dtype), _STRIDED, False, _CONTIGUOUS, False)
-    chunk = _instance(
-        "ChunkStorageMetadata", offsets=_size([0] * len(tensor.shape)), sizes=_size(tensor.shape)
-    )
     return _instance(
         "TensorStorageMetadata",
         properties=Instance(Global(f"{_DCP}.metadata", "TensorProperties"), properties),
         size=_size(tensor.shape),
-        chunks=[chunk],
+        chunks=[
+            _instance("ChunkStorageMetadata", offsets=_size(start), sizes=_size(_sizes(chunk)))
+            for start, chunk in tensor.chunks
+        ],
     )
+
+
+def _sizes(chunk: Tensor | np.ndarray) -> Shape:
+    return chunk.target_shape if isinstance(chunk, Tensor) else chunk.shape
 
 
 def _instance(kind: str, **fields: Any) -> Instance:

@@ -368,7 +368,9 @@ def _model_states(
     if stage == 3:
         module = dict(buffers)
         frozen_shapes = {name: tensor.shape for name, tensor in frozen.items()}
-        fragments = {name: replace(tensor, flat=True) for name, tensor in frozen.items()}
+        fragments = {
+            name: replace(tensor, stored=(tensor.size,)) for name, tensor in frozen.items()
+        }
     return {
         "module": module,
         "buffer_names": list(buffers),

@@ -44,7 +44,7 @@ _GROUPED = re.compile(r"(.+\.mlp\.experts)\.weight([12])")
 _GATED = re.compile(r"(.*\.(?:weight|bias)\d*)_([wv])")
 # TransformerEngine fuses a norm with the linear layer that follows it; these are the names of the
 # local spec.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -102,7 +102,7 @@ def local_norm(inner: str) -> str:
     >>> local_norm("mlp.linear_fc1.layer_norm_bias")
     'pre_mlp_layernorm.bias'
     """
-    for fused, norm in _FUSED_NORMS.items():
+    for fused, norm in FUSED_NORMS.items():
         if inner.startswith(fused):
             return norm + inner.removeprefix(fused)
     return inner

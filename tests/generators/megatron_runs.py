@@ -1,0 +1,265 @@
+"""Runs of Megatron-LM on a CPU that train, save, and go on from a checkpoint.
+
+    python tests/generators/megatron_runs.py FOLDER --source DIR/core_v0.16.1 --python PYTHON
+
+Checks `export --format megatron`: FOLDER gets runs of three steps at TP 2 and PP 2, their exports by
+PYTHON's jax_ucp, and what runs that load them have: the tensors by `megatron.core`'s own
+`dist_checkpointing.load_plain_tensors`, the live weights and states of every rank, and the next
+three losses, at TP 2 and PP 2, and at TP 1, each beside those from Megatron's own checkpoint. The
+source, and what stands in for CUDA, are as in `megatron.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+STEPS = 3
+BASE = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --seq-length 16 --max-position-embeddings 16
+--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 8 --lr 0.01
+--min-lr 0.001 --train-iters 100 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
+--clip-grad 1.0 --adam-beta2 0.95 --tokenizer-type NullTokenizer --vocab-size 100
+--make-vocab-size-divisible-by 8 --distributed-backend gloo --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+--no-rope-fusion --no-persist-layer-norm --save-interval 1000 --ckpt-format torch_dist
+--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --seed 1234"""
+MOE = """--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2
+--moe-token-dispatcher-type allgather"""
+ZERO = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+# Name -> arguments, and the largest parallel degrees beside TP 1: (tp, pp, ep, ranks).
+RUNS = {
+    "fp32": ("", (2, 2, 1, 4)),
+    "bf16": ("--bf16", (2, 2, 1, 4)),
+    "bf16_zero": (f"--bf16 {ZERO}", (2, 2, 1, 4)),
+    "moe": (MOE, (1, 2, 2, 4)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--source", type=Path, required=True)
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--only", nargs="*", default=list(RUNS))
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # in a process of its own
+    options = parser.parse_args()
+    if options.run:
+        _run(json.loads(options.run))
+        return
+    for name in options.only:
+        argv, degrees = RUNS[name]
+        folder = options.folder.resolve() / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        first = _start(options, f"{name} trains", argv, degrees, save=folder / "own", more=STEPS)
+        command = [options.python, "-m", "jax_ucp", "export", str(folder / "own")]
+        subprocess.run([*command, str(folder / "export"), "--format", "megatron"], check=True)
+        for each in (degrees, (1, 1, degrees[2], degrees[2])):
+            by = {
+                kind: _start(options, f"{name} from {kind} {each}", argv, each, load=folder / kind)
+                for kind in ("own", "export")
+            }
+            same = {key: by["own"][key] == by["export"][key] for key in ("plain", "live", "losses")}
+            off = [abs(a - b) for a, b in zip(first["losses"], by["export"]["losses"], strict=True)]
+            print(f"{name} {each}: as from its own: {same}; off the run {max(off):.1e}", flush=True)
+            print(f"    {first['losses']} {by['export']['losses']}", flush=True)
+
+
+def _start(options, what, argv, degrees, save=None, load=None, more=0):
+    tp, pp, ep, world = degrees
+    arguments = BASE.split() + argv.split()
+    for kind, n in (("tensor-model", tp), ("pipeline-model", pp), ("expert-model", ep)):
+        arguments += [f"--{kind}-parallel-size", str(n)]
+    arguments += ["--save", str(save)] if save else []
+    arguments += ["--load", str(load)] if load else []
+    out = options.folder.resolve() / "result.json"
+    spec = {"argv": arguments, "world": world, "save": bool(save), "out": str(out)}
+    spec |= {"load": str(load) if load else "", "more": more or STEPS}
+    path = f"{options.source.resolve()}:{os.environ.get('PYTHONPATH', '')}"
+    settings = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    settings |= {"TORCHDYNAMO_DISABLE": "1", "PYTORCH_JIT": "0", "OMP_NUM_THREADS": "1"}
+    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_generator()._free_port())}
+    command = [sys.executable, "-W", "ignore", str(HERE), str(options.folder), "--source", "."]
+    command += ["--python", ".", "--run", json.dumps(spec)]
+    with (options.folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait(300)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what Megatron spawned
+    if code:
+        lines = (options.folder / "log").read_text().splitlines()
+        raise SystemExit(f"{what} failed:\n" + "\n".join(lines[-30:]))
+    return json.loads(out.read_text())
+
+
+def _generator():
+    """`megatron.py` beside this file, whose name is Megatron's."""
+    spec = importlib.util.spec_from_file_location("generator", HERE.with_name("megatron.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["generator"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(spec) -> None:
+    generator = _generator()
+    sys.path[:] = [path for path in sys.path if path != str(HERE.parent)]
+    generator._stand_in_for_cuda()
+    sys.meta_path.insert(0, generator._StandIns(("triton",)))
+    typing.override = getattr(typing, "override", lambda method: method)
+    sys.argv = ["run", *spec["argv"]]
+    generator._import_megatron()
+    import megatron.core.transformer.moe.moe_utils as moe
+
+    vars(moe).setdefault("te_general_gemm", None)  # 0.16.1 names it without the engine too
+    if "--use-distributed-optimizer" in spec["argv"]:
+        _use_fused_adam(generator)
+    os.environ["WORLD_SIZE"] = str(spec["world"])
+    rank, children = 0, []
+    for number in range(1, spec["world"]):
+        child = os.fork()
+        if not child:
+            rank, children = number, []
+            break
+        children.append(child)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    try:
+        _train(generator, spec, rank)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os.killpg(0, signal.SIGKILL)
+    for child in children:
+        os.waitpid(child, 0)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _use_fused_adam(generator) -> None:
+    """Megatron cannot load what its distributed optimizer saved of torch's Adam."""
+    import megatron.core.optimizer as optimizers
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizers.Adam = distrib_optimizer.Adam = generator._fused_adam()
+    optimizers.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+
+
+def _train(generator, spec, rank: int) -> None:
+    import torch.distributed as dist
+    from megatron.training import get_args
+
+    run = generator._set_up()
+    args, result = get_args(), {}
+    if spec["save"]:
+        for iteration in range(STEPS):
+            _step(run, iteration)
+        args.iteration, args.consumed_train_samples = STEPS, 8 * STEPS
+        generator._save(*run)
+    elif args.iteration != STEPS or args.consumed_train_samples != 8 * STEPS:
+        raise RuntimeError(f"iteration {args.iteration}, {args.consumed_train_samples} samples")
+    if spec["load"]:
+        result["plain"] = _plain(Path(spec["load"]))  # with a barrier of all ranks
+    everyone = [None] * spec["world"]
+    dist.all_gather_object(everyone, _live(run))
+    result["live"] = everyone
+    result["losses"] = [_step(run, STEPS + each) for each in range(spec["more"])]
+    if not rank:
+        Path(spec["out"]).write_text(json.dumps(result))
+    dist.barrier()
+
+
+def _step(run, iteration: int) -> float:
+    """The loss of one of Megatron's own steps, on data that depends on the iteration alone."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.training import get_args, training
+
+    args, (models, optimizer, scheduler) = get_args(), run
+    rows, length = args.global_batch_size, args.seq_length
+    generator = torch.Generator().manual_seed(iteration)
+    tokens = torch.randint(100, (rows, length + 1), generator=generator)
+    own = range(mpu.get_data_parallel_rank(), rows, mpu.get_data_parallel_world_size())
+    is_later = torch.ones(1, 1, length, length).triu(1).bool()
+
+    def forward(batches, model):
+        row = next(batches)
+        places = torch.arange(length)[None]
+        output = model(row[None, :-1], places, is_later, labels=row[None, 1:])
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    batches = RerunDataIterator(iter([tokens[row] for row in own]))
+    forward_backward = get_forward_backward_func()
+    config = training.get_model_config(models[0])
+    losses, skipped, *_ = training.train_step(
+        forward, batches, models, optimizer, scheduler, config, forward_backward
+    )
+    if skipped:
+        raise RuntimeError("a step was skipped")
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [float(loss) for loss in losses.values()])
+    found = [own[0] for own in everyone if own]
+    if mpu.get_data_parallel_world_size() == 1 and len(set(found)) != 1:
+        raise RuntimeError(f"losses of ranks differ: {found}")
+    return found[0]
+
+
+def _plain(load: Path) -> dict[str, str]:
+    """The digests of all tensors, as megatron-core loads them without a model."""
+    from megatron.core import dist_checkpointing
+
+    folder = load / f"iter_{STEPS:07d}"
+    tensors = dist_checkpointing.load_plain_tensors(str(folder))
+    return {key: _digest(value) for key, value in sorted(tensors.items()) if _digest(value)}
+
+
+def _live(run) -> dict[str, str]:
+    """The digests of what a rank has: weights, masters and moments, steps and learning rates."""
+    models, optimizer, scheduler = run
+    live = {
+        f"{i} {name}": _digest(value)
+        for i, model in enumerate(models)
+        for name, value in model.named_parameters()
+    }
+    for o, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        for g, group in enumerate(one.optimizer.param_groups):
+            live[f"{o} {g}"] = repr({key: v for key, v in group.items() if key != "params"})
+            for p, parameter in enumerate(group["params"]):
+                live[f"{o} {g} {p}"] = _digest(parameter)
+                for state, value in one.optimizer.state[parameter].items():
+                    live[f"{o} {g} {p} {state}"] = _digest(value)
+    return live | {"scheduler": repr(scheduler.state_dict())}
+
+
+def _digest(value) -> str:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return ""
+    raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
+
+
+if __name__ == "__main__":
+    main()
