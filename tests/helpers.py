@@ -89,10 +89,10 @@ def numbered(shape: Sequence[int], dtype: type = np.int64) -> np.ndarray:
 
 
 def cut_by(layout: ParamLayout, whole: np.ndarray, padding: int = -1) -> list[np.ndarray]:
-    """The shards of `whole` under `layout`; elements that no fragment claims are `padding`."""
+    """The shards of `whole` under `layout`; elements that no part has are `padding`."""
     shards = [np.full(shape, padding, whole.dtype) for shape in layout.shards]
-    for f in layout.fragments:
-        shards[f.shard][f.source.index] = whole[f.target.index].reshape(f.source.shape)
+    for f in layout.parts:
+        shards[f.input][f.source_box.index] = whole[f.target_box.index].reshape(f.source_box.shape)
     return shards
 
 

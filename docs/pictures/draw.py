@@ -105,10 +105,11 @@ def qkv() -> str:
     colors = dict(zip(rows, COLORS, strict=False))
     ends = {"q": 8, "k": 12, "v": 16}
     parts = [text(60, 24, "rank 0"), text(60, 224, "rank 1"), text(500, 24, "the parameter")]
-    for fragment in sorted(layout.fragments, key=lambda each: (each.shard, each.source.start[0])):
-        low, high = fragment.target.start[0], fragment.target.stop[0]
+    for each in sorted(layout.parts, key=lambda each: (each.input, each.source.offset)):
+        low, (first, *_) = each.target.offset[0], each.source.offset
+        high = low + each.sizes[0]
         part = next(name for name, end in ends.items() if low < end)
-        y = 35 + 200 * fragment.shard + 20 * fragment.source.start[0]
+        y = 35 + 200 * each.input + 20 * first
         to = 35 + 22 * low
         height = 20 * (high - low)
         parts += [rect(60, y, 110, height, colors[part]), text(70, y + height / 2 + 5, part, "i")]

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from jax_ucp.arrays.protocol import ArrayInfo
-from jax_ucp.arrays.value import Array, Computed, Cut, Rule
+from jax_ucp.arrays.value import Array, Computed, Rule, cut
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.box import Box
 
@@ -103,7 +103,6 @@ class Dequantized(Rule):
 def dequantized(name: str, weight: Dequantizer, dtype: np.dtype) -> Computed:
     """The numbers of a weight, each rounded once to `dtype`."""
     inputs = {
-        role: part.array if part.array.info.shape == part.shape else Cut(part.array, 0, part.shape)
-        for role, part in weight.parts.items()
+        role: cut(part.name, part.array, 0, part.shape) for role, part in weight.parts.items()
     }
     return Computed(Dequantized(name, weight), inputs, ArrayInfo(weight.shape, dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,7 @@ from jax_ucp.arrays.value import (
     Array,
     Computed,
     Constant,
-    Cut,
     Joined,
-    Rearranged,
     Rule,
     Stored,
     stored,
@@ -28,17 +27,15 @@ from jax_ucp.arrays.value import (
 from jax_ucp.arrays.watched import watchers
 from jax_ucp.files.copying import copy_into
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
-from jax_ucp.layout.box import Box, range_boxes
-from jax_ucp.layout.fragments import Fragment
-from jax_ucp.layout.strided import MOST_READ, Part, PartStep, Place, hull, strides
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.parts import MOST_READ, Part, Place
 
 # The sides of what a rule computes at once: as float32 it fits the caches of a core, and it is
 # square, so that neither order of inputs and outputs reads or writes single elements.
 PIECE_SIDE = 512
 
-# Boxes of one array with the memory of each; memory to fill with elements; and boxes of an array.
+# Boxes of one array with the memory of each; and those of an array.
 Reads = list[tuple[Box, np.ndarray]]
-Copies = list[tuple[np.ndarray, np.ndarray]]
 Want = tuple[Array, Sequence[Box], Sequence[np.ndarray]]
 
 
@@ -47,7 +44,7 @@ def read(array: Array, box: Box) -> np.ndarray:
     if not watchers(id(array)):
         if isinstance(array, Stored):
             return array.source.read(array.item, box)
-        if isinstance(array, Rearranged) and (whole := _in_one_box(array, box)):
+        if isinstance(array, Joined) and (whole := _in_one_box(array, box)):
             return read(*whole)
     out = np.empty(box.shape, array.info.dtype)
     read_into(array, [box], [out])
@@ -100,13 +97,6 @@ class _Reads:
                     out[...] = value[box.index]
             case Joined():
                 _want_joined(self, array, boxes, outs)
-            case Cut(transposed=False):
-                _want_cut(self, array, boxes, outs)
-            case Cut():
-                turned = [Box(box.start[::-1], box.stop[::-1]) for box in boxes]
-                _want_cut(self, array, turned, [out.T for out in outs])
-            case Rearranged():
-                _want_rearranged(self, array, boxes, outs)
             case Computed():
                 _want_computed(self, array, boxes, outs)
         for watcher in watchers(id(array)):
@@ -120,17 +110,8 @@ def locate(array: Array, box: Box) -> Iterator[Piece]:
             yield from source.locate(item, box)
         case Constant(pieces=pieces):
             yield from pieces
-        case Cut():
-            for part in array.pieces(box):
-                for piece in locate(array.whole, part.source):
-                    yield replace(piece, target=part.target)
         case Joined():
-            for outer in _pieces(array, box):
-                for inner in locate(array.inputs[outer.shard], outer.source):
-                    for part in _through(Fragment(0, inner.source, inner.target), outer):
-                        yield replace(inner, source=part.source, target=part.target)
-        case Rearranged():
-            yield from _locate_rearranged(array, box)
+            yield from _locate_joined(array, box)
         case Computed(rule, inputs):
             for role in rule.elementwise:
                 yield from locate(inputs[role], box)
@@ -144,13 +125,16 @@ def unequal_replicas(array: Array, box: Box, data: np.ndarray) -> Box | None:
     """The first block of which another copy differs in any bit from `data`, read of `box`."""
     if not isinstance(array, Joined) or array.layout.averaged:
         return None
-    for replicas in array.layout.narrow(box):
-        hit = _hit(replicas[0], box)
-        first = data[hit.relative_to(box).index]
-        for replica in replicas[1:]:
-            rows = read(array.inputs[replica.shard], replica.source)
-            inside = hit.relative_to(replica.target).index
-            if not same_bits(first, rows.reshape(replica.target.shape)[inside]):
+    for first, *others in array.layout.meeting(box):
+        if (hit := first.target_box.intersect(box)) is None:
+            continue
+        wanted = data[(*hit.relative_to(box).index, ...)]
+        for replica in others:
+            copy = np.empty(hit.shape, data.dtype)
+            reads = _Reads()
+            _want_steps(reads, array.inputs[replica.input], list(_steps(replica, hit, copy)))
+            reads.run()
+            if not same_bits(wanted, copy):
                 return hit
     return None
 
@@ -212,120 +196,134 @@ def split(elements: np.ndarray, boxes: Sequence[Box]) -> list[np.ndarray]:
     return arrays
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Memory for the elements of a part with these indices, an axis for each index; `source` is the
+    smallest box of the input around them.
+    """
+
+    part: Part
+    indices: Box
+    source: Box
+    out: np.ndarray
+
+    def cut(self, boxes: Iterable[Box]) -> Iterator[_Step]:
+        """The same for boxes of the indices."""
+        for box in boxes:
+            out = self.out[(*box.relative_to(self.indices).index, ...)]
+            yield _Step(self.part, box, self.part.source.hull(box), out)
+
+    @property
+    def place(self) -> np.ndarray | None:
+        """The memory as an array of the source box; None if there is none.
+
+        That is where all of that box is wanted, and lies so regularly in memory that numpy can give
+        it that shape.
+        """
+        source = self.part.source
+        if source.is_box:
+            return self.out
+        if self.source.size != self.out.size:
+            return None
+        try:  # numpy refuses a shape that would take a copy
+            return np.reshape(self.out.transpose(source.order), self.source.shape, copy=False)
+        except ValueError:
+            return None
+
+
+def _steps(part: Part, box: Box, out: np.ndarray) -> Iterator[_Step]:
+    """Where the elements go that a part has of a box."""
+    for indices in part.inside(box):
+        target = part.target.hull(indices)
+        view = out if target == box else out[(*target.relative_to(box).index, ...)]
+        if not part.target.is_box:
+            view = _strided(view, part.target, indices)
+        yield _Step(part, indices, part.source.hull(indices), view)
+
+
 def _want_joined(
     reads: _Reads, array: Joined, boxes: Sequence[Box], outs: Sequence[np.ndarray]
 ) -> None:
     """Want the parts of all inputs; every input is asked once for all that is wanted of it."""
-    whole: dict[int, Reads] = defaultdict(list)
-    flat: dict[int, list[_FlatBlock]] = defaultdict(list)
+    layout = array.layout
+    steps: dict[int, list[_Step]] = defaultdict(list)
     means: list[tuple[np.ndarray, list[np.ndarray]]] = []
     for box, out in zip(boxes, outs, strict=True):
-        for replicas in array.layout.narrow(box):
-            hit = _hit(replicas[0], box)
-            block = out if hit == box else out[(*hit.relative_to(box).index, ...)]
-            used, blocks = replicas[:1], [block]
-            if array.layout.averaged:
-                used, blocks = replicas, [np.empty(hit.shape, out.dtype) for _ in replicas]
-                means.append((block, blocks))
-            for fragment, part in zip(used, blocks, strict=True):
-                if fragment.is_flat:
-                    flat[fragment.shard].append(_FlatBlock(fragment, hit, part))
-                else:
-                    whole[fragment.shard].append((fragment.source, part))
-    copies: Copies = []
-    for shard, parts in flat.items():
-        whole[shard] += _run_reads(parts, copies)
-    for shard, wanted in whole.items():
-        sources, places = zip(*wanted, strict=True)
-        reads.want(array.inputs[shard], sources, places)
-    reads.then(partial(_copy_all, copies))
-    for block, blocks in means:
-        reads.then(partial(_average, block, blocks))
+        if layout.padded:
+            out[...] = np.zeros((), out.dtype)
+        for replicas in layout.meeting(box):
+            if not layout.averaged:
+                steps[replicas[0].input] += _steps(replicas[0], box, out)
+            elif (hit := replicas[0].target_box.intersect(box)) is not None:
+                copies = [np.empty(hit.shape, out.dtype) for _ in replicas]
+                for part, copy in zip(replicas, copies, strict=True):
+                    steps[part.input] += _steps(part, hit, copy)
+                means.append((out[(*hit.relative_to(box).index, ...)], copies))
+    for number, found in steps.items():
+        _want_steps(reads, array.inputs[number], found)
+    for out, copies in means:
+        reads.then(partial(_average, out, copies))
 
 
-def _want_cut(reads: _Reads, array: Cut, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-    """Want boxes of a cut that is not transposed."""
-    if (place := array.place) is not None:
-        one = (np.newaxis,) * len(place)
-        after = tuple([i + 1 for i in place])
-        inside = [Box((*place, *box.start), (*after, *box.stop)) for box in boxes]
-        reads.want(array.whole, inside, [out[*one, ...] for out in outs])
-        return
-    blocks: list[_FlatBlock] = []
-    for box, out in zip(boxes, outs, strict=True):
-        if (narrow := array.fragment.narrow(box)) is not None:
-            blocks.append(_FlatBlock(narrow, box, out))
-    copies: Copies = []
-    split_reads: Reads = []
-    for run, out in _run_reads(blocks, copies):
-        of_whole = range_boxes(array.whole.info.shape, run.start[0], run.stop[0])
-        split_reads += zip(of_whole, split(out, of_whole), strict=True)
-    reads.want(array.whole, [box for box, _ in split_reads], [out for _, out in split_reads])
-    reads.then(partial(_copy_all, copies))
+def _want_steps(reads: _Reads, array: Array, steps: Sequence[_Step]) -> None:
+    """Want what steps need of an array: straight into their memory, or boxes from which copies are
+    then made.
 
-
-@dataclass(frozen=True, slots=True)
-class _FlatBlock:
-    """Memory for the box `hit`, of which a flat shard has the elements: `fragment` is the run of
-    whole rows around them.
+    Steps of the same rows, such as the columns that several devices want, share one box. Where that
+    would be more than `MOST_READ` times what is wanted of it, each reads what is dense enough.
     """
+    in_place: Reads = []
+    loose: list[_Step] = []
+    limit = BLOCK_BYTES // array.info.dtype.itemsize
 
-    fragment: Fragment
-    hit: Box
-    out: np.ndarray
+    def place(step: _Step) -> bool:
+        if (out := step.place) is not None:
+            in_place.append((step.source, out))
+        return out is not None
 
-
-def _run_reads(blocks: Sequence[_FlatBlock], copies: Copies) -> Reads:
-    """Runs of a flat shard that fill blocks, or memory from which `copies` are then made.
-
-    Blocks of the same rows, such as the columns that several devices want, share one run. Where a
-    run would be more than `MOST_READ` times what is wanted of it, each row is read by itself.
-    """
-    reads: Reads = []
-    loose: list[_FlatBlock] = []
-    for block in blocks:
-        if block.fragment.target == block.hit and block.out.flags.c_contiguous:
-            reads.append((block.fragment.source, block.out.reshape(-1)))
-        else:
-            loose.append(block)
-    for run, sharing in _overlapping(loose):
-        if run.size > MOST_READ * sum(block.hit.size for block in sharing):
-            for block in sharing:
-                rows = np.empty(block.hit.shape, block.out.dtype)
-                for piece in block.fragment.pieces(block.hit):
-                    row = rows[piece.target.relative_to(block.hit).index]
-                    reads.append((piece.source, row.reshape(-1)))
-                copies.append((block.out, rows))
+    for step in steps:
+        if not place(step):
+            loose += step.cut(step.part.slabs(step.indices, limit))
+    shared: list[tuple[Box, list[_Step]]] = []
+    for box, sharing in _overlapping(loose):
+        if box.size <= MOST_READ * sum(step.out.size for step in sharing):
+            shared.append((box, sharing))
             continue
-        elements = np.empty(run.size, sharing[0].out.dtype)
-        reads.append((run, elements))
-        for block in sharing:
-            source, target = block.fragment.source.relative_to(run), block.fragment.target
-            rows = elements[source.index].reshape(target.shape)
-            copies.append((block.out, rows[block.hit.relative_to(target).index]))
-    return reads
+        dense = (piece for step in sharing for piece in step.cut(step.part.dense(step.indices)))
+        shared += [(piece.source, [piece]) for piece in dense if not place(piece)]
+    if in_place:
+        reads.want(array, [box for box, _ in in_place], [out for _, out in in_place])
+    if array.info.chunk is None and sum(box.size for box, _ in shared) > limit:
+        for box, sharing in shared:
+            _copy_all([(box, sharing)], [read(array, box)])
+    elif shared:  # of an array in chunks each is read once for all
+        buffers = aligned_arrays([box.shape for box, _ in shared], array.info.dtype)
+        reads.want(array, [box for box, _ in shared], buffers)
+        reads.then(partial(_copy_all, shared, buffers))
 
 
-def _overlapping(blocks: Sequence[_FlatBlock]) -> Iterator[tuple[Box, list[_FlatBlock]]]:
-    """The ranges that runs of blocks together cover, with the blocks of each."""
-    sharing: list[_FlatBlock] = []
-    run = Box((0,), (0,))
-    for block in sorted(blocks, key=lambda block: block.fragment.source.start):
-        source = block.fragment.source
-        if sharing and source.start < run.stop:
-            run = Box.around([run, source])
-            sharing.append(block)
+def _overlapping(steps: Sequence[_Step]) -> Iterator[tuple[Box, list[_Step]]]:
+    """The boxes that steps together cover in the source, with the steps of each."""
+    sharing: list[_Step] = []
+    box = Box((), ())
+    for step in sorted(steps, key=lambda step: step.source.start):
+        if sharing and step.source.meets(box):
+            box = Box.around([box, step.source])
+            sharing.append(step)
             continue
         if sharing:
-            yield run, sharing
-        run, sharing = source, [block]
+            yield box, sharing
+        box, sharing = step.source, [step]
     if sharing:
-        yield run, sharing
+        yield box, sharing
 
 
-def _copy_all(copies: Copies) -> None:
-    for out, elements in copies:
-        copy_into(out, elements)
+def _copy_all(shared: Iterable[tuple[Box, list[_Step]]], buffers: Iterable[np.ndarray]) -> None:
+    """Copy the elements of steps out of the boxes that they share."""
+    for (box, sharing), elements in zip(shared, buffers, strict=True):
+        for step in sharing:
+            inside = elements[(*step.source.relative_to(box).index, ...)]
+            copy_into(step.out, _strided(inside, step.part.source, step.indices))
 
 
 def _average(out: np.ndarray, copies: Sequence[np.ndarray]) -> None:
@@ -334,105 +332,72 @@ def _average(out: np.ndarray, copies: Sequence[np.ndarray]) -> None:
     out[...] = sum(copies[1:], copies[0]) / np.asarray(len(copies), copies[0].dtype)
 
 
-def _want_rearranged(
-    reads: _Reads, array: Rearranged, boxes: Sequence[Box], outs: Sequence[np.ndarray]
-) -> None:
-    """Want boxes straight out of the boxes of the inputs that hold them: at most `MOST_READ` times
-    the elements that are wanted, in as few reads as that allows.
-    """
-    in_place: dict[str, Reads] = defaultdict(list)
-    copied: dict[str, list[tuple[Part, PartStep, np.ndarray]]] = defaultdict(list)
-    for box, out in zip(boxes, outs, strict=True):
-        if array.layout.padding:
-            out[...] = np.zeros((), out.dtype)
-        for i in sorted(array.index.meeting(box)):
-            part = array.layout.parts[i]
-            for step in part.steps(box, BLOCK_BYTES // out.itemsize):
-                view = out[(*step.target.relative_to(box).index, ...)]
-                place = _place_of_step(view, part, step)
-                if place is not None:
-                    in_place[part.array].append((step.source, place))
-                else:
-                    copied[part.array].append((part, step, view))
-    for name, wanted in in_place.items():
-        sources, places = zip(*wanted, strict=True)
-        reads.want(array.inputs[name], sources, places)
-    for name, steps in copied.items():
-        sources = [step.source for _, step, _ in steps]
-        for (part, step, view), data in zip(
-            steps, _fetched(array.inputs[name], sources), strict=True
-        ):
-            elements = _strided(data, part.source, step.indices)
-            copy_into(_strided(view, part.target, step.indices), elements)
-
-
-def _fetched(array: Array, boxes: Sequence[Box]) -> Iterable[np.ndarray]:
-    """The elements of each box; those of an array in chunks are read together."""
-    if array.info.chunk is None:
-        return (read(array, box) for box in boxes)
-    outs = aligned_arrays([box.shape for box in boxes], array.info.dtype)
-    read_into(array, boxes, outs)
-    return outs
-
-
-def _in_one_box(array: Rearranged, box: Box) -> tuple[Array, Box] | None:
+def _in_one_box(array: Joined, box: Box) -> tuple[Array, Box] | None:
     """The input and the box of it that a box consists of, in the same order; None if it is not
     one.
     """
-    found = list(array.index.meeting(box))
+    found = [] if array.layout.averaged else array.layout.meeting(box)
     if len(found) != 1:
         return None
-    part = array.layout.parts[found[0]]
-    terms = [run.terms for run in part.target]
-    is_in_order = terms == [run.terms for run in part.source] and all(
-        len(t) <= 1 and all(stride == 1 for _, stride in t) for t in terms
-    )
-    if not is_in_order:
+    part = found[0][0]
+    if not part.source.is_box or not part.target.is_box:
         return None
-    steps = list(part.steps(box, box.size))
-    if [step.target for step in steps] != [box]:
-        return None
-    return array.inputs[part.array], steps[0].source
-
-
-def _place_of_step(view: np.ndarray, part: Part, step: PartStep) -> np.ndarray | None:
-    """The elements of a step where they go, as an array of the box that they are read from; None if
-    there is none.
-
-    That is where all of that box is wanted, and lies so regularly in the target that numpy can give
-    it that shape.
-    """
-    axes = [axis for run in part.source for axis, _ in run.terms]
-    try:  # numpy refuses another number of elements, and a shape that would take a copy
-        bits = np.reshape(
-            _strided(view, part.target, step.indices).transpose(axes), step.source.shape, copy=False
-        )
-    except ValueError:
-        return None
-    return bits.view(view.dtype)
+    for indices in part.inside(box):
+        if indices.shape == box.shape:
+            return array.inputs[part.input], part.source.hull(indices)
+    return None
 
 
 def _strided(array: np.ndarray, place: Place, indices: Box) -> np.ndarray:
-    """The bits of an array that is the hull of the indices' elements, as just these, with an
-    axis for each index.
+    """The elements of a box of indices, with an axis for each index, of an array that is the
+    smallest box around them.
     """
     # numpy makes no strided views of the 8-bit floats of ml_dtypes; complex128 it does.
-    array = array if array.dtype.itemsize > 8 else array.view(f"u{array.dtype.itemsize}")
-    steps = [array.strides[dim] * stride for dim, stride in strides(place, indices.ndim)]
-    return as_strided(array, indices.shape, steps)
+    bits = array if array.dtype.itemsize > 8 else array.view(f"u{array.dtype.itemsize}")
+    steps = [array.strides[axis] * stride for axis, stride in place.steps]
+    return as_strided(bits, indices.shape, steps).view(array.dtype)
 
 
-def _locate_rearranged(array: Rearranged, box: Box) -> Iterator[Piece]:
-    """Each piece of the inputs, with the smallest block around what it fills of the result; those
-    that meet the box.
+def _locate_joined(array: Joined, box: Box) -> Iterator[Piece]:
+    """The pieces of the inputs, in the order of their elements; of a mapped array each has the
+    smallest block around what it fills.
     """
-    for i in sorted(array.index.meeting(box)):
-        part = array.layout.parts[i]
-        back, whole = part.inverse(part.array), array.inputs[part.array]
-        for piece in locate(whole, Box.whole(whole.info.shape)):
-            filled = [hull(part.target, indices) for indices in back.inside(piece.target)]
-            if filled and (target := Box.around(filled)).intersect(box):
-                yield replace(piece, target=target, rule=array.rule)
+    for part in itertools.chain.from_iterable(array.layout.meeting(box)):
+        whole = array.inputs[part.input]
+        for indices in part.inside(box):
+            if not array.rule:
+                yield from _located(whole, part, indices)
+                continue
+            for piece in locate(whole, part.source.hull(indices)):
+                if hits := _hits(part.inverse(), piece.target, indices):
+                    filled = Box.around(map(part.target.hull, hits))
+                    yield replace(piece, target=filled, rule=array.rule)
+
+
+def _located(whole: Array, part: Part, indices: Box) -> Iterator[Piece]:
+    """The pieces of the elements that a part of an input has at a box of indices."""
+    for run in part.runs(indices):
+        parted = set[Box]()
+        for piece in locate(whole, part.source.hull(run)):
+            hits = _hits(part.inverse(), piece.target, run)
+            if len(hits) == 1 or piece.rule:
+                yield replace(piece, target=Box.around(map(part.target.hull, hits)))
+                continue
+            if piece.source.shape == piece.target.shape:
+                for hit in hits:
+                    source = part.source.hull(hit).relative_to(piece.target)
+                    source = source.shift(piece.source.start)
+                    yield replace(piece, source=source, target=part.target.hull(hit))
+                continue
+            for hit in set(hits) - parted:  # of what is stored twice, once
+                yield from _located(whole, part, hit)
+            parted.update(hits)
+
+
+def _hits(back: Part, box: Box, indices: Box) -> list[Box]:
+    """The boxes of these indices whose elements `back` has in a box of its target."""
+    hits = (found.intersect(indices) for found in back.inside(box))
+    return [hit for hit in hits if hit is not None]
 
 
 def _want_computed(
@@ -474,37 +439,8 @@ def _tiles(array: Array, box: Box) -> Iterator[Box]:
     if not isinstance(array, Joined):
         yield box
         return
-    for outer in _pieces(array, box):
-        for tile in _tiles(array.inputs[outer.shard], outer.source):
-            yield from (part.target for part in _through(Fragment(0, tile, tile), outer))
-
-
-def _pieces(array: Joined, box: Box) -> Iterator[Fragment]:
-    """The pieces of a box that each fragment holds, replicas included."""
-    for fragment in array.layout.fragments:
-        yield from fragment.pieces(box)
-
-
-def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:
-    """The elements of an input's fragment in what it is joined into; `outer` places the input.
-
-    Of a flat input they are a range, which may be several boxes of the result.
-    """
-    if not outer.is_flat:
-        by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
-        yield Fragment(inner.shard, inner.source, inner.target.shift(by))
-        return
-    inside = inner.target.relative_to(outer.source)
-    at = inner.source.start[0]
-    for box in range_boxes(outer.target.shape, inside.start[0], inside.stop[0]):
-        yield Fragment(inner.shard, Box((at,), (at + box.size,)), box.shift(outer.target.start))
-        at += box.size
-
-
-def _hit(fragment: Fragment, box: Box) -> Box:
-    """The block of `box` that a fragment has, which `narrow` cut to it."""
-    if not fragment.is_flat:
-        return fragment.target
-    hit = fragment.target.intersect(box)
-    assert hit is not None, "narrow() returns fragments that meet the box"
-    return hit
+    for part in array.layout.parts:
+        back = part.inverse()
+        for indices in part.inside(box):
+            for tile in _tiles(array.inputs[part.input], part.source.hull(indices)):
+                yield from map(part.target.hull, _hits(back, tile, indices))

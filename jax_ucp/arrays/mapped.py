@@ -11,11 +11,11 @@ from jax_ucp.arrays.checks import Check, Extent
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import read, split
 from jax_ucp.arrays.proof import Proof
-from jax_ucp.arrays.value import Array, Computed, Rearranged, Rule
+from jax_ucp.arrays.value import Array, Computed, Joined, Rule
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.parts import LeafForm
 from jax_ucp.layout.samples import sample_boxes
-from jax_ucp.layout.strided import LeafForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +109,28 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Tied(Proof):
-    """A leaf called `key`, before it is scaled or cast, of which each of the copies is the same."""
+    """A leaf called `key`, before it is scaled or cast. `tied` are it and its copies, which are the
+    same, made of the arrays `names`.
+    """
 
     label: str
     key: str
     array: Array
-    leaf: Rearranged  # the array
-    copies: Sequence[Rearranged]
+    tied: Sequence[Joined]
+    names: Sequence[str]
 
     def nbytes(self, extent: Extent) -> int:
         return 2 * self.array.info.nbytes
 
     def sample(self) -> Sequence[Box]:
-        return sample_boxes(self.leaf.hulls, *(copy.hulls for copy in self.copies))
+        return sample_boxes(*(list(one.layout.replicas) for one in self.tied))
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
         """The first box that is not the same in every copy."""
         for box, data in zip(boxes, split(elements, boxes), strict=True):
-            for copy in self.copies:
+            for copy in self.tied[1:]:
                 if not same_bits(data, read(copy, box)):
-                    parts = *self.leaf.layout.parts, *copy.layout.parts
-                    names = " and ".join(sorted({part.array for part in parts}))
+                    names = " and ".join(self.names)
                     return (
                         f"{self.key}: {box} differs between {names}, which the mapping says are"
                         " tied"

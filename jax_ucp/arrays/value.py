@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +17,8 @@ import numpy as np
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.box_index import BoxIndex
-from jax_ucp.layout.fragments import Fragment, ParamLayout
-from jax_ucp.layout.strided import LeafLayout, hull
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import LeafLayout, Part, Place, Shape, row_major, straight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,107 +44,15 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """Inputs put into place: `inputs[i]` is shard i of `layout`, which was proved to tile."""
+    """Inputs put into place: part by part of `layout`, whose numbers are those of `inputs`.
+
+    `rule` is what people wrote, where a mapping puts them there.
+    """
 
     layout: ParamLayout
     inputs: tuple[Array, ...]
     info: ArrayInfo
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Consecutive elements of an array in row-major order, from `start` on, as an array of `shape`.
-
-    With `transposed` the result has the axes of `shape` the other way round.
-    """
-
-    whole: Array
-    start: int
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    @property
-    def info(self) -> ArrayInfo:
-        shape = self.shape[::-1] if self.transposed else self.shape
-        return ArrayInfo(shape, self.whole.info.dtype)
-
-    @property
-    def fragment(self) -> Fragment:
-        """The elements in the flat whole, and in an array of `shape`."""
-        range = Box((self.start,), (self.start + math.prod(self.shape),))
-        return Fragment(0, range, Box.whole(self.shape))
-
-    @property
-    def place(self) -> tuple[int, ...] | None:
-        """The leading indices at which the whole has the cut, if it is all that there is.
-
-        A layer or an expert of several is read so, a part of it too, and no element beside it.
-
-        >>> whole = Constant(np.zeros((2, 4, 3, 2), np.float32))
-        >>> Cut(whole, 12, (3, 2)).place, Cut(whole, 10, (3, 2)).place
-        ((0, 2), None)
-        """
-        stored = self.whole.info.shape
-        depth, size = len(stored) - len(self.shape), math.prod(self.shape)
-        if depth < 0 or stored[depth:] != self.shape or not size or self.start % size:
-            return None
-        return tuple(map(int, np.unravel_index(self.start // size, stored[:depth])))
-
-    def check(self, name: str) -> None:
-        """Raise LayoutError if the cut, called `name`, reaches past its whole."""
-        range, elements = self.fragment.source, math.prod(self.whole.info.shape)
-        if range.start[0] < 0 or range.stop[0] > elements:
-            raise LayoutError(f"{name}: {range} is not inside an array of {elements} elements")
-
-    def pieces(self, box: Box) -> Iterator[Fragment]:
-        """The runs of consecutive elements of the whole that a box of the cut consists of.
-
-        If transposed, each run is a part of one column: its elements have one order in both places.
-        """
-        if not self.transposed:
-            yield from self._runs(box)
-            return
-        for part in _lines(_reversed(box)):
-            for run in self._runs(part):
-                yield Fragment(0, run.source, _reversed(run.target))
-
-    def _runs(self, box: Box) -> Iterator[Fragment]:
-        narrow = self.fragment.narrow(box)
-        if narrow is not None and narrow.target == box:
-            yield narrow
-        elif narrow is not None:
-            for part in _rows(box, next(axis for axis, n in enumerate(box.shape) if n > 1)):
-                yield from self._runs(part)
-
-
-@dataclass(frozen=True, eq=False)
-class Rearranged:
-    """Elements of inputs in other places, as a mapping has them; zero where no part of `layout` is.
-
-    The parts name the inputs. `rule` is what people wrote.
-    """
-
-    layout: LeafLayout
-    inputs: Mapping[str, Array]
     rule: str = ""
-
-    @cached_property
-    def info(self) -> ArrayInfo:
-        first = self.layout.parts[0]
-        whole = self.inputs[first.array].info
-        if whole.chunk is not None:
-            return ArrayInfo(self.layout.shape, whole.dtype, first.chunk(whole.chunk))
-        row = whole.row or (*(1,) * (len(whole.shape) - 1), *whole.shape[-1:])
-        return ArrayInfo(self.layout.shape, whole.dtype, row=first.chunk(row))
-
-    @cached_property
-    def hulls(self) -> list[Box]:
-        """Of each part the smallest block of the result around it."""
-        return [hull(part.target, Box.whole(part.sizes)) for part in self.layout.parts]
-
-    @cached_property
-    def index(self) -> BoxIndex:
-        return BoxIndex(self.hulls)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +64,7 @@ class Computed:
     info: ArrayInfo
 
 
-Array = Stored | Constant | Joined | Cut | Rearranged | Computed
+Array = Stored | Constant | Joined | Computed
 
 
 class Rule(Protocol):
@@ -216,6 +122,75 @@ def joined(
     return Joined(layout, tuple(inputs), ArrayInfo(layout.shape, inputs[0].info.dtype))
 
 
+def cut(name: str, whole: Array, start: int, shape: Shape, transposed: bool = False) -> Array:
+    """Consecutive elements of an array in row-major order, from `start` on, as an array of `shape`;
+    with `transposed`, with the axes of `shape` the other way round. All of an array is itself.
+
+    Raises LayoutError, with the name, if they reach past the array.
+    """
+    stored, size = whole.info.shape, math.prod(shape)
+    if start < 0 or start + size > math.prod(stored):
+        run = Box((start,), (start + size,))
+        raise LayoutError(f"{name}: {run} is not inside an array of {math.prod(stored)} elements")
+    if stored == shape and not transposed:
+        return whole
+    if (offset := _rows_at(stored, start, shape)) is not None:
+        depth = len(stored) - len(shape)
+        source = Place(offset, tuple([(depth + axis, 1) for axis in range(len(shape))]))
+    else:
+        whole = _flat(whole)
+        source = Place((start,), row_major(shape))
+    target, axes = straight(len(shape)), shape
+    if transposed:
+        target, axes = target[::-1], shape[::-1]
+    part = Part(0, shape, source, Place((0,) * len(shape), target))
+    layout = ParamLayout(axes, (whole.info.shape,), (part,))
+    return Joined(layout, (whole,), ArrayInfo(axes, whole.info.dtype))
+
+
+def _rows_at(stored: Shape, start: int, shape: Shape) -> Shape | None:
+    """The place in an array of shape `stored` at which it has, as whole rows of one of its blocks,
+    the elements from `start` on, as an array of `shape`: those of a layer or an expert of several.
+
+    >>> _rows_at((2, 4, 3, 2), 12, (3, 2)), _rows_at((2, 4, 3, 2), 10, (3, 2))
+    ((0, 2, 0, 0), None)
+    """
+    depth, row = len(stored) - len(shape), math.prod(shape[1:])
+    is_of_rows = depth >= 0 and shape != () and 0 not in shape and stored[depth + 1 :] == shape[1:]
+    if not is_of_rows or start % row:
+        return None
+    *leading, first = map(int, np.unravel_index(start // row, stored[: depth + 1]))
+    if first + shape[0] > stored[depth]:
+        return None
+    return (*leading, first, *(0 for _ in shape[1:]))
+
+
+def _flat(whole: Array) -> Array:
+    """The elements of an array in row-major order, on one axis."""
+    shape, size = whole.info.shape, math.prod(whole.info.shape)
+    if len(shape) == 1:
+        return whole
+    part = Part(
+        0, shape, Place((0,) * len(shape), straight(len(shape))), Place((0,), row_major(shape))
+    )
+    layout = ParamLayout((size,), (shape,), (part,))
+    return Joined(layout, (whole,), ArrayInfo((size,), whole.info.dtype))
+
+
+def formed(layout: LeafLayout, inputs: Sequence[Array], rule: str) -> Joined:
+    """The leaf that a mapping's rule makes of parameters, which are `inputs`."""
+    shapes = tuple([array.info.shape for array in inputs])
+    parts = ParamLayout(layout.shape, shapes, layout.parts, padded=layout.padding > 0)
+    first = layout.parts[0]
+    whole = inputs[first.input].info
+    if whole.chunk is not None:
+        info = ArrayInfo(layout.shape, whole.dtype, first.chunk(whole.chunk))
+    else:
+        row = whole.row or (*(1,) * (len(whole.shape) - 1), *whole.shape[-1:])
+        info = ArrayInfo(layout.shape, whole.dtype, row=first.chunk(row))
+    return Joined(parts, tuple(inputs), info, rule)
+
+
 def _misfit(
     name: str, layout: ParamLayout, inputs: Sequence[Array], labels: Sequence[str]
 ) -> LayoutError:
@@ -245,20 +220,29 @@ def label(array: Array) -> str:
     match array:
         case Constant(pieces=pieces):
             return pieces[0].name
-        case Cut(whole, start):
-            return f"{label(whole)} from {start}"
+        case Joined(inputs=inputs):
+            start = start_of(array)
+            return f"{label(inputs[0])} from {start}" if start else label(inputs[0])
         case _:
             return next(items_of(array))
+
+
+def start_of(array: Array) -> int:
+    """The element of its one input that an array begins with, by its number in row-major order; 0
+    of an array that is made otherwise.
+    """
+    if not isinstance(array, Joined) or len(array.layout.parts) != 1:
+        return 0
+    (part,), (shape, *_) = array.layout.parts, array.layout.shards
+    return int(np.ravel_multi_index(part.source.offset, shape)) if part.size else 0
 
 
 def inputs_of(array: Array) -> Iterable[Array]:
     """The arrays that an expression is made of directly."""
     match array:
-        case Cut(whole):
-            return (whole,)
         case Joined(inputs=inputs):
             return inputs
-        case Rearranged(inputs=inputs) | Computed(inputs=inputs):
+        case Computed(inputs=inputs):
             return inputs.values()
         case Stored() | Constant():
             return ()
@@ -308,24 +292,3 @@ def users(made: Mapping[str, Array], of: Mapping[str, Array]) -> dict[str, set[s
     for user, array in made.items():
         visit(array, user)
     return found
-
-
-def _reversed(box: Box) -> Box:
-    return Box(box.start[::-1], box.stop[::-1])
-
-
-def _rows(box: Box, axis: int) -> Iterator[Box]:
-    for at in range(box.start[axis], box.stop[axis]):
-        yield Box(
-            (*box.start[:axis], at, *box.start[axis + 1 :]),
-            (*box.stop[:axis], at + 1, *box.stop[axis + 1 :]),
-        )
-
-
-def _lines(box: Box, axis: int = 0) -> Iterator[Box]:
-    """The box, cut on every axis but the last."""
-    if axis >= box.ndim - 1:
-        yield box
-        return
-    for part in _rows(box, axis):
-        yield from _lines(part, axis + 1)

@@ -25,13 +25,13 @@ from jax_ucp.arrays.remainders import WholeNumbers, masters
 from jax_ucp.arrays.value import (
     Array,
     Constant,
-    Cut,
     Joined,
     Stored,
     items_of,
     joined,
     label,
     nodes,
+    start_of,
     stated,
 )
 from jax_ucp.codecs.json_values import MentionedTensors, as_json
@@ -412,7 +412,7 @@ class ContentsBuilder:
         replicated: dict[Hashable, list[TreePath]] = defaultdict(list)
         for path, param in self.params.items() if not self.on_conflict else ():
             if isinstance(param, Joined) and _is_replicated(param):
-                replicated[param.inputs, param.layout.fragments].append(path)
+                replicated[param.inputs, param.layout.parts].append(path)
         for paths in replicated.values():
             leaves = _union([resting[names[path]] for path in paths])
             yield LeafClaim(Replicas(_label(paths[0]), self.params[paths[0]]), leaves)
@@ -494,8 +494,8 @@ def _node(array: Array) -> Any:
 
 def _where(array: Array) -> str:
     """The places in files that have an array, for people."""
-    start = f", from {array.start}" if isinstance(array, Cut) else ""
-    return ", ".join(dict.fromkeys(items_of(array))) + start
+    start = start_of(array)
+    return ", ".join(dict.fromkeys(items_of(array))) + (f", from {start}" if start else "")
 
 
 def _union(sets: Sequence[frozenset[str]]) -> frozenset[str]:
@@ -504,6 +504,6 @@ def _union(sets: Sequence[frozenset[str]]) -> frozenset[str]:
 
 def _is_replicated(param: Array) -> bool:
     layout = param.layout if isinstance(param, Joined) else None
-    if layout is None or layout.averaged or len(layout.fragments) == 1:
+    if layout is None or layout.averaged or len(layout.parts) == 1:
         return False
-    return len(layout.replicas) < len(layout.fragments)
+    return len(layout.replicas) < len(layout.parts)

@@ -10,87 +10,32 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jax_ucp.errors import LayoutError
-from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """A block of a shard and the same block in the parameter.
-
-    Both boxes hold the same elements in the same row-major order. Their shapes are equal, or the
-    shard is flat: then `source` is a range of its one axis.
-    """
-
-    shard: int
-    source: Box
-    target: Box
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether `source` is a range of a flat shard, and not a block of the shape of `target`."""
-        return len(self.source.start) != len(self.target.start)
-
-    def narrow(self, box: Box) -> Fragment | None:
-        """The smallest fragment with this one's elements in `box`, or None if there are none.
-
-        Of a flat shard that is one contiguous range: whole rows, of which `box` may want only a
-        part.
-        """
-        hit = self.target.intersect(box)
-        if hit is None:
-            return None
-        if self.is_flat:
-            # The smallest block of `within` around `hit` that is one row-major run of its elements.
-            start, stop = list(self.target.start), list(self.target.stop)
-            for axis in range(hit.ndim):
-                start[axis], stop[axis] = hit.start[axis], hit.stop[axis]
-                if stop[axis] - start[axis] > 1:
-                    break
-            hit = Box(tuple(start), tuple(stop))
-        return Fragment(self.shard, self._source(hit), hit)
-
-    def pieces(self, box: Box) -> list[Fragment]:
-        """Fragments of exactly the elements in `box`; of a flat shard, one for each run."""
-        hit = self.target.intersect(box)
-        if hit is None:
-            return []
-        runs = _runs(hit, self.target) if self.is_flat else [hit]
-        return [Fragment(self.shard, self._source(run), run) for run in runs]
-
-    def _source(self, hit: Box) -> Box:
-        """Where a part of the target lies in the shard; of a flat shard it must be one run."""
-        if not self.is_flat:
-            by = [s - t for s, t in zip(self.source.start, self.target.start, strict=True)]
-            return hit.shift(by) if any(by) else hit
-        offset = self.source.start[0] + _row_major(
-            hit.relative_to(self.target).start, self.target.shape
-        )
-        return Box((offset,), (offset + hit.size,))
+from jax_ucp.layout.parts import Part, Shape, row_major
 
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where each element of a parameter of `shape` is, among shards of the shapes `shards`.
+    """Where each element of an array of `shape` is, among inputs of the shapes `shards`.
 
-    Fragments tile the parameter; those with equal `target` boxes are replicas of one another. If
-    `averaged`, the replicas differ and the parameter is their mean. Elements of a shard that no
-    fragment claims are padding.
+    Parts tile the array; those with equal boxes of it are replicas of one another. If `averaged`,
+    the replicas differ and the array is their mean. If `padded`, what no part has is zero.
+    Elements of a shard that no part has are padding.
     """
 
     shape: Shape
     shards: tuple[Shape, ...]
-    fragments: tuple[Fragment, ...]
+    parts: tuple[Part, ...]
     averaged: bool = False
+    padded: bool = False
 
     @cached_property
-    def replicas(self) -> dict[Box, list[Fragment]]:
-        """Each distinct block of the parameter, with every fragment that holds it."""
-        replicas: dict[Box, list[Fragment]] = defaultdict(list)
-        for fragment in self.fragments:
-            replicas[fragment.target].append(fragment)
+    def replicas(self) -> dict[Box, list[Part]]:
+        """Each distinct block of the array, with every part that has it."""
+        replicas: dict[Box, list[Part]] = defaultdict(list)
+        for part in self.parts:
+            replicas[part.target_box].append(part)
         return dict(replicas)
 
     @cached_property
@@ -98,14 +43,12 @@ class ParamLayout:
         boxes = list(self.replicas)
         return boxes, BoxIndex(boxes)
 
-    def narrow(self, box: Box) -> list[list[Fragment]]:
-        """The fragments with elements of `box`, cut to it: a list of replicas per block."""
-        candidates: Iterable[Iterable[Fragment]] = [self.fragments]
-        if len(self.fragments) > 1:
-            boxes, index = self._blocks
-            candidates = (self.replicas[boxes[i]] for i in sorted(index.meeting(box)))
-        narrowed = [_narrowed(replicas, box) for replicas in candidates]
-        return list(filter(None, narrowed))  # a box without elements has no fragments
+    def meeting(self, box: Box) -> list[list[Part]]:
+        """The parts that may have elements of `box`: a list of replicas per block."""
+        if len(self.parts) <= 1:
+            return [[*self.parts]] if self.parts else []
+        boxes, index = self._blocks
+        return [self.replicas[boxes[i]] for i in sorted(index.meeting(box))]
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:
         """The layout of the leading `shape` elements; what lies past them becomes padding."""
@@ -115,17 +58,11 @@ class ParamLayout:
             raise LayoutError(
                 f"the shards hold {self.shape}, which has no leading part of shape {tuple(shape)}"
             )
-        inside = Box.whole(shape)
-        kept = tuple(_narrowed(self.fragments, inside))
-        if any(not fragment.target.within(inside) for fragment in kept):
-            raise LayoutError(
-                f"flat shards of {self.shape} cannot be clipped to {tuple(shape)}: clip the view"
-                " over them"
-            )
-        return replace(self, shape=tuple(shape), fragments=kept)
+        kept = tuple([cut for part in self.parts for cut in part.narrow(Box.whole(shape))])
+        return replace(self, shape=tuple(shape), parts=kept)
 
     def check(self) -> None:
-        """Prove that fragments hold every element once, and no shard element is claimed twice.
+        """Prove that parts have every element once, and no shard element is claimed twice.
 
         Raises LayoutError with every hole, overlap and double claim.
         """
@@ -139,7 +76,7 @@ class ParamLayout:
         """The faults that `check` reports. Cached, because many arrays may share one layout."""
         if self.is_one_shard or self._is_grid or self._is_in_order:
             return ()
-        if strays := list(self._stray_fragments()):
+        if strays := list(self._strays()):
             return strays
         overlaps = list(self._overlaps())
         return [
@@ -151,76 +88,73 @@ class ParamLayout:
 
     @property
     def is_one_shard(self) -> bool:
-        """Whether the parameter is one shard, whole and as it is stored."""
-        if self.shards != (self.shape,) or len(self.fragments) != 1 or self.averaged:
+        """Whether the array is one shard, whole and as it is stored."""
+        if self.shards != (self.shape,) or len(self.parts) != 1 or self.averaged:
             return False
-        whole = Box.whole(self.shape)
-        (only,) = self.fragments
-        return only.shard == 0 and only.source == only.target == whole
+        (only,) = self.parts
+        return self._is_whole_shard(only) and only.target == only.source
 
     @property
     def _is_grid(self) -> bool:
-        """Whether the fragments are whole shards, each once, and all the blocks of a grid: distinct
+        """Whether the parts are whole shards, each once, and all the blocks of a grid: distinct
         ones, as many as the ranges of the axes have combinations.
         """
-        if self.averaged or not all(map(self._is_whole_shard, self.fragments)):
+        if self.averaged or not all(map(self._is_whole_shard, self.parts)):
             return False
-        blocks = {(f.target.start, f.target.stop) for f in self.fragments}
-        once = len({f.shard for f in self.fragments}) == len(blocks) == len(self.fragments)
+        blocks = {(part.target.offset, part.sizes) for part in self.parts}
+        once = len({part.input for part in self.parts}) == len(blocks) == len(self.parts)
         axes = [
-            {(start[axis], stop[axis]) for start, stop in blocks} for axis in range(len(self.shape))
+            {(start[axis], start[axis] + sizes[axis]) for start, sizes in blocks}
+            for axis in range(len(self.shape))
         ]
         is_full = len(blocks) == math.prod(map(len, axes))
         return once and is_full and all(map(_tile, axes, self.shape))
 
-    def _is_whole_shard(self, fragment: Fragment) -> bool:
-        if not 0 <= fragment.shard < len(self.shards):
+    def _is_whole_shard(self, part: Part) -> bool:
+        if not 0 <= part.input < len(self.shards) or part.sizes != self.shards[part.input]:
             return False
-        source, target, shard = fragment.source, fragment.target, self.shards[fragment.shard]
-        return (
-            len(shard) == len(self.shape)
-            and source.start == (0,) * len(shard)
-            and (source.stop == target.shape == shard)
-        )
+        source, target = part.source, part.target
+        ndim = len(source.offset) == len(target.offset) == len(self.shape)
+        return ndim and not any(source.offset) and source.is_box and target.is_box
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether the fragments are runs of flat shards, one after another in row-major order of
-        all elements, as those of flat buffers are; a run of a shard is behind its others.
+        """Whether the parts are runs of flat shards, one after another in row-major order of all
+        elements, as those of flat buffers are; a run of a shard is behind its others.
         """
         free = [0] * len(self.shards)
         at = 0
-        for f in self.fragments:
-            if not 0 <= f.shard < len(free) or not _is_run(f, self.shards[f.shard], self.shape):
+        for part in self.parts:
+            shard = part.input
+            if not 0 <= shard < len(free) or not _is_run(part, self.shards[shard], self.shape):
                 return False
-            if f.source.start[0] < free[f.shard] or _row_major(f.target.start, self.shape) != at:
+            (first,) = part.source.offset
+            if first < free[shard] or _row_major(part.target.offset, self.shape) != at:
                 return False
-            (free[f.shard],) = f.source.stop
-            at += f.target.size
+            free[shard] = first + part.size
+            at += part.size
         return at == math.prod(self.shape) and not self.averaged
 
-    def _stray_fragments(self) -> Iterable[str]:
+    def _strays(self) -> Iterable[str]:
         whole = Box.whole(self.shape)
-        for f in self.fragments:
-            if not 0 <= f.shard < len(self.shards):
-                yield f"there is no shard {f.shard}"
-            elif f.source.ndim != len(self.shards[f.shard]) or not f.source.within(
-                Box.whole(self.shards[f.shard])
+        for part in self.parts:
+            shard, source, target = part.input, part.source_box, part.target_box
+            if not 0 <= shard < len(self.shards):
+                yield f"there is no shard {shard}"
+            elif source.ndim != len(self.shards[shard]) or not source.within(
+                Box.whole(self.shards[shard])
             ):
-                yield f"{f.source} is not inside shard {f.shard} of shape {self.shards[f.shard]}"
-            elif f.target.ndim != whole.ndim or not f.target.within(whole):
-                yield f"shard {f.shard} claims {f.target}, which is outside the array"
-            elif not _same_elements(f.source, f.target):
-                yield (
-                    f"{f.source} of shard {f.shard} cannot be {f.target} of the array: the shapes"
-                    " differ"
-                )
+                yield f"{source} is not inside shard {shard} of shape {self.shards[shard]}"
+            elif target.ndim != whole.ndim or not target.within(whole):
+                yield f"shard {shard} claims {target}, which is outside the array"
+            elif not part.source.fills(part.sizes) or not part.target.fills(part.sizes):
+                yield f"shard {shard} has not all of {source}, or claims not all of {target}"
 
     def _overlaps(self) -> Iterable[str]:
         boxes, index = self._blocks
         blocks = list(self.replicas.values())
         for i, j in _meeting_pairs(boxes, index):
-            shards = blocks[i][0].shard, blocks[j][0].shard
+            shards = blocks[i][0].input, blocks[j][0].input
             yield f"overlap: {boxes[i]} of shard {shards[0]} and {boxes[j]} of shard {shards[1]}"
 
     def _holes(self, overlapping: bool) -> Iterable[str]:
@@ -233,44 +167,25 @@ class ParamLayout:
         yield from (f"hole: {hole} is in no shard" for hole in holes if hole.size)
 
     def _double_claims(self) -> Iterable[str]:
-        claims: dict[int, list[Fragment]] = defaultdict(list)
-        for fragment in self.fragments:
-            claims[fragment.shard].append(fragment)
-        for shard, fragments in claims.items():
-            if len(fragments) == 1:
+        claims: dict[int, list[Part]] = defaultdict(list)
+        for part in self.parts:
+            claims[part.input].append(part)
+        for shard, parts in claims.items():
+            if len(parts) == 1:
                 continue
-            sources = [fragment.source for fragment in fragments]
+            sources = [part.source_box for part in parts]
             for i, j in _meeting_pairs(sources, BoxIndex(sources)):
                 yield (
                     f"double claim: {sources[i]} and {sources[j]} of shard {shard} share elements,"
-                    f" for {fragments[i].target} and {fragments[j].target}"
+                    f" for {parts[i].target_box} and {parts[j].target_box}"
                 )
 
     def _missing_replicas(self) -> Iterable[str]:
         if self.averaged:
-            for box, fragments in self.replicas.items():
-                absent = sorted(set(range(len(self.shards))) - {f.shard for f in fragments})
+            for box, parts in self.replicas.items():
+                absent = sorted(set(range(len(self.shards))) - {part.input for part in parts})
                 if absent:
                     yield f"the mean of {box} lacks shards {absent}"
-
-
-def range_fragments(
-    shard: int, offset: int, shape: Shape, first: int, stop: int
-) -> Iterator[Fragment]:
-    """The fragments of a flat shard that has from `offset` on the elements `first` to `stop` of a
-    parameter, in row-major order.
-
-    >>> [str(f.target) for f in range_fragments(0, 5, (2, 3), 1, 5)]
-    ['[0:1, 1:3]', '[1:2, 0:2]']
-    """
-    for box in range_boxes(shape, first, stop):
-        yield Fragment(shard, Box((offset,), (offset + box.size,)), box)
-        offset += box.size
-
-
-def _narrowed(fragments: Iterable[Fragment], box: Box) -> list[Fragment]:
-    """The fragments that have elements of `box`, cut to it."""
-    return list(filter(None, [fragment.narrow(box) for fragment in fragments]))
 
 
 def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int, int]]:
@@ -289,44 +204,24 @@ def _tile(ranges: Collection[tuple[int, int]], length: int) -> bool:
     return at == length
 
 
-def _is_run(fragment: Fragment, shard: Shape, shape: Shape) -> bool:
-    """Whether a fragment is a range of a flat shard, and of as many elements of an array, one after
+def _is_run(part: Part, shard: Shape, shape: Shape) -> bool:
+    """Whether a part is a range of a flat shard, and of as many elements of an array, one after
     another in row-major order.
 
     A box spans as many elements as it has only where these are one run.
     """
-    source = fragment.source
-    if not len(source.start) == len(source.stop) == len(shard) == 1:
+    sizes, source, target = part.sizes, part.source, part.target
+    if not len(source.offset) == len(shard) == 1 or len(target.offset) != len(shape):
         return False
-    first, end = source.start[0], source.stop[0]
-    if not 0 <= first < end <= shard[0]:
-        return False
-    start, stop = fragment.target.start, fragment.target.stop
-    if not len(start) == len(stop) == len(shape):
+    if not target.is_box or source.steps != row_major(sizes):
         return False
     span = elements = 1
-    for a, b, n in zip(start, stop, shape, strict=True):
-        if not 0 <= a < b <= n:
+    for a, n, length in zip(target.offset, sizes, shape, strict=True):
+        if not 0 <= a < a + n <= length:
             return False
-        span = (span - 1) * n + b - a
-        elements *= b - a
-    return span == elements == end - first
-
-
-def _same_elements(source: Box, target: Box) -> bool:
-    """Whether a shard's box can be a parameter's box: equal shape, or a flat range of its size."""
-    is_flat_range = source.ndim == 1 and source.size == target.size
-    return source.shape == target.shape or is_flat_range
-
-
-def _runs(hit: Box, within: Box) -> Iterable[Box]:
-    """The elements of `hit` as the runs in which `within` has them in row-major order."""
-    full = [a == b for a, b in zip(hit.shape, within.shape, strict=True)]
-    axis = max((axis for axis, whole in enumerate(full) if not whole), default=0)
-    for place in itertools.product(
-        *(range(a, b) for a, b in list(zip(hit.start, hit.stop, strict=True))[:axis])
-    ):
-        yield Box((*place, *hit.start[axis:]), (*(i + 1 for i in place), *hit.stop[axis:]))
+        span = (span - 1) * length + n
+        elements *= n
+    return span == elements and 0 <= source.offset[0] <= shard[0] - elements
 
 
 def _row_major(position: Sequence[int], shape: Sequence[int]) -> int:

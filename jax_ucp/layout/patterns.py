@@ -23,7 +23,8 @@ from itertools import accumulate
 
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape, range_fragments
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, Shape, box_part, range_parts
 
 __all__ = ["Averaged", "Fused", "Padded", "Pattern", "Replicated", "Sharded", "Unique"]
 
@@ -54,7 +55,7 @@ class Averaged:
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         layout = _copies(shards)
-        return ParamLayout(layout.shape, layout.shards, layout.fragments, averaged=True)
+        return ParamLayout(layout.shape, layout.shards, layout.parts, averaged=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Sharded:
         shape = list(shards[0])
         for axis, ends in zip(self.axes, edges, strict=True):
             shape[axis] = ends[-1]
-        fragments: list[Fragment] = []
+        parts: list[Part] = []
         for rank, (place, shard) in enumerate(zip(places, shards, strict=True)):
             target = Box.whole(shape)
             for axis, ends, i in zip(self.axes, edges, place, strict=True):
@@ -107,8 +108,8 @@ class Sharded:
                     f" {target.shape}"
                 )
             if target.size:
-                fragments.append(Fragment(rank, Box.whole(shard), target))
-        return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
+                parts.append(box_part(rank, Box.whole(shard), target))
+        return ParamLayout(tuple(shape), tuple(shards), tuple(parts))
 
     def _edges(
         self, grid: Sequence[int], places: Sequence[tuple[int, ...]], shards: Sequence[Shape]
@@ -175,7 +176,7 @@ class Fused:
         runs_of = [list(self._runs(rank, shards)) for rank in range(len(shards))]
         shape = _resized(shards[0], self.axis, sum(self._rows.values()))
         whole = Box.whole(shape)
-        fragments: list[Fragment] = []
+        parts: list[Part] = []
         for rank, (shard, runs) in enumerate(zip(shards, runs_of, strict=True)):
             lengths = [stop - start for start, stop in runs]
             self._check_shard(rank, shards, sum(lengths))
@@ -184,8 +185,8 @@ class Fused:
                 source = _on_axis(Box.whole(shard), self.axis, offset, offset + stop - start)
                 if source.size:
                     target = _on_axis(whole, self.axis, start, stop)
-                    fragments.append(Fragment(rank, source, target))
-        return ParamLayout(shape, tuple(shards), tuple(fragments))
+                    parts.append(box_part(rank, source, target))
+        return ParamLayout(shape, tuple(shards), tuple(parts))
 
     def _check_shard(self, rank: int, shards: Sequence[Shape], rows: int) -> None:
         """Raise LayoutError unless the shard has `rows`, and the first one's other axes."""
@@ -289,8 +290,8 @@ def flat_layouts(
     buffer.
 
     >>> layouts = flat_layouts({"w": (5, 7), "b": (7,)}, [24, 24])
-    >>> for f in layouts["w"].fragments:
-    ...     print(f.shard, f.source, f.target)
+    >>> for f in layouts["w"].parts:
+    ...     print(f.input, f.source_box, f.target_box)
     0 [0:21] [0:3, 0:7]
     0 [21:24] [3:4, 0:3]
     1 [0:4] [3:4, 3:7]
@@ -307,17 +308,15 @@ def flat_layouts(
                 f"{name}: ends at element {end} of the flat buffer, but the {len(partitions)}"
                 f" partitions hold {edges[-1]}; a partition is missing, or belongs to another run"
             )
-        fragments: list[Fragment] = []
+        parts: list[Part] = []
         rank = max(0, bisect_right(edges, at) - 1)
         while at < end:
             stop = min(end, edges[rank + 1])
             if stop > at:
-                fragments += range_fragments(
-                    rank, at - edges[rank], shape, at - first, stop - first
-                )
+                parts += range_parts(rank, at - edges[rank], shape, at - first, stop - first)
                 at = stop
             rank += 1
-        layouts[name] = ParamLayout(tuple(shape), shards, tuple(fragments))
+        layouts[name] = ParamLayout(tuple(shape), shards, tuple(parts))
         at = end + (gaps or {}).get(name, 0)
     return layouts
 
@@ -329,8 +328,8 @@ def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Pa
     such a set of shards.
 
     >>> layouts = partitioned_layouts({"w": (5, 7), "b": (1,)}, 3)
-    >>> layouts["w"].shards, [(f.shard, str(f.source),
-    ...     str(f.target)) for f in layouts["b"].fragments]
+    >>> layouts["w"].shards, [(f.input, str(f.source_box),
+    ...     str(f.target_box)) for f in layouts["b"].parts]
     (((13,), (13,), (13,)), [(0, '[12:13]', '[0:1]')])
     """
     pieces = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
@@ -339,11 +338,11 @@ def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Pa
     at = 0
     for name, shape in shapes.items():
         size, piece = math.prod(shape), pieces[name]
-        fragments: list[Fragment] = []
+        parts: list[Part] = []
         for rank in range(ranks):
             first, stop = min(size, rank * piece), min(size, (rank + 1) * piece)
-            fragments += range_fragments(rank, at, shape, first, stop)
-        layouts[name] = ParamLayout(tuple(shape), shards, tuple(fragments))
+            parts += range_parts(rank, at, shape, first, stop)
+        layouts[name] = ParamLayout(tuple(shape), shards, tuple(parts))
         at += piece
     return layouts
 
@@ -357,8 +356,8 @@ def _copies(shards: Sequence[Shape]) -> ParamLayout:
     if not shards:
         raise LayoutError("there are no shards")
     whole = Box.whole(shards[0])
-    fragments = tuple(Fragment(rank, whole, whole) for rank in range(len(shards)) if whole.size)
-    return ParamLayout(shards[0], tuple(shards), fragments)
+    parts = tuple(box_part(rank, whole, whole) for rank in range(len(shards)) if whole.size)
+    return ParamLayout(shards[0], tuple(shards), parts)
 
 
 def _resized(shape: Shape, axis: int, n: int) -> Shape:

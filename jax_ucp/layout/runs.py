@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ucp.errors import LayoutError
-from jax_ucp.layout.box import Box, range_boxes
-from jax_ucp.layout.fragments import Shape
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.parts import Shape
 
 # A reader fetches a whole chunk for any part of it. Below the first it asks too often, and above
 # the second it reads too much that it does not want.
@@ -72,19 +72,6 @@ def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     (12, 4, 2)
     """
     return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
-
-
-def row_major_blocks(
-    shape: Shape, first: int, stop: int, file: int, offset: int, itemsize: int
-) -> list[StridedBlock]:
-    """The elements `first` to `stop` of an array in row-major order, which follow one another in a
-    file from the byte `offset` on.
-    """
-    found: list[StridedBlock] = []
-    for box in range_boxes(shape, first, stop):
-        found.append(StridedBlock(box, file, offset, row_major(shape, itemsize)))
-        offset += box.size * itemsize
-    return found
 
 
 def run_grid(shape: Shape, itemsize: int, blocks: Sequence[StridedBlock]) -> RunGrid:

@@ -24,7 +24,7 @@ from jax_ucp.layout.axes import (
     is_padding,
 )
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
+from jax_ucp.layout.parts import LeafForm, LeafLayout, Part, affine_part
 from jax_ucp.mapping.model_config import is_length, numbers_of
 from jax_ucp.mapping.names import name_regex, parse_name, values_in
 from jax_ucp.mapping.rules import Mapping as LeafMapping
@@ -634,6 +634,7 @@ def _layout(
     for pattern, axes in params.items():
         for component in components(axes, sizes):
             sources[component.names.union(stacked)] = pattern, component
+    numbers: dict[str, int] = {}
     parts: list[Part] = []
     for target in components(leaf, sizes):
         if target.padding:
@@ -645,8 +646,12 @@ def _layout(
         )
         for place, name in members:
             indices = {**fixed, **dict(zip(stacked, place, strict=True))}
-            parts.append(part(name, source, target, sizes, indices))
-    return LeafLayout(leaf.shape(sizes), tuple(one for one in parts if 0 not in one.sizes))
+            number = numbers.get(name, len(numbers))
+            part = affine_part(number, source, target, sizes, indices)
+            if part.size:
+                numbers[name] = number
+                parts.append(part)
+    return LeafLayout(leaf.shape(sizes), tuple(numbers), tuple(parts))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from jax_ucp.arrays.dtypes import holds_every
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.mapped import Agreed, Agreement, Tied, agreed, scaled
 from jax_ucp.arrays.optimizer_groups import Group, groups_of
-from jax_ucp.arrays.value import Array, Computed, Rearranged, users
+from jax_ucp.arrays.value import Array, Computed, Joined, formed, users
 from jax_ucp.errors import LayoutError
-from jax_ucp.layout.strided import LeafForm, LeafLayout
+from jax_ucp.layout.parts import LeafForm, LeafLayout
 from jax_ucp.mapping.states import States, label_of
 from jax_ucp.tree import Key, Leaf, Path, leaf_names
 
@@ -69,8 +69,8 @@ def map_contents(
             if isinstance(one.array, Computed) and isinstance(one.array.rule, Agreed):
                 yield LeafClaim(Agreement(labels[name], one.array), frozenset([name]))
             if one.tied:
-                first, *copies = one.tied
-                yield LeafClaim(Tied(labels[name], name, first, first, copies), frozenset([name]))
+                tied = Tied(labels[name], name, one.tied[0], one.tied, one.names)
+                yield LeafClaim(tied, frozenset([name]))
 
     return replace(
         contents,
@@ -86,10 +86,13 @@ def map_contents(
 
 @dataclass(frozen=True)
 class _Formed:
-    """The array of a leaf. Where it has tied copies, `tied` are the leaf and these, as stored."""
+    """The array of a leaf. Where it has tied copies, `tied` are the leaf and these, as stored, made
+    of the arrays `names`.
+    """
 
     array: Array
-    tied: Sequence[Rearranged] = ()
+    tied: Sequence[Joined] = ()
+    names: Sequence[str] = ()
 
 
 class _Unmappable(Exception):
@@ -153,18 +156,18 @@ class _Tree:
         if has_numbers:
             names = [leaves[param].name for param in params]
             return _Formed(agreed(label, {name: self.stored[name] for name in names}))
-        tied = [self._rearranged(layout, leaves, form.rule) for layout in layouts]
+        inputs = [[leaves[param].name for param in layout.params] for layout in layouts]
+        tied = [
+            formed(layout, [self.stored[name] for name in names], form.rule)
+            for layout, names in zip(layouts, inputs, strict=True)
+        ]
         array: Array = tied[0]
         if of_weights:
             self._note_cast(name, dtype, form.dtype)
             array = scaled(array, form)
-        return _Formed(array, tied if len(tied) > 1 else ())
-
-    def _rearranged(self, layout: LeafLayout, leaves: Mapping[str, Leaf], rule: str) -> Rearranged:
-        """The elements of parameters as a layout has them, by the names of their arrays."""
-        parts = [replace(part, array=leaves[part.array].name) for part in layout.parts]
-        inputs = {part.array: self.stored[part.array] for part in parts}
-        return Rearranged(replace(layout, parts=tuple(parts)), inputs, rule)
+        if len(tied) == 1:
+            return _Formed(array)
+        return _Formed(array, tied, sorted(itertools.chain.from_iterable(inputs)))
 
     def _has_numbers(self, state: Path, params: Sequence[str]) -> bool:
         """Whether a state is one number for each parameter, rather than an array of its shape."""
@@ -194,10 +197,10 @@ def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> li
     Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable
     if none has.
     """
-    layouts = [layout for layout in (form.layout, *form.copies) if layout.arrays <= {*params}]
+    layouts = [layout for layout in (form.layout, *form.copies) if {*layout.params} <= {*params}]
     if layouts:
         return layouts
-    lacking = sorted(form.layout.arrays.difference(params))
+    lacking = sorted({*form.layout.params}.difference(params))
     names = " and ".join(lacking[:3])
     if len(lacking) > 3:
         names += f" and {len(lacking) - 3} more"

@@ -20,7 +20,8 @@ from jax_ucp.files.protocol import FileInfo, Files
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import box_part
 from jax_ucp.layout.runs import row_major
 from jax_ucp.universal.metadata import LinkedArray, Metadata, SourceFile
 from jax_ucp.universal.ocdbt import Value, ValueRange
@@ -84,8 +85,8 @@ class LinkedChunks(ExtentTable):
     def _value(self, name: str, linked: LinkedArray) -> Array:
         info, whole = self.infos[name], Box.whole(linked.chunk)
         boxes = list(grid_boxes(info.shape, linked.chunk))
-        fragments = tuple([Fragment(i, whole, box) for i, box in enumerate(boxes)])
-        layout = ParamLayout(info.shape, (linked.chunk,) * len(boxes), fragments)
+        parts = tuple([box_part(i, whole, box) for i, box in enumerate(boxes)])
+        layout = ParamLayout(info.shape, (linked.chunk,) * len(boxes), parts)
         keys = [_key(name, i) for i in range(len(boxes))]
         return joined(name, layout, [Stored(self, key, self._arrays[key]) for key in keys])
 

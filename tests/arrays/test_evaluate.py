@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from helpers import MemoryStore, boxes_in, numbered
 from jax_ucp.arrays.evaluate import expressions, read, read_each, read_into
 from jax_ucp.arrays.protocol import ArrayInfo, Want
-from jax_ucp.arrays.value import Array, Computed, Cut, Rule, joined, users
+from jax_ucp.arrays.value import Array, Computed, Rule, cut, joined, users
 from jax_ucp.arrays.watched import BoxWatcher, watching
-from jax_ucp.layout.box import Box, range_boxes
-from jax_ucp.layout.fragments import Fragment, ParamLayout
-from jax_ucp.layout.strided import MOST_READ
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import MOST_READ, Part, box_part, range_parts
 
 pytestmark = pytest.mark.fast
 
@@ -39,16 +39,13 @@ def flat_shards(
 
     Before and after its elements each shard has `margin` others.
     """
-    fragments: list[Fragment] = []
+    parts: list[Part] = []
     shards: list[np.ndarray] = []
     for i, (start, stop) in enumerate(itertools.pairwise([0, *cuts, whole.size])):
         shards.append(np.pad(whole.reshape(-1)[start:stop], margin, constant_values=-1))
-        at = margin
-        for box in range_boxes(whole.shape, start, stop):
-            fragments.append(Fragment(i, Box((at,), (at + box.size,)), box))
-            at += box.size
+        parts += range_parts(i, margin, whole.shape, start, stop)
     store = CountingStore({f"f{i}": shard for i, shard in enumerate(shards)})
-    layout = ParamLayout(whole.shape, tuple(shard.shape for shard in shards), tuple(fragments))
+    layout = ParamLayout(whole.shape, tuple(shard.shape for shard in shards), tuple(parts))
     return store, joined("w", layout, list(expressions(store).values()))
 
 
@@ -93,7 +90,7 @@ def test_one_column_reads_its_elements_one_by_one():
 def test_several_expressions_over_a_source_are_one_call_of_it():
     whole = numbered((6, 4))
     store, array = flat_shards(whole, [7, 15])
-    other = Cut(array, 8, (2, 4))
+    other = cut("", array, 8, (2, 4))
     outs = [np.empty((6, 4), np.int64), np.empty((2, 4), np.int64)]
     boxes = [[Box.whole((6, 4))], [Box.whole((2, 4))]]
     read_each([(array, boxes[0], [outs[0]]), (other, boxes[1], [outs[1]])])
@@ -140,13 +137,13 @@ def test_a_watcher_of_an_input_sees_what_is_read_through_what_is_made_of_it():
         def see(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
             seen.extend((box, part.copy()) for box, part in zip(boxes, arrays, strict=True))
 
-    layer = Cut(array, 8, (2, 4))
+    layer = cut("", array, 8, (2, 4))
     with watching([Kept(id(array))]):
         read(layer, Box((0, 1), (2, 4)))
     read(layer, Box((0, 0), (1, 1)))
     [(box, elements)] = seen
-    assert box == Box((2, 0), (4, 4))
-    assert np.array_equal(elements, whole[2:4])
+    assert box == Box((2, 1), (4, 4))
+    assert np.array_equal(elements, whole[2:4, 1:])
 
 
 def test_users_are_found_at_any_depth():
@@ -158,11 +155,11 @@ def test_users_are_found_at_any_depth():
             (8,),
             ((4,), (4,)),
             (
-                Fragment(0, Box((0,), (4,)), Box((0,), (4,))),
-                Fragment(1, Box((0,), (4,)), Box((4,), (8,))),
+                box_part(0, Box((0,), (4,)), Box((0,), (4,))),
+                box_part(1, Box((0,), (4,)), Box((4,), (8,))),
             ),
         ),
         [of["a"], of["b"]],
     )
-    made = {"pair": pair, "last": Cut(Cut(pair, 2, (4,)), 1, (2,)), "c": of["c"]}
+    made = {"pair": pair, "last": cut("", cut("", pair, 2, (4,)), 1, (2,)), "c": of["c"]}
     assert users(made, of) == {"a": {"pair", "last"}, "b": {"pair", "last"}, "c": {"c"}}

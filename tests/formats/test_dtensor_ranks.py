@@ -26,7 +26,8 @@ from jax_ucp.formats.dtensor_ranks.flat import ElementRange, flat_layout, flat_p
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import box_part
 from jax_ucp.states.pairing import Undecided
 
 DATA = CASES_DATA / "dtensors"
@@ -189,10 +190,10 @@ def test_shards_of_any_placements_hold_every_element_once(shape, mesh, data):
         shard_at(tuple(shape), tuple(mesh), coordinate, placements)[0]
         for coordinate in np.ndindex(*mesh)
     ]
-    fragments = [
-        Fragment(i, source, target) for i, s in enumerate(shards) for source, target in s.blocks
+    parts = [
+        box_part(i, source, target) for i, s in enumerate(shards) for source, target in s.blocks
     ]
-    layout = ParamLayout(tuple(shape), tuple(s.shape for s in shards), tuple(fragments))
+    layout = ParamLayout(tuple(shape), tuple(s.shape for s in shards), tuple(parts))
     layout.check()
     copies = math.prod(n for n, p in zip(mesh, placements, strict=True) if p is None)
     assert all(len(replicas) == copies for replicas in layout.replicas.values())
@@ -308,8 +309,8 @@ def test_a_parameter_of_a_flat_one_is_a_run_of_its_elements(shape, before, parts
     )
     layout.check()
     got = np.empty(shape, np.int64)
-    for fragment in layout.fragments:
-        part = flat[fragment.shard * length : (fragment.shard + 1) * length]
-        got[fragment.target.index] = part[fragment.source.index].reshape(fragment.target.shape)
+    for part in layout.parts:
+        shard = flat[part.input * length : (part.input + 1) * length]
+        got[part.target_box.index] = shard[part.source_box.index].reshape(part.sizes)
     assert np.array_equal(got.ravel(), flat[before:total])
     assert Box.whole(tuple(shape)).size == math.prod(shape)

@@ -1,4 +1,5 @@
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -13,7 +14,8 @@ from jax_ucp.arrays.duplicates import Replicas
 from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, Place, box_part
 from jax_ucp.layout.patterns import (
     Averaged,
     Fused,
@@ -169,11 +171,11 @@ def test_an_averaged_parameter_is_the_mean_of_its_copies():
 def covered_once(layout: ParamLayout) -> bool:
     """Brute force: every element in exactly one distinct block, no shard element claimed twice."""
     count = np.zeros(layout.shape, int)
-    for box in {f.target for f in layout.fragments}:
+    for box in {f.target_box for f in layout.parts}:
         count[box.index] += 1
     claims = [np.zeros(shape, int) for shape in layout.shards]
-    for f in layout.fragments:
-        claims[f.shard][f.source.index] += 1
+    for f in layout.parts:
+        claims[f.input][f.source_box.index] += 1
     return bool((count == 1).all()) and all((c <= 1).all() for c in claims)
 
 
@@ -181,19 +183,20 @@ def covered_once(layout: ParamLayout) -> bool:
 def test_check_accepts_exactly_what_counting_every_element_accepts(case, data):
     pattern, shape, ranks = case
     layout = pattern.join([shard.shape for shard in by_hand(pattern, numbered(shape), ranks)])
-    fragments = list(layout.fragments)
+    parts = list(layout.parts)
     change = data.draw(st.sampled_from(["none", "drop", "retarget", "resource"]))
-    if fragments and change != "none":
-        f = fragments.pop(data.draw(st.integers(0, len(fragments) - 1)))
-        box = Box.whole(layout.shape if change == "retarget" else layout.shards[f.shard])
-        old = f.target if change == "retarget" else f.source
+    if parts and change != "none":
+        f = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        box = Box.whole(layout.shape if change == "retarget" else layout.shards[f.input])
+        old = f.target_box if change == "retarget" else f.source_box
         room = [n - k for n, k in zip(box.shape, old.shape, strict=True)]
         start = tuple(data.draw(st.integers(0, r)) for r in room)
         moved = Box(start, tuple(a + k for a, k in zip(start, old.shape, strict=True)))
         if change != "drop":
-            source, target = (f.source, moved) if change == "retarget" else (moved, f.target)
-            fragments.append(Fragment(f.shard, source, target))
-    changed = ParamLayout(layout.shape, layout.shards, tuple(fragments))
+            source, target = f.source_box, f.target_box
+            source, target = (source, moved) if change == "retarget" else (moved, target)
+            parts.append(box_part(f.input, source, target))
+    changed = ParamLayout(layout.shape, layout.shards, tuple(parts))
     if covered_once(changed):
         changed.check()
     else:
@@ -214,9 +217,9 @@ def test_blocks_of_a_grid_are_an_array_in_any_order_if_each_is_there_once(data, 
         last = boxes.pop()
         by = data.draw(st.tuples(*(st.integers(-1, 1) for _ in shape)))
         boxes += {"lost": [], "twice": [last, last], "moved": [last.shift(by)]}[change]
-    fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(boxes)]
-    layout = ParamLayout(shape, tuple(box.shape for box in boxes), tuple(fragments))
-    inside = all(fragment.target.within(Box.whole(shape)) for fragment in fragments)
+    parts = [box_part(i, Box.whole(box.shape), box) for i, box in enumerate(boxes)]
+    layout = ParamLayout(shape, tuple(box.shape for box in boxes), tuple(parts))
+    inside = all(box.within(Box.whole(shape)) for box in boxes)
     if change == "twice" or (inside and covered_once(layout)):
         layout.check()  # a second one is a replica
     else:
@@ -227,7 +230,7 @@ def test_blocks_of_a_grid_are_an_array_in_any_order_if_each_is_there_once(data, 
 def test_check_names_every_fault_at_once():
     half = Box((0, 0), (2, 4))
     layout = ParamLayout(
-        (4, 4), ((2, 4), (2, 4)), (Fragment(0, half, half), Fragment(1, half, Box((1, 0), (3, 4))))
+        (4, 4), ((2, 4), (2, 4)), (box_part(0, half, half), box_part(1, half, Box((1, 0), (3, 4))))
     )
     with pytest.raises(LayoutError) as error:
         layout.check()
@@ -273,34 +276,45 @@ def test_replicas_that_differ_in_one_bit_are_both_named():
 
 @st.composite
 def damaged_layouts(draw) -> ParamLayout:
-    """The layout of a parameter in flat shards, of which one number of one fragment may be
-    another.
-    """
+    """The layout of a parameter in flat shards, of which one number of one part may be another."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=3)))
     layout = partitioned_layouts({"a": (2,), "w": shape}, draw(st.integers(1, 5)))["w"]
-    fragments = list(layout.fragments)
+    parts = list(layout.parts)
     if draw(st.booleans()):
-        at = draw(st.integers(0, len(fragments) - 1))
-        old, by = fragments[at], draw(st.sampled_from([-5, -2, -1, 1, 2, 5]))
-        box, end = (
-            draw(st.sampled_from(["source", "target"])),
-            draw(st.sampled_from(["start", "stop"])),
-        )
-        numbers = list(getattr(getattr(old, box), end))
-        if numbers:
-            numbers[draw(st.integers(0, len(numbers) - 1))] += by
-        changed = replace(getattr(old, box), **{end: tuple(numbers)})
-        fragments[at] = replace(old, **{box: changed})
+        at = draw(st.integers(0, len(parts) - 1))
+        parts[at] = damaged(draw, parts[at])
     elif draw(st.booleans()):
-        fragments = draw(st.permutations(fragments))
-    return replace(layout, fragments=tuple(fragments))
+        parts = draw(st.permutations(parts))
+    return replace(layout, parts=tuple(parts))
+
+
+def damaged(draw, part: Part) -> Part:
+    """The part with another number: of its sizes, or of where it lies at one of its two places."""
+    by = draw(st.sampled_from([-5, -2, -1, 1, 2, 5]))
+
+    def other(numbers: Sequence[int]) -> tuple[int, ...]:
+        changed = list(numbers)
+        if changed:
+            changed[draw(st.integers(0, len(changed) - 1))] += by
+        return tuple(changed)
+
+    what = draw(st.sampled_from(["sizes", "offset", "steps"]))
+    if what == "sizes":
+        return part._replace(sizes=tuple(max(0, n) for n in other(part.sizes)))
+    of = draw(st.sampled_from(["source", "target"]))
+    place: Place = getattr(part, of)
+    if what == "offset":
+        return part._replace(**{of: place._replace(offset=other(place.offset))})
+    axes, strides = [axis for axis, _ in place.steps], [stride for _, stride in place.steps]
+    steps = tuple(zip(axes, other(strides), strict=True))
+    return part._replace(**{of: place._replace(steps=steps)})
 
 
 @given(damaged_layouts())
 def test_what_is_found_in_order_at_once_has_no_fault_by_the_long_proof(layout):
     if layout._is_in_order:
-        replicas = [*layout._stray_fragments(), *layout._overlaps(), *layout._holes(False)]
-        assert not [*replicas, *layout._double_claims()]
+        faults = [*layout._strays(), *layout._overlaps(), *layout._holes(False)]
+        assert not [*faults, *layout._double_claims()]
 
 
 def test_partitions_are_found_in_order():

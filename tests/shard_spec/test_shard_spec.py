@@ -213,9 +213,7 @@ def test_a_rule_is_there_only_when_its_size_says_so(swiglu):
         spec, {name: shards((rows, 4), (rows, 4))}, {"swiglu": swiglu, "ffn": 6, "down_is_cut": 0}
     )[name]
     assert found.shape == (2 * rows, 4)
-    assert [f.target.start[0] for f in found.fragments if f.shard == 0] == (
-        [0, 6] if swiglu else [0]
-    )
+    assert [f.target.offset[0] for f in found.parts if f.input == 0] == ([0, 6] if swiglu else [0])
 
 
 def test_a_placeholder_is_one_part_of_a_name_and_a_star_is_any_text():

@@ -30,7 +30,8 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in
 from jax_ucp.files.source_files import note
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Shape, box_part
 
 METADATA_FILE = ".metadata"
 # Of what was put through zstd, a byte may hold so many: a block has 4 at least, and inflates to 128
@@ -102,8 +103,8 @@ class TensorEntry:
         """Where the chunks lie; one without elements is of a rank that had nothing."""
         sizes = tuple(chunk.sizes for chunk in self.chunks)
         own = [(i, chunk) for i, chunk in enumerate(self.chunks) if 0 not in chunk.sizes]
-        fragments = [Fragment(i, Box.whole(chunk.sizes), chunk.box) for i, chunk in own]
-        return ParamLayout(self.shape, sizes, tuple(fragments))
+        parts = [box_part(i, Box.whole(chunk.sizes), chunk.box) for i, chunk in own]
+        return ParamLayout(self.shape, sizes, tuple(parts))
 
 
 @dataclass(frozen=True)

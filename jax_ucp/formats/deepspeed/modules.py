@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.value import Array, Cut
+from jax_ucp.arrays.value import Array, cut
 from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
@@ -163,8 +163,9 @@ def _stack_experts(slices: Slices, mp: int, name: str, experts: Mapping[int, Arr
             f"{model.file.path} says that {name} has the experts {numbers}, but there are files"
             f" with the experts {sorted(experts)}: a file is missing, or belongs to another run"
         )
-    rows = [Cut(experts[number], 0, (1, *experts[number].info.shape)) for number in numbers]
-    layout = Sharded(0).join([row.shape for row in rows])
+    of_name = [experts[number] for number in numbers]
+    rows = [cut(name, expert, 0, (1, *expert.info.shape)) for expert in of_name]
+    layout = Sharded(0).join([row.info.shape for row in rows])
     slices.add(slices.place(mp), "param", name, layout, rows)
     reason = f"an expert of {name}, of which the optimizer has no second copy"
     slices.builder.mapped(rows, reason)

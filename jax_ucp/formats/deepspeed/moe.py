@@ -20,7 +20,8 @@ from jax_ucp.formats.deepspeed.tensor_parallel import affine_layout
 from jax_ucp.formats.deepspeed.zero import param_group
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Shape, box_part
 from jax_ucp.layout.patterns import Sharded
 
 # No model has so many; each is listed.
@@ -220,12 +221,12 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: StateFile) -> P
             raise LayoutError(
                 f"{model.file.path}: {name}, cut over expert-parallel ranks: {error}"
             ) from error
-    fragments = [
-        Fragment(ep, _row(place, shapes[ep]), _row(expert, shapes[ep]))
+    parts = [
+        box_part(ep, _row(place, shapes[ep]), _row(expert, shapes[ep]))
         for ep, experts in placement(name, model).items()
         for place, expert in enumerate(experts)
     ]
-    return ParamLayout((int(layer["num_experts"]), *shapes[0][1:]), tuple(shapes), tuple(fragments))
+    return ParamLayout((int(layer["num_experts"]), *shapes[0][1:]), tuple(shapes), tuple(parts))
 
 
 def placement(name: str, model: StateFile) -> dict[int, list[int]]:

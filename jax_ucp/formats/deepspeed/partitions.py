@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_ucp.arrays.decoded import decoded
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.arrays.value import Cut
+from jax_ucp.arrays.value import cut
 from jax_ucp.codecs.unpickle import Opaque
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed import moe
@@ -171,8 +171,8 @@ def _add_wholes(slices: Slices, team: Team) -> None:
             slices.skip([key], "copy", _OF_ANOTHER_RANK_TOO)
             for local, start in whole.starts.items():
                 name = team.names[local]
-                part = Cut(slices.builder.array(key), start, team.group.shapes[local])
-                part.check(f"{key} from {start}")
+                array, shape = slices.builder.array(key), team.group.shapes[local]
+                part = cut(f"{key} from {start}", array, start, shape)
                 if slices.array_on(place, state, name):
                     slices.compare(place, state, name, part, cause=_OTHER_MOMENTUM)
                 else:
@@ -241,10 +241,10 @@ def _check_mappings(slices: Slices, all_teams: Sequence[Team]) -> None:
     addresses: dict[str, Addresses] = {rank.name: {} for rank in slices.files.all_ranks}
     for own in [team.group for team in all_teams if not slices.files.zero3]:
         for name, layout in own.layouts.items():
-            for fragment in layout.fragments:
-                in_file = addresses[own.ranks[fragment.shard].name]
-                start, numel = in_file.get(name, (fragment.source.start[0], 0))
-                in_file[name] = start, numel + fragment.source.size
+            for part in layout.parts:
+                in_file = addresses[own.ranks[part.input].name]
+                start, numel = in_file.get(name, (part.source.offset[0], 0))
+                in_file[name] = start, numel + part.size
     notes = slices.builder.notes
     differ: list[str] = []
     for rank in slices.files.all_ranks:

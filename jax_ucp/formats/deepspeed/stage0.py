@@ -30,7 +30,8 @@ from jax_ucp.formats.deepspeed.stage0_optimizers import (
 from jax_ucp.formats.deepspeed.stage0_pairing import Places, places_of
 from jax_ucp.formats.nested import group_with
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import box_part
 from jax_ucp.options import (
     DECODED,
     MODULE_ORDER,
@@ -144,7 +145,7 @@ def _add_masters(slices: Slices, one: StageZero, places: Places) -> None:
             if not (isinstance(value, StoredTensor) and value.shape == master.shape):
                 slices.states[state, name].values[place[0]].append((one.stored, value))
                 continue
-            layout = ParamLayout(shape, (value.shape,), (Fragment(0, part, Box.whole(shape)),))
+            layout = ParamLayout(shape, (value.shape,), (box_part(0, part, Box.whole(shape)),))
             array = builder.array(one.stored.key(value))
             slices.add(place, state, name, layout, [array])
             builder.mapped([array], f"{state} of {len(places)} parameters")

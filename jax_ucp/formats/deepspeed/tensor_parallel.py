@@ -24,7 +24,8 @@ from typing import Any
 from jax_ucp.codecs.unpickle import Record, known
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, Shape, box_part
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.name_patterns import NamePatterns, pattern_list
 from jax_ucp.options import Sizes
@@ -268,7 +269,7 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
         raise FormatError(
             f"{what} is for the ranks {sorted(ranks)}, but there are {len(slices)} slices"
         )
-    fragments: list[Fragment] = []
+    parts: list[Part] = []
     for rank, slice_shape in enumerate(slices):
         pieces = ranks[rank]["pieces"]
         elements = sum(math.prod(piece["shape"]) for piece in pieces)
@@ -285,10 +286,8 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
                     f"{what} has a piece on rank {rank} that is not a box, or is scaled:"
                     f" {dict(piece)}. {_SPEC}"
                 )
-            fragments.append(Fragment(rank, source, target))
-    return ParamLayout(
-        shape, tuple(slices), tuple(fragment for fragment in fragments if fragment.target.size)
-    )
+            parts.append(box_part(rank, source, target))
+    return ParamLayout(shape, tuple(slices), tuple(part for part in parts if part.size))
 
 
 def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:

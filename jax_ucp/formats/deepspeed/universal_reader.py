@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from jax_ucp.arrays.beside import items_beside
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.arrays.value import Array, Cut, joined
+from jax_ucp.arrays.value import Array, cut, joined
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
@@ -175,10 +175,10 @@ class _UniversalReader:
                         raise FormatError(
                             f"{atom} is missing: rank 0's part of it is in {OPTIMIZER}"
                         )
-                    whole = Cut(atoms[label, name], 0, (numel,))
                     called = f"the first {numel} elements of {label} of {name}"
-                    whole.check(called)
-                    self.builder.slice_duplicate(whole, called, Cut(stored, start, (numel,)))
+                    whole = cut(called, atoms[label, name], 0, (numel,))
+                    copy = cut(called, stored, start, (numel,))
+                    self.builder.slice_duplicate(whole, called, copy)
                     start += numel
 
     def _add_module(self) -> None:

@@ -156,7 +156,7 @@ def _momentum_of_wholes(
     for place, (rank, tensor) in enumerate(zip(ranks, momentum, strict=True)):
         starts, end = dict[str, int](), 0
         for name, shape in shapes.items():
-            if any(fragment.shard == place for fragment in layouts[name].fragments):
+            if any(part.input == place for part in layouts[name].parts):
                 starts[name] = end
                 end += math.prod(shape)
         length = 0 if tensor is None else math.prod(tensor.shape)
@@ -287,10 +287,10 @@ def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
 
 def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
     """The layout with only those shards that hold a part of the parameter, and their numbers."""
-    used = sorted({fragment.shard for fragment in layout.fragments}) or [0]
+    used = sorted({part.input for part in layout.parts}) or [0]
     if len(used) == len(layout.shards):
         return layout, used
     place = {shard: i for i, shard in enumerate(used)}
-    fragments = tuple([replace(f, shard=place[f.shard]) for f in layout.fragments])
+    parts = tuple([part._replace(input=place[part.input]) for part in layout.parts])
     shards = tuple([layout.shards[i] for i in used])
-    return replace(layout, shards=shards, fragments=fragments), used
+    return replace(layout, shards=shards, parts=parts), used

@@ -20,7 +20,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape, range_fragments
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, Shape, range_parts
 from jax_ucp.states.pairing import Undecided
 
 MAX_WAYS = 1 << 16
@@ -40,16 +41,16 @@ def flat_layout(shape: Shape, start: int, parts: Sequence[ElementRange]) -> Para
     """Where the elements of a parameter are that begins at `start` of a flat one.
 
     >>> layout = flat_layout((2, 2), 3, [ElementRange(0, 4), ElementRange(4, 4)])
-    >>> [(f.shard, str(f.source), str(f.target)) for f in layout.fragments]
+    >>> [(f.input, str(f.source_box), str(f.target_box)) for f in layout.parts]
     [(0, '[3:4]', '[0:1, 0:1]'), (1, '[0:1]', '[0:1, 1:2]'), (1, '[1:3]', '[1:2, 0:2]')]
     """
-    fragments: list[Fragment] = []
+    found: list[Part] = []
     stop = start + math.prod(shape)
     for i, part in enumerate(parts):
         first, last = max(start, part.start), min(stop, part.start + part.length)
         if first < last:
-            fragments += range_fragments(i, first - part.start, shape, first - start, last - start)
-    return ParamLayout(shape, tuple((part.length,) for part in parts), tuple(fragments))
+            found += range_parts(i, first - part.start, shape, first - start, last - start)
+    return ParamLayout(shape, tuple((part.length,) for part in parts), tuple(found))
 
 
 def flat_parameters(

@@ -41,7 +41,8 @@ from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.state_dicts import GONE, nested_leaves, without_tensors
 from jax_ucp.formats.weight_files import CONFIG, read_json
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Shape, box_part
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
 from jax_ucp.states.optimizer_dicts import Steps, joined
@@ -232,12 +233,12 @@ def _layout(
     if len(fitting) > 1:
         raise FormatError(f"{folder}: {label} can be put together in two ways, by its placements")
     (way,) = fitting
-    fragments = [
-        Fragment(i, source, target)
+    placed = [
+        box_part(i, source, target)
         for i, shard in enumerate(way)
         for source, target in shard.blocks
     ]
-    return ParamLayout(shape, stored, tuple(fragments))
+    return ParamLayout(shape, stored, tuple(placed))
 
 
 def _check_facts(saved: _Saved) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from jax_ucp.arrays.checks import passed_on
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.evaluate import Evaluated, expressions
-from jax_ucp.arrays.value import Array, Cut, users
+from jax_ucp.arrays.value import Array, cut, users
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import Key, Leaf, leaf_names
 
@@ -43,7 +43,7 @@ class ExpertPart:
 
     def of(self, whole: Array) -> Array:
         """The weight's part of a state of the parameter."""
-        return Cut(whole, self.start, self.shape)
+        return cut(self.name, whole, self.start, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

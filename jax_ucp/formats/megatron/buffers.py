@@ -36,7 +36,8 @@ from jax_ucp.formats.megatron.model import (
 )
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, Shape, box_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,14 +327,14 @@ def cut_of(shape: Shape, boxes: Sequence[Box], ranks: int) -> ParamLayout:
     gates, then all ups. Raises LayoutError for other boxes.
 
     >>> layout = cut_of((8, 3), [Box((i, 0), (i + 2, 3)) for i in (0, 2, 4, 6)], ranks=2)
-    >>> layout.shards, [str(f.target) for f in layout.fragments if f.shard == 0]
+    >>> layout.shards, [str(f.target_box) for f in layout.parts if f.input == 0]
     (((4, 3), (4, 3)), ['[0:2, 0:3]', '[4:6, 0:3]'])
     """
     boxes = sorted(set(boxes))
     whole = Box.whole(shape)
     if boxes == [whole]:
-        fragments = [Fragment(rank, whole, whole) for rank in range(ranks)]
-        return ParamLayout(shape, (shape,) * ranks, tuple(fragments))
+        copies = [box_part(rank, whole, whole) for rank in range(ranks)]
+        return ParamLayout(shape, (shape,) * ranks, tuple(copies))
     cut_axes = {axis for box in boxes for axis, n in enumerate(box.shape) if n != shape[axis]}
     sizes = {box.shape for box in boxes}
     if len(cut_axes) != 1 or len(sizes) != 1 or len(boxes) % ranks:
@@ -346,10 +347,10 @@ def cut_of(shape: Shape, boxes: Sequence[Box], ranks: int) -> ParamLayout:
     size = boxes[0].shape[axis]
     local = (*shape[:axis], len(boxes) // ranks * size, *shape[axis + 1 :])
     first = Box.whole(boxes[0].shape)
-    fragments = []
+    parts: list[Part] = []
     for i, box in enumerate(boxes):
         part, rank = divmod(i, ranks)
         by = [0] * len(shape)
         by[axis] = part * size
-        fragments.append(Fragment(rank, first.shift(by), box))
-    return ParamLayout(shape, (local,) * ranks, tuple(fragments))
+        parts.append(box_part(rank, first.shift(by), box))
+    return ParamLayout(shape, (local,) * ranks, tuple(parts))

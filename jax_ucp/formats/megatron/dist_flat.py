@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.value import Array, Cut, joined
+from jax_ucp.arrays.value import Array, cut, joined
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.errors import FormatError, LayoutError
@@ -53,7 +53,8 @@ from jax_ucp.formats.megatron.model import BUFFERS, ParamPart, is_expert
 from jax_ucp.formats.megatron.numbered import stored_tensors
 from jax_ucp.formats.megatron.parameters import BF16, are_remainders
 from jax_ucp.formats.nested import as_dict
-from jax_ucp.layout.fragments import Fragment, ParamLayout, range_fragments
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, range_parts
 
 _BUCKET = re.compile(
     r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.([^.]+)"
@@ -159,7 +160,7 @@ def part_of(label: str, part: ParamPart, start: int, pieces: Sequence[tuple[int,
     first, numel = start + part.start, math.prod(part.shape)
     at = max(0, bisect.bisect_right(pieces, first, key=lambda piece: piece[0]) - 1)
     used: list[Array] = []
-    fragments: list[Fragment] = []
+    parts: list[Part] = []
     while at < len(pieces) and pieces[at][0] < first + numel:
         piece_start, array = pieces[at]
         begin = max(piece_start, first)
@@ -167,12 +168,12 @@ def part_of(label: str, part: ParamPart, start: int, pieces: Sequence[tuple[int,
         if begin > end:
             break  # the buffer ends before the part
         offset = begin - piece_start
-        fragments += range_fragments(len(used), offset, part.shape, begin - first, end - first)
+        parts += range_parts(len(used), offset, part.shape, begin - first, end - first)
         used.append(array)
         at += 1
     shards = tuple(array.info.shape for array in used)
-    whole = joined(label, ParamLayout(part.shape, shards, tuple(fragments)), used)
-    return Cut(whole, 0, part.shape, transposed=True) if part.transposed else whole
+    whole = joined(label, ParamLayout(part.shape, shards, tuple(parts)), used)
+    return cut(label, whole, 0, part.shape, transposed=True) if part.transposed else whole
 
 
 # -- the buffers that are stored

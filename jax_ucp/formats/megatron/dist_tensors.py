@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from jax_ucp.arrays.value import Array, Cut, joined
+from jax_ucp.arrays.value import Array, cut, joined
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.megatron.dist_files import DistFiles
@@ -24,7 +24,8 @@ from jax_ucp.formats.megatron.dist_names import (
 )
 from jax_ucp.formats.megatron.model import Blocks, StoredRun, gate_and_up, join_gated
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Shape, box_part
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,11 @@ def _unstacked(files: DistFiles, key: str, model: str) -> Blocks:
 
 def stored_run(importer: ContentsBuilder, run: StoredRun) -> Array:
     """The elements of a run: a stored tensor, or a part of one."""
-    array = importer.array(run.key)
-    if not run.start and array.info.shape == run.target.shape:
-        return array
-    cut = Cut(array, run.start, run.target.shape)
-    cut.check(f"{run.key} from {run.start}")
-    return cut
+    array, label = importer.array(run.key), f"{run.key} from {run.start}"
+    return cut(label, array, run.start, run.target.shape)
 
 
 def run_layout(shape: Shape, boxes: Sequence[Box]) -> ParamLayout:
     """The layout of a tensor over its runs' blocks, of which some may have no elements."""
-    fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(boxes) if box.size]
-    return ParamLayout(shape, tuple(box.shape for box in boxes), tuple(fragments))
+    parts = [box_part(i, Box.whole(box.shape), box) for i, box in enumerate(boxes) if box.size]
+    return ParamLayout(shape, tuple(box.shape for box in boxes), tuple(parts))

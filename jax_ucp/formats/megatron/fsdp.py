@@ -67,7 +67,8 @@ from jax_ucp.formats.megatron.run import (
     require_folder,
 )
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, Shape
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
 from jax_ucp.states.pairing import Undecided
@@ -451,13 +452,13 @@ def regrouped(layout: ParamLayout, ranks: int) -> ParamLayout:
     each, odd = divmod(rows, 2 * ranks)
     if odd:
         raise FormatError(f"{rows} rows are not gate and up of {ranks} ranks")
-    fragments: list[Fragment] = []
+    parts: list[Part] = []
     for rank in range(ranks):
         for half in range(2):
             start, target = (2 * rank + half) * each, (half * ranks + rank) * each
             block = Box((start, *(0 for _ in rest)), (start + each, *rest))
             by = (target - start, *(0 for _ in rest))
-            for fragment in layout.fragments:
-                if part := fragment.narrow(block):
-                    fragments.append(replace(part, target=part.target.shift(by)))
-    return replace(layout, fragments=tuple(fragments))
+            for part in layout.parts:
+                for cut in part.narrow(block):
+                    parts.append(cut._replace(target=cut.target.shift(by)))
+    return replace(layout, parts=tuple(parts))

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.arrays.value import Array, Cut, items_of, joined, label
+from jax_ucp.arrays.value import Array, cut, items_of, joined, label
 from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
@@ -63,7 +63,8 @@ from jax_ucp.formats.megatron.parameters import (
     number,
 )
 from jax_ucp.formats.megatron.run import TRACKER, Args, about, iteration_folder, naming
-from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
 from jax_ucp.shard_spec.notation import built_in, load
@@ -245,8 +246,8 @@ def _add_shards(
         array: Array = importer.array(stored.key)
         is_whole = len(module.parts) == 1 and not (stored.flat or part.transposed)
         if not is_whole and stored.shape != ():
-            array = Cut(array, stored.start + part.start, part.shape, part.transposed)
-            array.check(f"{stored.key}, {part.name}")
+            start, label_ = stored.start + part.start, f"{stored.key}, {part.name}"
+            array = cut(label_, array, start, part.shape, part.transposed)
         index = rank.etp if is_expert(part.name) else rank.tp
         param.shards[stored.state].setdefault(index, []).append(array)
 
@@ -380,15 +381,15 @@ def _states(folder: FilePath, name: str, layout: ParamLayout, param: RankShards)
             arrays = [copy for _, copies in sorted(by_rank.items()) for copy in copies]
             whole = Replicated().join([()] * len(arrays))
         else:
-            # a fragment for each copy of its shard
-            arrays, fragments = list[Array](), list[Fragment]()
+            # a part for each copy of its shard
+            arrays, parts = list[Array](), list[Part]()
             for rank in range(len(layout.shards)):
-                mine = [f for f in layout.fragments if f.shard == rank]
+                mine = [part for part in layout.parts if part.input == rank]
                 for copy in by_rank[rank]:
-                    fragments += [replace(f, shard=len(arrays)) for f in mine]
+                    parts += [part._replace(input=len(arrays)) for part in mine]
                     arrays.append(copy)
             shapes = tuple(array.info.shape for array in arrays)
-            whole = replace(layout, shards=shapes, fragments=tuple(fragments))
+            whole = replace(layout, shards=shapes, parts=tuple(parts))
         states[state] = joined(f"{state}.{name}", whole, arrays)
     for state, by_file in param.numbers.items():
         (first, value), *_ = by_file.items()

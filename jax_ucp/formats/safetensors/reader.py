@@ -40,7 +40,8 @@ from jax_ucp.formats.weight_files import (
 from jax_ucp.formats.weight_names import model_of_index
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import box_part
 from jax_ucp.options import Options, Sizes
 
 # In the `__metadata__` of a file of parts of tensors, as the Hugging Face storage of PyTorch DCP
@@ -101,9 +102,9 @@ def layout_of(name: str, parts: Sequence[tuple[str, Box]]) -> ParamLayout:
                 f"{name} is stored twice: {box} of it is in {first[box]} and in {key}"
             )
     shape = tuple(map(max, zip(*(box.stop for box in blocks), strict=True)))
-    fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(blocks) if box.size]
+    placed = [box_part(i, Box.whole(box.shape), box) for i, box in enumerate(blocks) if box.size]
     shapes = tuple(box.shape for box in blocks)
-    return ParamLayout(shape, shapes, tuple(fragments))
+    return ParamLayout(shape, shapes, tuple(placed))
 
 
 SUFFIX = ".safetensors"

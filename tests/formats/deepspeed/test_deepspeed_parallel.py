@@ -125,7 +125,7 @@ def test_each_list_of_patterns_joins_slices_in_its_way(name, slices, shape, seco
     layout = info().layout(name, [slices, slices])
     layout.check()
     assert layout.shape == shape
-    assert [str(f.target) for f in layout.fragments if f.shard == 1] == second
+    assert [str(f.target_box) for f in layout.parts if f.input == 1] == second
 
 
 def test_before_version_0_4_sub_params_are_counted_or_measured_and_cut_evenly():
@@ -133,7 +133,7 @@ def test_before_version_0_4_sub_params_are_counted_or_measured_and_cut_evenly():
     for sizes in (3, (4, 4, 4)):
         entry = [{"patterns": ["qkv"], "shape": (sizes, -1), "partition_dim": 0}]
         layout = info(**old, parameter_with_sub_params=entry).layout("qkv", [(6, 3), (6, 3)])
-        assert [str(f.target) for f in layout.fragments if f.shard == 0] == [
+        assert [str(f.target_box) for f in layout.parts if f.input == 0] == [
             "[0:2, 0:3]",
             "[4:6, 0:3]",
             "[8:10, 0:3]",
@@ -225,7 +225,7 @@ def affine(**change) -> dict:
 def test_an_affine_map_of_boxes_is_a_layout():
     layout = affine_layout(affine(), [(4, 2), (4, 2)], "w")
     layout.check()
-    assert [str(f.target) for f in layout.fragments] == ["[0:4, 0:2]", "[0:4, 2:4]"]
+    assert [str(f.target_box) for f in layout.parts] == ["[0:4, 0:2]", "[0:4, 2:4]"]
 
 
 @pytest.mark.parametrize("change", [
@@ -261,8 +261,8 @@ def test_pieces_of_each_parameter_put_in_order_are_the_parameter(ranks):
     for name, layout in partitioned_layouts(shapes, ranks).items():
         layout.check()
         got = np.full(shapes[name], np.nan, np.float32)
-        for f in layout.fragments:
-            got[f.target.index] = buffers[f.shard][f.source.index].reshape(f.target.shape)
+        for f in layout.parts:
+            got[f.target_box.index] = buffers[f.input][f.source_box.index].reshape(f.sizes)
         np.testing.assert_array_equal(got, whole[name])
         assert layout.shards == tuple((b.size,) for b in buffers)
 

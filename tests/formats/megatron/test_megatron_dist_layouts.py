@@ -73,7 +73,7 @@ def test_the_boxes_that_ranks_wrote_say_how_they_held_a_parameter(ranks, size, p
     shape = (3, parts * length) if axis else (parts * length, 3)
     for pattern in (gated, Sharded(axis) if parts == 1 else gated, Replicated()):
         layout = pattern.join([shard.shape for shard in by_hand(pattern, numbered(shape), ranks)])
-        boxes = [fragment.target for fragment in layout.fragments]
+        boxes = [part.target_box for part in layout.parts]
         random.shuffle(boxes)
         found = cut_of(shape, boxes, ranks)
         found.check()
