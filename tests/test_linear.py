@@ -134,7 +134,7 @@ def test_opening_zero_3_is_linear_in_the_ranks(tmp_path):
 
 
 def test_what_64_ranks_of_zero_3_have_alike_is_read_and_kept_once(tmp_path):
-    """What one more parameter costs on each rank: its fragment, and its name among what is
+    """What one more parameter costs on each rank: its part, and its name among what is
     stored.
     """
     folders = [zero3(tmp_path / str(n), n, 64) for n in (32, 96)]

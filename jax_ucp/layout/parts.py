@@ -69,13 +69,12 @@ class Place(NamedTuple):
 
     def on_axis(self, axis: int) -> list[int]:
         """The indices that run on an axis, the one with the widest steps first."""
-        found = [k for k, (on, _) in enumerate(self.steps) if on == axis]
-        return sorted(found, key=lambda k: -self.steps[k][1])
+        return [k for k in self.order if self.steps[k][0] == axis]
 
     @property
-    def order(self) -> list[int]:
+    def order(self) -> tuple[int, ...]:
         """The indices from the slowest to the fastest, in row-major order of the array."""
-        return [k for axis in range(len(self.offset)) for k in self.on_axis(axis)]
+        return _order(self.steps)
 
 
 class Part(NamedTuple):
@@ -183,8 +182,11 @@ class Part(NamedTuple):
         if self.source.hull(indices).size <= MOST_READ * indices.size:
             yield indices
             return
-        for piece in _slices(indices, self._widest(indices), 1):
-            yield from self.dense(piece)
+        pieces = list(_slices(indices, self._widest(indices), 1))
+        if self.source.hull(pieces[0]).size <= MOST_READ * pieces[0].size:
+            yield from pieces
+        else:
+            yield from itertools.chain.from_iterable(map(self.dense, pieces))
 
     def _widest(self, indices: Box) -> int:
         """The index whose elements have the widest gaps between them in the source."""
@@ -241,6 +243,11 @@ def straight(ndim: int) -> Steps:
 def row_major(sizes: Shape) -> Steps:
     """The steps of elements one after another in row-major order, on one axis."""
     return tuple([(0, math.prod(sizes[k + 1 :])) for k in range(len(sizes))])
+
+
+@lru_cache(maxsize=4096)
+def _order(steps: Steps) -> tuple[int, ...]:
+    return tuple(sorted(range(len(steps)), key=lambda k: (steps[k][0], -steps[k][1])))
 
 
 def _slices(box: Box, axis: int, step: int) -> Iterator[Box]:

@@ -150,6 +150,11 @@ def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_als
     assert not wide[..., 1].any()
     (got,) = read_boxes(view, "cut", [Box.whole(want.shape)])
     np.testing.assert_array_equal(got, want)
+    located = np.full(want.shape, -1)
+    for piece in view.locate("cut", Box.whole(want.shape)):
+        elements = store.data["w"][piece.source.index]
+        located[piece.target.index] = elements.reshape(piece.target.shape)
+    np.testing.assert_array_equal(located, want)
 
 
 def test_columns_of_a_layer_of_several_are_read_and_nothing_beside_them():

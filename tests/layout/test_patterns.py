@@ -15,7 +15,7 @@ from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import Part, Place, box_part
+from jax_ucp.layout.parts import Part, Place, box_part, straight
 from jax_ucp.layout.patterns import (
     Averaged,
     Fused,
@@ -236,6 +236,25 @@ def test_check_names_every_fault_at_once():
         layout.check()
     assert "overlap: [0:2, 0:4] of shard 0 and [1:3, 0:4] of shard 1" in str(error.value)
     assert "hole: [3:4, 0:4] is in no shard" in str(error.value)
+
+
+@pytest.mark.parametrize("steps", [((0, 1), (0, 1)), ((0, 1), (0, 3)), ((0, 3), (0, 1))])
+def test_a_part_that_has_an_element_twice_or_leaves_one_out_is_refused(steps):
+    """The box around its elements is that of a range of the shard."""
+    whole = Place((0, 0), straight(2))
+    twice = Part(0, (2, 2), Place((0,), steps), whole)
+    with pytest.raises(LayoutError, match=r"shard 0 has not all of \[0:"):
+        ParamLayout((2, 2), ((5,),), (twice,)).check()
+    with pytest.raises(LayoutError, match=r"claims not all of \[0:"):
+        ParamLayout((5,), ((2, 2),), (twice.inverse(),)).check()
+
+
+def test_a_part_may_turn_an_array():
+    turned = Part(0, (2, 3), Place((0, 0), straight(2)), Place((0, 0), straight(2)[::-1]))
+    layout = ParamLayout((3, 2), ((2, 3),), (turned,))
+    layout.check()
+    whole = numbered((2, 3))
+    np.testing.assert_array_equal(view_of(layout, [whole]).read("w", Box.whole((3, 2))), whole.T)
 
 
 @pytest.mark.parametrize(("pattern", "shards", "message"), [
