@@ -25,6 +25,7 @@ BENCHMARKS = {
     "gguf": "benchmarks.gguf",
     "remote": "benchmarks.remote",
     "links": "benchmarks.links",
+    "loaders": "benchmarks.loaders",
 }
 
 

@@ -213,8 +213,7 @@ class LocalFiles(Files):
     def read_into(self, reads: Sequence[RangeRead]) -> None:
         for file, ranges in itertools.groupby(reads, key=lambda read: read.file):
             with self._opened(file) as handle:
-                for read in ranges:
-                    pread_into(handle, read.start, read.out)
+                pread_into(handle, ranges)
 
     @contextmanager
     def _opened(self, file: FileInfo) -> Iterator[int]:

@@ -5,37 +5,64 @@ A mapped page that the disk cannot give ends the process (SIGBUS), where a read 
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.copying import copy_into
+from jax_ucp.files.protocol import RangeRead
 from jax_ucp.layout.blocks import run_boxes
 
 # What goes to places with gaps is read into so much memory first, which stays in a core's cache,
 # and then put there.
 SCATTERED_BYTES = 1 << 20
+# More `preadv` does not take on Linux: IOV_MAX of limits.h.
+MOST_ARRAYS = 1024
 
 
-def pread_into(handle: int, offset: int, out: np.ndarray) -> None:
-    """Fill `out`, row-major and of any strides, from `offset` on. Raises CorruptData."""
-    if out.flags.c_contiguous:
-        _fill(handle, offset, out)
-        return
+def pread_into(handle: int, reads: Iterable[RangeRead]) -> None:
+    """Fill the arrays of reads of one file. Neighbours are filled by one request.
+
+    Raises CorruptData where the file ends too soon.
+    """
+    rooms: list[np.ndarray] = []
+    start = stop = 0
+    for read in reads:
+        if not read.out.flags.c_contiguous:
+            _scatter(handle, read.start, read.out)
+            continue
+        if read.start != stop:
+            _fill(handle, start, rooms)
+            rooms, start = [], read.start
+        rooms.append(read.out)
+        stop = read.start + read.out.nbytes
+    _fill(handle, start, rooms)
+
+
+def _scatter(handle: int, offset: int, out: np.ndarray) -> None:
     room = np.empty(min(SCATTERED_BYTES, out.nbytes), np.uint8)
     # The last axes are filled first: each block is a run of the elements in row-major order.
     for block in run_boxes(out.shape, out.itemsize, len(room)):
         data = room[: block.size * out.itemsize]
-        _fill(handle, offset, data)
+        _fill(handle, offset, [data])
         copy_into(out[block.index], data.view(out.dtype).reshape(block.shape))
         offset += len(data)
 
 
-def _fill(handle: int, offset: int, out: np.ndarray) -> None:
-    room = out.reshape(-1).view(np.uint8).data
-    while room:
-        count = os.preadv(handle, [room], offset)  # at most 2 GiB at a time
+def _fill(handle: int, offset: int, outs: Iterable[np.ndarray]) -> None:
+    rooms = deque(out.reshape(-1).view(np.uint8).data for out in outs if out.size)
+    while rooms:
+        # at most 2 GiB at a time
+        count = os.preadv(handle, list(itertools.islice(rooms, MOST_ARRAYS)), offset)
         if not count:
-            raise CorruptData(f"the file ends at byte {offset}, {len(room)} bytes too soon")
-        room, offset = room[count:], offset + count
+            left = sum(map(len, rooms))
+            raise CorruptData(f"the file ends at byte {offset}, {left} bytes too soon")
+        offset += count
+        while rooms and count >= len(rooms[0]):
+            count -= len(rooms.popleft())
+        if count:
+            rooms[0] = rooms[0][count:]

@@ -40,6 +40,8 @@ _EXCHANGED = (
 WHOLE_BYTES = 128 << 10
 # Bytes of inner chunks that are requested together over a network.
 REMOTE_BATCH_BYTES = 32 << 20
+# And from a disk, so that what is copied is still in a core's cache.
+LOCAL_BATCH_BYTES = 1 << 20
 
 
 def has_index(chunks: Chunks) -> bool:
@@ -146,13 +148,12 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
     """
     left = {id(shard): shard for shard in shards if not _is_placed(shard)}
     pieces = list(itertools.chain.from_iterable(map(_placed, shards)))
-    for batch in batches(pieces, lambda piece: piece.nbytes, REMOTE_BATCH_BYTES, len(pieces)):
-        ends = list(itertools.accumulate(piece.nbytes for piece in batch))
-        parts = np.split(np.empty(ends[-1], np.uint8), ends[:-1])
-        both = list(zip(batch, parts, strict=True))
-        files.read_into([RangeRead(piece.shard.file, piece.at, part) for piece, part in both])
-        for piece, part in both:
-            if not piece.deliver(part):
+    most = REMOTE_BATCH_BYTES if files.is_remote else LOCAL_BATCH_BYTES
+    for batch in batches(pieces, lambda piece: piece.nbytes, most, len(pieces)):
+        read = [(piece, piece.buffers(in_place=not files.is_remote)) for piece in batch]
+        files.read_into([one for piece, buffers in read for one in piece.reads(buffers)])
+        for piece, buffers in read:
+            if not piece.deliver(buffers):
                 left[id(piece.shard)] = piece.shard
     return list(left.values())
 
@@ -167,14 +168,39 @@ class _Placed:
     nbytes: int
     takers: Sequence[tuple[Box, np.ndarray]]
 
-    def deliver(self, data: np.ndarray) -> bool:
-        """Whether `data` is this inner chunk, by its crc32c; if so takers' elements are copied."""
-        shard, crc = self.shard, _crc(data[:-CRC_BYTES])
+    def buffers(self, in_place: bool) -> list[np.ndarray]:
+        """Memory for all of it; or, if it may be read in place, that of one taker who wants it all
+        and has no gaps, and memory for the crc32c.
+        """
+        (want, out), *others = self.takers
+        start, inner = _first_element(self.shard, self.place), self.shard.chunks.inner
+        box = Box(start, tuple(a + n for a, n in zip(start, inner, strict=True)))
+        if in_place and not others and box.within(want):
+            part = out[box.relative_to(want).index]
+            if part.flags.c_contiguous:
+                return [part, np.empty(CRC_BYTES, np.uint8)]
+        return [np.empty(self.nbytes, np.uint8)]
+
+    def reads(self, buffers: Sequence[np.ndarray]) -> Iterator[RangeRead]:
+        at = self.at
+        for buffer in buffers:
+            yield RangeRead(self.shard.file, at, buffer)
+            at += buffer.nbytes
+
+    def deliver(self, buffers: Sequence[np.ndarray]) -> bool:
+        """Whether the inner chunk was read, by its crc32c; if so takers' elements are copied."""
+        shard, is_in_place = self.shard, len(buffers) > 1
+        if is_in_place:
+            data, stored = buffers
+        else:
+            data, stored = np.split(buffers[0], [-CRC_BYTES])
+        crc = _crc(data)
         recorded = crc if shard.crcs is None else shard.crcs[self.place].tobytes()
-        if not crc == data[-CRC_BYTES:].tobytes() == recorded:
+        if not crc == stored.tobytes() == recorded:
             return False
-        inner = data[:-CRC_BYTES].view(shard.dtype).reshape(shard.chunks.inner)
-        _hand_out(inner, _first_element(shard, self.place), self.takers)
+        if not is_in_place:
+            inner = data.view(shard.dtype).reshape(shard.chunks.inner)
+            _hand_out(inner, _first_element(shard, self.place), self.takers)
         return True
 
 
@@ -196,7 +222,8 @@ def _placed(shard: OuterChunk) -> Iterator[_Placed]:
         number = 0
         for p, n in zip(order(place), grid, strict=True):
             number = number * n + p
-        yield _Placed(shard, place, (shard.offset or 0) + number * nbytes, nbytes, wanted[place])
+        at = (shard.offset or 0) + number * nbytes
+        yield _Placed(shard, place, at, nbytes, wanted[place])
 
 
 def _first_element(shard: OuterChunk, place: Shape) -> Shape:

@@ -187,9 +187,9 @@ class ZarrStore(ArraySource):
         """Read several boxes, each into its array, and every inner chunk of them once."""
         with self._telling(key):
             shards = self._shards(key, boxes, outs)
-            # of a pack many arrays are read, one after the other; the index of a stack is long
+            # of a pack many arrays are read, one after the other
             is_packed = bool(shards) and shards[0].offset is not None
-            if (self.directory.is_remote and not is_packed) or self.chunks[key].is_stack:
+            if not is_packed or self.chunks[key].is_stack:
                 shards = read_at_once(self.directory, shards)
             for shard in shards:
                 self._read_shard(shard)
