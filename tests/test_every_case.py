@@ -168,7 +168,7 @@ def test_a_conversion_is_the_live_state_and_reads_little_twice(case, tmp_path):
 
 
 def test_a_link_is_the_live_state(case, tmp_path):
-    """Of those that have a line in docs/formats.md."""
+    """Of those that have a line in docs/tested.md."""
     is_file = case.about.get("kind", "").startswith("torch_save")
     if case.family not in FAMILIES or is_file or (case.name == "dcp_objects" and not HAS_ALL):
         return
