@@ -357,22 +357,22 @@ def text() -> str:
     return TEXT.replace("{schemes}", schemes).replace("{types}", str(len(model_types())))
 
 
-def tested_text() -> str:
+def text_of_cases() -> str:
     """The page of tested checkpoints without its table of cases."""
     return TESTED_TEXT.replace("{folders}", "\n".join(map(folder_row, names_of("folders"))))
 
 
-def tested() -> str:
+def page_of_cases() -> str:
     mesh = mesh_of(4, 2)
     head = (
         "| case | format | what it shows | arrays | equal when read | restored | converted,"
         " restored | accounted for |"
     )
-    return tested_text().replace(
+    return text_of_cases().replace(
         "{table}", "\n".join([head, "|---" * 8 + "|", *(row(case, mesh) for case in every())])
     )
 
 
 if __name__ == "__main__":
     PAGE.write_text(text())
-    TESTED.write_text(tested())
+    TESTED.write_text(page_of_cases())

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from cases import Case, every
-from formats_table import PAGE, TESTED, row, tested_text, text
+from formats_table import PAGE, TESTED, row, text, text_of_cases
 from helpers import mesh_of
 
 LINES = {
@@ -20,7 +20,7 @@ def test_every_case_has_its_line_and_no_other():
 
 def test_the_text_around_the_tables_is_that_of_the_script():
     assert PAGE.read_text() == text()
-    before, after = tested_text().split("{table}")
+    before, after = text_of_cases().split("{table}")
     assert TESTED.read_text().startswith(before)
     assert TESTED.read_text().endswith(after)
 
