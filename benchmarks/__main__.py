@@ -26,6 +26,7 @@ BENCHMARKS = {
     "remote": "benchmarks.remote",
     "links": "benchmarks.links",
     "loaders": "benchmarks.loaders",
+    "device": "benchmarks.device",
 }
 
 

@@ -19,6 +19,7 @@ from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.boxes import Device, index_box
+from jax_ucp.sharding.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class DeviceBuffers:
         ):
             start = np.array(hit.relative_to(box).start, np.int32)
             for device in self._request.boxes[box]:
-                part = jax.device_put(_bits(data), device)
+                part = to_device(data, device)
                 with self._lock:  # a write gives the memory of the array on to the next one
                     self._arrays[device], over = _written(self._arrays[device], part, start)
                 done.append(over)
@@ -202,12 +203,6 @@ def _cast(key: str, data: np.ndarray, dtype: np.dtype) -> np.ndarray:
             " jax_enable_x64 where it has 64 bits"
         )
     return result
-
-
-def _bits(data: np.ndarray) -> np.ndarray:
-    """Floats as integers: XLA may compute 16 bits in 32, which changes a signalling NaN."""
-    floating = jnp.issubdtype(data.dtype, jnp.floating)
-    return np.ascontiguousarray(data).view(f"u{data.dtype.itemsize}") if floating else data
 
 
 @functools.partial(jax.jit, donate_argnums=0)

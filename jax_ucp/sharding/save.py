@@ -38,6 +38,7 @@ from jax_ucp.layout.blocks import (
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
+from jax_ucp.sharding.transfer import to_host
 from jax_ucp.sharding.trees import TreeNode, empty_kind, kind_of, walk
 from jax_ucp.text import is_encodable
 from jax_ucp.tree import Leaf, SavedSharding, ambiguous_paths, leaf_names
@@ -400,26 +401,25 @@ def _to_host(
     needed: dict[str, list[Box]] = defaultdict(list)
     for name, box in blocks:
         needed[name].append(box)
-    # All copies begin before one is waited for.
-    parts = {name: _begin_copies(arrays[name], tuple(boxes)) for name, boxes in needed.items()}
+    parts = {name: _parts(arrays[name], tuple(boxes)) for name, boxes in needed.items()}
+    on_devices = [part for of in parts.values() for part in of.values()]
+    copied = iter(to_host([part for part in on_devices if isinstance(part, jax.Array)]))
     return {
-        name: {box: np.asarray(part) for box, part in part_of.items()}
-        for name, part_of in parts.items()
+        name: {
+            box: next(copied) if isinstance(part, jax.Array) else part for box, part in of.items()
+        }
+        for name, of in parts.items()
     }
 
 
-def _begin_copies(
+def _parts(
     array: np.ndarray | jax.Array, boxes: tuple[Box, ...]
 ) -> dict[Box, np.ndarray | jax.Array]:
-    """The parts of an array that the boxes need, on their way to the host."""
+    """The parts of an array that the boxes need, by their boxes, where they are."""
     if not isinstance(array, jax.Array):
         return {Box.whole(array.shape): array}
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     sources = _sources(array.sharding, array.shape, boxes)
-    for _, device in sources:
-        # On CPU it only costs: np.asarray is a view of the device's memory.
-        if device.platform != "cpu":
-            by_device[device].copy_to_host_async()
     return {box: by_device[device] for box, device in sources}
 
 
