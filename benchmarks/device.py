@@ -40,6 +40,7 @@ def run(options: Options) -> Iterator[Table]:
 def _link(device: Any, options: Options) -> Table:
     """GB/s of both directions by size: from ordinary and from pinned memory, and as saves copy."""
     pinned = SingleDeviceSharding(device, memory_kind=PINNED)
+    usual = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
     rows: dict[str, dict[str, object]] = {}
     size = 64 << 10
     while size <= options.mib << 20:
@@ -48,7 +49,7 @@ def _link(device: Any, options: Options) -> Table:
         # Every copy is of a new array: JAX keeps the host's copy of one that it has copied once.
         ways: dict[str, Callable[[Any], Any]] = {
             "to device": lambda _, host=host: jax.device_put(host, device),
-            "to device, pinned": lambda _, data=in_pinned: jax.device_put(data, device),
+            "to device, pinned": lambda _, data=in_pinned: jax.device_put(data, usual),
             "to host": np.asarray,
             "to host, pinned": lambda data: jax.device_put(data, pinned),
             "to host, as saves do": lambda data: to_host([data])[0],

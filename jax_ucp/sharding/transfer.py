@@ -71,8 +71,11 @@ def _by_pinned(part: jax.Array) -> bool:
 
 def _pieces(part: jax.Array, out: np.ndarray) -> Iterator[tuple[int, Callable[[], None]]]:
     """The copies that fill `out`, each with its bytes of pinned memory."""
-    info = ArrayInfo(part.shape, np.dtype(part.dtype))
-    for box in info.blocks([Box.whole(part.shape)], PIECE_BYTES):
+    info, whole = ArrayInfo(part.shape, np.dtype(part.dtype)), Box.whole(part.shape)
+    if part.sharding.memory_kind == PINNED:  # offloaded: it takes no more of it
+        yield 0, partial(_copy_piece, part, whole, out)
+        return
+    for box in info.blocks([whole], PIECE_BYTES):
         yield box.size * info.dtype.itemsize, partial(_copy_piece, part, box, out)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
@@ -92,6 +92,15 @@ def test_what_is_held_of_pinned_memory_is_bounded_whatever_is_saved(link):
         np.testing.assert_array_equal(got, BITS.astype(np.int32) + int(array[0, 0] - BITS[0, 0]))
     assert 0 < link.most <= transfer.PINNED_BYTES
     assert link.held == 0
+
+
+def test_offloaded_arrays_are_copied_from_where_they_are(link):
+    pinned = SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
+    array = jax.device_put(BITS.astype(np.int32), pinned)
+    (got,) = transfer.to_host([array])
+    np.testing.assert_array_equal(got, BITS.astype(np.int32))
+    assert got.flags.owndata
+    assert link.copies == 1
 
 
 def test_a_snapshot_is_complete_when_its_devices_are_donated(link):
