@@ -4,6 +4,7 @@ afterwards.
 """
 
 import threading
+import time
 import weakref
 
 import jax
@@ -37,13 +38,14 @@ class Link:
         monkeypatch.setattr(transfer, "_pinned", self._pinned)
         monkeypatch.setattr(transfer, "PINNED_FROM_BYTES", 256)
         monkeypatch.setattr(transfer, "PIECE_BYTES", 1024)
-        monkeypatch.setattr(transfer, "PINNED_BYTES", 4096)
+        monkeypatch.setattr(transfer, "PINNED_BYTES", 2048)
 
     def _pinned(self, part: jax.Array) -> jax.Array:
         with self._lock:
             self.copies += 1
             self.held += part.nbytes
             self.most = max(self.most, self.held)
+        time.sleep(0.001)  # so that copies of several threads overlap
         pinned = self._real(part)
         weakref.finalize(pinned, self._given_back, part.nbytes)
         return pinned
