@@ -61,7 +61,15 @@ _CHECKLIST = "checklist.chk"  # of Llama's originals: a line for each file
 
 
 def read_json(path: FilePath) -> Any:
-    data = path.read_bytes()
+    """The content of a file of JSON. Raises FormatError where it is none, or a broken link."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        if (target := path.link()) is None:
+            raise
+        raise FormatError(
+            f"{path} is a link to {target}, where nothing is: copy the file itself"
+        ) from None
     try:
         return decode_json(data)
     except ValueError as error:

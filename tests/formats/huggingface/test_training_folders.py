@@ -280,3 +280,11 @@ def test_deepspeed_s_folder_in_that_of_the_trainer_has_its_state_too(tmp_path):
     assert checkpoint.extras["config.json"]["config"]["model_type"] == "llama"
     assert not any("trainer_state.json" in note for note in checkpoint.notes[1:])
     assert_accounted_for(checkpoint)
+
+
+def test_a_broken_link_is_named_with_where_it_leads(tmp_path):
+    folder = Case("trainers/small_llama").copied(tmp_path / "ckpt")
+    (folder / "trainer_state.json").unlink()
+    (folder / "trainer_state.json").symlink_to("gone.json")
+    with pytest.raises(FormatError, match=r"trainer_state\.json is a link to .*gone\.json, where"):
+        ucp.open(folder)
