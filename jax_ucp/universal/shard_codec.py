@@ -8,6 +8,7 @@ to its output, and is checked on the way. Facts: zarr-specs, `docs/v3/codecs/sha
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -28,7 +29,7 @@ from jax_ucp.layout.fragments import Shape
 
 CRC_BYTES = 4
 CRC = np.dtype("<u4")
-_ENTRY = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
+_ENTRY_BYTES = 16  # of an index: offset and length of an inner chunk
 _NOT_STORED = (1 << 64) - 1
 _EXCHANGED = (
     "they are whole, but do not have the crc32c that ucp.json records for this place. They, or"
@@ -57,15 +58,9 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
         crcs += _crc(whole)
         yield bytes(crcs)
         return
-    index = (
-        np.full(_inner_grid(chunks), _NOT_STORED, np.uint64)
-        .repeat(2)
-        .view(_ENTRY)
-        .reshape(_inner_grid(chunks))
-    )
     part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
     room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
-    at, every = 0, np.zeros(grid_shape(data.shape, chunks.inner), CRC)
+    every = np.zeros(grid_shape(data.shape, chunks.inner), CRC)
     boxes = grid_boxes(data.shape, chunks.inner)
     if chunks.is_stack:
         boxes = sorted(boxes, key=lambda box: chunks.file_order(box.start))
@@ -74,15 +69,24 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
             room[...] = 0
         room[tuple(map(slice, box.shape))] = data[box.index]
         part[-CRC_BYTES:] = np.frombuffer(crc := _crc(room), np.uint8)
-        place = grid_place(box, chunks.inner)
-        every[place] = int.from_bytes(crc, "little")
-        index[place] = (at, len(part))
-        at += len(part)
+        every[grid_place(box, chunks.inner)] = int.from_bytes(crc, "little")
         yield part.data
     crcs += every.tobytes()
     if has_index(chunks):
-        yield index.tobytes()
-        yield _crc(index)
+        yield _index(data.shape, chunks, data.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _index(shape: Shape, chunks: Chunks, itemsize: int) -> bytes:
+    """The index, with its crc32c, of an outer chunk of which `shape` is inside the array: inner
+    chunks lie one after the other.
+    """
+    index = np.full((*_inner_grid(chunks), 2), _NOT_STORED, np.uint64)
+    nbytes = math.prod(chunks.inner) * itemsize + CRC_BYTES
+    places = itertools.product(*map(range, grid_shape(shape, chunks.inner)))
+    for number, place in enumerate(sorted(places, key=chunks.file_order)):
+        index[place] = (number * nbytes, nbytes)
+    return index.tobytes() + _crc(index)
 
 
 def chunk_bytes(chunks: Chunks, dtype: np.dtype) -> int:
@@ -97,7 +101,7 @@ def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
     86
     """
     stored = math.prod(grid_shape(box.shape, chunks.inner))
-    index = math.prod(_inner_grid(chunks)) * _ENTRY.itemsize + CRC_BYTES if has_index(chunks) else 0
+    index = math.prod(_inner_grid(chunks)) * _ENTRY_BYTES + CRC_BYTES if has_index(chunks) else 0
     return stored * chunk_bytes(chunks, dtype) + index
 
 
@@ -144,13 +148,23 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
 
     Inner chunks are expected where our writer puts them, one after the other. An outer chunk is
     left if one is not there with its crc32c: it is damaged, in another order, or has an index
-    alone.
+    alone. On a disk its index, which others need, is looked at too, but not that of a stack, which
+    is long.
     """
-    left = {id(shard): shard for shard in shards if not _is_placed(shard)}
-    pieces = list(itertools.chain.from_iterable(map(_placed, shards)))
-    most = REMOTE_BATCH_BYTES if files.is_remote else LOCAL_BATCH_BYTES
+    is_local = not files.is_remote
+    left: dict[int, OuterChunk] = {}
+    pieces: list[_Placed | _PlacedIndex] = []
+    for shard in shards:
+        if not _is_placed(shard):
+            left[id(shard)] = shard
+            continue
+        pieces += _placed(shard)
+        has_own = shard.offset is None and has_index(shard.chunks) and not shard.chunks.is_stack
+        if is_local and has_own:
+            pieces.append(_PlacedIndex(shard))
+    most = LOCAL_BATCH_BYTES if is_local else REMOTE_BATCH_BYTES
     for batch in batches(pieces, lambda piece: piece.nbytes, most, len(pieces)):
-        read = [(piece, piece.buffers(in_place=not files.is_remote)) for piece in batch]
+        read = [(piece, piece.buffers(in_place=is_local)) for piece in batch]
         files.read_into([one for piece, buffers in read for one in piece.reads(buffers)])
         for piece, buffers in read:
             if not piece.deliver(buffers):
@@ -204,6 +218,31 @@ class _Placed:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class _PlacedIndex:
+    """The index of an outer chunk, expected to be as our writer makes it."""
+
+    shard: OuterChunk
+
+    @property
+    def data(self) -> bytes:
+        return _index(self.shard.box.shape, self.shard.chunks, self.shard.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def buffers(self, in_place: bool) -> list[np.ndarray]:
+        return [np.empty(self.nbytes, np.uint8)]
+
+    def reads(self, buffers: Sequence[np.ndarray]) -> Iterator[RangeRead]:
+        end = (self.shard.offset or 0) + self.shard.nbytes
+        yield RangeRead(self.shard.file, end - self.nbytes, buffers[0])
+
+    def deliver(self, buffers: Sequence[np.ndarray]) -> bool:
+        return buffers[0].tobytes() == self.data
+
+
 def _is_placed(shard: OuterChunk) -> bool:
     """Whether the places of an outer chunk's inner chunks are known without its index."""
     is_sized = shard.offset is not None or shard.file.size == shard.nbytes
@@ -213,8 +252,6 @@ def _is_placed(shard: OuterChunk) -> bool:
 
 def _placed(shard: OuterChunk) -> Iterator[_Placed]:
     """The inner chunks with a wanted element, in the order in which our writer puts them."""
-    if not _is_placed(shard):
-        return
     nbytes, order = chunk_bytes(shard.chunks, shard.dtype), shard.chunks.file_order
     grid = order(grid_shape(shard.box.shape, shard.chunks.inner))
     wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
@@ -291,7 +328,7 @@ def _entries(reader: _ShardReader, chunks: Chunks) -> np.ndarray:
     grid = _inner_grid(chunks)
     if not has_index(chunks):
         return np.array([0, reader.size], np.uint64).reshape(*grid, 2)
-    begin = reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES
+    begin = reader.size - math.prod(grid) * _ENTRY_BYTES - CRC_BYTES
     (index,) = reader.checked([_Piece(begin, reader.size, "the index")])
     # the next range may be read into the same memory
     return index.view(np.uint64).reshape(*grid, 2).copy()
@@ -366,7 +403,7 @@ class _ShardReader:
 def read_unit(chunks: Chunks, itemsize: int) -> Shape:
     """The block that is read whole if any of it is wanted: an inner chunk, or a small file."""
     count = math.prod(_inner_grid(chunks))
-    nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
+    nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY_BYTES) + CRC_BYTES
     return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
 
 
