@@ -125,7 +125,7 @@ class TorchFile(ExtentTable):
                 raise cannot_be_read(contents.refused)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "tree": None}  # its tensors are in the table
+        return {**vars(self), "tree": None}  # its tensors are in the table
 
     def stored(self, key: str) -> StoredArray:
         """Where a tensor is stored. What is deflated is inflated here, and its CRC compared."""

@@ -88,7 +88,7 @@ class DcpSource(ExtentTable):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_files": OrderedDict(), "_alike": {}, "_inflated": 0, "_lock": None}
-        return {**super().__getstate__(), **own}
+        return {**vars(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=Lock())
