@@ -23,6 +23,7 @@ from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.files import pread
 from jax_ucp.files.pread import pread_into
+from jax_ucp.files.protocol import FileInfo, RangeRead
 from jax_ucp.layout.box import Box
 
 DATA = Path(__file__).parent.parent / "data"
@@ -32,6 +33,7 @@ CASES = [
     "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16/ckpt", "megatron/old0153_tp2_zarr_fp32/ckpt",
     "torch/fsdp2_tp_2x2/ckpt", "torch/dcp_zstd/ckpt", "torch/hf_llama/ckpt", "torch/torchsave/trainer.pt",
 ]  # fmt: skip
+_FILE = FileInfo("file", 250, "")
 
 
 def halves(box: Box, axis: int) -> list[Box]:
@@ -188,29 +190,51 @@ def test_a_run_of_a_file_fills_a_place_with_gaps_in_row_major_order(tmp_path_fac
     out = room[..., 0].transpose(np.argsort(order))
     with pytest.MonkeyPatch.context() as patch, file.open("rb") as opened:
         patch.setattr(pread, "SCATTERED_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
-        pread_into(opened.fileno(), 6, out)
+        pread_into(opened.fileno(), [RangeRead(_FILE, 6, out)])
     assert out.tobytes() == want.tobytes()
     assert not room[..., 1].any()
 
 
-def test_reads_that_return_less_than_was_asked_for_are_gone_on_with(tmp_path, monkeypatch):
-    path, preadv = tmp_path / "file", os.preadv
-    path.write_bytes(bytes(range(200)))
-    monkeypatch.setattr(
-        os, "preadv", lambda handle, rooms, offset: preadv(handle, [rooms[0][:7]], offset)
+@given(st.data())
+def test_neighbours_come_by_one_request_and_what_a_request_leaves_by_the_next(
+    tmp_path_factory, data
+):
+    """In any order, with gaps and without, empty ones among them."""
+    path = tmp_path_factory.mktemp("neighbours") / "file"
+    path.write_bytes(bytes(range(250)))
+    ends = data.draw(
+        st.lists(st.integers(0, 250), min_size=2, max_size=9).map(sorted), label="ends"
     )
-    out = np.empty((5, 9), np.uint16)
-    with path.open("rb") as file:
-        pread_into(file.fileno(), 30, out)
-    assert out.tobytes() == bytes(range(30, 120))
+    runs = list(itertools.pairwise(ends))
+    kept = data.draw(st.lists(st.sampled_from(runs), min_size=1, max_size=8), label="reads")
+    reads = [RangeRead(_FILE, a, np.zeros(b - a, np.uint8)) for a, b in kept]
+    most = data.draw(st.sampled_from([1, 7, 1 << 20]), label="bytes of a request")
+    asked: list[int] = []
+
+    def preadv(handle: int, rooms: list[memoryview], offset: int, real=os.preadv) -> int:
+        asked.append(offset)
+        return real(handle, [rooms[0][:most], *(rooms[1:] if most > 250 else [])], offset)
+
+    with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
+        patch.setattr(os, "preadv", preadv)
+        patch.setattr(
+            pread, "MOST_ARRAYS", data.draw(st.sampled_from([1, 2, 1024]), label="arrays")
+        )
+        pread_into(file.fileno(), reads)
+        is_one_request = most > 250 and pread.MOST_ARRAYS > 8
+    for read in reads:
+        assert read.out.tobytes() == bytes(range(250))[read.start :][: len(read.out)]
+    breaks = sum(b != c for (_, b), (c, _) in itertools.pairwise(kept))
+    assert not is_one_request or len(asked) <= 1 + breaks
 
 
 def test_a_file_that_changes_or_ends_too_soon_is_an_error(tmp_path):
     path = tmp_path / "file.pt"
     torch_writer.save({"w": numbered((64,), np.float32)}, path)
     file = TorchFile(path)
+    end = RangeRead(_FILE, path.stat().st_size, np.empty(8, np.uint8))
     with path.open("rb") as opened, pytest.raises(CorruptData, match="8 bytes too soon"):
-        pread_into(opened.fileno(), path.stat().st_size, np.empty(8, np.uint8))
+        pread_into(opened.fileno(), [end])
     torch_writer.save({"w": numbered((65,), np.float32)}, path)
     with pytest.raises(FormatError, match=r"file\.pt: the file has changed since it was opened"):
         file.read_into("w", [Box((0,), (64,))], [np.empty(64, np.float32)])
