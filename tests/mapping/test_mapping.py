@@ -282,7 +282,8 @@ def test_layers_may_be_counted_from_one():
     shapes = {f"{i}.{kind}": (2,) for i in (1, 2) for kind in "wb"}
     bound = bind(mapping(text), shapes, {}, {})
     assert bound.leaves.keys() == {"w", "b/0", "b/1"}
-    assert [part.array for part in bound.leaves["w"].layout.parts] == ["1.w", "2.w"]
+    layout = bound.leaves["w"].layout
+    assert [layout.params[part.input] for part in layout.parts] == ["1.w", "2.w"]
     back = bind(mapping(text).inverse(), {"w": (2, 2), "b/0": (2,), "b/1": (2,)}, {}, {})
     assert back.leaves.keys() == shapes.keys()
     with pytest.raises(LayoutError, match=r"0\.b \[2\]: claimed by no rule"):
@@ -348,7 +349,7 @@ def test_stacked_placeholders_mean_the_same_in_whatever_order_names_have_them():
         {"p.{layer}.{expert}": "q", "r.{expert}.{layer}": "k"}, {"w": "layer expert (q + k)"}
     )
     names = [f"{name}.{i}.{j}" for name in "pr" for i in range(2) for j in range(2)]
-    parts = bind(Mapping([rule]), dict.fromkeys(names, (2,)), {}, {}).leaves["w"].layout.parts
-    places = {part.array: tuple(run.offset for run in part.target[:2]) for part in parts}
+    layout = bind(Mapping([rule]), dict.fromkeys(names, (2,)), {}, {}).leaves["w"].layout
+    places = {layout.params[part.input]: part.target.offset[:2] for part in layout.parts}
     assert places["p.0.1"] == places["r.1.0"] == (0, 1)
     assert places["p.1.0"] == places["r.0.1"] == (1, 0)
