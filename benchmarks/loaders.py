@@ -49,6 +49,7 @@ CONFIG = {
     "vocab_size": VOCAB,
 }
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+INDEX = "model.safetensors.index.json"
 MISSING = f"model.layers.{LAYERS - 1}.mlp.up_proj.weight"
 BY_COPY = ["jax_ucp: link, stock Orbax", "jax_ucp: convert, stock Orbax"]
 DIRECT = [
@@ -90,7 +91,7 @@ def run(options: Options) -> Iterator[Table]:
     notes = [
         "Orbax's layout gives the names and shapes of the files, and tunix its own model's: their"
         " arrays are not those of MaxText.",
-        "Peak memory is beyond what the process had before, and holds the model itself.",
+        "Peak memory is beyond what the process had before it began, and holds the model itself.",
     ]
     yield Table(f"Qwen3-0.6B, {_size(source) / 2**30:.2f} GiB in bfloat16", rows, notes)
     outcomes: dict[str, dict[str, object]] = {way: {} for way in DIRECT}
@@ -145,13 +146,15 @@ def _write(folder: Path, weights: Mapping[str, np.ndarray]) -> None:
     plain.export(folder, "safetensors", max_shard_bytes=half, config=CONFIG)
 
 
-def _rewritten(path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
-    tensors = {name: leaf[:] for name, leaf in ucp.open(path).group("param").items()}
+def _rewritten(folder: Path, file: str, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    opened, index = ucp.open(folder), json.loads((folder / INDEX).read_text())
+    names = [name for name, place in index["weight_map"].items() if place == file]
+    tensors = {name: np.asarray(opened[f"param/{name}"][:]) for name in names}
     change(tensors)
-    path.unlink()
-    ucp.Checkpoint.of({"param": tensors}).export(path.with_suffix(""), "safetensors")
-    (path.with_suffix("") / "model.safetensors").rename(path)
-    shutil.rmtree(path.with_suffix(""))
+    alone = folder / "alone"
+    ucp.Checkpoint.of({"param": tensors}).export(alone, "safetensors")
+    (alone / "model.safetensors").rename(folder / file)
+    shutil.rmtree(alone)
 
 
 def _exchange(folder: Path) -> None:
@@ -161,8 +164,8 @@ def _exchange(folder: Path) -> None:
 
 
 def _omit(folder: Path) -> None:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    _rewritten(folder / index["weight_map"][MISSING], lambda tensors: tensors.pop(MISSING))
+    index = json.loads((folder / INDEX).read_text())
+    _rewritten(folder, index["weight_map"][MISSING], lambda tensors: tensors.pop(MISSING))
 
 
 def _widen(folder: Path) -> None:
@@ -170,7 +173,7 @@ def _widen(folder: Path) -> None:
         name = min(tensors)
         tensors[name] = tensors[name].astype(np.float32)
 
-    _rewritten(folder / FIRST, first_as_float32)
+    _rewritten(folder, FIRST, first_as_float32)
 
 
 def _cut(folder: Path) -> None:

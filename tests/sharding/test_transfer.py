@@ -22,6 +22,10 @@ from jax_ucp.sharding import transfer
 from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.save import describe, take_snapshot
 
+pytestmark = pytest.mark.skipif(
+    all(memory.kind != transfer.PINNED for memory in jax.devices()[0].addressable_memories()),
+    reason="the CPU devices of this JAX have no pinned memory",
+)
 BITS = np.random.default_rng(0).integers(0, 1 << 16, (96, 40), np.uint16)
 SIGNALLING = np.array([0x7F81, 0xFF81, 0x7FC1, 0x8000], np.uint16)
 BITS[0, :4] = SIGNALLING
