@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from jax_ucp.layout.box_index import BoxIndex
 
 # By what is read: the identity of an array expression, an array of a store, a region of a table.
 _watching: dict[Hashable, tuple[Watcher, ...]] = {}
+_lock = threading.Lock()  # of changes to it; who reads sees one tuple or the next
 
 
 class Watcher(ABC):
@@ -43,15 +45,17 @@ def watching(several: Iterable[Watcher]) -> Iterator[None]:
     for watcher in distinct.values():
         for key in watcher.keys:
             added[key].append(watcher)
-    for key, some in added.items():
-        _watching[key] = *watchers(key), *some
+    with _lock:
+        for key, some in added.items():
+            _watching[key] = *watchers(key), *some
     try:
         yield
     finally:
-        for key in added:
-            left = tuple(each for each in _watching.pop(key) if id(each) not in distinct)
-            if left:
-                _watching[key] = left
+        with _lock:
+            for key in added:
+                left = tuple(each for each in _watching.pop(key) if id(each) not in distinct)
+                if left:
+                    _watching[key] = left
 
 
 def watchers(key: Hashable) -> Sequence[Any]:

@@ -2,6 +2,7 @@
 which order, and every element is read once.
 """
 
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from helpers import MemoryStore, boxes_in, cut_by, grids, numbered
 from jax_ucp.arrays import proof
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.proved import Proofs, proved
+from jax_ucp.arrays.watched import BoxWatcher, watchers, watching
 from jax_ucp.errors import CorruptData
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.layout.box import Box
@@ -176,3 +178,23 @@ def test_an_error_of_reading_that_no_check_explains_is_raised_as_it_is():
     _, contents = stored("master", (4, 4))
     with pytest.raises(CorruptData, match=r"^the disk is gone$"), proved(Proofs(contents)):
         raise CorruptData("the disk is gone")
+
+
+def test_threads_that_watch_the_same_array_see_what_they_read_and_end_without_an_error():
+    """Two verifications of one checkpoint, in threads that change places all the time."""
+    key, interval = "the same array", sys.getswitchinterval()
+
+    def watch(number: int) -> None:
+        for _ in range(300):
+            watcher = BoxWatcher(key)
+            with watching([watcher]):
+                assert watcher in watchers(key)
+            assert watcher not in watchers(key)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(watch, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert not watchers(key)

@@ -114,16 +114,16 @@ def model_config(
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         return {}, f"the architecture {architecture!r:.40} says nothing here of a model's config"
-    said = {
+    metadata = {
         key.removeprefix(f"{architecture}."): value
         for key, value in values.items()
         if key.startswith(f"{architecture}.")
     }
-    if why := _unknown(architecture, said):
+    if why := _unknown(architecture, metadata):
         return {}, f"no config is made of the keys of {architecture}: {why}"
     config = dict(_FAMILIES[architecture])
     fields = {**_FIELDS, **_MORE_FIELDS.get(architecture, {})}
-    config |= {fields[key]: _plain(value) for key, value in said.items() if key in fields}
+    config |= {fields[key]: _plain(value) for key, value in metadata.items() if key in fields}
     # add what follows from other fields, and from which tensors there are
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
@@ -143,19 +143,19 @@ def model_config(
     if embedding := tensors.get("token_embd.weight"):
         config["vocab_size"] = embedding.arrays()["token_embd.weight"].shape[0]
     # how positions are rotated. A type that is not Hugging Face's is one that no mapping takes
-    theta = _plain(said.get(_THETA, 10000.0))
+    theta = _plain(metadata.get(_THETA, 10000.0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    dimensions = said.get("rope.dimension_count", config["head_dim"])
+    dimensions = metadata.get("rope.dimension_count", config["head_dim"])
     if dimensions != config["head_dim"] > 0:
         rope["partial_rotary_factor"] = dimensions / config["head_dim"]
-    scaling = {_SCALING[key]: _plain(value) for key, value in said.items() if key in _SCALING}
-    type = said.get(_SCALING_TYPE, "unsaid" if scaling else "none")
+    scaling = {_SCALING[key]: _plain(value) for key, value in metadata.items() if key in _SCALING}
+    type = metadata.get(_SCALING_TYPE, "unsaid" if scaling else "none")
     if type != "none":
         rope |= {"rope_type": type, **scaling}
     if source := tensors.get(ROPE_FACTORS):
         rope |= _llama3(rope, dimensions, source)
     if architecture == "gemma3":
-        local = {"rope_type": "default", "rope_theta": _plain(said.get(_LOCAL_THETA, 10000.0))}
+        local = {"rope_type": "default", "rope_theta": _plain(metadata.get(_LOCAL_THETA, 10000.0))}
         rope = {"full_attention": rope, "sliding_attention": local}
     config["rope_parameters"] = rope
     config["architectures"] = [_CLASSES[config["model_type"]]]
@@ -169,32 +169,32 @@ def _note(architecture: str) -> str:
     return note
 
 
-def _unknown(architecture: str, said: Mapping[str, Any]) -> str:
+def _unknown(architecture: str, metadata: Mapping[str, Any]) -> str:
     """Why the keys of an architecture do not decide a config; empty if they do."""
     known = {*_FIELDS, *_MORE_FIELDS.get(architecture, ()), *_NO_FIELD, *_ROPE, *_SCALING}
-    others = sorted(said.keys() - known - {_SCALING_TYPE, _LAYOUT[0]})
+    others = sorted(metadata.keys() - known - {_SCALING_TYPE, _LAYOUT[0]})
     if others:
         return f"{', '.join(others[:4])!r:.200} is not known here"
-    for key, value in said.items():
+    for key, value in metadata.items():
         is_finite = isinstance(value, float) and math.isfinite(value)
         if not is_finite and not isinstance(value, int | str):
             return f"{key} is not a number that holds for all layers"
-    return _unlike(architecture, said)
+    return _unlike(architecture, metadata)
 
 
-def _unlike(architecture: str, said: Mapping[str, Any]) -> str:
+def _unlike(architecture: str, metadata: Mapping[str, Any]) -> str:
     """A missing key, or one with a value that a config has no place for; empty if there is none."""
-    if missing := [key for key in _NEEDED.get(architecture, ()) if key not in said]:
+    if missing := [key for key in _NEEDED.get(architecture, ()) if key not in metadata]:
         return f"{missing[0]} is missing"
-    if _LOCAL_THETA in said and architecture != "gemma3":
+    if _LOCAL_THETA in metadata and architecture != "gemma3":
         return f"{_LOCAL_THETA} is not known here"
     for key in _LENGTHS:
-        length = said.get(key)
+        length = metadata.get(key)
         if type(length) is not int or length < 1:
             return f"{key} is not a length"
-    if said.get(_LAYOUT[0], _LAYOUT[1]) != _LAYOUT[1]:
-        return f"{_LAYOUT[0]} is {said[_LAYOUT[0]]!r:.80}, and not {_LAYOUT[1]!r}"
-    if said.get("attention.value_length") != said.get("attention.key_length"):
+    if metadata.get(_LAYOUT[0], _LAYOUT[1]) != _LAYOUT[1]:
+        return f"{_LAYOUT[0]} is {metadata[_LAYOUT[0]]!r:.80}, and not {_LAYOUT[1]!r}"
+    if metadata.get("attention.value_length") != metadata.get("attention.key_length"):
         return "heads of keys and of values differ in length"
     return ""
 

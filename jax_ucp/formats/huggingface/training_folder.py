@@ -290,10 +290,10 @@ def _model_orders(model: _ModelOf, labels: Mapping[str, str]) -> ModelOrders:
     names = list(labels)
 
     def of(word: str) -> dict[tuple[str, ...], list[str]]:
-        said, release = word.partition(":")[2] if isinstance(word, str) else "", model.release()
-        if model.is_ordered and not said:
+        given, release = word.partition(":")[2] if isinstance(word, str) else "", model.release()
+        if model.is_ordered and not given:
             return {}
-        types = [said] if said else model.types()
+        types = [given] if given else model.types()
         if len(types) == 1:
             orders = {tuple(in_order_of(types[0], names, release)): types}
         else:

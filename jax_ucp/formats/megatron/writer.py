@@ -88,7 +88,7 @@ def megatron_files(
         **{n: v for n, v in common.items() if n not in NOT_COMMON and "/" not in n and n != "args"},
         "content_metadata": run.metadata,
     }
-    said = {**args, "no_save_rng": True}
+    written_args = {**args, "no_save_rng": True}
 
     folder = "release"  # which Megatron loads without optimizer and iteration
     if trained := {name: own for name, own in params.states.items() if own.keys() - {"param"}}:
@@ -107,7 +107,7 @@ def megatron_files(
                 " later checkpoint"
             )
         if step > before:
-            notes.append(_go_on(content, said, int(step - before)))
+            notes.append(_go_on(content, written_args, int(step - before)))
         folder = f"iter_{content['iteration']:07d}"
         for group in groups:
             if run.is_distributed or "bias_correction" in group:
@@ -115,7 +115,7 @@ def megatron_files(
         content["optimizer"] = run.optimizer(groups, step, _scaler(extras))
 
     if args:
-        content["args"] = Instance(Global("argparse", "Namespace"), said)
+        content["args"] = Instance(Global("argparse", "Namespace"), written_args)
         notes.append("random states are left out: a run that loads this has those of its --seed")
     else:
         notes.append("nothing says what the run's arguments are, and Megatron compares none")
