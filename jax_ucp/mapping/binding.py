@@ -376,7 +376,16 @@ def _claimed(
     rest = [skip.reason for skip in mapping.skips if skip.param == REST]
     if rest:
         skipped |= dict.fromkeys(itertools.filterfalse(claims.__contains__, shapes), rest[0])
-    # Layers share what is wrong with them: names that differ in numbers alone are one fault.
+    faults += _claim_faults(shapes, claims, skipped)
+    return skipped, instances
+
+
+def _claim_faults(
+    shapes: Mapping[str, Shape], claims: Mapping[str, Sequence[str]], skipped: Collection[str]
+) -> Iterator[str]:
+    """Faults: parameters that no rule or several claim. Layers share what is wrong with them: names
+    that differ in numbers alone are one fault.
+    """
     alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, shape in shapes.items():
         claimants = tuple(claims.get(name, ()))
@@ -388,8 +397,7 @@ def _claimed(
         if not claimants:
             fault = "claimed by no rule; map it, or skip it with a reason"
         others = f" and {len(names) - 1} more of other numbers" if len(names) > 1 else ""
-        faults.append(f"{names[0]} {list(shape)}{others}: {fault}")
-    return skipped, instances
+        yield f"{names[0]} {list(shape)}{others}: {fault}"
 
 
 def _skips_by_name(mapping: LeafMapping) -> Iterator[tuple[Skip, re.Pattern[str]]]:

@@ -339,16 +339,13 @@ def _name(args: Args, local: str) -> str:
     return part.name
 
 
-def _fill_states(
-    importer: ContentsBuilder,
-    metadata: DcpMetadata,
-    args: Args,
-    stored: Saved,
-    weights: Mapping[str, str],
-    states: Mapping[str, dict[str, Array]],
-) -> None:
-    """Add the optimizer's states to parameters' of `weights`. Raises FormatError."""
-    # (parameter, state, tensor or number) of everything that optimizers have
+def _states_found(
+    importer: ContentsBuilder, metadata: DcpMetadata, stored: Saved, weights: Mapping[str, str]
+) -> list[tuple[str, str, Any]]:
+    """The parameter, the state, and the tensor or number of everything that optimizers have.
+
+    Numbered states of which nothing says whose they are, are kept apart.
+    """
     found = [(local, state, leaf) for (local, state), leaf in stored.named.items()]
     for local, settings in stored.settings.items():
         if "step" in settings:
@@ -366,6 +363,19 @@ def _fill_states(
     for module, state in numbered:
         leaf = _tensor(metadata, state.key) if state.key else state.value
         found.append((module.local, state.state, leaf))
+    return found
+
+
+def _fill_states(
+    importer: ContentsBuilder,
+    metadata: DcpMetadata,
+    args: Args,
+    stored: Saved,
+    weights: Mapping[str, str],
+    states: Mapping[str, dict[str, Array]],
+) -> None:
+    """Add the optimizer's states to parameters' of `weights`. Raises FormatError."""
+    found = _states_found(importer, metadata, stored, weights)
 
     def add(name: str, state: str, value: Array) -> None:
         if name not in states:
