@@ -439,7 +439,7 @@ def _compute(
         values = rule.values(place, needed)
         # A number beyond all of the dtype is infinite, as the libraries have it.
         with np.errstate(over="ignore", invalid="ignore"):
-            round_into(out[(*piece.index, ...)], values)
+            round_into(out[piece.index], values)
 
 
 def _tiles(array: Array, box: Box) -> Iterator[Box]:

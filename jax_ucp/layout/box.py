@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,9 +60,13 @@ class Box:
         return math.prod(map(operator.sub, self.stop, self.start))
 
     @property
-    def index(self) -> tuple[slice, ...]:
-        """The same block as a numpy index."""
-        return tuple([slice(a, b) for a, b in zip(self.start, self.stop, strict=True)])
+    def index(self) -> tuple[slice | EllipsisType, ...]:
+        """The same block as a numpy index, which gives a view of a scalar's array too.
+
+        >>> np.shares_memory(scalar := np.zeros(()), scalar[Box.whole(()).index])
+        True
+        """
+        return (*[slice(a, b) for a, b in zip(self.start, self.stop, strict=True)], ...)
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes, or None where there are none."""
