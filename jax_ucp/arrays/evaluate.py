@@ -128,7 +128,7 @@ def unequal_replicas(array: Array, box: Box, data: np.ndarray) -> Box | None:
     for first, *others in array.layout.meeting(box):
         if (hit := first.target_box.intersect(box)) is None:
             continue
-        wanted = data[(*hit.relative_to(box).index, ...)]
+        wanted = data[hit.relative_to(box).index]
         for replica in others:
             copy = np.empty(hit.shape, data.dtype)
             reads = _Reads()
@@ -210,7 +210,7 @@ class _Step:
     def cut(self, boxes: Iterable[Box]) -> Iterator[_Step]:
         """The same for boxes of the indices."""
         for box in boxes:
-            out = self.out[(*box.relative_to(self.indices).index, ...)]
+            out = self.out[box.relative_to(self.indices).index]
             yield _Step(self.part, box, self.part.source.hull(box), out)
 
     @property
@@ -235,7 +235,7 @@ def _steps(part: Part, box: Box, out: np.ndarray) -> Iterator[_Step]:
     """Where the elements go that a part has of a box."""
     for indices in part.inside(box):
         target = part.target.hull(indices)
-        view = out if target == box else out[(*target.relative_to(box).index, ...)]
+        view = out if target == box else out[target.relative_to(box).index]
         if not part.target.is_box:
             view = _strided(view, part.target, indices)
         yield _Step(part, indices, part.source.hull(indices), view)
@@ -258,7 +258,7 @@ def _want_joined(
                 copies = [np.empty(hit.shape, out.dtype) for _ in replicas]
                 for part, copy in zip(replicas, copies, strict=True):
                     steps[part.input] += _steps(part, hit, copy)
-                means.append((out[(*hit.relative_to(box).index, ...)], copies))
+                means.append((out[hit.relative_to(box).index], copies))
     for number, found in steps.items():
         _want_steps(reads, array.inputs[number], found)
     for out, copies in means:
@@ -326,7 +326,7 @@ def _copy_all(shared: Iterable[tuple[Box, list[_Step]]], buffers: Iterable[np.nd
     """Copy the elements of steps out of the boxes that they share."""
     for (box, sharing), elements in zip(shared, buffers, strict=True):
         for step in sharing:
-            inside = elements[(*step.source.relative_to(box).index, ...)]
+            inside = elements[step.source.relative_to(box).index]
             copy_into(step.out, _strided(inside, step.part.source, step.indices))
 
 

@@ -61,10 +61,10 @@ class Box:
 
     @property
     def index(self) -> tuple[slice | EllipsisType, ...]:
-        """The same block as a numpy index, which gives a view of a scalar's array too.
+        """The same block as a numpy index, which makes views: without `...`, a scalar is copied.
 
-        >>> np.shares_memory(scalar := np.zeros(()), scalar[Box.whole(()).index])
-        True
+        >>> Box((2,), (5,)).index
+        (slice(2, 5, None), Ellipsis)
         """
         return (*[slice(a, b) for a, b in zip(self.start, self.stop, strict=True)], ...)
 
