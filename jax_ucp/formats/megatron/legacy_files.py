@@ -146,6 +146,12 @@ def _check_together(folder: FilePath, args: Args, ranks: Sequence[LegacyRank]) -
         if unlike:
             values = ", ".join(f"{n} {own.get(n)} against {args.fields.get(n)}" for n in unlike)
             raise FormatError(f"{path} is of another run than {first.name}: its args have {values}")
+        if rank.optim and own.get("use_distributed_optimizer") is False:
+            raise FormatError(
+                f"{rank.optim.path} has the states of a distributed optimizer, but by its args"
+                f" {path} was saved without one: one of them is of another run, or of an earlier"
+                " save. Move the other's file away, or open the weights alone with weights_only"
+            )
         for stage, what, value in _facts(rank):
             facts.state_all(rank.model, rank.name, what, value, stage)
         for name in ("consumed_train_samples", "skipped_train_samples"):
