@@ -310,5 +310,7 @@ def test_a_folder_with_files_says_which_to_open(tmp_path):
     with pytest.raises(NotACheckpoint, match=r"holds m-00001-of-00003\.gguf: open one, "):
         ucp.open(tmp_path)
     saved(tmp_path, Written({}, [W]), "a.gguf")
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "notes.txt").touch()
     with pytest.raises(NotACheckpoint, match=r"holds a\.gguf, m-00001-of-00003\.gguf: open one"):
         ucp.open(tmp_path)

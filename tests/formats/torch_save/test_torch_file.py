@@ -386,9 +386,10 @@ def test_the_path_of_a_bad_tensor_is_in_the_message(save):
         TorchFile(save(mapping(model=b"]" + mapping(w=tensor(offset=1)) + b"a")))
 
 
-def test_a_broken_tensor_is_refused_even_where_others_are_good(save):
+@pytest.mark.parametrize("may_be_coded", [False, True])
+def test_a_broken_tensor_is_refused_even_where_others_are_good(save, may_be_coded):
     with pytest.raises(FormatError, match="'bad'"):
-        TorchFile(save(mapping(good=tensor(), bad=tensor(offset=1))))
+        TorchFile(save(mapping(good=tensor(), bad=tensor(offset=1))), may_be_coded=may_be_coded)
 
 
 def test_a_view_that_ends_at_the_last_element_is_read(save):
