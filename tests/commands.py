@@ -3,9 +3,17 @@
 import json
 from collections.abc import Mapping
 
+import click
 from click.testing import CliRunner, Result
 
 from jax_ucp.cli.main import main
+
+
+def command(name: str) -> click.Command:
+    """A command, as one who runs it gets it."""
+    _, found, _ = main.resolve_command(click.Context(main), [name])
+    assert found
+    return found
 
 
 def invoke(*args: object, env: Mapping[str, str] | None = None) -> Result:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -11,9 +12,12 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+import click
 import pytest
 
 import jax_ucp
+from commands import command
+from jax_ucp.cli.main import main
 
 PACKAGE = Path(jax_ucp.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -157,11 +161,8 @@ def test_an_import_that_points_the_other_way_is_seen(module, line):
 
 
 def loaded_after(program: str) -> set[str]:
-    """The top-level modules in a fresh interpreter after it has run a program."""
-    program = (
-        textwrap.dedent(program)
-        + "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
-    )
+    """The modules in a fresh interpreter after it has run a program."""
+    program = textwrap.dedent(program) + "\nimport sys; print(*sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
@@ -173,6 +174,27 @@ def test_importing_the_package_brings_in_neither_torch_nor_anything_slow():
     everything = loaded_after("from jax_ucp import *")
     assert {"jax", "orbax", "tensorstore"} <= everything
     assert not {"torch", "optax", "flax"} & everything
+
+
+def test_help_imports_no_command():
+    loaded = loaded_after(
+        "from jax_ucp.cli.main import main; main(['--help'], standalone_mode=False)"
+    )
+    assert {name.removeprefix("jax_ucp.") for name in loaded if name.startswith("jax_ucp.")} == {
+        *("cli", "cli.main", "errors", "orbax_import", "text", "version")
+    }
+    assert not {"jax", "orbax", "tensorstore", "numpy", "rich", "msgspec"} & loaded
+
+
+def test_every_command_is_in_the_module_of_its_name():
+    names = {path.stem for path in (PACKAGE / "cli").glob("*.py") if path.stem != "__init__"}
+    found = {
+        name: vars(importlib.import_module(f"jax_ucp.cli.{name}")).get(name)
+        for name in names - {"main"}
+    }
+    commands = {name: each for name, each in found.items() if isinstance(each, click.Command)}
+    assert commands == {name: command(name) for name in main.commands}
+    assert all(each.name == name for name, each in commands.items())
 
 
 SAVED = str(DATA / "deepspeed/tp2_dp2_z3_bf16")

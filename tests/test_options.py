@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from commands import invoke, run
+from commands import command, invoke, run
 from helpers import memory, mesh_of
 from jax_ucp.arguments import local_path
 from jax_ucp.arrays.dtypes import same_bits
@@ -553,8 +553,8 @@ def test_options_of_a_command_that_are_not_used_are_refused(
 
 def test_rules_and_axes_that_are_not_used_are_printed_by_plan_and_convert(tmp_path):
     mesh = ("--mesh", "x=8", "--rule", "nothing=x", "--rule", r"embed_tokens\.weight$=modle")
-    for command in (("plan", SAFETENSORS), ("convert", SAFETENSORS, tmp_path / "out")):
-        text = " ".join(run(*command, *mesh).split())
+    for words in (("plan", SAFETENSORS), ("convert", SAFETENSORS, tmp_path / "out")):
+        text = " ".join(run(*words, *mesh).split())
         assert "the rule 'nothing' matches no leaf" in text
         assert "not cut over modle: the mesh has no such axis" in text
 
@@ -671,9 +671,7 @@ def test_what_becomes_of_every_option_is_decided(door):
 
 
 def test_what_becomes_of_every_option_of_every_command_is_decided():
-    found = {
-        name: {option.name for option in command.params} for name, command in main.commands.items()
-    }
+    found = {name: {option.name for option in command(name).params} for name in main.commands}
     assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
 
 

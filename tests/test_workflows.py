@@ -12,6 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from commands import command as command_named
 from jax_ucp.cli.main import main
 
 pytestmark = pytest.mark.fast
@@ -236,7 +237,7 @@ def test_every_command_and_page_that_a_paper_names_exists(path):
     for command in re.findall(r"`jax-ucp ([^`]+)`", text):
         name, *words = command.split()
         options = [word for word in (name, *words) if word.startswith("--")]
-        known = main if name.startswith("--") else main.commands[name]
+        known = main if name.startswith("--") else command_named(name)
         flags = {flag for p in known.params if isinstance(p, click.Option) for flag in p.opts}
         assert set(options) <= flags, command
     pages = re.findall(r"\bdocs/[\w/-]+\.md", text)

@@ -184,9 +184,9 @@ class Arguments(SimpleNamespace):
 
 
 def command(
-    name: str, summary: str, *params: click.Parameter
+    name: str, *params: click.Parameter
 ) -> Callable[[Callable[[Arguments], None]], click.Command]:
-    """A command with these parameters; `summary` is its line in `jax-ucp --help`."""
+    """A command with these parameters."""
 
     def made(run: Callable[[Arguments], None]) -> click.Command:
         def callback(**values: Any) -> None:
@@ -197,9 +197,7 @@ def command(
                 args.executor = executor
                 run(args)
 
-        return _Sectioned(
-            name, params=list(params), callback=callback, help=run.__doc__, short_help=summary
-        )
+        return _Sectioned(name, params=list(params), callback=callback, help=run.__doc__)
 
     return made
 

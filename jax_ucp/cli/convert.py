@@ -18,7 +18,6 @@ from jax_ucp.inspection.words import size
 
 @command(
     "convert",
-    "Convert to the universal format.",
     argument("source"),
     argument("target"),
     *LAYOUT,

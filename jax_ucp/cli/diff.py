@@ -27,7 +27,6 @@ from jax_ucp.inspection.words import several
 
 @command(
     "diff",
-    "Show what differs between two checkpoints.",
     argument("first"),
     argument("second"),
     option("--headers", None, "Compare names, shapes and dtypes only; no array is read."),

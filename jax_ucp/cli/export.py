@@ -33,7 +33,6 @@ _FORMAT_OF = {
 
 @command(
     "export",
-    "Write safetensors, DCP, DeepSpeed universal or Megatron.",
     argument("source"),
     argument("target"),
     option(

@@ -9,7 +9,6 @@ from jax_ucp.cli.output import console
 
 @command(
     "index",
-    "Write an index that opens a checkpoint at once.",
     argument("source"),
     argument("target"),
     *OPENING,

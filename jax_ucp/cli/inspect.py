@@ -30,7 +30,6 @@ from jax_ucp.inspection.words import SKIPPED, head_lines, several, skipped_reaso
 
 @command(
     "inspect",
-    "Show what is in a checkpoint, and where.",
     argument("path"),
     option("--leaf", REGEX, "Show where every byte of the matching leaves is stored."),
     option("--files", None, "Show which files each leaf is stored in."),

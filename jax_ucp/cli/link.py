@@ -11,7 +11,6 @@ from jax_ucp.inspection.words import several, size
 
 @command(
     "link",
-    "Make a checkpoint for Orbax of the files as they are.",
     argument("source"),
     argument("target"),
     option("--dry-run", None, "Say what would be linked and what copied, and write nothing."),

@@ -6,25 +6,13 @@ Exit codes: 0, all is well; 1, the checkpoint is refused, has faults, or differs
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
 import click
 
 import jax_ucp
-from jax_ucp.cli.convert import convert
-from jax_ucp.cli.diff import diff
-from jax_ucp.cli.export import export
-from jax_ucp.cli.index import index
-from jax_ucp.cli.inspect import inspect
-from jax_ucp.cli.link import link
-from jax_ucp.cli.map import map_
-from jax_ucp.cli.mappings import mappings
-from jax_ucp.cli.output import to_stderr
-from jax_ucp.cli.plan import plan
-from jax_ucp.cli.report import report
-from jax_ucp.cli.run import run
-from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError
 from jax_ucp.text import visible_lines
 
@@ -39,16 +27,41 @@ _AGAIN = {
 }
 
 
-class _Refusals(click.Group):
-    """Commands whose refusals are one clear message and exit code 1, never a traceback; nor is
-    Ctrl-C.
+# Their lines in `jax-ucp --help`; each is in the module of its name, under its name.
+_SUMMARIES = {
+    "convert": "Convert to the universal format.",
+    "diff": "Show what differs between two checkpoints.",
+    "export": "Write safetensors, DCP, DeepSpeed universal or Megatron.",
+    "index": "Write an index that opens a checkpoint at once.",
+    "inspect": "Show what is in a checkpoint, and where.",
+    "link": "Make a checkpoint for Orbax of the files as they are.",
+    "map": "Check or draft a mapping to your model.",
+    "mappings": "List the mappings that come with the package.",
+    "plan": "Dry run of a conversion or a restore.",
+    "report": "Write a web page about a checkpoint.",
+    "run": "Run a program whose saves and restores by Orbax are ours.",
+    "verify": "Check checksums and duplicates.",
+}
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are run or completed; their refusals are one clear
+    message and exit code 1, never a traceback; nor is Ctrl-C.
     """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, summary, rest = super().resolve_command(ctx, args)
+        if summary is None:
+            return name, None, rest
+        return name, getattr(importlib.import_module(f"jax_ucp.cli.{name}"), str(name)), rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BaseException as error:
-            if ctx.invoked_subcommand != run.name:  # whose errors are those of somebody's program
+            if ctx.invoked_subcommand != "run":  # whose errors are those of somebody's program
                 _end_in_words(ctx, error)
             raise
 
@@ -58,7 +71,7 @@ def _end_in_words(ctx: click.Context, error: BaseException) -> None:
     match error:
         case KeyboardInterrupt():
             command = ctx.invoked_subcommand or ""
-            to_stderr.print(f"stopped: {_AGAIN.get(command, _NOTHING_WRITTEN)}")
+            click.echo(f"stopped: {_AGAIN.get(command, _NOTHING_WRITTEN)}", err=True)
             sys.exit(STOPPED)
         case BrokenPipeError():
             sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
@@ -75,17 +88,17 @@ def _end_in_words(ctx: click.Context, error: BaseException) -> None:
             ) from None
 
 
-@click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    commands=[click.Command(name, short_help=summary) for name, summary in _SUMMARIES.items()],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(jax_ucp.__version__, prog_name="jax-ucp")
 def main() -> None:
     """Read, compare, convert and export checkpoints of DeepSpeed, Megatron, PyTorch, Hugging Face,
     Orbax and others. A path may be local, or s3://, gs://, az://, https:// or hf://org/name.
     """
 
-
-COMMANDS = inspect, plan, map_, mappings, convert, link, export, verify, diff, report, index, run
-for command in COMMANDS:
-    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -20,7 +20,6 @@ from jax_ucp.mapping.rules import shipped
 
 @command(
     "map",
-    "Check or draft a mapping to your model.",
     argument("source"),
     option(
         "--target",
@@ -34,7 +33,7 @@ from jax_ucp.mapping.rules import shipped
     *SOURCE,
     JSON,
 )
-def map_(args: Arguments) -> None:
+def map(args: Arguments) -> None:
     """Check --mapping against the checkpoint SOURCE, and with --target against your model.
 
     Prints which parameters form each leaf, every fault, and suggestions. Exit code 1 if there are

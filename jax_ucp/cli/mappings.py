@@ -14,7 +14,6 @@ from jax_ucp.inspection.mapping_list import mapping_list
 
 @command(
     "mappings",
-    "List the mappings that come with the package.",
     argument("source", required=False),
     option("--config", "FILE", "The model's config.json, if the checkpoint has none."),
     JSON,

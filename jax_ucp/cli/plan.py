@@ -27,7 +27,6 @@ HOST_ROWS_SHOWN = 16
 
 @command(
     "plan",
-    "Dry run of a conversion or a restore.",
     argument("source"),
     argument("target", required=False),
     option("--inventory", None, "List the stored items that are not arrays of the tree."),

@@ -15,7 +15,6 @@ from jax_ucp.inspection.statistics import MAX_READ
 
 @command(
     "report",
-    "Write a web page about a checkpoint.",
     argument("path"),
     option("-o --output", "FILE", "The file to write.", default="report.html", show_default=True),
     option("--against", "PATH", "Another checkpoint to compare it with."),

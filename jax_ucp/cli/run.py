@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from jax_ucp.cli.output import to_stderr
 from jax_ucp.orbax_import import ORBAX, patch_orbax
 
 LAUNCHER = Path(__file__).parents[1] / "launcher"
@@ -33,7 +32,6 @@ class _Program(click.Command):
 @click.command(
     "run",
     cls=_Program,
-    short_help="Run a program whose saves and restores by Orbax are ours.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("-m", "module", metavar="MODULE", help="Run this module, as python -m does.")
@@ -64,7 +62,9 @@ def run(module: str | None, args: tuple[str, ...]) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     if ORBAX not in sys.modules:
-        to_stderr.print("jax_ucp: the program did not import Orbax, of which nothing was patched")
+        click.echo(
+            "jax_ucp: the program did not import Orbax, of which nothing was patched", err=True
+        )
 
 
 def _run(module: str | None, args: tuple[str, ...]) -> None:

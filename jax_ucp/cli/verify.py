@@ -12,7 +12,7 @@ from jax_ucp.cli.output import console, print_json, to_stderr
 from jax_ucp.text import visible_lines
 
 
-@command("verify", "Check checksums and duplicates.", argument("path"), *SOURCE, *WORKERS, JSON)
+@command("verify", argument("path"), *SOURCE, *WORKERS, JSON)
 def verify(args: Arguments) -> None:
     """Check every byte of the checkpoint at PATH that has a checksum or is stored twice.
 
