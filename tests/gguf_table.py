@@ -1,18 +1,30 @@
 """The table of ggml's types in docs/quantization.md: `python tests/gguf_table.py` prints it, from a
-run over `tests/data/gguf`.
+run over `tests/data/gguf` and over blocks of any bits.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
 
 import numpy as np
 
 import jax_ucp as ucp
-from cases import Case, names_of
+from cases import DATA, Case, names_of
+from gguf_writer import FIXED, fixed_blocks
 from jax_ucp.formats.quantized.ggml import SCHEME, TYPES
 
+# What `tests/generators/ggml_blocks.py` found.
+BY_GGUF_PY = json.loads((DATA / "ggml_blocks.json").read_text())
 HEAD = "| type | cases | elements | dtype | reference | equal |\n|---|---|---|---|---|---|"
+
+
+def digest(type: str) -> str:
+    """The SHA-256 of the numbers of blocks of any bits."""
+    with np.errstate(over="ignore"):
+        values = TYPES[type].values(fixed_blocks(type))
+    return hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()
 
 
 def table() -> str:
@@ -32,6 +44,12 @@ def table() -> str:
     reference = f"gguf {live.about['writer']['gguf']}"
     rows = []
     for type in TYPES:
+        if not cases[type]:
+            cases[type], elements[type] = (
+                {f"{FIXED:,} blocks of any bits"},
+                FIXED * TYPES[type].elements,
+            )
+            equal[type] = elements[type] * (digest(type) == BY_GGUF_PY["types"][type])
         differ = elements[type] - equal[type]
         result = f"{differ:,} differ" if differ else "every bit"
         cells = type, ", ".join(sorted(cases[type])), f"{elements[type]:,}", "float32", reference

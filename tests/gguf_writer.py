@@ -4,12 +4,15 @@ element with Python's integers.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from jax_ucp.formats.quantized import ggml
 
 NUMBERS = {"u8": 0, "i8": 1, "u16": 2, "i16": 3, "u32": 4, "i32": 5, "f32": 6}
 NUMBERS |= {"bool": 7, "u64": 10, "i64": 11, "f64": 12}
@@ -193,8 +196,9 @@ def mxfp4(b: bytes, i: int) -> np.float32:
 
 
 Rule = Callable[[bytes, int], np.float32]
-# By name: the number in files, elements and bytes of a block, where its float16 are, the rule.
-BLOCKS: Mapping[str, tuple[int, int, int, Sequence[int], Rule]] = {
+# By name: the number in files, elements and bytes of a block, where its float16 are, the rule; of
+# the last types the package's own is taken, which is compared with gguf-py's by SHA-256.
+BLOCKS: Mapping[str, tuple[int, int, int, Sequence[int], Rule | None]] = {
     "Q4_0": (2, 32, 18, (0,), q4_0),
     "Q4_1": (3, 32, 20, (0, 2), q4_1),
     "Q5_0": (6, 32, 22, (0,), q5_0),
@@ -208,23 +212,52 @@ BLOCKS: Mapping[str, tuple[int, int, int, Sequence[int], Rule]] = {
     "IQ4_NL": (20, 32, 18, (0,), iq4_nl),
     "IQ4_XS": (23, 256, 136, (0,), iq4_xs),
     "MXFP4": (39, 32, 17, (), mxfp4),
+    "IQ2_XXS": (16, 256, 66, (0,), None),
+    "IQ2_XS": (17, 256, 74, (0,), None),
+    "IQ3_XXS": (18, 256, 98, (0,), None),
+    "IQ1_S": (19, 256, 50, (0,), None),
+    "IQ3_S": (21, 256, 110, (0,), None),
+    "IQ2_S": (22, 256, 82, (0,), None),
+    "IQ1_M": (29, 256, 56, (54,), None),
+    "TQ1_0": (34, 256, 54, (52,), None),
+    "TQ2_0": (35, 256, 66, (64,), None),
+    "NVFP4": (40, 64, 36, (), None),
 }
 
 
 def random_blocks(rng: np.random.Generator, type: str, rows: Sequence[int], n: int) -> np.ndarray:
     """Rows of `n` blocks of any bits but for scales that are no finite numbers."""
-    _, _, nbytes, halves, _ = BLOCKS[type]
-    blocks = rng.integers(0, 256, (*rows, n, nbytes), np.uint8)
-    for at in halves:  # an exponent below the largest
+    nbytes = BLOCKS[type][2]
+    blocks = with_finite_scales(type, rng.integers(0, 256, (*rows, n, nbytes), np.uint8))
+    return blocks.reshape(*rows, n * nbytes)
+
+
+FIXED = 1024
+
+
+def fixed_blocks(type: str) -> np.ndarray:
+    """`FIXED` blocks of bits that are the same in every release of numpy."""
+    nbytes = BLOCKS[type][2]
+    bits = np.frombuffer(hashlib.shake_128(type.encode()).digest(FIXED * nbytes), np.uint8)
+    return with_finite_scales(type, bits.reshape(FIXED, nbytes).copy())
+
+
+def with_finite_scales(type: str, blocks: np.ndarray) -> np.ndarray:
+    for at in BLOCKS[type][3]:  # an exponent below the largest
         blocks[..., at + 1] &= 0xBB
     if type == "MXFP4":
-        blocks[..., 0] = rng.integers(0, 255, blocks.shape[:-1])
-    return blocks.reshape(*rows, n * nbytes)
+        blocks[..., 0] %= 255
+    elif type == "NVFP4":
+        blocks[..., :4] %= 127
+    return blocks
 
 
 def values_of(type: str, stored: np.ndarray) -> np.ndarray:
     """The numbers of rows of blocks, by the rule of one element."""
     _, elements, nbytes, _, rule = BLOCKS[type]
+    if rule is None:
+        values = ggml.TYPES[type].values(stored.reshape(-1, nbytes))
+        return values.reshape(*stored.shape[:-1], -1)
     blocks = [bytes(block) for block in stored.reshape(-1, nbytes)]
     with np.errstate(over="ignore"):
         values = [rule(block, i) for block in blocks for i in range(elements)]

@@ -9,7 +9,7 @@ gguf-py 0.19 and `tools/gguf-split` of llama.cpp for split files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_ucp.arrays.combined import Combined
@@ -59,8 +59,9 @@ def open_gguf(path: FilePath, options: Options) -> Contents:
     if not found:
         raise FormatError(f"{path} has no tensors: it is a vocabulary alone")
     imported = ContentsBuilder("gguf", path, Combined.of_files(files))
+    tensors = {tensor for file in files.values() for tensor in file.arrays()}
     for name, file in files.items():
-        _keep(imported, name, file)
+        _keep(imported, name, file, tensors)
     values = first.head.values
     imported.about = About(writer=_writer(first.head.version, values))
     config, note = model_config(values, {k: f for f in files.values() for k in f.arrays()})
@@ -70,14 +71,19 @@ def open_gguf(path: FilePath, options: Options) -> Contents:
     return imported.contents()
 
 
-def _keep(imported: ContentsBuilder, name: str, file: GGUFFile) -> None:
+def _keep(imported: ContentsBuilder, name: str, file: GGUFFile, tensors: Collection[str]) -> None:
     for tensor in file.arrays():
         whole = imported.array(f"{name}:{tensor}")
         imported.parameter("param", tensor, whole, f"the parameter {tensor}")
     for tensor, type in file.in_blocks.items():
         label = f"param/{tensor}"
         fault = "" if type in TYPES else f"{type} is not dequantised here"
-        imported.quantized.append(QuantizedWeight(SCHEME + type, label, {"codes": label}, fault))
+        parts = {"codes": label}
+        if type == "NVFP4":  # whose scale is of the whole, or of each expert
+            module = tensor.removesuffix(".weight")
+            beside = {role: f"{module}.{role}" for role in ("scale", "input_scale")}
+            parts |= {role: f"param/{name}" for role, name in beside.items() if name in tensors}
+        imported.quantized.append(QuantizedWeight(SCHEME + type, label, parts, fault))
     for key, value in file.head.values.items():
         imported.extra(name, key, value)
 

@@ -23,20 +23,12 @@ PLAIN: Mapping[int, type] = {
 
 _DEQUANTIZED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 20: "IQ4_NL", 39: "MXFP4"}
 _DEQUANTIZED |= {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 23: "IQ4_XS"}
+_DEQUANTIZED |= {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
+_DEQUANTIZED |= {29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"}
 
 # Types whose elements are in blocks: the name, the elements of a block, and its bytes.
 IN_BLOCKS: Mapping[int, tuple[str, int, int]] = {
     **{n: (name, TYPES[name].elements, TYPES[name].nbytes) for n, name in _DEQUANTIZED.items()},
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    29: ("IQ1_M", 256, 56),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
 

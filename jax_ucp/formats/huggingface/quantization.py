@@ -26,6 +26,7 @@ from jax_ucp.arrays.contents import STORED, Contents, Item, QuantizedWeight, how
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.value import users
 from jax_ucp.formats.huggingface import conv1d, packed_experts
+from jax_ucp.formats.quantized import ggml
 from jax_ucp.formats.quantized.schemes import why_unread
 from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
@@ -198,7 +199,10 @@ def quantized_weights(contents: Contents, method: str, is_asked: bool) -> Iterat
     arrays = [leaf for leaf in contents.leaves if leaf.has_array]
     if _imported(contents):
         arrays = [leaf for leaf in arrays if leaf.path[0].name != STORED]
-    leaves = {leaf.label.replace("/", "."): leaf for leaf in arrays}
+    # ggml's blocks have their type in the file, whatever else is called as a scale is
+    of_ggml = [each for each in contents.quantized if each.scheme.startswith(ggml.SCHEME)]
+    described = {label for weight in of_ggml for label in weight.parts.values()}
+    leaves = {leaf.label.replace("/", "."): leaf for leaf in arrays if leaf.label not in described}
     claimed: set[str] = set()
     is_dense = method == "compressed-tensors" or (is_asked and not method)
     dense = (_DENSE,) * is_dense

@@ -8,14 +8,18 @@ the order of the arithmetic is that of `gguf/quants.py` in gguf-py 0.19.
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.errors import CorruptData
-from jax_ucp.formats.quantized.bits import exponents
+from jax_ucp.formats.quantized.bits import FP8_E4M3, exponents
 from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.layout.box import Box
 
@@ -104,12 +108,12 @@ def _nibbles(start: int, run: int, offset: int = 0) -> _Part:
     return lambda blocks: _less(_planes(blocks, start, blocks.shape[1], 4, run), offset)
 
 
-def _by_table(start: int, table: tuple[int, ...]) -> _Part:
-    """Codes of four bits in runs of 16 bytes, by what they stand for."""
+def _by_table(start: int, table: tuple[int, ...], run: int = 16) -> _Part:
+    """Codes of four bits in runs of bytes, by what they stand for."""
     numbers = np.array(table, np.int8).tobytes().ljust(256, b"\0")
 
     def read(blocks: np.ndarray) -> np.ndarray:
-        codes = _planes(blocks, start, blocks.shape[1], 4, 16)
+        codes = _planes(blocks, start, blocks.shape[1], 4, run)
         return np.frombuffer(codes.tobytes().translate(numbers), np.int8)
 
     return read
@@ -178,6 +182,125 @@ def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
     return _float16(0)(blocks) * _less(low | high << 4, 32)
 
 
+# IQ1 to IQ3: a code is the number of four or eight elements together, in a table of ggml's.
+
+# Of each byte the signs of eight elements, the first in its lowest bit.
+_SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_SIGNS = 1 - 2 * _SIGNS.view(np.int8)
+# Seven bits of signs: the eighth makes their number even.
+_EVEN = np.array([s | s.bit_count() % 2 << 7 for s in range(128)], np.uint8)
+
+
+@cache
+def _grid(name: str) -> np.ndarray:
+    """A table of ggml's: for each code its elements as int8. `ggml-common.h`, MIT."""
+    grids = json.loads(Path(__file__).with_name("ggml_grids.json").read_text())[name]
+    packed = np.frombuffer(base64.b85decode(grids["codes"]), np.uint8)
+    codes = _planes(packed[None], 0, len(packed), grids["bits"], 1)
+    return np.array(grids["numbers"], np.int8)[codes].reshape(-1, grids["elements"])
+
+
+def _signed(name: str, codes: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """The elements of codes, of each eight those negative that a byte says."""
+    elements = _grid(name)[codes].reshape(*signs.shape, 8)
+    elements *= _SIGNS[signs]
+    return elements
+
+
+def _words(blocks: np.ndarray, start: int, stop: int, type: str) -> np.ndarray:
+    return np.ascontiguousarray(blocks[:, start:stop]).view(type)
+
+
+def _fields(words: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray:
+    """Of each word the bits from each shift on, in a row."""
+    fields = words[..., None] >> np.array(shifts, words.dtype) & words.dtype.type(mask)
+    return fields.reshape(len(words), -1)
+
+
+def _seven_signs(words: np.ndarray) -> np.ndarray:
+    """Of four bytes four times seven signs; the upper four bits are a scale."""
+    return _EVEN[_fields(words, (0, 7, 14, 21), 127)]
+
+
+def _odd(scale: np.ndarray, numbers: np.ndarray, unit: float) -> np.ndarray:
+    """Scales of parts: odd multiples of the block's. Each product is exact."""
+    return scale * ((2 * numbers.astype(np.float32) + 1) * np.float32(unit))
+
+
+def _iq2_xxs_codes(blocks: np.ndarray) -> np.ndarray:
+    codes = blocks[:, 2:].reshape(len(blocks), 8, 8)[:, :, :4].reshape(len(blocks), 32)
+    return _signed("IQ2_XXS", codes, _seven_signs(_words(blocks, 2, 66, "<u4")[:, 1::2]))
+
+
+def _iq2_xs_codes(blocks: np.ndarray) -> np.ndarray:
+    codes = _words(blocks, 2, 66, "<u2")
+    return _signed("IQ2_XS", codes & 511, _EVEN[codes >> 9])
+
+
+def _iq2_s_codes(blocks: np.ndarray) -> np.ndarray:
+    codes = _fields(blocks[:, 66:74], (0, 2, 4, 6), 3).astype(np.uint16) << 8
+    return _signed("IQ2_S", codes | blocks[:, 2:34], blocks[:, 34:66])
+
+
+def _iq3_xxs_codes(blocks: np.ndarray) -> np.ndarray:
+    return _signed("IQ3_XXS", blocks[:, 2:66], _seven_signs(_words(blocks, 66, 98, "<u4")))
+
+
+def _iq3_s_codes(blocks: np.ndarray) -> np.ndarray:
+    codes = _fields(blocks[:, 66:74], tuple(range(8)), 1).astype(np.uint16) << 8
+    return _signed("IQ3_S", codes | blocks[:, 2:66], blocks[:, 74:106])
+
+
+def _iq1(low: np.ndarray, high: np.ndarray, is_less: np.ndarray) -> np.ndarray:
+    """Eight times the elements, each an eighth more or less than the table's."""
+    elements = _grid("IQ1_S")[high.astype(np.uint16) << 8 | low] * np.int8(8)
+    elements += np.where(is_less, np.int8(-1), np.int8(1))[..., None]
+    return elements
+
+
+def _iq1_s_codes(blocks: np.ndarray) -> np.ndarray:
+    high = _words(blocks, 34, 50, "<u2")
+    return _iq1(blocks[:, 2:34], _fields(high, (0, 3, 6, 9), 7), np.repeat(high >> 15, 4, axis=1))
+
+
+def _iq1_s_scales(blocks: np.ndarray) -> np.ndarray:
+    return _odd(_float16(0)(blocks), _words(blocks, 34, 50, "<u2") >> 12 & 7, 0.125)
+
+
+def _iq1_m_codes(blocks: np.ndarray) -> np.ndarray:
+    high = _fields(blocks[:, 32:48], (0, 4), 15)
+    return _iq1(blocks[:, :32], high & 7, high >> 3)
+
+
+def _iq1_m_scales(blocks: np.ndarray) -> np.ndarray:
+    """The float16 of the block has its four nibbles in the upper bits of four words."""
+    words = _words(blocks, 48, 56, "<u2")
+    whole = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), axis=1)
+    scale = whole.astype("<u2").view("<f2").astype(np.float32)[:, None]
+    return _odd(scale, _fields(words, (0, 3, 6, 9), 7), 0.125)
+
+
+def _tq1_0_codes(blocks: np.ndarray) -> np.ndarray:
+    """Five digits to the base of three a byte: its fraction of 256, the first digit in front."""
+    codes = [
+        blocks[:, None, start:stop] * np.array(powers, np.uint8)[:, None]
+        for start, stop, powers in (
+            (0, 32, (1, 3, 9, 27, 81)),
+            (32, 48, (1, 3, 9, 27, 81)),
+            (48, 52, (1, 3, 9, 27)),
+        )
+    ]
+    digits = np.concatenate([part.reshape(len(blocks), -1) for part in codes], axis=1)
+    return _less((digits.astype(np.uint16) * 3 >> 8).astype(np.uint8), 1)
+
+
+def _nvfp4_scales(blocks: np.ndarray) -> np.ndarray:
+    """E4M3 without a sign, of codes that are twice the numbers. 127 and signs are no numbers."""
+    scales = FP8_E4M3[blocks[:, :4]] * np.float32(0.5)
+    scales[blocks[:, :4] > 127] = np.nan
+    return scales
+
+
 def _added(part: _Part) -> _Part:
     """A minimum that is added where others are subtracted."""
     return lambda blocks: -part(blocks)
@@ -210,32 +333,74 @@ TYPES: Mapping[str, BlockType] = {
     "IQ4_NL": BlockType(32, 18, _by_table(2, _NL4), _float16(0)),
     "IQ4_XS": BlockType(256, 136, _by_table(8, _NL4), _iq4_xs_scales),
     "MXFP4": BlockType(32, 17, _by_table(1, _TWICE_FP4), _exponent),
+    "IQ2_XXS": BlockType(
+        256,
+        66,
+        _iq2_xxs_codes,
+        lambda b: _odd(_float16(0)(b), _words(b, 2, 66, "<u4")[:, 1::2] >> 28, 0.125),
+    ),
+    "IQ2_XS": BlockType(
+        256,
+        74,
+        _iq2_xs_codes,
+        lambda b: _odd(_float16(0)(b), _fields(b[:, 66:74], (0, 4), 15), 0.125),
+    ),
+    "IQ2_S": BlockType(
+        256,
+        82,
+        _iq2_s_codes,
+        lambda b: _odd(_float16(0)(b), _fields(b[:, 74:82], (0, 4), 15), 0.125),
+    ),
+    "IQ3_XXS": BlockType(
+        256,
+        98,
+        _iq3_xxs_codes,
+        lambda b: _odd(_float16(0)(b), _words(b, 66, 98, "<u4") >> 28, 0.25),
+    ),
+    "IQ3_S": BlockType(
+        256,
+        110,
+        _iq3_s_codes,
+        lambda b: _odd(_float16(0)(b), _fields(b[:, 106:110], (0, 4), 15), 1),
+    ),
+    "IQ1_S": BlockType(256, 50, _iq1_s_codes, _iq1_s_scales),
+    "IQ1_M": BlockType(256, 56, _iq1_m_codes, _iq1_m_scales),
+    "TQ1_0": BlockType(256, 54, _tq1_0_codes, _float16(52)),
+    "TQ2_0": BlockType(
+        256, 66, lambda blocks: _less(_planes(blocks, 0, 64, 2, 32), 1), _float16(64)
+    ),
+    "NVFP4": BlockType(64, 36, _by_table(4, _TWICE_FP4, 8), _nvfp4_scales),
 }
 
 
 def blocks(stored: StoredWeight) -> Dequantizer:
-    stored.only("codes")
+    stored.only("codes", "scale")
     type = TYPES[stored.weight.scheme.removeprefix(SCHEME)]
     rows = stored.info("codes").shape
     if not rows or rows[-1] % type.nbytes:
         label = stored.weight.parts["codes"]
         stored.fault(f"{label} has rows of {rows[-1:]} bytes, and blocks have {type.nbytes}")
     shape = (*rows[:-1], rows[-1] // type.nbytes * type.elements)
-    return _Rows(stored.name, stored.weight.scheme, shape, stored.part("codes", rows, ("uint8",)))
+    codes, scale = stored.part("codes", rows, ("uint8",)), None
+    if stored.has("scale"):
+        count = 1 if stored.info("scale").shape in ((), (1,)) else rows[0]
+        scale = stored.scale("scale", (count,) if len(rows) == 3 else (1,), ("float32",))
+    return _Rows(stored.name, stored.weight.scheme, shape, codes, scale)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A weight whose rows are blocks."""
+    """A weight whose rows are blocks. NVFP4 may have a scale of the whole, or of each expert."""
 
     name: str
     scheme: str
     shape: tuple[int, ...]
     codes: WeightPart
+    scale: WeightPart | None
 
     @property
     def parts(self) -> Mapping[str, WeightPart]:
-        return {"codes": self.codes}
+        return {"codes": self.codes} | ({"scale": self.scale} if self.scale else {})
 
     @property
     def _type(self) -> BlockType:
@@ -246,7 +411,11 @@ class _Rows:
         type, first, last = self._type, box.start[-1], box.stop[-1]
         start = first // type.elements * type.nbytes
         stop = -(-last // type.elements) * type.nbytes
-        return {"codes": Box((*box.start[:-1], start), (*box.stop[:-1], max(start, stop)))}
+        boxes = {"codes": Box((*box.start[:-1], start), (*box.stop[:-1], max(start, stop)))}
+        if self.scale:
+            is_one = self.scale.shape == (1,)
+            boxes["scale"] = Box((0,), (1,)) if is_one else Box(box.start[:1], box.stop[:1])
+        return boxes
 
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         type, codes = self._type, parts["codes"]
@@ -259,6 +428,8 @@ class _Rows:
             ) from None
         first = box.start[-1] % type.elements
         rows = values.reshape(*codes.shape[:-1], -1)
+        if self.scale:
+            rows *= parts["scale"].reshape(-1, *[1] * (rows.ndim - 1))
         return rows[..., first : first + box.shape[-1]]
 
     def _place(self, box: Box, block: int) -> str:

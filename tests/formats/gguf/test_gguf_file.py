@@ -24,6 +24,7 @@ from jax_ucp.errors import (
 )
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.gguf.file import GGUFFile
+from jax_ucp.layout.box import Box
 
 RNG = np.random.default_rng(0)
 
@@ -110,12 +111,49 @@ def test_blocks_are_refused_as_weights_unless_they_are_asked_for(tmp_path, type)
 
 
 def test_a_type_that_is_not_dequantised_is_refused_by_its_name(tmp_path):
-    path = saved(tmp_path, Written({}, [Tensor("w", (256,), 16, bytes(66)), *tensors("n")]))
-    with pytest.raises(QuantizedWeights, match="IQ2_XXS is not dequantised here"):
+    path = saved(tmp_path, Written({}, [Tensor("w", (128,), 41, bytes(18)), *tensors("n")]))
+    with pytest.raises(QuantizedWeights, match="Q1_0 is not dequantised here"):
         ucp.open(path, dequantize="bfloat16")
-    with pytest.raises(QuantizedWeights, match="IQ2_XXS"):
+    with pytest.raises(QuantizedWeights, match="Q1_0"):
         ucp.open(path).restore()
-    assert ucp.open(path, dequantize=False).read("stored/w").shape == (66,)
+    assert ucp.open(path, dequantize=False).read("stored/w").shape == (18,)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scale"), [((3,), [0.3]), ((2, 3), [0.3]), ((2, 3), [0.3, 7.0]), ((2, 3), 0.3)]
+)
+def test_nvfp4_is_multiplied_by_the_scale_of_the_whole_or_of_each_expert(tmp_path, rows, scale):
+    stored, factor = random_blocks(RNG, "NVFP4", rows, 2), np.array(scale, np.float32)
+    blocks = Tensor("w.weight", (128, *rows[::-1]), 40, stored.tobytes())
+    activations = Tensor.of("w.input_scale", np.float32([3]))
+    path = saved(tmp_path, Written({}, [blocks, Tensor.of("w.scale", factor), activations]))
+    checkpoint = ucp.open(path, dequantize="float32")
+    factors = factor.reshape(-1, *[1] * len(rows)) if len(rows) == 2 else factor
+    want = values_of("NVFP4", stored) * factors
+    assert same_bits(checkpoint.read("param/w.weight"), want)
+    box = Box((want.shape[0] - 1, *[0] * (want.ndim - 2), 70), want.shape)
+    assert same_bits(checkpoint.read("param/w.weight", box), want[box.index].copy())
+    assert [leaf.label for leaf in checkpoint.leaves] == ["param/w.weight"]
+    assert len(ucp.open(path, dequantize=False).leaves) == 3
+
+
+def test_what_is_called_as_a_scale_is_no_part_of_other_blocks(tmp_path):
+    stored, scale = random_blocks(RNG, "Q8_0", (3,), 2), np.ones(64, np.float32)
+    blocks = Tensor("w.weight", (64, 3), 8, stored.tobytes())  # as a router of Gemma 4 has one
+    path = saved(tmp_path, Written({}, [blocks, Tensor.of("w.scale", scale)]))
+    checkpoint = ucp.open(path, dequantize="float32")
+    assert same_bits(checkpoint.read("param/w.weight"), values_of("Q8_0", stored))
+    assert same_bits(checkpoint.read("param/w.scale"), scale)
+
+
+@pytest.mark.parametrize("scale", [np.ones(3), np.ones((3, 1)), np.float32([np.inf])])
+def test_a_scale_of_nvfp4_that_llama_cpp_has_not_is_refused(tmp_path, scale):
+    stored = random_blocks(RNG, "NVFP4", (3,), 2)
+    blocks = Tensor("w.weight", (128, 3), 40, stored.tobytes())
+    factor = Tensor.of("w.scale", np.asarray(scale, np.float32))
+    path = saved(tmp_path, Written({}, [blocks, factor]))
+    with pytest.raises((FormatError, CorruptData), match=r"w\.scale"):
+        ucp.open(path, dequantize="float32").read("param/w.weight")
 
 
 @pytest.mark.parametrize("type", sorted(BLOCKS))
@@ -123,7 +161,9 @@ def test_a_scale_that_is_no_finite_number_is_refused_with_its_place(tmp_path, ty
     number, elements, nbytes, halves, _ = BLOCKS[type]
     stored = random_blocks(RNG, type, (2, 3), 4)
     block = stored.reshape(2, 3, 4, nbytes)[1, 2, 3]
-    if halves:
+    if type == "IQ1_M":
+        block[53], block[55] = 0xC0, 0x70  # infinity, in the upper halves of bytes
+    elif halves:
         block[halves[-1] : halves[-1] + 2] = 0, 0x7C  # infinity
         block[4:16] |= 0x11  # of which no scale is a multiple by zero
     else:
