@@ -53,9 +53,11 @@ def watching(several: Iterable[Watcher]) -> Iterator[None]:
     finally:
         with _lock:
             for key in added:
-                left = tuple(each for each in _watching.pop(key) if id(each) not in distinct)
+                left = tuple(each for each in _watching[key] if id(each) not in distinct)
                 if left:
                     _watching[key] = left
+                else:
+                    del _watching[key]
 
 
 def watchers(key: Hashable) -> Sequence[Any]:
