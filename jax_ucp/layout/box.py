@@ -61,12 +61,12 @@ class Box:
 
     @property
     def index(self) -> tuple[slice | EllipsisType, ...]:
-        """The same block as a numpy index, which makes views: without `...`, a scalar is copied.
+        """The same block as a numpy index, which makes views: `()` would copy a scalar.
 
-        >>> Box((2,), (5,)).index
-        (slice(2, 5, None), Ellipsis)
+        >>> Box((2,), (5,)).index, Box((), ()).index
+        ((slice(2, 5, None),), (Ellipsis,))
         """
-        return (*[slice(a, b) for a, b in zip(self.start, self.stop, strict=True)], ...)
+        return tuple(map(slice, self.start, self.stop)) or (...,)
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes, or None where there are none."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -445,7 +446,7 @@ def _assemble(parts: Mapping[Box, np.ndarray], box: Box, dtype: np.dtype) -> np.
 @functools.lru_cache(maxsize=1024)
 def _pieces(
     parts: tuple[Box, ...], box: Box
-) -> list[tuple[Box, tuple[slice, ...], tuple[slice, ...]]]:
-    """Each part that has elements of `box`, with their slices in the part and in `box`."""
+) -> list[tuple[Box, tuple[slice | EllipsisType, ...], tuple[slice | EllipsisType, ...]]]:
+    """Each part that has elements of `box`, with their numpy indices in the part and in `box`."""
     hits = [(part, hit) for part in parts if (hit := part.intersect(box)) is not None]
     return [(part, hit.relative_to(part).index, hit.relative_to(box).index) for part, hit in hits]
