@@ -16,6 +16,10 @@ def command(name: str) -> click.Command:
     return found
 
 
+def every_command() -> dict[str, click.Command]:
+    return {name: command(name) for name in main.commands}
+
+
 def invoke(*args: object, env: Mapping[str, str] | None = None) -> Result:
     """What a command did: it shows no traceback, and prints nothing that a terminal obeys."""
     result = CliRunner().invoke(main, [str(arg) for arg in args], env=env)

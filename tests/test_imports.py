@@ -16,8 +16,7 @@ import click
 import pytest
 
 import jax_ucp
-from commands import command
-from jax_ucp.cli.main import main
+from commands import every_command
 
 PACKAGE = Path(jax_ucp.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -193,7 +192,7 @@ def test_every_command_is_in_the_module_of_its_name():
         for name in names - {"main"}
     }
     commands = {name: each for name, each in found.items() if isinstance(each, click.Command)}
-    assert commands == {name: command(name) for name in main.commands}
+    assert commands == every_command()
     assert all(each.name == name for name, each in commands.items())
 
 

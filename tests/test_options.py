@@ -21,11 +21,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from commands import command, invoke, run
+from commands import every_command, invoke, run
 from helpers import memory, mesh_of
 from jax_ucp.arguments import local_path
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.cli.main import main
 from jax_ucp.errors import SpecError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.local import LocalFiles
@@ -671,7 +670,9 @@ def test_what_becomes_of_every_option_is_decided(door):
 
 
 def test_what_becomes_of_every_option_of_every_command_is_decided():
-    found = {name: {option.name for option in command(name).params} for name in main.commands}
+    found = {
+        name: {option.name for option in each.params} for name, each in every_command().items()
+    }
     assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
 
 

@@ -39,7 +39,7 @@ import tensorstore as ts
 
 import jax_ucp as ucp
 from cases import DATA, copied
-from commands import invoke
+from commands import every_command, invoke
 from hostile import inputs
 from hostile.files import write_database
 from jax_ucp.arrays.checks import checks_of, verdicts
@@ -578,6 +578,7 @@ def run(numbers: range, work: Path, family: str | None = None) -> int:
     unicodedata.normalize("NFKC", "")
     for folder in targets.folders:  # what is imported when a format is first used is imported now
         read_folder(folder)
+    every_command()
     for folder in (*targets.ours, *targets.stock):
         shutil.rmtree(targets.target, ignore_errors=True)
         read_ours(folder, targets.target)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 
 import numpy as np
 
@@ -194,7 +194,8 @@ _EVEN = np.array([s | s.bit_count() % 2 << 7 for s in range(128)], np.uint8)
 @cache
 def _grid(name: str) -> np.ndarray:
     """A table of ggml's: for each code its elements as int8. `ggml-common.h`, MIT."""
-    grids = json.loads(Path(__file__).with_name("ggml_grids.json").read_text())[name]
+    tables = files("jax_ucp.formats.quantized").joinpath("ggml_grids.json").read_text()
+    grids = json.loads(tables)[name]
     packed = np.frombuffer(base64.b85decode(grids["codes"]), np.uint8)
     codes = _planes(packed[None], 0, len(packed), grids["bits"], 1)
     return np.array(grids["numbers"], np.int8)[codes].reshape(-1, grids["elements"])
