@@ -52,25 +52,22 @@ def has_index(chunks: Chunks) -> bool:
 
 def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
     """The file of an outer chunk, in parts valid until the next; crc32c go to `crcs`."""
-    if not has_index(chunks) and data.shape == chunks.inner:
-        whole = np.asarray(data, order="C")
-        yield whole.reshape(-1).view(np.uint8).data
-        crcs += _crc(whole)
-        yield bytes(crcs)
-        return
-    part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
-    room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
+    room = np.empty(chunks.inner, data.dtype)  # for an inner chunk that has gaps, or is cut
     every = np.zeros(grid_shape(data.shape, chunks.inner), CRC)
     boxes = grid_boxes(data.shape, chunks.inner)
     if chunks.is_stack:
         boxes = sorted(boxes, key=lambda box: chunks.file_order(box.start))
     for box in boxes:
-        if box.shape != chunks.inner:
-            room[...] = 0
-        room[tuple(map(slice, box.shape))] = data[box.index]
-        part[-CRC_BYTES:] = np.frombuffer(crc := _crc(room), np.uint8)
+        inner = data[box.index]
+        if inner.shape != chunks.inner or not inner.flags.c_contiguous:
+            if inner.shape != chunks.inner:
+                room[...] = 0
+            room[tuple(map(slice, box.shape))] = inner
+            inner = room
+        crc = _crc(inner)
         every[grid_place(box, chunks.inner)] = int.from_bytes(crc, "little")
-        yield part.data
+        yield inner.reshape(-1).view(np.uint8).data
+        yield crc
     crcs += every.tobytes()
     if has_index(chunks):
         yield _index(data.shape, chunks, data.dtype.itemsize)
