@@ -261,20 +261,8 @@ def _bound(
     """The leaves that these rules form. Raises LayoutError with `faults` and its own."""
     known = _known(mapping, given, config, faults)
     lengths = {name: one.length for name, one in known.items()}
-    rules: list[MappingRule] = []
-    for rule in mapping.rules:  # with numbers for the sizes in their names
-        if unknown := sorted(rule.sizes_in_names - known.keys()):
-            names = " and ".join(unknown)
-            faults.append(
-                f"{rule.label} counts from {names}, which has no length; give it in sizes"
-            )
-            continue
-        try:
-            rules.append(rule.with_numbers(lengths))
-        except SpecError as error:
-            faults.append(f"{rule.label}: {error}")
-    mapping = replace(mapping, rules=tuple(rules))
-    faults += _long_blocks(rules, lengths)
+    mapping = replace(mapping, rules=tuple(_numbered(mapping.rules, lengths, faults)))
+    faults += _long_blocks(mapping.rules, lengths)
     skipped, instances = _claimed(mapping, shapes, lengths, faults)
     claims = [
         claim
@@ -309,15 +297,37 @@ def _bound(
                     f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}"
                 )
             leaves[name] = form
-    for name in leaves:
-        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
-        faults += [
-            f"{leaf} is a leaf, so {name} cannot be below it" for leaf in above if leaf in leaves
-        ]
+    faults += _leaves_below_others(leaves)
     if faults:
         raise _refusal(mapping, faults)
     sizes = {name: n for name, n in inferred.sizes.items() if name.isidentifier()}
     return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
+
+
+def _numbered(
+    rules: Sequence[MappingRule], lengths: Mapping[str, int], faults: list[str]
+) -> Iterator[MappingRule]:
+    """The rules with numbers for the sizes in their names; those without are faults."""
+    for rule in rules:
+        if unknown := sorted(rule.sizes_in_names - lengths.keys()):
+            names = " and ".join(unknown)
+            faults.append(
+                f"{rule.label} counts from {names}, which has no length; give it in sizes"
+            )
+            continue
+        try:
+            yield rule.with_numbers(lengths)
+        except SpecError as error:
+            faults.append(f"{rule.label}: {error}")
+
+
+def _leaves_below_others(leaves: Collection[str]) -> Iterator[str]:
+    """Faults: leaves whose names go on from that of another leaf."""
+    for name in leaves:
+        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
+        for leaf in above:
+            if leaf in leaves:
+                yield f"{leaf} is a leaf, so {name} cannot be below it"
 
 
 def _long_blocks(rules: Sequence[MappingRule], lengths: Mapping[str, int]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -55,19 +55,7 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     if stray := [file for file, items in metadata.extras.items() if not isinstance(items, dict)]:
         yield f"the extras of {stray[0]!r:.200} have no names"
     names = [leaf.name for leaf in metadata.leaves if leaf.has_array]
-    # each array has a directory of its own, inside the checkpoint
-    nested = [name for name in names if "/" in name]
-    above = {name[: slash.start()] for name in nested for slash in re.finditer("/", name)}
-    seen: set[str] = set()
-    for name in names:
-        if not is_leaf_name(name):
-            yield f"{name!r:.200} is not a name of a leaf's directory inside the checkpoint"
-        if name in seen or name in above:
-            yield (
-                f"{name!r:.200} is the name of two leaves, or has the directory of another in"
-                " its own"
-            )
-        seen.add(name)
+    yield from _name_faults(names)
     if metadata.arrays.keys() & metadata.linked.keys():
         yield "an array is linked, and stored too"
     alone = (metadata.arrays.keys() - metadata.stacks.keys()) | metadata.linked.keys()
@@ -86,6 +74,22 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     yield from _stack_faults(metadata)
     if fault := linked_fault(metadata):
         yield f"it is a link, and {fault}"
+
+
+def _name_faults(names: Sequence[str]) -> Iterator[str]:
+    """Faults: each array has a directory of its own, inside the checkpoint."""
+    nested = [name for name in names if "/" in name]
+    above = {name[: slash.start()] for name in nested for slash in re.finditer("/", name)}
+    seen: set[str] = set()
+    for name in names:
+        if not is_leaf_name(name):
+            yield f"{name!r:.200} is not a name of a leaf's directory inside the checkpoint"
+        if name in seen or name in above:
+            yield (
+                f"{name!r:.200} is the name of two leaves, or has the directory of another in"
+                " its own"
+            )
+        seen.add(name)
 
 
 def _stack_faults(metadata: Metadata) -> Iterator[str]:

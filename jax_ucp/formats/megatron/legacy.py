@@ -346,9 +346,18 @@ def _add_parameters(
             copies = _copies(name, layout, params[name].shards["weight"])
             states = _states(folder, name, layout, params[name])
             add_parameter(importer, args, name, states, copies)
-    if not tied:
-        return
-    # the last stage's copy of the word embedding, with optimizer states of its own
+    if tied:
+        _compare_tied(folder, importer, args, by_name, params)
+
+
+def _compare_tied(
+    folder: FilePath,
+    importer: ContentsBuilder,
+    args: Args,
+    by_name: Mapping[str, ParamLayout],
+    params: Mapping[str, RankShards],
+) -> None:
+    """Leave the last stage's copy of the word embedding, with its own states, to `verify`."""
     of_embedding = _states(folder, EMBEDDING, by_name[EMBEDDING], params[EMBEDDING])
     for state, shards in params[TIED].shards.items():
         copy_of = f"the last pipeline stage's copy of {EMBEDDING}"
