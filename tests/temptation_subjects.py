@@ -27,7 +27,7 @@ import jax_ucp as ucp
 import torch_writer
 from cases import DATA, Case, every, names_of
 from folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
-from helpers import mesh_of
+from helpers import mesh_of, scratch
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
@@ -420,10 +420,3 @@ def _bin_folder(case: str, shards: int) -> Subject:
 def _json(value: object) -> bytes:
 
     return json.dumps(value, indent=2).encode()
-
-
-@functools.cache
-def scratch() -> str | None:
-    """Where files cost no disk, if there is such a place."""
-    memory = Path("/dev/shm")
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 1 << 28 else None

@@ -47,12 +47,13 @@ import temptation_formats  # noqa: F401 - its mistakes are added to MISTAKES, an
 import temptation_options  # noqa: F401
 from cases import RULES
 from folders import Folder, write_folder
+from helpers import scratch
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
 from jax_ucp.sharding.jax_versions import enable_x64
 from temptation_invisible import TOLD, Case, another_whole, invisible, shown_by
 from temptation_mistakes import MISTAKES, Attempt, Beside
-from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
+from temptation_subjects import FORMATS, Subject, mesh, subjects
 
 SECONDS = 60
 OUTCOMES = ("right", "refused", "noted", "invisible", "sampled", "unaccounted", "raw", "wrong")

@@ -40,6 +40,7 @@ import tensorstore as ts
 import jax_ucp as ucp
 from cases import DATA, copied
 from commands import every_command, invoke
+from helpers import scratch
 from hostile import inputs
 from hostile.files import write_database
 from jax_ucp.arrays.checks import checks_of, verdicts
@@ -563,17 +564,10 @@ SHARES = {
 }  # fmt: skip
 
 
-def run(numbers: range, work: Path, family: str | None = None) -> int:
-    """Fuzz with these inputs, print what happened, and return how many were neither read nor
-    refused properly.
-
-    All are of one family, if it is given.
-    """
+def prepared(work: Path) -> tuple[Targets, Guard]:
+    """What is fuzzed and what watches, once all is imported and memory is bounded."""
     targets = Targets(work)
     guard = Guard(targets.target)
-    names = [name for name, share in SHARES.items() for _ in range(share) if family in (None, name)]
-    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-    slowest, faults = (0.0, 0), 0
     # which Python imports when it first meets a name that is not ASCII
     unicodedata.normalize("NFKC", "")
     for folder in targets.folders:  # what is imported when a format is first used is imported now
@@ -586,6 +580,18 @@ def run(numbers: range, work: Path, family: str | None = None) -> int:
             run_command(folder, targets.target, command)
     warnings.simplefilter("error")
     limit_memory(MEMORY_BYTES)
+    return targets, guard
+
+
+def run(targets: Targets, guard: Guard, numbers: range, family: str | None = None) -> int:
+    """Fuzz with these inputs, print what happened, and return how many were neither read nor
+    refused properly.
+
+    All are of one family, if it is given.
+    """
+    names = [name for name, share in SHARES.items() for _ in range(share) if family in (None, name)]
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    slowest, faults = (0.0, 0), 0
     for number in numbers:
         rng = Random(number)
         name = rng.choice(names)
@@ -643,8 +649,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--family", choices=SHARES, help="make all inputs of this family")
     said = parser.parse_args(arguments)
     start, count = (said.only, 1) if said.only is not None else (said.start, said.count)
-    with tempfile.TemporaryDirectory() as work:
-        return 1 if run(range(start, start + count), Path(work), said.family) else 0
+    with tempfile.TemporaryDirectory(dir=scratch()) as work:
+        return 1 if run(*prepared(Path(work)), range(start, start + count), said.family) else 0
 
 
 if __name__ == "__main__":
