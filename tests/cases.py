@@ -61,6 +61,7 @@ READ = (
     "folders",
     "megatron_core",
     "megatron_logits",
+    "megatron_next",
     "pairings",
     "quantized",
     "unknown",

@@ -12,7 +12,8 @@ Gradients are noise, the same whatever the parallelism; three steps are made wit
 taken from the live parameters and optimizers of all ranks, never from the files; where the
 optimizer keeps the low 16 bits of masters, from masters that the stand-in keeps beside. Cases named
 `logits_` have the logits of the live model too, in float32 and without TransformerEngine, whose
-stand-ins compute nothing.
+stand-ins compute nothing. Those named `next_`, likewise, are made by Megatron's own train steps on
+tokens instead of noise; after the save they go on for three more, whose losses and tokens they have.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ STEPS, VOCAB = 3, 101
 BASE = """--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads 4
 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 0.01
 --train-iters 100 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
---tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8
+--tokenizer-type NullTokenizer --vocab-size {tokens} --make-vocab-size-divisible-by 8
 --distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
 --no-persist-layer-norm --save-interval 1 --ckpt-format torch_dist --attention-dropout 0
@@ -74,10 +75,20 @@ class Case:
     ffn: int = 24
     seed: int = 1234
     without_args: str = ""  # "bridge" or "nemo": the files as these trainers leave them
+    vocab: int = VOCAB
 
     @property
     def has_logits(self) -> bool:
         return self.name.startswith("logits_")
+
+    @property
+    def goes_on(self) -> bool:
+        return self.name.startswith("next_")
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model is run, which stand-ins cannot be, and in float32."""
+        return self.has_logits or self.goes_on
 
 
 def parallel(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 0, cp: int = 1) -> str:
@@ -89,6 +100,8 @@ def parallel(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 0, cp: int = 1) -
 TAGS = [f"core_v0.{minor}" for minor in ("13.1", "14.0", "15.3", "16.1", "17.1", "18.2", "19.0")]
 FULLY = "--dist-ckpt-optim-fully-reshardable"
 SHARED = "--moe-shared-expert-intermediate-size 16"
+# Of a run that goes on: no rows of padding, and what tunix's models have fixed.
+NEXT = "--kv-channels 8 --rotary-base 1000000 --norm-epsilon 1e-6"
 CASES = [
     *(Case(f"dense_tp2_{tag}", f"{DIST} {parallel(2)}", 4, tag) for tag in TAGS),
     *(Case(f"mla_{tag}", f"{DIST} --q-lora-rank 12", 2, tag, MLA) for tag in TAGS),
@@ -178,6 +191,10 @@ CASES = [
          te=False, hidden=16),
     Case("logits_qwen3_moe_unscaled", f"--kv-channels 8 --qk-layernorm --moe-router-pre-softmax {MOE}"
          f" {GATHER} {parallel(ep=2)}", 2, te=False, hidden=16),
+    Case("next_llama", NEXT, te=False, hidden=16, vocab=112),
+    Case("next_qwen3", f"{NEXT} --qk-layernorm {parallel(2)}", 2, te=False, hidden=16, vocab=112),
+    Case("next_qwen3_moe", f"{NEXT} --qk-layernorm {MOE} {GATHER} {parallel(ep=2)}", 2, te=False,
+         hidden=16, vocab=112),
 ]  # fmt: skip
 
 
@@ -252,8 +269,9 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     if "muon" in case.argv:
         _stand_in_for_muon()
     typing.override = getattr(typing, "override", lambda method: method)
-    argv = BASE.format(layers=case.layers, hidden=case.hidden, ffn=case.ffn, seed=case.seed).split()
-    argv += case.model.split() + case.argv.split() + ["--bf16"] * (not case.has_logits)
+    sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}
+    argv = BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1).split()
+    argv += case.model.split() + case.argv.split() + ["--bf16"] * (not case.computes)
     argv += ["--transformer-impl", "transformer_engine" if case.te else "local"]
     argv += ["--save", str(options.out / case.name / "ckpt")]
     sys.argv = ["generate", *argv]
@@ -309,11 +327,14 @@ def _train_and_save(case: Case, folder: Path) -> None:
     for model, own in zip(bare, places, strict=True):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                is_norm = case.has_logits and "norm" in name
+                is_norm = case.computes and "norm" in name
                 noise = _local(own[name], "weight", 0) * 0.05 + is_norm
                 parameter.copy_(noise.reshape(parameter.shape).to(parameter.dtype))
     optimizer.reload_model_params()
     for step in range(STEPS):
+        if case.goes_on:
+            train_step((models, optimizer, scheduler), step)
+            continue
         optimizer.zero_grad()
         for model in models:
             model.zero_grad_buffer()
@@ -332,12 +353,14 @@ def _train_and_save(case: Case, folder: Path) -> None:
         for name, parameter in model.named_parameters()
         for state, start, array in _states(optimizer, parameter)
     ]
-    logits = _logits(bare) if case.has_logits else {}
+    measured = _logits(bare) if case.has_logits else {}
     _save(models, optimizer, scheduler)
+    if case.goes_on:
+        measured = _next((models, optimizer, scheduler))
     gathered = [None] * case.world if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered, dst=0)
     if gathered is not None:
-        more = {f"buffer/{name}": array for name, array in _buffers(bare).items()} | logits
+        more = {f"buffer/{name}": array for name, array in _buffers(bare).items()} | measured
         _write_truth(case, folder, [item for rank in gathered for item in rank], more)
         if case.without_args:
             _as_other_trainer(case, folder, args)
@@ -533,6 +556,64 @@ def _logits(chunks) -> dict[str, object]:
     return {"io/tokens": tokens.numpy(), "io/logits": last[0]}
 
 
+def _next(run) -> dict[str, object]:
+    """The tokens of the next steps, of whose rows each is a row and what follows it; the losses."""
+    import numpy as np
+
+    steps = range(STEPS, 2 * STEPS)
+    losses = [train_step(run, step) for step in steps]
+    tokens = np.stack([_tokens(step).numpy() for step in steps])
+    return {"io/tokens": tokens, "io/losses": np.float32(losses)}
+
+
+def _tokens(step: int):
+    """A batch for a step, of no meaning: rows of a token more than the model is given."""
+    import torch
+    from megatron.training import get_args
+
+    args, generator = get_args(), torch.Generator().manual_seed(step)
+    return torch.randint(100, (args.global_batch_size, args.seq_length + 1), generator=generator)
+
+
+def train_step(run, step: int) -> float:
+    """The loss of one of Megatron's own steps, on data that depends on the step alone."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.training import get_args, training
+
+    models, optimizer, scheduler = run
+    length, tokens = get_args().seq_length, _tokens(step)
+    own = range(mpu.get_data_parallel_rank(), len(tokens), mpu.get_data_parallel_world_size())
+    is_later = torch.ones(1, 1, length, length).triu(1).bool()
+
+    def forward(batches, model):
+        row = next(batches)
+        places = torch.arange(length)[None]
+        output = model(row[None, :-1], places, is_later, labels=row[None, 1:])
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    batches = RerunDataIterator(iter([tokens[row] for row in own]))
+    forward_backward = get_forward_backward_func()
+    config = training.get_model_config(models[0])
+    config.grad_scale_func = optimizer.scale_loss  # as Megatron's own loop does, which is not run:
+    config.finalize_model_grads_func = finalize_model_grads  # without it ranks keep to themselves
+    losses, skipped, *_ = training.train_step(
+        forward, batches, models, optimizer, scheduler, config, forward_backward
+    )
+    if skipped:
+        raise RuntimeError("a step was skipped")
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [float(loss) for loss in losses.values()])
+    found = [own[0] for own in everyone if own]
+    if mpu.get_data_parallel_world_size() == 1 and len(set(found)) != 1:
+        raise RuntimeError(f"losses of ranks differ: {found}")
+    return sum(found) / len(found)  # each data-parallel rank has the mean of its own rows
+
+
 def _write_truth(case: Case, folder: Path, items, more) -> None:
     """Put together what all ranks have, and write it under the names of the local spec."""
     import numpy as np
@@ -566,20 +647,20 @@ def _write_truth(case: Case, folder: Path, items, more) -> None:
         assert covered[state, key].all(), (state, key)
         for name, array in _named(key, whole):
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                array = array[:VOCAB]
+                array = array[: case.vocab]
             truth[f"{state}/{name}"] = array
     truth |= more
     np.savez_compressed(folder / "truth.npz", **truth)
     names = {state: dtype for state, dtype in dtypes.items() if dtype == "bfloat16"}
     about = {
         "writer": {"megatron_core": case.tag, "torch": torch.__version__},
-        "options": {"sizes": {"vocab": VOCAB}},
+        "options": {"sizes": {"vocab": case.vocab}},
         "dtypes": {key: names[s] for key in truth if (s := key.partition("/")[0]) in names},
         "steps": STEPS,
         "argv": f"{case.model} {case.argv}".split(),
         "world": case.world,
     }
-    if case.has_logits:
+    if case.computes:
         about["unproved"] = ["step"]
     (folder / "case.json").write_text(json.dumps(about, indent=1))
 

@@ -171,7 +171,7 @@ def _train(generator, spec, rank: int) -> None:
     args, result = get_args(), {}
     if spec["save"]:
         for iteration in range(STEPS):
-            _step(run, iteration)
+            generator.train_step(run, iteration)
         args.iteration, args.consumed_train_samples = STEPS, 8 * STEPS
         generator._save(*run)
     elif args.iteration != STEPS or args.consumed_train_samples != 8 * STEPS:
@@ -181,48 +181,10 @@ def _train(generator, spec, rank: int) -> None:
     everyone = [None] * spec["world"]
     dist.all_gather_object(everyone, _live(run))
     result["live"] = everyone
-    result["losses"] = [_step(run, STEPS + each) for each in range(spec["more"])]
+    result["losses"] = [generator.train_step(run, STEPS + each) for each in range(spec["more"])]
     if not rank:
         Path(spec["out"]).write_text(json.dumps(result))
     dist.barrier()
-
-
-def _step(run, iteration: int) -> float:
-    """The loss of one of Megatron's own steps, on data that depends on the iteration alone."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import mpu
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.rerun_state_machine import RerunDataIterator
-    from megatron.training import get_args, training
-
-    args, (models, optimizer, scheduler) = get_args(), run
-    rows, length = args.global_batch_size, args.seq_length
-    generator = torch.Generator().manual_seed(iteration)
-    tokens = torch.randint(100, (rows, length + 1), generator=generator)
-    own = range(mpu.get_data_parallel_rank(), rows, mpu.get_data_parallel_world_size())
-    is_later = torch.ones(1, 1, length, length).triu(1).bool()
-
-    def forward(batches, model):
-        row = next(batches)
-        places = torch.arange(length)[None]
-        output = model(row[None, :-1], places, is_later, labels=row[None, 1:])
-        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
-
-    batches = RerunDataIterator(iter([tokens[row] for row in own]))
-    forward_backward = get_forward_backward_func()
-    config = training.get_model_config(models[0])
-    losses, skipped, *_ = training.train_step(
-        forward, batches, models, optimizer, scheduler, config, forward_backward
-    )
-    if skipped:
-        raise RuntimeError("a step was skipped")
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [float(loss) for loss in losses.values()])
-    found = [own[0] for own in everyone if own]
-    if mpu.get_data_parallel_world_size() == 1 and len(set(found)) != 1:
-        raise RuntimeError(f"losses of ranks differ: {found}")
-    return found[0]
 
 
 def _plain(load: Path) -> dict[str, str]:

@@ -1,13 +1,16 @@
 """Mappings one after another: from Megatron's names to Hugging Face's, and on to MaxText, and back.
 
-`tests/data/megatron` and `megatron_logits` have the logits that Megatron's own model gave.
+`tests/data/megatron` and `megatron_logits` have the logits that Megatron's own model gave, and
+`megatron_next` the losses with which its run went on.
 `tests/decoder.py` gives what MaxText's gives; `examples/megatron_logits.py` compares those of
 transformers.
 """
 
 import json
 
+import jax
 import numpy as np
+import optax
 import pytest
 
 import decoder
@@ -15,7 +18,7 @@ import jax_ucp as ucp
 from cases import Case
 from commands import run, run_json
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.errors import LayoutError, SpecError, TreeMismatch
 from jax_ucp.mapping.binding import outcomes
 from jax_ucp.mapping.rules import shipped
 from safetensors_writer import write_safetensors
@@ -32,6 +35,15 @@ CHAINS = [
     ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
 ]
 QWEN3 = CHAINS[4]
+# Case -> the mappings from Hugging Face's names by which its run goes on, and one that scales the query.
+NEXT = [
+    ("megatron_next/llama", "megatron-llama-to-hf", "hf-llama-to-tunix"),
+    ("megatron_next/qwen3", "megatron-qwen3-to-hf", "hf-qwen3-to-tunix"),
+    ("megatron_next/qwen3", "megatron-qwen3-to-hf", "hf-qwen3-to-maxtext"),
+    ("megatron_next/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-tunix"),
+    ("megatron_next/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
+]
+SCALED = ("megatron_next/llama", "megatron-llama-to-hf", "hf-llama2-to-maxtext")
 UNSCALED = "megatron_logits/qwen3_moe_unscaled"
 SMALL = """\
 leaves: [{param: a, leaf: b}]
@@ -113,6 +125,56 @@ def test_back_through_both_every_bit_is_there_again(case, first, second, tmp_pat
         values = (each[label].astype(np.float32) for each in (found, want))
         np.testing.assert_allclose(*values, rtol=near)
     assert_same(*({k: v for k, v in each.items() if k not in rounded} for each in (found, want)))
+
+
+@pytest.mark.parametrize(("case", "first", "second"), NEXT)
+def test_moments_of_the_live_run_lie_where_weights_in_their_place_would(
+    case, first, second, tmp_path
+):
+    mapped, truth = chained(case, first, second), Case(case).truth()
+    for state in ("param", "exp_avg", "exp_avg_sq"):
+        own = {label: array for label, array in truth.items() if label.startswith(f"{state}/")}
+        file = tmp_path / f"{state}.safetensors"
+        write_safetensors(file, {label.partition("/")[2]: array for label, array in own.items()})
+        as_weights = ucp.open(file).map(first, config=Case(case).open().config).map(second)
+        want = {leaf.label: as_weights.read(leaf.label) for leaf in as_weights.leaves}
+        found = {
+            leaf.label.replace(state, "param", 1): mapped.read(leaf.label)
+            for leaf in mapped.leaves
+            if leaf.label.startswith(f"{state}/")
+        }
+        assert_same(found, want)
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "second"), [SCALED, *(chain for chain in NEXT if "maxtext" in chain[2])]
+)
+def test_the_next_loss_of_the_weights_is_that_of_megatron(case, first, second):
+    measured = Case(case).measured()
+    mapped = chained(case, first, second)
+    tokens = measured["tokens"][0]
+    logits = decoder.logits(mapped.restore()["param"], config_of(mapped), tokens[:, :-1])
+    chosen = np.take_along_axis(decoder.softmax(logits), tokens[:, 1:, None], -1)
+    np.testing.assert_allclose(-np.log(chosen).mean(), measured["losses"][0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "first", "second"), NEXT)
+def test_an_optax_state_takes_all_of_the_run(case, first, second):
+    mapped = chained(case, first, second)
+    params = mapped.abstract()["param"]
+    plan = mapped.plan_optimizer(optax.adam(1e-2, b2=0.95), params, check=False)
+    assert (plan.step, plan.left) == (3, {})
+    state = plan.restore()[0]
+    for moment, name in ((state.mu, "exp_avg"), (state.nu, "exp_avg_sq")):
+        stored = mapped.restore()[name]
+        assert jax.tree.all(jax.tree.map(lambda a, b: same_bits(np.asarray(a), b), moment, stored))
+
+
+def test_a_run_whose_query_is_scaled_does_not_go_on_with_its_optimizer():
+    mapped = chained(*SCALED)
+    params = mapped.abstract()["param"]
+    with pytest.raises(TreeMismatch, match="self_attention/query/kernel"):
+        mapped.plan_optimizer(optax.adam(1e-2, b2=0.95), params, check=False)
 
 
 def test_leaves_are_read_from_the_files_of_the_ranks_each_element_once():
