@@ -65,6 +65,7 @@ QWEN_NEXT = {**QWEN_MOE, "num_hidden_layers": 8, "norm_topk_prob": True}
 QWEN_NEXT |= {"shared_expert_intermediate_size": 16, "partial_rotary_factor": 0.25}
 QWEN_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
 QWEN_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+QWEN35 = {**QWEN_NEXT, "linear_key_head_dim": 16}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 # Name -> the family in transformers, and what differs from SMALL.
@@ -113,6 +114,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("Gemma", {"hidden_size": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3_next": ("Qwen3Next", QWEN_NEXT),
+    "qwen35_moe": ("Qwen3_5MoeText", QWEN35),
     "olmo2": ("Olmo2", OLMO),
     "olmo3": ("Olmo3", {**OLMO, "sliding_window": 8, "num_key_value_heads": 2}),
     "olmo3_yarn": (
@@ -137,6 +139,7 @@ BLOCKS = {
 BLOCKS |= {"qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek", "deepseek_v2": "deepseek"}
 BLOCKS |= {"qwen3_next": "qwen3_next", "gemma": "gemma", "olmo2": "olmo3", "olmo3": "olmo3"}
+BLOCKS["qwen3_5_moe_text"] = "qwen3_5"
 # What MaxText does by the name of a model alone
 NAMES = {"gemma3_text": "gemma3-4b", "deepseek_v3": "deepseek3-671b"}
 NAMES |= {"deepseek_v2": "deepseek2-16b", "olmo2": "olmo3-7b", "olmo3": "olmo3-7b"}
@@ -149,9 +152,10 @@ RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_
 RECORDED += ("qwen3_moe_unscaled",)
 PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
 PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3", "qwen3_next")
+PROVED += ("qwen35_moe",)
 
 # Of these the tests have the experts packed too, as transformers has them in memory.
-PACKED = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek2", "deepseek3")
+PACKED = ("mixtral", "qwen3_moe", "qwen3_next", "qwen35_moe", "deepseek2", "deepseek3")
 
 
 def write(folder: Path) -> None:
@@ -255,8 +259,8 @@ def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | N
         return logits, float(np.abs(logits - want).max() / np.abs(want).max())
 
     logits, error = off(tree)
-    # in MaxText's Qwen3-Next heads and their features are one axis
-    rows = config["head_dim"] if config["model_type"] == "qwen3_next" else 1
+    # in MaxText's Qwen3-Next and Qwen3.5 heads and their features are one axis
+    rows = config["head_dim"] if "linear_attention" in config.get("layer_types", ()) else 1
     wrong = 0 if unmet else off(exchanged(tree, rows))[1]
     return Result(logits, error, wrong, unmet, digest(tree))
 
@@ -426,6 +430,7 @@ def first_gemma(config: Mapping[str, Any]) -> dict[str, Any]:
 SETTINGS = {"gemma2": gemma, "gemma3_text": gemma, "gpt_oss": gpt_oss, "deepseek_v3": deepseek}
 SETTINGS |= {
     "qwen3_next": qwen3_next,
+    "qwen3_5_moe_text": qwen3_next,
     "deepseek_v2": deepseek,
     "gemma": first_gemma,
     "olmo2": olmo,

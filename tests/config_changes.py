@@ -17,6 +17,7 @@ CASES = {
     "maxtext/qwen3": ["hf-qwen3-to-maxtext", "hf-qwen3-to-tunix"],
     "maxtext/qwen3_moe": ["hf-qwen3-moe-to-maxtext", "hf-qwen3-moe-to-tunix"],
     "maxtext/qwen3_next": ["hf-qwen3-next-to-maxtext"],
+    "maxtext/qwen35_moe": ["hf-qwen3.5-moe-to-maxtext"],
     "maxtext/olmo2": ["hf-olmo2-to-maxtext"],
     "maxtext/olmo3": ["hf-olmo3-to-maxtext"],
     "torch/hf_gemma": ["hf-gemma-to-tunix", "hf-gemma-to-maxtext"],
@@ -28,6 +29,7 @@ CASES = {
     "maxtext/gpt_oss": ["hf-gpt-oss-to-maxtext"],
     "torch/hf_gpt2": ["hf-gpt2-to-flax"],
 }
+SINCE_5 = ("maxtext/qwen35_moe",)  # transformers 4 does not have these models
 ABSENT = "absent"  # what a change has for a key that the config shall not have
 _V5_ONLY = ("rope_parameters", "dtype", "_sliding_window_pattern")
 

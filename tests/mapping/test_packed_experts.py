@@ -19,6 +19,7 @@ from jax_ucp.mapping.rules import shipped
 MODELS = {
     "qwen3_moe": ["hf-qwen3-moe-to-maxtext", "hf-qwen3-moe-to-tunix"],
     "qwen3_next": ["hf-qwen3-next-to-maxtext"],
+    "qwen35_moe": ["hf-qwen3.5-moe-to-maxtext"],
     "mixtral": ["hf-mixtral-to-maxtext"],
     "deepseek2": ["hf-deepseek2-to-maxtext"],
     "deepseek3": ["hf-deepseek3-to-maxtext"],
