@@ -2,6 +2,7 @@
 the same weights.
 """
 
+import json
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -13,7 +14,10 @@ import jax_ucp as ucp
 from cases import DATA, Case, names_of
 from helpers import contents_of
 from jax_ucp.arrays.optimizer_groups import Group, groups_of
+from jax_ucp.arrays.value import stated
 from jax_ucp.errors import TreeMismatch
+from jax_ucp.formats.megatron.groups import settings_of
+from jax_ucp.formats.megatron.run import Args
 from jax_ucp.optimizers.weight_decay import decays_of
 
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
@@ -22,6 +26,7 @@ UNIVERSAL = DATA / "deepspeed_universal"
 DCP = [
     "fsdp2_dp4_uneven", "fsdp2_tp_2x2", "fsdp2_dp2_bf16_flatopt", "hsdp_2x2", "titan_flat", "titan_prefixed",
 ]  # fmt: skip
+MEGATRON = [n for n in names_of("megatron") if "optimizer" in Case(f"megatron/{n}").about]
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 WEIGHTS = {"w": True, "b": False}
 TRAINED = {"exp_avg", "momentum_buffer"}
@@ -53,6 +58,46 @@ def test_so_do_those_of_its_universal_folders(case):
 @pytest.mark.parametrize("case", DCP)
 def test_the_groups_of_dcp_say_which_weights_were_decayed(case):
     matrices_decay(ucp.open(DATA / "torch" / case / "ckpt"), 0.1)
+
+
+@pytest.mark.parametrize("case", MEGATRON)
+def test_those_of_megatron_follow_from_its_rule(case):
+    live = Case(f"megatron/{case}")
+    [told] = {
+        json.dumps({key: group.get(key) for key in ("betas", "eps")})
+        for group in live.about["optimizer"]["param_groups"]
+        if "betas" in group
+    }
+    [rate] = {g["weight_decay"] for g in live.about["optimizer"]["param_groups"]} - {0.0}
+    for settings in matrices_decay(live.open(), rate).values():
+        if "betas" in settings:  # Muon's have none
+            assert json.dumps({key: settings[key] for key in ("betas", "eps")}) == told
+
+
+DECAYING = {"wd_mult": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+OTHERS = DECAYING | {"wd_mult": 0.0, "weight_decay": 0.0}
+NORM = "decoder.layers.0.self_attention.q_layernorm.weight"
+
+
+@pytest.mark.parametrize(("args", "groups", "rate"), [
+    ({"weight_decay": 0.1}, [DECAYING, OTHERS], 0.0),
+    ({"weight_decay": 0.1, "apply_wd_to_qk_layernorm": True}, [DECAYING, OTHERS], 0.1),
+    ({"weight_decay": 0.1, "no_weight_decay_cond_type": "qwen3_next"}, [DECAYING, OTHERS], 0.1),
+    ({"weight_decay": 0.1, "no_weight_decay_cond_type": None}, [DECAYING, OTHERS], 0.0),
+    ({"weight_decay": 0.1}, [DECAYING], 0.1),
+    ({"weight_decay": 0.1}, [OTHERS | {"is_expert_parallel": True, "eps": 1.0}, OTHERS], 0.0),
+    ({"weight_decay": 0.1}, [DECAYING, OTHERS, OTHERS | {"eps": 1.0}], 0.0),
+    ({}, [DECAYING, OTHERS], None),
+])  # fmt: skip
+def test_what_megatrons_groups_say_of_a_norm_of_queries(args, groups, rate):
+    states = {
+        state: stated(np.zeros(8, np.float32), "") for state in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    told = settings_of(Args(args), groups, NORM, states)
+    assert told.get("weight_decay") == rate
+    assert told["betas"] == (0.9, 0.95)
+    of_rest = {group["eps"] for group in groups if not group.get("is_expert_parallel")}
+    assert told.get("eps") == (1e-8 if of_rest == {1e-8} else None)
 
 
 def test_a_conversion_and_a_mapping_keep_them(tmp_path):

@@ -31,9 +31,9 @@ from jax_ucp.formats.dcp.metadata import METADATA_FILE
 from jax_ucp.formats.megatron.dist_common import (
     SHARDING_TYPE,
     check_args,
+    groups_of,
     optimizers,
     step_of,
-    steps_of,
 )
 from jax_ucp.formats.megatron.dist_files import (
     CONFIG_FILE,
@@ -51,6 +51,7 @@ from jax_ucp.formats.megatron.dist_flat import (
 from jax_ucp.formats.megatron.dist_names import group_key
 from jax_ucp.formats.megatron.dist_run import RUN_CONFIG
 from jax_ucp.formats.megatron.dist_tensors import tensor_states
+from jax_ucp.formats.megatron.groups import settings_of
 from jax_ucp.formats.megatron.model import EMBEDDING, is_expert
 from jax_ucp.formats.megatron.numbered import beside_tensors
 from jax_ucp.formats.megatron.parameters import (
@@ -162,8 +163,10 @@ def _add_parameters(
     because nothing would show it.
     """
     args, stepless = files.args, list[str]()
-    steps = {} if options.weights_only else steps_of(files)
+    by_experts = {} if options.weights_only else groups_of(files)
     for expert in (False, True):
+        groups = by_experts.get(expert and True in by_experts, [])
+        settings = [group.settings for group in groups if group.settings is not None]
         mine = {name: own for name, own in states.items() if is_expert(name) == expert}
         kinds = Counter(frozenset(own) - {"weight", "param"} for own in mine.values())
         mixed = len(kinds.keys() - {frozenset[str]()}) > 1
@@ -185,11 +188,12 @@ def _add_parameters(
                     importer.prove_place(name, own["param"], own["weight"], cause, rounded)
             whole = unpadded(name, own, options.sizes)
             if own.keys() != {"weight"}:
-                step = step_of(importer, files, steps, name, own, mixed)
+                step = step_of(importer, files, groups, name, own, mixed)
                 if step is None:
                     stepless.append(name)
                 else:
                     whole["step"] = step
+                importer.hyperparameters(name, settings_of(args, settings, name, own))
             add_parameter(importer, args, name, whole, cause=cause or "")
     return stepless
 

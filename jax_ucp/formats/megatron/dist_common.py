@@ -1,4 +1,4 @@
-"""Whether `common.pt` describes the model, ranks and optimizer beside it, and their steps.
+"""Whether `common.pt` describes the model, ranks and optimizer beside it, and its groups.
 
 torch's AdamW and FusedAdam keep their step in two places.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ from jax_ucp.formats.megatron.buffers import model_parallel_ranks
 from jax_ucp.formats.megatron.checks import Comparison, check_gtp, of_model, refuse_difference
 from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable, state_of
-from jax_ucp.formats.megatron.model import EMBEDDING, is_expert
+from jax_ucp.formats.megatron.groups import decays, group_decays
+from jax_ucp.formats.megatron.model import EMBEDDING
 from jax_ucp.formats.megatron.parameters import States
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.layout.box import Box
@@ -85,26 +86,25 @@ def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[Compa
 
 
 @dataclass(frozen=True, slots=True)
-class StepCount:
-    """A number of steps, and `file:item` that has it, which may be a tensor in `common.pt`.
+class OptimizerGroup:
+    """The settings of a parameter group, and its number of steps, if it says one.
 
-    `decays` marks groups with weight decay, `adam` those of betas and moments; None is either.
+    `at` is `file:item` of them. A tensor in `common.pt` counts the steps of all: `settings` is then
+    None.
     """
 
-    value: int | float
+    steps: int | float | None
     at: str
-    decays: bool | None = None
-    adam: bool | None = None
-    is_tensor: bool = False
+    settings: Mapping[Any, Any] | None = None
 
 
-# The steps of dense parameters (False), and of experts (True), which have their own optimizer.
-Steps = Mapping[bool, list[StepCount]]
+# The groups of dense parameters (False), and of experts (True), which have their own optimizer.
+Groups = Mapping[bool, list[OptimizerGroup]]
 
 
-def steps_of(files: DistFiles) -> Steps:
-    """The steps in `common.pt` and ranks' objects. Raises FormatError if ranks differ."""
-    by_experts: dict[bool, list[StepCount]] = defaultdict(list)
+def groups_of(files: DistFiles) -> Groups:
+    """The groups in `common.pt` and ranks' objects. Raises FormatError if ranks differ."""
+    by_experts: dict[bool, list[OptimizerGroup]] = defaultdict(list)
     for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
         inner = part.get("optimizer", part)
         if not isinstance(inner, dict):
@@ -112,61 +112,61 @@ def steps_of(files: DistFiles) -> Steps:
         # in older releases the optimizer of experts is the second one, and does not say so
         key = "is_expert_parallel"
         groups = map(as_dict, inner.get("param_groups") or ())
-        steps = by_experts[any([group[key] for group in groups if key in group] or [i])]
+        found = by_experts[any([group[key] for group in groups if key in group] or [i])]
         tensor = as_dict(inner.get("state")).get("common_step")
         if isinstance(tensor, StoredTensor) and tensor.shape == ():
             value = files.common.read(tensor.key, Box((), ())).item()
-            steps.append(StepCount(value, f"{files.common_name}:{tensor.key}", is_tensor=True))
-        steps += _of_groups(inner, f"{files.common_name}:optimizer")
+            found.append(OptimizerGroup(value, f"{files.common_name}:{tensor.key}"))
+        found += _groups(inner, f"{files.common_name}:optimizer")
     facts = Facts(files.folder)
     for key, stored in files.objects.items():
         if (about := group_key(key)) and about.what == "optimizer":
             where, file = f"{stored.file}:{key}", stored.load()
             expert = bool(about.chain) and not files.args.is_layer_wise
             first = next(iter(as_list(file.tree)), None)
-            by_experts[expert] += _of_groups(as_dict(first), where)
+            by_experts[expert] += _groups(as_dict(first), where)
             ranks = model_parallel_ranks(files.args, expert)
             stage = ranks[about.group].pp if about.group < len(ranks) else None
             facts.state_all(file, where, "optimizer", file.tree, (about.chain, stage))
     return by_experts
 
 
-def _of_groups(inner: dict[Any, Any], at: str) -> Iterator[StepCount]:
+def _groups(inner: dict[Any, Any], at: str) -> Iterator[OptimizerGroup]:
     for group in map(as_dict, as_list(inner.get("param_groups"))):
         step = group.get("step")
-        if isinstance(step, int | float):
-            yield StepCount(step, at, group.get("wd_mult", 1.0) != 0, "betas" in group)
+        yield OptimizerGroup(step if isinstance(step, int | float) else None, at, group)
 
 
 def step_of(
     importer: ContentsBuilder,
     files: DistFiles,
-    by_experts: Steps,
+    groups: Sequence[OptimizerGroup],
     name: str,
     states: States,
     mixed: bool,
 ) -> Array | None:
     """The step of a parameter, or None, as SGD has none. Raises FormatError for two."""
-    steps = by_experts.get(is_expert(name) and True in by_experts, [])
+    counts = [group for group in groups if group.steps is not None]
     if mixed:  # Adam beside another optimizer: the step of one is not that of the other
-        steps = [step for step in steps if step.adam in (None, "exp_avg" in states)]
-    decays = len(states["weight"].info.shape) != 1 and not name.endswith(".bias")
+        is_adams = "exp_avg" in states
+        counts = [c for c in counts if c.settings is None or ("betas" in c.settings) == is_adams]
+    does = decays(files.args, name, len(states["weight"].info.shape))
     # Where there is one group alone, it has what does not decay too.
-    steps = [step for step in steps if step.decays in (None, decays)] or steps
-    if not steps:
+    counts = [c for c in counts if c.settings is None or group_decays(c.settings) == does] or counts
+    if not counts:
         return None
-    first, *others = steps
+    first, *others = counts
     for other in others:
-        if other.value != first.value:
+        if other.steps != first.steps:
             raise FormatError(
-                f"{files.folder}: the optimizer of {name} made {first.value} steps by {first.at},"
-                f" but {other.value} by {other.at}: one of these files is of another step or run,"
+                f"{files.folder}: the optimizer of {name} made {first.steps} steps by {first.at},"
+                f" but {other.steps} by {other.at}: one of these files is of another step or run,"
                 " or was changed. weights_only opens the weights alone"
             )
-    if first.is_tensor:
+    if first.settings is None:
         return importer.array(first.at)
-    dtype = np.int32 if isinstance(first.value, int) else np.float32
-    return stated(np.asarray(first.value, dtype), first.at)
+    dtype = np.int32 if isinstance(first.steps, int) else np.float32
+    return stated(np.asarray(first.steps, dtype), first.at)
 
 
 def optimizers(optimizer: Any) -> list[dict[Any, Any]]:

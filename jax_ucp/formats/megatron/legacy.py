@@ -27,6 +27,7 @@ from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.megatron.checks import sizes_of, uses_gtp
+from jax_ucp.formats.megatron.groups import settings_of
 from jax_ucp.formats.megatron.legacy_files import (
     MODEL_FILE,
     OPTIM_FILE,
@@ -49,6 +50,7 @@ from jax_ucp.formats.megatron.numbered import (
     ModuleState,
     beside_tensors,
     numbered_alone,
+    param_groups,
 )
 from jax_ucp.formats.megatron.parameters import (
     LAYOUT,
@@ -123,7 +125,8 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     has_states = not options.weights_only and _add_states(importer, args, modules, params)
     by_name = _layouts(folder, args, options, params)
     with naming(folder):
-        _add_parameters(folder, importer, args, by_name, params)
+        groups = _groups(ranks) if has_states else []
+        _add_parameters(folder, importer, args, by_name, params, groups)
     if has_states and args.get("use_distributed_optimizer"):
         tied = _is_tied(args, by_name)
         for name in by_name:
@@ -333,8 +336,12 @@ def _add_parameters(
     args: Args,
     by_name: Mapping[str, ParamLayout],
     params: Mapping[str, RankShards],
+    groups: Sequence[Mapping[Any, Any]],
 ) -> None:
-    """Add every state of every parameter, and what is stored of it once more."""
+    """Add every state of every parameter, and what is stored of it once more.
+
+    `groups` are all of the optimizers.
+    """
     tied = _is_tied(args, by_name)
     if tied and EMBEDDING not in by_name:
         raise FormatError(f"{folder}: the output layer is tied to {EMBEDDING}, which is in no file")
@@ -346,8 +353,19 @@ def _add_parameters(
             copies = _copies(name, layout, params[name].shards["weight"])
             states = _states(folder, name, layout, params[name])
             add_parameter(importer, args, name, states, copies)
+            if states.keys() != {"weight"}:
+                importer.hyperparameters(name, settings_of(args, groups, name, states))
     if tied:
         _compare_tied(folder, importer, args, by_name, params)
+
+
+def _groups(ranks: Sequence[LegacyRank]) -> list[dict[str, Any]]:
+    """The parameter groups of all ranks' optimizers."""
+    groups: list[dict[str, Any]] = []
+    for rank in ranks:
+        for part in optimizer_parts(rank.tree.get("optimizer") or []):
+            groups += param_groups(rank.model.path, part.get("optimizer", part))
+    return groups
 
 
 def _compare_tied(
