@@ -234,11 +234,10 @@ def _with_header(data: bytes, header: Mapping[str, Any]) -> bytes:
 @mistake
 def shard_of_a_save_in_another_dtype(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """One of the shards that an index names is of a save in another dtype: the total is wrong."""
-    put = replacing(subject)
-    other = subject.siblings.get("run")
     indexes = [name for name in subject.folder if name.endswith(".safetensors.index.json")]
-    if not other or not indexes:
+    if not indexes or not (other := subject.siblings.get("run")):
         return
+    put = replacing(subject)
     files = sorted(set(json.loads(subject.folder[indexes[0]])["weight_map"].values()))
     for file in files[:3] if len(files) > 1 else ():
         made = put({file: _in_another_dtype({file: other[file]}, file)})

@@ -104,18 +104,15 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
     `real` is a folder of siblings that a trainer wrote: `real/step/CASE/ckpt` and
     `real/run/CASE/ckpt`. With it only checkpoints that have such siblings are given.
     """
-    found = [
-        _recorded(case)
+    cases = [
+        case
         for case in every()
         if not case.about.get("kind", "").startswith("torch_save")
         # what is opened only where nothing is compared proves nothing
         and "on_conflict" not in case.options
     ]
-    found += [
-        _recorded(Case(f"megatron_core/{name}"))
-        for name in names_of("megatron_core")
-        if name[0] != "p"
-    ]
+    cases += [Case(f"megatron_core/{n}") for n in names_of("megatron_core") if n[0] != "p"]
+    found = [_recorded(case) for case in cases if _format(case) in formats]
     makers = {
         "universal": _universal,
         "orbax-v0": _orbax_v0,
@@ -129,7 +126,7 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
     if real:
         found = [_with_real_siblings(subject, real) for subject in found]
         found = [subject for subject in found if subject.made and subject.format == "deepspeed"]
-    return [subject for subject in found if subject.format in formats]
+    return found
 
 
 def _with_real_siblings(subject: Subject, real: Path) -> Subject:

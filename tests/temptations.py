@@ -700,7 +700,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--log", type=argparse.FileType("w"), help="a file for a line of JSON about each"
     )
     said = parser.parse_args(arguments)
-    logging.getLogger("absl").setLevel(logging.ERROR)
     found = subjects(tuple(said.format or FORMATS), said.siblings and said.siblings.absolute())
     start, stop = said.start, None if said.all else said.start + said.count
     if said.only is not None:
@@ -716,4 +715,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("absl").setLevel(logging.ERROR)
     sys.exit(main())

@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+import temptations
 from folders import (
     OTHER_RUN,
     STEP_LATER,
@@ -24,6 +28,7 @@ from folders import (
     sibling,
     write_folder,
 )
+from jax_ucp.files import object_store, remote
 from safetensors_writer import safetensors
 from temptation_invisible import INVISIBLE, Case, invisible, shown_by
 from temptation_mistakes import MISTAKES
@@ -31,113 +36,86 @@ from temptation_subjects import FORMATS, Subject, subjects
 from temptations import Campaign, Outcome, Way, trials
 
 TESTS = Path(__file__).parent
+pytestmark = pytest.mark.filterwarnings("ignore")  # what a mistake warns of, the campaign records
 ATTEMPTS = 494  # each mistake with a checkpoint of each format once
 # Stock Orbax names its files by chance, so that attempts with them are others in every run.
 REPEATABLE = [format for format in FORMATS if not format.startswith("orbax")]
 
 
-def campaign(*arguments: object, broken: str = "") -> tuple[int, str]:
-    """Run the campaign in a process of its own; `broken` is done to the package before."""
-    program = f"import sys, os; sys.path.insert(0, {str(TESTS)!r})\n"
-    program += (
-        "import numpy as np, jax_ucp as ucp, temptations\nfrom jax_ucp.errors import FormatError\n"
-    )
-    program += (
-        f"plain_open, Checkpoint = ucp.open, ucp.Checkpoint\nplain = Checkpoint.restore\n{broken}\n"
-    )
-    program += "sys.exit(temptations.main(sys.argv[1:]))"
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def campaign(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """The exit code of a campaign with some arguments, and what it prints; no bucket is waited for."""
+    monkeypatch.chdir(tmp_path)  # the campaign has a working directory of its own
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
+    brief = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=1)}
+    monkeypatch.setitem(object_store._RETRY, "backoff", brief)
+
+    def campaign(*arguments: object) -> tuple[int, str]:
+        return temptations.main(list(map(str, arguments))), capsys.readouterr().out
+
+    return campaign
 
 
-def test_mistakes_give_the_truth_or_a_refusal():
+def test_mistakes_give_the_truth_or_a_refusal(campaign):
     formats = [word for format in REPEATABLE for word in ("--format", format)]
     code, said = campaign(*formats, "--count", ATTEMPTS)
     assert code == 0, said
 
 
+def restoring(change: Callable[[str, dict], object], of: str = "source") -> dict[str, Callable]:
+    """A restore that does something else too, with the path and the arrays of a checkpoint."""
+    plain = ucp.Checkpoint.restore
+
+    def restore(self: ucp.Checkpoint, *args: object, **more: object) -> dict:
+        tree = plain(self, *args, **more)
+        if of in self.path:
+            change(self.path, tree["param"])
+        return tree
+
+    return {"restore": restore}
+
+
+def zeros(path: str, params: dict) -> None:
+    params[next(iter(params))] = np.zeros(3)
+
+
 # What would be a fault, each seen by its kind. Harmless mistakes with one format are made, so that
 # nothing else is one.
 BROKEN = {
-    "a bit of a leaf": (
-        (
-            "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in"
-            " self.path:\n        tree['param'][next(iter(tree['param']))] = np.zeros(3)\n   "
-            " return tree\nCheckpoint.restore = restore"
-        ),
-        "is other",
-    ),
-    "a leaf that is not there": (
-        (
-            "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in"
-            " self.path:\n        tree['param'].popitem()\n    return tree\nCheckpoint.restore ="
-            " restore"
-        ),
-        "is not there",
-    ),
+    "a bit of a leaf": (restoring(zeros), "is other"),
+    "a leaf that is not there": (restoring(lambda path, params: params.popitem()), "is not there"),
     "an extra that is not there": (
-        (
-            "Checkpoint.extras = property(lambda self: {} if self.format == 'safetensors' and"
-            " 'valid' not in self.path else self._contents.extras)"
-        ),
+        {"extras": property(lambda self: {} if "source" in self.path else self._contents.extras)},
         "restore: extra ",
     ),
     "an inventory that is empty": (
-        (
-            "Checkpoint.inventory = property(lambda self: () if 'source' in self.path else"
-            " self._contents.inventory)"
-        ),
+        {"inventory": property(lambda self: () if "source" in self.path else self._contents.inventory)},
         "the inventory has no more",
     ),
-    "an error that is not ours": (
-        (
-            "def restore(self, *a, **k):\n    if 'source' in self.path:\n        raise"
-            " KeyError('README.md')\n    return plain(self, *a, **k)\nCheckpoint.restore = restore"
-        ),
-        "raw: restore: KeyError",
-    ),
-    "a valid checkpoint that is not read as it is": (
-        (
-            "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    for name in"
-            " tree['param']:\n        tree['param'][name] = np.zeros(3)\n    return"
-            " tree\nCheckpoint.restore = restore"
-        ),
-        "AssertionError",
-    ),
-    "a file left behind": (
-        (
-            "def restore(self, *a, **k):\n    if 'source' in self.path:\n        open('behind',"
-            " 'w').close()\n    return plain(self, *a, **k)\nCheckpoint.restore = restore"
-        ),
-        "left behind",
-    ),
-    "a source that is gone": (
-        (
-            "import shutil\ndef restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if"
-            " 'source' in self.path:\n        shutil.rmtree(self.path)\n    return"
-            " tree\nCheckpoint.restore = restore"
-        ),
-        "the source is gone",
-    ),
-}
+    "an error that is not ours": (restoring(lambda *_: {}["README.md"]), "raw: restore: KeyError"),
+    "a file left behind": (restoring(lambda *_: Path("behind").touch()), "left behind"),
+    "a source that is gone": (restoring(lambda path, _: shutil.rmtree(path)), "the source is gone"),
+}  # fmt: skip
+HARMLESS = ("--format", "safetensors", "--mistake", "clutter beside", "--count", 12)
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_the_campaign_sees(what):
+def test_the_campaign_sees(what, campaign, monkeypatch):
     broken, seen = BROKEN[what]
-    arguments = ["--format", "safetensors", "--mistake", "clutter beside", "--count", 12]
-    code, said = campaign(*arguments, broken=broken)
+    for name, value in broken.items():
+        monkeypatch.setattr(ucp.Checkpoint, name, value)
+    code, said = campaign(*HARMLESS)
     assert code == 1, said
     assert seen in said
 
 
-def test_nothing_is_seen_where_nothing_is_broken():
+def test_the_campaign_sees_a_valid_checkpoint_that_is_not_read_as_it_is(campaign, monkeypatch):
+    monkeypatch.setattr(ucp.Checkpoint, "restore", restoring(zeros, of="valid")["restore"])
+    with pytest.raises(AssertionError):
+        campaign(*HARMLESS)
+
+
+def test_nothing_is_seen_where_nothing_is_broken(campaign):
     code, said = campaign("--format", "safetensors", "--mistake", "bytes appended", "--count", 12)
     assert code == 0, said
 
