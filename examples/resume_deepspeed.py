@@ -221,11 +221,12 @@ def next_losses(run: Run, batches: np.ndarray) -> list[float]:
     """The loss of each further step: the mean over micro batches, of the parameters before the
     update.
     """
-    params, opt_state, losses = run.params, run.opt_state, []
+    state, losses = (run.params, run.opt_state), []
+    shardings = jax.tree.map(lambda x: x.sharding, state)
     for batch in batches:
-        params, opt_state, loss = train_step(
-            run.graph, run.tx, run.balance, params, opt_state, jnp.asarray(batch)
-        )
+        *state, loss = train_step(run.graph, run.tx, run.balance, *state, jnp.asarray(batch))
+        # XLA chose how these lie: with other shardings than before, the next step is compiled anew
+        state = jax.device_put(tuple(state), shardings)
         losses.append(float(loss))
     return losses
 
