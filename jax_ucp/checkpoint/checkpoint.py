@@ -632,8 +632,8 @@ class Checkpoint:
                 they have below `param` here; usually `map` gives them these names.
             step: the number of updates done, if the checkpoint does not have it (torch's SGD counts
                 none).
-            check: test that `tx` computes what Adam computes, if its state has that type, and that
-                it decays the weights that were decayed according to `groups`.
+            check: test that `tx` computes what Adam computes, if its state has that type, with the
+                betas, eps and weight decay that parameters have according to `groups`.
 
         Returns:
             The plan: `report()` says where each leaf comes from, `restore()` gives the state.

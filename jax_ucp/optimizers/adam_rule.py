@@ -6,7 +6,8 @@ update from chosen moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.optimizers.settings import TRIES
 from jax_ucp.optimizers.slots import OptaxLeaf, few, slots_of
-from jax_ucp.optimizers.weight_decay import TRIES
 
 # Small enough that no clipping begins, and not too small for moments in 16 bits.
 _GRADIENT = 2e-6
@@ -23,8 +25,12 @@ _GRADIENT = 2e-6
 Moments = Mapping[tuple[str, str], float]
 
 
-def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
-    """States of `tx` of Adam's type that are updated otherwise; `params` is the model's tree."""
+def rule_faults(
+    tx: optax.GradientTransformation, params: Any, groups: Sequence[Group] = ()
+) -> Iterator[str]:
+    """States of `tx` of Adam's type that are updated otherwise, or with other betas than in
+    `groups`; `params` is the model's tree.
+    """
     probe = _Probe(tx, params)
     if not probe.keys:
         return
@@ -45,6 +51,26 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
                 f"{few(names)}: tx keeps in a ScaleByAdamState what is not the {role} of Adam, as"
                 " optax's adamax, yogi and adopt do; give the optimizer that was trained with"
             )
+    yield from _beta_faults(probe, rest, groups)
+
+
+def _beta_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Iterator[str]:
+    """Moments of which `tx` keeps another share than betas say; `kept` is what it keeps of 1."""
+    unlike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    betas_of = {name: group.settings.get("betas") for group in groups for name in group.params}
+    for role, name in probe.keys:
+        match betas_of.get(name):
+            case [int() | float() as first, int() | float() as second]:
+                beta = first if role == "exp_avg" else second
+                if abs(kept[role, name] - beta) > 4 * probe.precision[role, name]:
+                    unlike[role, f"{beta}", f"{kept[role, name]:.4g}"].append(name)
+            case _:
+                pass
+    for (role, beta, found), names in unlike.items():
+        yield (
+            f"{few(names)}: the checkpoint's optimizer keeps {beta} of {role} at an update (betas),"
+            f" tx {found}; give tx the same"
+        )
 
 
 def _is_about(ratio: float, wanted: float) -> bool:
@@ -52,7 +78,9 @@ def _is_about(ratio: float, wanted: float) -> bool:
 
 
 class _Probe:
-    """An optimizer asked for updates of small arrays; `keys` are its moments of Adam's type."""
+    """An optimizer asked for updates of small arrays; `keys` are its moments of Adam's type, by
+    role and parameter, `precision` that of their dtypes.
+    """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
         self._tx, self._update = tx, jax.jit(tx.update)
@@ -60,7 +88,11 @@ class _Probe:
             lambda p: jnp.zeros([min(size, 2) for size in p.shape], jnp.float32), params
         )
         _, self._slots = slots_of(tx, self._params)
-        self.keys = [(slot.role, slot.param) for slot in self._slots if _is_moment(slot)]
+        moments = [slot for slot in self._slots if _is_moment(slot)]
+        self.keys = [(slot.role, slot.param) for slot in moments]
+        self.precision = {
+            (slot.role, slot.param): float(jnp.finfo(slot.value.dtype).eps) for slot in moments
+        }
 
     def after(self, first: float, second: float, gradient: float) -> Moments:
         """The moments after the first update from these that changes them."""

@@ -22,6 +22,7 @@ from jax_ucp.arrays.proved import ProvedReads
 from jax_ucp.arrays.value import Array, Constant
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.optimizers.adam_rule import rule_faults
+from jax_ucp.optimizers.settings import setting_faults
 from jax_ucp.optimizers.slots import (
     COUNT,
     GIVEN,
@@ -33,7 +34,6 @@ from jax_ucp.optimizers.slots import (
     param_leaves,
     slots_of,
 )
-from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.jax_versions import mesh_in_scope
 from jax_ucp.sharding.restore import (
@@ -146,8 +146,8 @@ def plan_optimizer(
     stored = _states(contents)
     faults = [*_refusals(contents.extras), *_unlike(params, stored.get("param", {}))]
     if check:
-        faults += [f"{fault}; or check=False" for fault in rule_faults(tx, params)]
-        faults += decay_faults(contents.groups, tx, params)
+        faults += [f"{fault}; or check=False" for fault in rule_faults(tx, params, contents.groups)]
+        faults += setting_faults(contents.groups, tx, params)
     given = _given(tx, params, [slot for slot in slots if slot.role == GIVEN])
     steps = _Steps(ProvedReads(contents), stored.get(STEP, {}), step)
     filled: list[Filled] = []
@@ -301,6 +301,11 @@ def _refusals(extras: Any) -> Iterator[str]:
             yield (
                 "the checkpoint was trained with maximize=True: its moments are those of the"
                 " negated gradient"
+            )
+        elif key == "bias_correction" and value in (False, 0):
+            yield (
+                "the checkpoint was trained with bias_correction=False, which optax's Adam has not:"
+                " its updates are longer at first"
             )
 
 

@@ -18,7 +18,8 @@ from jax_ucp.arrays.value import stated
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.formats.megatron.groups import settings_of
 from jax_ucp.formats.megatron.run import Args
-from jax_ucp.optimizers.weight_decay import decays_of
+from jax_ucp.optimizers.adam_rule import rule_faults
+from jax_ucp.optimizers.settings import Asked, setting_faults
 
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
 DEEPSPEED = sorted({*names_of("deepspeed")} - {"z1_fp32_dp2_elastic"})
@@ -143,11 +144,11 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
      "in proportion", "none"),
 ])  # fmt: skip
 def test_an_optimizer_is_seen_to_decay(tx, w, b):
-    assert decays_of(tx, PARAMS) == {"w": w, "b": b}
+    assert Asked(tx, PARAMS).decays() == {"w": w, "b": b}
 
 
 def test_an_optimizer_that_moves_nothing_says_nothing():
-    assert decays_of(optax.adamw(0.0), PARAMS) == {}
+    assert Asked(optax.adamw(0.0), PARAMS).decays() == {}
 
 
 @pytest.mark.parametrize(("tx", "message"), [
@@ -172,3 +173,47 @@ def test_another_decay_is_refused_unless_it_is_meant(tx, message):
     with pytest.raises(TreeMismatch, match=message):
         checkpoint.plan_optimizer(tx, PARAMS)
     checkpoint.plan_optimizer(tx, PARAMS, check=False)
+
+
+def trained_with(eps: float = 1e-8) -> list[Group]:
+    settings = {"betas": [0.9, 0.95], "eps": eps, "decoupled_weight_decay": True}
+    return [
+        Group((name,), settings | {"weight_decay": rate}) for name, rate in (("w", 0.1), ("b", 0.0))
+    ]
+
+
+def faults(tx, groups, params=PARAMS):
+    return [*rule_faults(tx, params, groups), *setting_faults(groups, tx, params)]
+
+
+def adamw(rate=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, **more):
+    return optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay, mask=WEIGHTS, **more)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-8, 1e-15])
+@pytest.mark.parametrize("make", [
+    adamw,
+    lambda **same: optax.chain(optax.clip_by_global_norm(1.0), adamw(**same)),
+    lambda **same: optax.MultiSteps(adamw(**same), 3),
+    lambda **same: adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), **same),
+    lambda **same: optax.inject_hyperparams(optax.adamw, ("mask",))(1e-3, 0.9, 0.95, **same, weight_decay=0.1, mask=WEIGHTS),
+    lambda **same: adamw(mu_dtype=jnp.bfloat16, **same),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(dtype, make, eps):
+    params = {name: value.astype(dtype) for name, value in PARAMS.items()}
+    assert faults(make(eps=eps), trained_with(eps), params) == []
+
+
+@pytest.mark.parametrize(("tx", "found"), [
+    (adamw(b1=0.95), ["b and 1 more: the checkpoint's optimizer keeps 0.9 of exp_avg at an update (betas), tx 0.95"]),
+    (adamw(b2=0.999), ["b and 1 more: the checkpoint's optimizer keeps 0.95 of exp_avg_sq at an update (betas), tx 0.999"]),
+    (adamw(weight_decay=0.01), ["w: the checkpoint's optimizer has weight_decay=0.1, tx about 0.01"]),
+    (adamw(eps=1e-6), ["w and 1 more: the checkpoint's optimizer has eps=1e-08, tx about 1e-06"]),
+    (optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3, b2=0.95)), ["w: the checkpoint's optimizer decays it in"]),
+])  # fmt: skip
+def test_one_with_others_is_refused(tx, found):
+    told = faults(tx, trained_with())
+    assert len(told) == len(found)
+    for fault, words in zip(told, found, strict=True):
+        assert fault.startswith(words)

@@ -1,0 +1,147 @@
+"""Whether an optax optimizer has the weight decay, betas and eps that a trainer's had.
+
+No state shows them, so an optimizer is asked for updates of small arrays: from zero moments and
+zero gradients only decay moves a weight. Torch's AdamW and SGD, and Lion, move it in proportion to
+itself; torch's Adam adds decay to the gradient, which Adam then normalises (`torch/optim/adam.py`,
+2.13: `decoupled_weight_decay` of a group says which).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.optimizers.slots import few
+
+# A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked
+# this often.
+TRIES = 1000
+# Of rates and eps that are measured on weights in 16 bits.
+_TOLERANCE = 0.05
+
+Decay = Literal["none", "in proportion", "through the gradient"]
+Updates = Mapping[str, np.ndarray]
+
+
+def setting_faults(
+    groups: Sequence[Group], tx: optax.GradientTransformation, params: Any
+) -> Iterator[str]:
+    """Parameters that `tx` updates otherwise than `groups` say; names are those of `params`.
+
+    The rate of decay and eps are compared where there are betas: in Adam, whose updates are as long
+    as the rate of learning.
+    """
+    settings_of = {name: group.settings for group in groups for name in group.params}
+    asked = Asked(tx, params) if settings_of else None
+    if asked is None or not (decays := asked.decays()):
+        return
+    unit = asked.after(0.0, 1.0)
+    unlike: dict[tuple[str, float, str], list[str]] = defaultdict(list)
+    for name, settings in settings_of.items():
+        if name not in decays:
+            continue
+        rate, decoupled = settings.get("weight_decay"), settings.get("decoupled_weight_decay")
+        if rate is not None and (fault := _fault(rate, decoupled, decays[name])):
+            yield f"{name}: the checkpoint's optimizer {fault}"
+        elif "betas" in settings and unit[name].any():
+            by_one = float(np.abs(unit[name]).max())
+            if rate and decays[name] == "in proportion":
+                decayed = float(np.abs(asked.after(1.0, 0.0)[name]).max()) / by_one
+                if not _is_about(decayed, rate):
+                    unlike["weight_decay", rate, f"{decayed:.2g}"].append(name)
+            if eps := settings.get("eps"):
+                # an update by g is as long as g / (g + eps)
+                share = float(np.abs(asked.after(0.0, eps)[name]).max()) / by_one
+                if not _is_about(2 * share, 1.0):
+                    found = eps / share - eps if share else np.inf
+                    unlike["eps", eps, f"{found:.2g}"].append(name)
+    for (setting, declared, found), names in unlike.items():
+        yield (
+            f"{few(names)}: the checkpoint's optimizer has {setting}={declared}, tx about {found};"
+            " give tx the same, or check=False"
+        )
+
+
+def _is_about(found: float, wanted: float) -> bool:
+    return abs(found / wanted - 1) < _TOLERANCE
+
+
+def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
+    """How the decay of a parameter in the checkpoint and in `tx` differ, and the remedy."""
+    if bool(rate) != (decay != "none"):
+        does = "does not decay it" if rate else f"decays it {decay}"
+        return (
+            f"has weight_decay={rate} for it, and tx {does}; give tx the same mask, or check=False"
+        )
+    if not rate or decoupled is None or decoupled == (decay == "in proportion"):
+        return None
+    how = "in proportion (AdamW)" if decoupled else "through the gradient (Adam)"
+    return (
+        f"decays it {how}, tx {decay}; optax.adamw is torch's AdamW,"
+        " chain(add_decayed_weights(...), adam(...)) its Adam; or check=False"
+    )
+
+
+class Asked:
+    """An optimizer that is asked for updates of small arrays with as many axes as parameters have.
+
+    Of sizes a mask sees no more than 1 or 2. `first` is the number of the first update that moves
+    anything, or None if none of 1,000 does.
+
+    >>> params = {"w": jnp.ones(4), "b": jnp.ones(4)}
+    >>> Asked(optax.adamw(1e-3, mask={"w": True, "b": False}), params).decays()
+    {'b': 'none', 'w': 'in proportion'}
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, params: Any):
+        self._tx, self._update, self._params = tx, jax.jit(tx.update), params
+        self._known: dict[tuple[float, float], Updates] = {}
+        moves = (any(leaf.any() for leaf in update.values()) for update in self._all(1.0, 1.0))
+        self.first = next((i for i, is_move in enumerate(moves) if is_move), None)
+
+    def after(self, weight: float, gradient: float) -> Updates:
+        """That update by parameter, where all weights and gradients are these."""
+        key = weight, gradient
+        if key not in self._known:
+            self._known[key] = next(itertools.islice(self._all(*key), self.first, None))
+        return self._known[key]
+
+    def decays(self) -> dict[str, Decay]:
+        """The decay of each parameter; {} if nothing moves."""
+        if self.first is None:
+            return {}
+        once, twice = self.after(1.0, 0.0), self.after(2.0, 0.0)
+        return {name: _decay(once[name], twice[name]) for name in once}
+
+    def _all(self, weight: float, gradient: float) -> Iterator[Updates]:
+        """Updates one after the other, by the parameter's name."""
+        weights = jax.tree.map(
+            lambda p: jnp.full([min(size, 2) for size in p.shape], weight, p.dtype), self._params
+        )
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
+        state = self._tx.init(weights)
+        for _ in range(TRIES):
+            deltas, state = self._update(gradients, state, weights)
+            yield {
+                _name(path): np.asarray(leaf)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(deltas)
+            }
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def _decay(once: np.ndarray, twice: np.ndarray) -> Decay:
+    if not once.any():
+        return "none"
+    is_proportional = np.allclose(twice, 2 * once, rtol=0.1, atol=0)
+    return "in proportion" if is_proportional else "through the gradient"
