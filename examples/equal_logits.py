@@ -225,7 +225,9 @@ def model_config(module: Any, config: Mapping[str, Any]) -> Any:
         "norm_eps": config["rms_norm_eps"],
         "weight_tying": config["tie_word_embeddings"],
         "use_tied_embedding": config["tie_word_embeddings"],
-        "num_experts": config.get("num_local_experts") if moe else None,
+        "num_experts": (
+            config.get("num_local_experts") or config.get("num_experts") if moe else None
+        ),
         "num_experts_per_tok": config.get("num_experts_per_tok") if moe else None,
         "final_logit_softcap": config.get("final_logit_softcapping"),
         "attn_logits_soft_cap": config.get("attn_logit_softcapping"),

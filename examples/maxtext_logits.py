@@ -451,31 +451,11 @@ def maxtext_logits(
     from maxtext.common.checkpointing import (  # pyright: ignore[reportMissingImports]
         load_params_from_path,
     )
-    from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
     from maxtext.layers import moe  # pyright: ignore[reportMissingImports]
     from maxtext.models import models  # pyright: ignore[reportMissingImports]
     from maxtext.utils import maxtext_utils  # pyright: ignore[reportMissingImports]
 
-    batch, length = tokens.shape
-    fixed: dict[str, Any] = {
-        "run_name": "logits",
-        "dtype": "float32",
-        "weight_dtype": "float32",
-        "matmul_precision": "highest",
-        "float32_qk_product": True,
-        "float32_logits": True,
-        "attention": "dot_product",
-        "scan_layers": scan,
-        "enable_dropout": False,
-        "enable_checkpointing": False,
-        "skip_jax_distributed_system": True,
-        "hardware": "cpu",
-        "per_device_batch_size": batch,
-        "max_target_length": length,
-        "override_model_config": True,
-    }
-    base = Path(pyconfig.__file__).parent / "base.yml"
-    config = pyconfig.initialize(["", str(base)], **{**fixed, **said})
+    config = configured(said, tokens.shape, scan)
     mesh = Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
     with jax.set_mesh(mesh):
         model = models.Transformer(config, mesh, quant=None, rngs=nnx.Rngs(0))
@@ -494,10 +474,36 @@ def maxtext_logits(
             )
         filled = [(path, leaf.replace(jnp.asarray(given[path]))) for path, leaf in wanted.items()]
         model = nnx.merge(graph, nnx.from_flat_state(filled), others)
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = jnp.ones(tokens.shape, jnp.int32)
         logits = model(jnp.asarray(tokens, jnp.int32), positions, segments, enable_dropout=False)
     return np.asarray(jax.device_get(logits))
+
+
+def configured(said: Mapping[str, Any], shape: tuple[int, ...], scan: bool = True) -> Any:
+    """MaxText's configuration for batches of a shape, in fp32 on one device."""
+    from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
+
+    batch, length = shape
+    fixed: dict[str, Any] = {
+        "run_name": "logits",
+        "dtype": "float32",
+        "weight_dtype": "float32",
+        "matmul_precision": "highest",
+        "float32_qk_product": True,
+        "float32_logits": True,
+        "attention": "dot_product",
+        "scan_layers": scan,
+        "enable_dropout": False,
+        "enable_checkpointing": False,
+        "skip_jax_distributed_system": True,
+        "hardware": "cpu",
+        "per_device_batch_size": batch,
+        "max_target_length": length,
+        "override_model_config": True,
+    }
+    base = Path(pyconfig.__file__).parent / "base.yml"
+    return pyconfig.initialize(["", str(base)], **{**fixed, **said})
 
 
 def flat(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], np.ndarray]:
