@@ -154,6 +154,10 @@ PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
 PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3", "qwen3_next")
 PROVED += ("qwen35_moe",)
 
+# The same weights as the text model of one that sees, by the name of the text's.
+RELEASED = {"qwen35_moe": "Qwen3_5Moe"}
+TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2}
+TOWER |= {"out_hidden_size": SMALL["hidden_size"], "num_position_embeddings": 4}
 # Of these the tests have the experts packed too, as transformers has them in memory.
 PACKED = ("mixtral", "qwen3_moe", "qwen3_next", "qwen35_moe", "deepseek2", "deepseek3")
 
@@ -179,6 +183,8 @@ def write(folder: Path) -> None:
         model.save_pretrained(folder / name)
         if name in PACKED:
             model.save_pretrained(folder / name / "packed", save_original_format=False)
+        if name in RELEASED:
+            released(RELEASED[name], model).save_pretrained(folder / name / "release")
         tokens = torch.randint(
             0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(5)
         )
@@ -189,6 +195,19 @@ def write(folder: Path) -> None:
             f"{name}: written with transformers {transformers.__version__}, torch"
             f" {torch.__version__}"
         )
+
+
+def released(family: str, text: Any) -> Any:
+    """A model of a family that sees, which has this text model."""
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text.config.to_dict(), vision_config=TOWER
+    )
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    return model
 
 
 def run(folder: Path, record: Path | None) -> int:
@@ -300,6 +319,10 @@ def keep(
         (target / "packed").mkdir(exist_ok=True)
         packed = Path("packed", "model.safetensors")
         shutil.copyfile(model / packed, target / packed)
+    if model.name in RELEASED:
+        (target / "release").mkdir(exist_ok=True)
+        for file in (Path("release", "config.json"), Path("release", "model.safetensors")):
+            shutil.copyfile(model / file, target / file)
     tried = {mapping: result for mapping, result in results.items() if result}
     right = {mapping: result.digest for mapping, result in tried.items() if not result.unmet}
     (target / "proved.json").write_text(json.dumps(right, indent=1) + "\n")

@@ -92,7 +92,10 @@ class Mapped:
         before = given_before(rules, contents.source.get("mapping", {}))
         given = before.config if self.config is None else self.config
         assumed = sorted({*before.assumed, *self.assume})
-        known = joined(config_of(contents.extras), given, rules.config_keys)
+        # A config that the undone mapping made is not of this model; the former one is remembered.
+        has_made_config = before.undone is not None and bool(before.undone.config)
+        own = before.config if has_made_config else config_of(contents.extras)
+        known = joined(own, given, rules.config_keys)
         lengths = before.lengths | dict(Sizes(self.sizes or {}))
         bound = bind(rules, shapes, lengths, known, assumed)
         # A config that the leaves' model has instead of this one must be found again to go back.
@@ -101,7 +104,7 @@ class Mapped:
         extras = dict(contents.extras)
         if rules.config:
             extras[CONFIG] = {"config": config_from(rules.config, {**known, **bound.sizes})}
-        elif before.undone and before.undone.config:
+        elif has_made_config:
             extras.pop(CONFIG, None)
         contents = replace(contents, extras=extras)
         origin = {**contents.origin, "mapping": record}

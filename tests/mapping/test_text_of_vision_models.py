@@ -1,0 +1,123 @@
+"""The text model of one that sees, in the names that it has alone, and on from there.
+
+`tests/data/maxtext/MODEL/release` has the weights of `ckpt` as the text model of one with a tower,
+which transformers saved (`examples/maxtext_logits.py`).
+"""
+
+import json
+import shutil
+
+import pytest
+
+import jax_ucp as ucp
+from cases import DATA
+from commands import run_json
+from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.errors import LayoutError
+from jax_ucp.mapping.rules import shipped
+
+MODEL = DATA / "maxtext" / "qwen35_moe"
+TEXT, ON = "vlm-qwen3.5-moe-to-hf", "hf-qwen3.5-moe-to-maxtext"
+
+
+def release():
+    return ucp.open(MODEL / "release")
+
+
+def arrays_of(checkpoint):
+    return {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
+
+
+def assert_same(found, want):
+    assert found.keys() == want.keys()
+    assert [label for label in want if not same_bits(found[label], want[label])] == []
+
+
+def changed(folder, change):
+    """The release with another config of its text."""
+    shutil.copytree(MODEL / "release", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    return ucp.open(folder)
+
+
+def test_every_mapping_of_a_vision_model_is_tried():
+    assert [name for name in shipped() if name.startswith("vlm-")] == [TEXT]
+
+
+@pytest.mark.parametrize("variant", ["", ":unscanned"])
+def test_the_leaves_are_those_of_the_text_model_alone(variant):
+    want = ucp.open(MODEL / "ckpt").map(ON + variant)
+    assert_same(arrays_of(release().map(TEXT).map(ON + variant)), arrays_of(want))
+
+
+def test_experts_may_be_packed():
+    packed = ucp.open(MODEL / "packed" / "model.safetensors")
+    names = {
+        name: name.replace("model.", "model.language_model.", 1)
+        for name in packed.params
+        if name.startswith("model.")
+    }
+    tree = {"param": {names.get(name, name): one.read() for name, one in packed.params.items()}}
+    found = ucp.Checkpoint.of(tree).map(TEXT, config=release().config).map(ON)
+    assert_same(arrays_of(found), arrays_of(ucp.open(MODEL / "ckpt").map(ON)))
+
+
+def test_a_text_model_that_was_loaded_from_a_release_keeps_its_names():
+    plain = ucp.open(MODEL / "ckpt")
+    alone = {name: one.read() for name, one in release().params.items() if ".visual." not in name}
+    found = ucp.Checkpoint.of({"param": alone}).map(TEXT, config=plain.config)
+    assert found.config["num_experts"] == plain.config["num_experts"]
+    assert_same(arrays_of(found.map(ON)), arrays_of(plain.map(ON)))
+
+
+def test_the_way_back_has_the_bits_of_the_release_without_its_tower(tmp_path):
+    release().map(TEXT).map(ON).save(tmp_path / "saved")
+    back = ucp.open(tmp_path / "saved")
+    for name in (ON, TEXT):
+        back = back.map(ucp.Mapping.load(name).inverse())
+    want = {label: one for label, one in arrays_of(release()).items() if ".visual." not in label}
+    assert_same(arrays_of(back), want)
+
+
+def test_the_config_is_that_of_the_text_with_every_key_that_the_next_mapping_reads():
+    plain, found = ucp.open(MODEL / "ckpt").config, release().map(TEXT).config
+    assert {key: plain[key] for key in found} == found
+    following = ucp.Mapping.load(ON)
+    assert following.config_keys - following.sizes.keys() <= ucp.Mapping.load(TEXT).config.keys()
+
+
+@pytest.mark.parametrize(("change", "name"), [
+    ({"layer_types": ["full_attention"] * 8}, "layers"),
+    ({"hidden_act": "relu"}, "activation"),
+    ({"is_causal": False}, "causal"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope"),
+    ({"shared_expert_intermediate_size": 8}, "shared_expert"),
+    ({"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, "layers_alike"),
+])  # fmt: skip
+def test_another_arithmetic_of_the_text_is_refused_by_the_next_mapping(change, name, tmp_path):
+    mapped = changed(tmp_path / "model", change).map(TEXT)
+    with pytest.raises(LayoutError, match=f"requires {name}: "):
+        mapped.map(ON)
+
+
+@pytest.mark.parametrize(("change", "name"), [
+    ({"model_type": "qwen3_5_text"}, "family"),
+    ({"tie_word_embeddings": True}, "tied"),
+])  # fmt: skip
+def test_another_text_model_is_refused(change, name, tmp_path):
+    with pytest.raises(LayoutError, match=f"requires {name}: "):
+        changed(tmp_path / "model", change).map(TEXT)
+
+
+def test_a_release_without_its_last_layer_is_refused_by_the_next_mapping():
+    short = {name: one.read() for name, one in release().params.items() if ".layers.7." not in name}
+    mapped = ucp.Checkpoint.of({"param": short}).map(TEXT, config=release().config)
+    with pytest.raises(LayoutError, match=r"model\.layers\."):
+        mapped.map(ON)
+
+
+def test_the_list_of_mappings_has_the_chain():
+    found = run_json("mappings", MODEL / "release")["mappings"]
+    assert [one["name"] for one in found if one["fits"]] == [TEXT, f"{TEXT},{ON}"]
