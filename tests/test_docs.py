@@ -108,7 +108,8 @@ def test_every_kind_of_error_has_an_entry_that_says_what_to_do():
 def test_the_remedies_of_the_faq_are_options_that_there_are():
     page = (ROOT / "docs" / "faq.md").read_text()
     named = set(re.findall(r"[`(](\w+)=", page))
-    functions = (ucp.open, ucp.Checkpoint.restore, ucp.Checkpoint.map, ucp.Checkpoint.export)
+    of_checkpoints = ("restore", "map", "export", "plan_optimizer")
+    functions = (ucp.open, *(getattr(ucp.Checkpoint, name) for name in of_checkpoints))
     known = {name for each in functions for name in inspect.signature(each).parameters}
     assert len(named) > 8
     assert named <= known

@@ -40,10 +40,10 @@ def setting_faults(
     as the rate of learning.
     """
     settings_of = {name: group.settings for group in groups for name in group.params}
-    asked = Asked(tx, params) if settings_of else None
-    if asked is None or not (decays := asked.decays()):
+    updates = TrialUpdates(tx, params) if settings_of else None
+    if updates is None or not (decays := updates.decays()):
         return
-    unit = asked.after(0.0, 1.0)
+    unit = updates.after(0.0, 1.0)
     unlike: dict[tuple[str, float, str], list[str]] = defaultdict(list)
     for name, settings in settings_of.items():
         if name not in decays:
@@ -54,12 +54,12 @@ def setting_faults(
         elif "betas" in settings and unit[name].any():
             by_one = float(np.abs(unit[name]).max())
             if rate and decays[name] == "in proportion":
-                decayed = float(np.abs(asked.after(1.0, 0.0)[name]).max()) / by_one
+                decayed = float(np.abs(updates.after(1.0, 0.0)[name]).max()) / by_one
                 if not _is_about(decayed, rate):
                     unlike["weight_decay", rate, f"{decayed:.2g}"].append(name)
-            if eps := settings.get("eps"):
+            if isinstance(eps := settings.get("eps"), float) and eps:  # CAME has two
                 # an update by g is as long as g / (g + eps)
-                share = float(np.abs(asked.after(0.0, eps)[name]).max()) / by_one
+                share = float(np.abs(updates.after(0.0, eps)[name]).max()) / by_one
                 if not _is_about(2 * share, 1.0):
                     found = eps / share - eps if share else np.inf
                     unlike["eps", eps, f"{found:.2g}"].append(name)
@@ -90,14 +90,14 @@ def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
     )
 
 
-class Asked:
+class TrialUpdates:
     """An optimizer that is asked for updates of small arrays with as many axes as parameters have.
 
     Of sizes a mask sees no more than 1 or 2. `first` is the number of the first update that moves
     anything, or None if none of 1,000 does.
 
     >>> params = {"w": jnp.ones(4), "b": jnp.ones(4)}
-    >>> Asked(optax.adamw(1e-3, mask={"w": True, "b": False}), params).decays()
+    >>> TrialUpdates(optax.adamw(1e-3, mask={"w": True, "b": False}), params).decays()
     {'b': 'none', 'w': 'in proportion'}
     """
 
@@ -108,7 +108,7 @@ class Asked:
         self.first = next((i for i, is_move in enumerate(moves) if is_move), None)
 
     def after(self, weight: float, gradient: float) -> Updates:
-        """That update by parameter, where all weights and gradients are these."""
+        """The changes of parameters in that update, where all weights and gradients are these."""
         key = weight, gradient
         if key not in self._known:
             self._known[key] = next(itertools.islice(self._all(*key), self.first, None))

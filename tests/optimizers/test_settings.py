@@ -19,7 +19,7 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.formats.megatron.groups import settings_of
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.optimizers.adam_rule import rule_faults
-from jax_ucp.optimizers.settings import Asked, setting_faults
+from jax_ucp.optimizers.settings import TrialUpdates, setting_faults
 
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
 DEEPSPEED = sorted({*names_of("deepspeed")} - {"z1_fp32_dp2_elastic"})
@@ -144,11 +144,11 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
      "in proportion", "none"),
 ])  # fmt: skip
 def test_an_optimizer_is_seen_to_decay(tx, w, b):
-    assert Asked(tx, PARAMS).decays() == {"w": w, "b": b}
+    assert TrialUpdates(tx, PARAMS).decays() == {"w": w, "b": b}
 
 
 def test_an_optimizer_that_moves_nothing_says_nothing():
-    assert Asked(optax.adamw(0.0), PARAMS).decays() == {}
+    assert TrialUpdates(optax.adamw(0.0), PARAMS).decays() == {}
 
 
 @pytest.mark.parametrize(("tx", "message"), [
