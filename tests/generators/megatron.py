@@ -4,9 +4,10 @@
 
 DIR has the source of Megatron-LM in one folder for each tag: DIR/core_v0.19.0/megatron/... The
 Python that runs this has torch, numpy, einops, packaging, pyyaml, psutil, and for 0.16 six, regex,
-pydantic and requests. Models, optimizers and writers are Megatron's own; what needs a GPU stands in: CUDA's calls, the modules of TransformerEngine with
-the parameters that it registers, and its FusedAdam by its formulas
-(`transformer_engine/pytorch/optimizers/fused_adam.py`, `common/multi_tensor/adam.cu`, v2.18).
+pydantic and requests. Models, optimizers and writers are Megatron's own; what needs a GPU stands
+in: CUDA's calls, the modules of TransformerEngine with the parameters that it registers, and its
+FusedAdam by its formulas (`transformer_engine/pytorch/optimizers/fused_adam.py`,
+`common/multi_tensor/adam.cu`, v2.18).
 
 Gradients are noise, the same whatever the parallelism; three steps are made with them. The state is
 taken from the live parameters and optimizers of all ranks, never from the files; where the
