@@ -155,7 +155,7 @@ PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3",
 PROVED += ("qwen35_moe",)
 
 # The same weights as the text model of one that sees, by the name of the text's.
-RELEASED = {"qwen35_moe": "Qwen3_5Moe"}
+RELEASED = {"qwen35_moe": "Qwen3_5Moe", "qwen3": "Qwen3VL"}
 TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2}
 TOWER |= {"out_hidden_size": SMALL["hidden_size"], "num_position_embeddings": 4}
 # Of these the tests have the experts packed too, as transformers has them in memory.
@@ -201,9 +201,9 @@ def released(family: str, text: Any) -> Any:
     """A model of a family that sees, which has this text model."""
     import transformers  # pyright: ignore[reportMissingImports]
 
-    config = getattr(transformers, f"{family}Config")(
-        text_config=text.config.to_dict(), vision_config=TOWER
-    )
+    of_text = text.config.to_dict()
+    del of_text["model_type"]
+    config = getattr(transformers, f"{family}Config")(text_config=of_text, vision_config=TOWER)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())

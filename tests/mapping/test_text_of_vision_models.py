@@ -18,10 +18,19 @@ from jax_ucp.mapping.rules import shipped
 
 MODEL = DATA / "maxtext" / "qwen35_moe"
 TEXT, ON = "vlm-qwen3.5-moe-to-hf", "hf-qwen3.5-moe-to-maxtext"
+# A model, the mapping to its text, and those that go on.
+CASES = [
+    ("qwen35_moe", TEXT, ON),
+    ("qwen35_moe", TEXT, f"{ON}:unscanned"),
+    ("qwen3", "vlm-qwen3-vl-to-hf", "hf-qwen3-to-maxtext"),
+    ("qwen3", "vlm-qwen3-vl-to-hf", "hf-qwen3-to-maxtext:unscanned"),
+    ("qwen3", "vlm-qwen3-vl-to-hf", "hf-qwen3-to-tunix"),
+]
+ASSUMED = {"hf-qwen3-to-tunix": ["rope_theta"]}
 
 
-def release():
-    return ucp.open(MODEL / "release")
+def release(model="qwen35_moe"):
+    return ucp.open(DATA / "maxtext" / model / "release")
 
 
 def arrays_of(checkpoint):
@@ -33,9 +42,9 @@ def assert_same(found, want):
     assert [label for label in want if not same_bits(found[label], want[label])] == []
 
 
-def changed(folder, change):
+def changed(folder, change, model="qwen35_moe"):
     """The release with another config of its text."""
-    shutil.copytree(MODEL / "release", folder)
+    shutil.copytree(DATA / "maxtext" / model / "release", folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -43,13 +52,14 @@ def changed(folder, change):
 
 
 def test_every_mapping_of_a_vision_model_is_tried():
-    assert [name for name in shipped() if name.startswith("vlm-")] == [TEXT]
+    assert {name for name in shipped() if name.startswith("vlm-")} == {text for _, text, _ in CASES}
 
 
-@pytest.mark.parametrize("variant", ["", ":unscanned"])
-def test_the_leaves_are_those_of_the_text_model_alone(variant):
-    want = ucp.open(MODEL / "ckpt").map(ON + variant)
-    assert_same(arrays_of(release().map(TEXT).map(ON + variant)), arrays_of(want))
+@pytest.mark.parametrize(("model", "text", "on"), CASES)
+def test_the_leaves_are_those_of_the_text_model_alone(model, text, on):
+    assumed = ASSUMED.get(on, [])
+    want = ucp.open(DATA / "maxtext" / model / "ckpt").map(on, assume=assumed)
+    assert_same(arrays_of(release(model).map(text).map(on, assume=assumed)), arrays_of(want))
 
 
 def test_experts_may_be_packed():
@@ -72,20 +82,25 @@ def test_a_text_model_that_was_loaded_from_a_release_keeps_its_names():
     assert_same(arrays_of(found.map(ON)), arrays_of(plain.map(ON)))
 
 
-def test_the_way_back_has_the_bits_of_the_release_without_its_tower(tmp_path):
-    release().map(TEXT).map(ON).save(tmp_path / "saved")
+@pytest.mark.parametrize(("model", "text", "on"), CASES)
+def test_the_way_back_has_the_bits_of_the_release_without_its_tower(model, text, on, tmp_path):
+    seeing = release(model)
+    seeing.map(text).map(on, assume=ASSUMED.get(on, [])).save(tmp_path / "saved")
     back = ucp.open(tmp_path / "saved")
-    for name in (ON, TEXT):
+    for name in (on, text):
         back = back.map(ucp.Mapping.load(name).inverse())
-    want = {label: one for label, one in arrays_of(release()).items() if ".visual." not in label}
+    want = {label: one for label, one in arrays_of(seeing).items() if ".visual." not in label}
     assert_same(arrays_of(back), want)
 
 
-def test_the_config_is_that_of_the_text_with_every_key_that_the_next_mapping_reads():
-    plain, found = ucp.open(MODEL / "ckpt").config, release().map(TEXT).config
+@pytest.mark.parametrize(("model", "text", "on"), CASES)
+def test_the_config_is_that_of_the_text_with_every_key_that_the_next_mapping_reads(model, text, on):
+    plain = ucp.open(DATA / "maxtext" / model / "ckpt").config
+    found = release(model).map(text).config
     assert {key: plain[key] for key in found} == found
-    following = ucp.Mapping.load(ON)
-    assert following.config_keys - following.sizes.keys() <= ucp.Mapping.load(TEXT).config.keys()
+    following = ucp.Mapping.load(on)
+    counted = following.sizes.keys() - {"head_dim"}
+    assert following.config_keys - counted <= ucp.Mapping.load(text).config.keys()
 
 
 @pytest.mark.parametrize(("change", "name"), [
@@ -102,13 +117,15 @@ def test_another_arithmetic_of_the_text_is_refused_by_the_next_mapping(change, n
         mapped.map(ON)
 
 
+@pytest.mark.parametrize("model", ["qwen35_moe", "qwen3"])
 @pytest.mark.parametrize(("change", "name"), [
     ({"model_type": "qwen3_5_text"}, "family"),
     ({"tie_word_embeddings": True}, "tied"),
 ])  # fmt: skip
-def test_another_text_model_is_refused(change, name, tmp_path):
+def test_another_text_model_is_refused(model, change, name, tmp_path):
+    text = {of: text for of, text, _ in CASES}[model]
     with pytest.raises(LayoutError, match=f"requires {name}: "):
-        changed(tmp_path / "model", change).map(TEXT)
+        changed(tmp_path / "model", change, model).map(text)
 
 
 def test_a_release_without_its_last_layer_is_refused_by_the_next_mapping():
