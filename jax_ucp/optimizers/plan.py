@@ -265,7 +265,11 @@ def _fill(
     states = [state for state, leaves in stored.items() if slot.param in leaves]
     why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
     if slot.role in stored:
-        why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
+        why = (
+            "a parameter that was not trained has none: mask it (optax.masked, optax.partition); nor"
+            " has one that a mapping scales, because moments do not scale with it (see the notes):"
+            " map to a model that takes it as it is"
+        )
     raise TreeMismatch(
         f"the checkpoint has no {slot.role} of {slot.param}; it has"
         f" {', '.join(states) or 'nothing of it'}: {why}"
