@@ -19,12 +19,7 @@ import numpy as np
 import jax_ucp as ucp
 from folders import Link, dtype_of, stored_tensors
 from safetensors_writer import file_of
-from temptation_mistakes import (
-    Attempt,
-    each_file,
-    mistake,
-    replacing,
-)
+from temptation_mistakes import Attempt, each_file, mistake, replacing
 from temptation_subjects import Subject
 from torch_writer import edit
 
@@ -66,13 +61,9 @@ def link_to_elsewhere(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
         is_read = name.startswith(f"{subject.entry}/" if subject.entry else "")
         noticed = r"link|leads out" if is_read else ""
         for how in ("a relative", "an absolute"):
-            target = f"{up}elsewhere/{path.name}"
-            yield Attempt(
-                f"{name} is {how} link to a copy outside",
-                put({name: Link(target, absolute=how == "an absolute")}),
-                noticed=noticed,
-                beside=beside,
-            )
+            link = {name: Link(f"{up}elsewhere/{path.name}", absolute=how == "an absolute")}
+            what = f"{name} is {how} link to a copy outside"
+            yield Attempt(what, put(link), noticed=noticed, beside=beside)
         kept = "kept/0"  # named like no file of a checkpoint
         inside = {name: Link("../" * (len(path.parts) - 1) + kept), kept: data}
         yield Attempt(f"{name} is a link to {kept}", put(inside))
@@ -92,33 +83,25 @@ _MAPPED = {
     "torch/hf_gemma_mha": "hf-gemma-7b-to-tunix",
     "torch/hf_gpt2": "hf-gpt2-to-flax",
 }
+_ROTARY = "llama|qwen|mixtral|gemma"
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 
 # Edits that change what the model computes or that contradict its weights, and for which of these:
 # a class of transformers ignores what its config does not have.
 _OTHER_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "is not causal": ({"is_causal": False}, "."),
-    "has rope_scaling beside rope_parameters": (
-        {"rope_scaling": {"rope_type": "yarn", **_YARN}},
-        "llama|qwen|mixtral|gemma",
-    ),
-    "has rope_scaling by type": (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "llama|qwen|mixtral|gemma",
-    ),
-    "has another head_dim": ({"head_dim": 16}, "llama|qwen|mixtral|gemma"),
+    "has rope_scaling beside rope_parameters": ({"rope_scaling": {"rope_type": "yarn", **_YARN}}, _ROTARY),
+    "has rope_scaling by type": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, _ROTARY),
+    "has another head_dim": ({"head_dim": 16}, _ROTARY),
     "has other heads": ({"num_attention_heads": 2, "num_key_value_heads": 1}, "llama|qwen3|gemma"),
     "has a layer more": ({"num_hidden_layers": 3, "n_layer": 3}, "."),
     "has a layer less": ({"num_hidden_layers": 1, "n_layer": 1}, "."),
     "has another family": ({"model_type": "granite", "architectures": ["GraniteForCausalLM"]}, "."),
-    "has another activation": (
-        {"hidden_act": "relu", "hidden_activation": "relu"},
-        "llama|qwen|mixtral|gemma",
-    ),
+    "has another activation": ({"hidden_act": "relu", "hidden_activation": "relu"}, _ROTARY),
     "has a window": ({"sliding_window": 8}, "mixtral"),
     "attends both ways": ({"use_bidirectional_attention": True}, "gemma"),
     "scales attention by layer": ({"scale_attn_by_inverse_layer_idx": True}, "gpt2"),
-}
+}  # fmt: skip
 # Edits that transformers does not read, or that it refuses itself and that move no array.
 _SAME_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "has twice the width": ({"hidden_size": 64, "n_embd": 48}, "never"),
@@ -145,13 +128,9 @@ def config_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         return checkpoint.restore()
 
     for what, (edits, matters) in (_OTHER_MODEL | _SAME_MODEL).items():
-        changed = json.dumps(config | edits).encode()
-        yield Attempt(
-            f"config.json {what}",
-            put({"config.json": changed}),
-            act=mapped,
-            noticed=_NO_NOTE_IS_ENOUGH if re.search(matters, subject.name) else "",
-        )
+        changed = put({"config.json": json.dumps(config | edits).encode()})
+        noticed = _NO_NOTE_IS_ENOUGH if re.search(matters, subject.name) else ""
+        yield Attempt(f"config.json {what}", changed, act=mapped, noticed=noticed)
 
 
 # The config of a quantisation, and its scales.
@@ -262,11 +241,8 @@ def _in_another_dtype(files: Mapping[str, bytes], name: str) -> bytes:
 
 # What a trainer was told.
 
-# Arguments under which the same files would hold other arrays.
-_OTHER_ARGS: dict[str, dict[str, Any]] = {
-    "tensor_parallel_num_weight_shards": {"tensor_parallel_num_weight_shards": 8},
-    "expert_tensor_parallel_num_weight_shards": {"expert_tensor_parallel_num_weight_shards": 8},
-}
+# Arguments under which, were they 8, the same files would hold other arrays.
+_OTHER_ARGS = "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"
 
 
 @mistake
@@ -276,20 +252,15 @@ def arguments_of_another_run(subject: Subject, _: Sequence[Subject]) -> Iterator
     if subject.format != "megatron-dist" or name is None:
         return
     put = replacing(subject)
-    for what, args in _OTHER_ARGS.items():
+    for key in _OTHER_ARGS:
         with tempfile.TemporaryDirectory() as work:
             path = Path(work) / "common.pt"
             path.write_bytes(subject.folder[name])
-            edit(path, partial(_told, args=args))
+            edit(path, partial(_told, args={key: 8}))
             data = path.read_bytes()
-        (value,) = args.values()
-        gated = "swiglu" in subject.name and not what.startswith("expert")
-        yield Attempt(
-            f"{name} has {what} {value}",
-            put({name: data}),
-            act=_restored,
-            noticed=_NO_NOTE_IS_ENOUGH if gated else "",
-        )
+        gated = "swiglu" in subject.name and not key.startswith("expert")
+        noticed = _NO_NOTE_IS_ENOUGH if gated else ""
+        yield Attempt(f"{name} has {key} 8", put({name: data}), act=_restored, noticed=noticed)
 
 
 def _restored(checkpoint: ucp.Checkpoint, _: Path) -> Any:

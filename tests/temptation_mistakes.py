@@ -10,10 +10,11 @@ import json
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
+from itertools import combinations, product
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Any
@@ -147,7 +148,7 @@ def file_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
 def folder_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for folder in some_folders(subject, "folder missing"):
-        gone = {name: None for name in subject.folder if name.startswith(f"{folder}/")}
+        gone = dict.fromkeys(n for n in subject.folder if n.startswith(f"{folder}/"))
         yield Attempt(f"{folder}/ is missing", put(gone))
 
 
@@ -158,28 +159,18 @@ def some_folders(subject: Subject, what: str) -> list[str]:
     found: dict[tuple[int, str], list[str]] = defaultdict(list)
     for folder in sorted(folders):
         found[folder.count("/"), re.sub(r"\d+", "#", PurePosixPath(folder).name)[:6]].append(folder)
-    return [folder for names in found.values() for folder in rng.sample(names, min(2, len(names)))][
-        :12
-    ]
+    some = [folder for names in found.values() for folder in rng.sample(names, min(2, len(names)))]
+    return some[:12]
 
 
 @mistake
 def file_truncated(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, rng in each_file(subject, "truncated"):
-        lengths = {
-            1,
-            len(data) // 4,
-            len(data) // 2,
-            len(data) * 9 // 10,
-            len(data) - 1,
-            len(data) // 512 * 512,
-        }
-        for length in sorted(
-            rng.sample(sorted(n for n in lengths if 0 < n < len(data)), min(3, len(lengths) - 1))
-            if len(data) > 2
-            else ()
-        ):
+        n = len(data)
+        lengths = {1, n // 4, n // 2, n * 9 // 10, n - 1, n // 512 * 512}
+        some = sorted(n for n in lengths if 0 < n < len(data))
+        for length in sorted(rng.sample(some, min(3, len(lengths) - 1)) if len(data) > 2 else ()):
             cut = data[:length]
             yield Attempt(f"{name} has its first {length} of {len(data)} bytes", put({name: cut}))
 
@@ -233,24 +224,19 @@ def bit_flipped(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
 
 def places_in(name: str, data: bytes, rng: Random) -> list[int]:
     """Bytes of the header, of the data, and of what comes at the end."""
-    found = [at for at in (0, len(data) - 1) if data] + [
-        rng.randrange(len(data)) for _ in range(3) if data
-    ]
+    if not data:
+        return []
+    found = [0, len(data) - 1, *(rng.randrange(len(data)) for _ in range(3))]
     if name.endswith(".safetensors"):
-        length = int.from_bytes(data[:8], "little")
-        found += [
-            rng.randrange(8 + length),
-            rng.randrange(8, 8 + length),
-            rng.randrange(8 + length, len(data)),
-        ]
+        body = 8 + int.from_bytes(data[:8], "little")
+        found += [rng.randrange(body), rng.randrange(8, body), rng.randrange(body, len(data))]
     elif data[:4] == b"PK\3\4" and not name.endswith(".distcp"):
         with zipfile.ZipFile(BytesIO(data)) as file:
             infos = file.infolist()
         for info in (infos[0], rng.choice(infos)):
             if info.file_size:
-                found.append(
-                    info.header_offset + 30 + rng.randrange(len(info.filename) + info.file_size)
-                )
+                inside = rng.randrange(len(info.filename) + info.file_size)
+                found.append(info.header_offset + 30 + inside)
     return sorted(set(found))
 
 
@@ -267,12 +253,11 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             ways |= {
                 "a byte order mark": b"\xef\xbb\xbf" + data,
                 "UTF-16": data.decode().encode("utf-16"),
-            }
-            ways |= {
                 "CRLF at its end": data.rstrip() + b"\r\n",
                 "spaces around it": b"  " + data.rstrip() + b"  \n",
+                "upper case": data.upper(),
+                "quotes around it": b'"' + data.strip() + b'"\n',
             }
-            ways |= {"upper case": data.upper(), "quotes around it": b'"' + data.strip() + b'"\n'}
         else:
             ways |= {
                 "UTF-8 for latin-1": data.decode("latin-1").encode(),
@@ -285,6 +270,8 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
 
 _LARGE = (".safetensors", ".gguf", ".pt", ".bin", ".distcp")  # what a hub keeps in git-lfs
 _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n"
+_NOT_FOUND = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head><body>Not found.</body></html>\n"
+_DENIED = b'{"error":"Repository not found"}'
 
 
 @mistake
@@ -292,20 +279,14 @@ def another_thing_in_its_place(subject: Subject, _: Sequence[Subject]) -> Iterat
     put = replacing(subject)
     for name, data, rng in each_file(subject, "things"):
         lfs = _LFS % (rng.randbytes(32).hex().encode(), len(data))
-        page = (
-            b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head><body>Not"
-            b" found.</body></html>\n"
-        )
-        denied = b'{"error":"Repository not found"}'
+        base = PurePosixPath(name).name
         if not is_text(data):
             yield Attempt(f"{name} is a git-lfs pointer", put({name: lfs}))
-        yield Attempt(f"{name} is a web page", put({name: page}))
-        yield Attempt(f"{name} is an error in JSON", put({name: denied}))
-        inner = {name: None, f"{name}/{PurePosixPath(name).name}": data}
-        yield Attempt(f"{name} is a folder that has it", put(inner))
+        yield Attempt(f"{name} is a web page", put({name: _NOT_FOUND}))
+        yield Attempt(f"{name} is an error in JSON", put({name: _DENIED}))
+        yield Attempt(f"{name} is a folder that has it", put({name: None, f"{name}/{base}": data}))
         yield Attempt(f"{name} is an empty folder", put({name: EmptyFolder()}))
-        broken = Link(f"../nowhere/{PurePosixPath(name).name}")
-        yield Attempt(f"{name} is a broken link", put({name: broken}))
+        yield Attempt(f"{name} is a broken link", put({name: Link(f"../nowhere/{base}")}))
 
 
 @mistake
@@ -314,33 +295,26 @@ def file_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for name, data, _rng in each_file(subject, "renamed"):
         path = PurePosixPath(name)
         stem, suffix = path.stem, path.suffix
-        others = [
-            f"{stem} (1){suffix}",
-            f"{stem}.bak",
-            f"{stem}_old{suffix}",
-            f"{path.name}.txt",
-            path.name.upper(),
-            path.name.capitalize(),
-        ]
-        if number := re.search(r"\d+", path.name):
-            raised = str(int(number[0]) + 1).zfill(len(number[0]))
-            others.append(path.name[: number.start()] + raised + path.name[number.end() :])
+        others = [f"{stem} (1){suffix}", f"{stem}.bak", f"{stem}_old{suffix}", f"{path.name}.txt"]
+        others += [path.name.upper(), path.name.capitalize(), *_raised(path.name)]
         for other in others:
             new = path.with_name(other).as_posix()
             if new != name and new not in subject.folder:
                 yield Attempt(f"{name} is called {other}", put({name: None, new: data}))
 
 
+def _raised(name: str) -> list[str]:
+    """The name with its first number one more, if it has a number."""
+    other = re.sub(r"\d+", lambda n: str(int(n[0]) + 1).zfill(len(n[0])), name, count=1)
+    return [other] if re.search(r"\d", name) else []
+
+
 @mistake
 def folder_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for folder in some_folders(subject, "folder renamed"):
         path = PurePosixPath(folder)
-        number = re.search(r"\d+", path.name)
         others = [f"{path.name} copy", path.name.upper(), f"{path.name}.tmp"]
-        if number:
-            raised = str(int(number[0]) + 1).zfill(len(number[0]))
-            others.append(path.name[: number.start()] + raised + path.name[number.end() :])
-        for other in others:
+        for other in [*others, *_raised(path.name)]:
             new = path.with_name(other).as_posix()
             if new == folder or any(name.startswith(f"{new}/") for name in subject.folder):
                 continue
@@ -381,18 +355,12 @@ def file_twice(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, _rng in each_file(subject, "twice"):
         path = PurePosixPath(name)
-        others = [
-            f"{path.stem} (1){path.suffix}",
-            f"{path.name}.bak",
-            f"{path.stem} copy{path.suffix}",
-        ]
+        stem, suffix = path.stem, path.suffix
+        others = [f"{stem} (1){suffix}", f"{path.name}.bak", f"{stem} copy{suffix}"]
         for number in re.finditer(r"\d+", path.name):
             most = max(_numbers(subject.folder, name, number.start()))
-            others.append(
-                path.name[: number.start()]
-                + str(most + 1).zfill(len(number[0]))
-                + path.name[number.end() :]
-            )
+            raised = str(most + 1).zfill(len(number[0]))
+            others.append(path.name[: number.start()] + raised + path.name[number.end() :])
         for other in others:
             new = path.with_name(other).as_posix()
             if new not in subject.folder:
@@ -404,9 +372,8 @@ def _numbers(folder: Mapping[str, bytes], name: str, at: int) -> list[int]:
     path = PurePosixPath(name)
     before, rest = path.name[:at], re.sub(r"^\d+", "", path.name[at:])
     same = re.compile(re.escape(before) + r"(\d+)" + re.sub(r"\\?\d+", r"\\d+", re.escape(rest)))
-    return [int(m[1]) for other in folder if (m := same.fullmatch(PurePosixPath(other).name))] or [
-        0
-    ]
+    found = [m for other in folder if (m := same.fullmatch(PurePosixPath(other).name))]
+    return [int(m[1]) for m in found] or [0]
 
 
 _CLUTTER: dict[str, bytes] = {
@@ -452,13 +419,10 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
     some = donor.folder[rng.choice(sorted(donor.folder, key=lambda n: len(donor.folder[n]))[-3:])]
     tensors = _small_safetensors()
     for name, data in (
-        ("extra.safetensors", tensors),
-        ("adapter_model.safetensors", tensors),
-        ("optimizer.pt", some),
-        ("pytorch_model.bin", some),
-        ("model-00001-of-00002.safetensors", tensors),
-        ("checkpoint.pt", some),
-    ):
+        ("extra.safetensors", tensors), ("adapter_model.safetensors", tensors),
+        ("optimizer.pt", some), ("pytorch_model.bin", some),
+        ("model-00001-of-00002.safetensors", tensors), ("checkpoint.pt", some),
+    ):  # fmt: skip
         if prefix + name not in subject.folder:
             yield Attempt(f"{prefix}{name} of something else is there", put({prefix + name: data}))
     for name in rng.sample(pool, min(6, len(pool))):
@@ -475,23 +439,23 @@ def _small_safetensors() -> bytes:
 # Files exchanged, and of other steps, runs, ranks and models.
 
 
+def _some_pairs(
+    folder: Mapping[str, bytes], names: Iterable[tuple[str, str]], rng: Random
+) -> Iterable[tuple[str, str]]:
+    """Three of the pairs of files that differ, and three of those of one length."""
+    pairs = [(a, b) for a, b in names if folder[a] != folder[b]]
+    alike = [(a, b) for a, b in pairs if len(folder[a]) == len(folder[b])]
+    return dict.fromkeys(
+        [pair for of in (pairs, alike) for pair in rng.sample(of, min(3, len(of)))]
+    )
+
+
 @mistake
 def files_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     rng = rng_of(subject, "exchanged")
     for names in by_role(list(subject.folder)).values():
-        pairs = [
-            (a, b)
-            for i, a in enumerate(names)
-            for b in names[i + 1 :]
-            if subject.folder[a] != subject.folder[b]
-        ]
-        alike = [
-            pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])
-        ]
-        for a, b in dict.fromkeys(
-            [*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]
-        ):
+        for a, b in _some_pairs(subject.folder, combinations(names, 2), rng):
             both = {a: subject.folder[b], b: subject.folder[a]}
             yield Attempt(f"{a} and {b} are exchanged", put(both))
 
@@ -501,13 +465,7 @@ def file_of_another_rank(subject: Subject, _: Sequence[Subject]) -> Iterator[Att
     put = replacing(subject)
     rng = rng_of(subject, "other rank")
     for names in by_role(list(subject.folder)).values():
-        pairs = [(a, b) for a in names for b in names if subject.folder[a] != subject.folder[b]]
-        alike = [
-            pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])
-        ]
-        for a, b in dict.fromkeys(
-            [*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]
-        ):
+        for a, b in _some_pairs(subject.folder, product(names, names), rng):
             yield Attempt(f"{a} is a copy of {b}", put({a: subject.folder[b]}))
 
 
@@ -517,15 +475,9 @@ def folders_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     folders = {p.as_posix() for name in subject.folder for p in PurePosixPath(name).parents} - {"."}
     for folder in sorted(folders):
-        inner = tuple(
-            sorted(
-                n.removeprefix(f"{folder}/") for n in subject.folder if n.startswith(f"{folder}/")
-            )
-        )
+        inner = sorted(_below(n, folder) for n in subject.folder if n.startswith(f"{folder}/"))
         found[PurePosixPath(folder).parent.as_posix(), *inner].append(folder)
-    pairs = [
-        (a, b) for names in found.values() for i, a in enumerate(names) for b in names[i + 1 :]
-    ]
+    pairs = [pair for names in found.values() for pair in combinations(names, 2)]
     for a, b in rng.sample(pairs, min(8, len(pairs))):
         swap = renaming(subject, partial(_swapped, a=a, b=b))
         yield Attempt(f"{a}/ and {b}/ are exchanged", swap)
@@ -551,9 +503,7 @@ def _of_sibling(subject: Subject, which: str) -> Iterator[Attempt]:
     other = subject.siblings.get(which)
     if other is None:
         return
-    differing = [
-        name for name in subject.folder if name in other and other[name] != subject.folder[name]
-    ]
+    differing = _differing(subject, other)
     for names in by_role(differing).values():
         for name in rng.sample(names, min(PER_ROLE, len(names))):
             yield Attempt(f"{name} is of another {which}", put({name: other[name]}))
@@ -570,6 +520,10 @@ def _of_sibling(subject: Subject, which: str) -> Iterator[Attempt]:
             yield Attempt(f"{folder}/ is of another {which}", put(inside))
 
 
+def _differing(subject: Subject, other: Mapping[str, bytes]) -> list[str]:
+    return [n for n, data in subject.folder.items() if other.get(n, data) != data]
+
+
 @mistake
 def interrupted_copy_over_another_step(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """Some files are of one step, and the rest of another, as when a copy over an older
@@ -578,19 +532,12 @@ def interrupted_copy_over_another_step(subject: Subject, _: Sequence[Subject]) -
     put = replacing(subject)
     for which, other in subject.siblings.items():
         rng = rng_of(subject, f"interrupted {which}")
-        differing = [
-            name
-            for name in sorted(subject.folder)
-            if name in other and other[name] != subject.folder[name]
-        ]
+        differing = sorted(_differing(subject, other))
         for _ in range(3 if len(differing) > 1 else 0):
             some = rng.sample(differing, rng.randrange(1, len(differing)))
             mixed = {name: other[name] for name in some}
-            what = (
-                f"{len(some)} of {len(differing)} files are of another {which}:"
-                f" {', '.join(some)[:200]}"
-            )
-            yield Attempt(what, put(mixed))
+            what = f"{len(some)} of {len(differing)} files are of another {which}"
+            yield Attempt(f"{what}: {', '.join(some)[:200]}", put(mixed))
 
 
 @mistake
@@ -609,11 +556,8 @@ def file_of_another_model(subject: Subject, others: Sequence[Subject]) -> Iterat
     put = replacing(subject)
     rng = rng_of(subject, "other model")
     for name in chosen(subject, rng):
-        donors = [
-            other
-            for other in others
-            if other.folder.get(name, subject.folder[name]) != subject.folder[name]
-        ]
+        data = subject.folder[name]
+        donors = [other for other in others if other.folder.get(name, data) != data]
         for donor in rng.sample(donors, min(3, len(donors))):
             what = f"{name} is that of {donor.name}"
             yield Attempt(what, put({name: donor.folder[name]}))
@@ -669,11 +613,8 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         later = {name: data for name, data in other.items() if name != pointer}
         now = other[pointer].decode()
         yield Attempt(f"a later step is there, and {pointer} says {said}", put(later), also=())
-        yield Attempt(
-            f"a later step is there, and {pointer} says {now}",
-            put({**later, pointer: now.encode()}),
-            also=("step",),
-        )
+        made = put({**later, pointer: now.encode()})
+        yield Attempt(f"a later step is there, and {pointer} says {now}", made, also=("step",))
         yield Attempt(f"two steps are there, and no {pointer}", put({**later, pointer: None}))
 
 

@@ -9,7 +9,7 @@ none.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -25,8 +25,10 @@ from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder
 from temptation_subjects import Subject, mesh
 
 
-def _said(subject: Subject, what: str, options: Mapping[str, Any], noticed: str = "") -> Attempt:
-    return Attempt(what, same_folder(subject), options=options, noticed=noticed)
+def _said(
+    subject: Subject, what: str, options: Mapping[str, Any], noticed: str = "", **more: Any
+) -> Attempt:
+    return Attempt(what, same_folder(subject), options=options, noticed=noticed, **more)
 
 
 @mistake
@@ -53,12 +55,8 @@ def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for value in ("vocab=101", [("vocab", vocab)], vocab, {1: 2}):
         yield _said(subject, f"sizes={value!r}", {"sizes": value}, "sizes|vocab")
     if "sizes" in subject.options:
-        yield _said(
-            subject, f"vocab is one row too few: {vocab - 1}", {"sizes": {"vocab": vocab - 1}}
-        )
-        yield _said(
-            subject, f"vocab is one row too many: {vocab + 1}", {"sizes": {"vocab": vocab + 1}}
-        )
+        for what, rows in (("few", vocab - 1), ("many", vocab + 1)):
+            yield _said(subject, f"vocab is one row too {what}: {rows}", {"sizes": {"vocab": rows}})
 
 
 @mistake
@@ -89,15 +87,8 @@ _SPECS = {
 @mistake
 def spec_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for what, text in _SPECS.items():
-        options = {"spec": Beside("spec.yaml")}
-        beside = {"spec.yaml": text.encode()}
-        yield Attempt(
-            f"spec is {what}",
-            same_folder(subject),
-            options=options,
-            noticed=r"\bspec\b",
-            beside=beside,
-        )
+        options, beside = {"spec": Beside("spec.yaml")}, {"spec.yaml": text.encode()}
+        yield _said(subject, f"spec is {what}", options, r"\bspec\b", beside=beside)
     for value in ("nowhere.yaml", "/", "/dev/null"):
         yield _said(subject, f"spec={value!r}", {"spec": value}, r"\bspec\b")
 
@@ -115,15 +106,8 @@ def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
         (name,) = options
         yield _said(subject, f"open({name}={options[name]!r})", options, name)
     for name in (
-        "size",
-        "weight_only",
-        "beleive",
-        "specs",
-        "vocab",
-        "mesh",
-        "optimizer_group",
-        "dequantise",
-    ):
+        "size", "weight_only", "beleive", "specs", "vocab", "mesh", "optimizer_group", "dequantise",
+    ):  # fmt: skip
         yield _said(subject, f"open({name}=...)", {name: 1})
 
 
@@ -171,129 +155,69 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
 def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """Targets that are not the tree of the checkpoint, in one leaf or in all."""
 
-    def changed(
-        change: Callable[[list[Any], Random], object],
-    ) -> Callable[[ucp.Checkpoint, Path], Any]:
-        def act(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-            leaves, tree = jax.tree_util.tree_flatten(checkpoint.abstract())
-            arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-            change(leaves, Random(f"{subject.name} {len(arrays)}"))
-            return checkpoint.restore(jax.tree_util.tree_unflatten(tree, leaves), mesh=mesh())
+    def one(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return partial(_with_one, change, subject.name)
 
-        return act
-
-    def one(leaves: list[Any], rng: Random) -> int:
-        arrays = [i for i, leaf in enumerate(leaves) if len(getattr(leaf, "shape", ())) > 0]
-        return rng.choice(arrays or [0])
-
-    def longer(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype)
-
-    def shorter(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct((leaf.shape[0] // 2, *leaf.shape[1:]), leaf.dtype)
-
-    def flat(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct((int(np.prod(leaf.shape)), 1), leaf.dtype)
-
-    def turned(leaves: list[Any], _rng: Random) -> None:
-        for i, leaf in enumerate(leaves):
-            if len(getattr(leaf, "shape", ())) > 1:
-                leaves[i] = jax.ShapeDtypeStruct(
-                    (*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2], 1)[: len(leaf.shape) + 1],
-                    leaf.dtype,
-                )
-
-    def other_type(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct(leaf.shape, np.int8 if leaf.dtype != np.int8 else np.int16)
-
-    def doubles(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct(
-            leaf.shape, np.float16 if leaf.dtype != np.float16 else np.float32
+    def to(change: Callable[[Any], Any], **more: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
+        return lambda checkpoint, _: checkpoint.restore(
+            change(checkpoint.abstract()), mesh=mesh(), **more
         )
 
-    def number(leaves: list[Any], rng: Random) -> None:
-        leaves[one(leaves, rng)] = 3
-
+    floats = np.float16, np.float32
     ways = {
-        "a longer leaf": longer,
-        "a shorter leaf": shorter,
-        "a leaf of another rank": flat,
-        "an integer leaf": other_type,
-    }
-    ways |= {
-        "transposed leaves of one axis more": turned,
-        "a leaf of another float": doubles,
-        "a number for an array": number,
-    }
-    for what, change in ways.items():
-        yield Attempt(f"the target has {what}", same_folder(subject), act=changed(change))
-
-    def renamed(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore(_with_another_key(checkpoint.abstract()), mesh=mesh())
-
-    def lacking(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore(_without_a_key(checkpoint.abstract()), mesh=mesh())
-
-    def nested(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore({"model": checkpoint.abstract()}, mesh=mesh())
-
-    def partly(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore(
-            _with_another_key(checkpoint.abstract()), mesh=mesh(), partial=True
-        )
-
-    for what, act in {
-        "a leaf renamed": renamed,
-        "a leaf too few": lacking,
-        "all of it under a key": nested,
-        "a leaf renamed, in part": partly,
-    }.items():
+        "a longer leaf": to(one(lambda x: Abstract((x.shape[0] + 1, *x.shape[1:]), x.dtype))),
+        "a shorter leaf": to(one(lambda x: Abstract((x.shape[0] // 2, *x.shape[1:]), x.dtype))),
+        "a leaf of another rank": to(one(lambda x: Abstract((int(np.prod(x.shape)), 1), x.dtype))),
+        "an integer leaf": to(one(lambda x: Abstract(x.shape, np.int16 if x.dtype == np.int8 else np.int8))),
+        "transposed leaves of one axis more": to(partial(jax.tree.map, _turned)),
+        "a leaf of another float": to(one(lambda x: Abstract(x.shape, floats[x.dtype == floats[0]]))),
+        "a number for an array": to(one(lambda x: 3)),
+        "a leaf renamed": to(partial(_without_first, {"x_misspelt"})),
+        "a leaf too few": to(partial(_without_first, set())),
+        "all of it under a key": to(lambda tree: {"model": tree}),
+        "a leaf renamed, in part": to(partial(_without_first, {"x_misspelt"}), partial=True),
+    }  # fmt: skip
+    for what, act in ways.items():
         yield Attempt(f"the target has {what}", same_folder(subject), act=act)
 
 
-def _with_another_key(tree: Any) -> Any:
-    if isinstance(tree, dict) and tree:
-        key = sorted(tree, key=str)[0]
-        inner = _with_another_key(tree[key])
-        return (
-            {**tree, key: inner}
-            if inner is not tree[key]
-            else {**{k: v for k, v in tree.items() if k != key}, "x_misspelt": tree[key]}
-        )
-    return tree
+Abstract = jax.ShapeDtypeStruct
 
 
-def _without_a_key(tree: Any) -> Any:
-    if isinstance(tree, dict) and tree:
-        key = sorted(tree, key=str)[0]
-        inner = _without_a_key(tree[key])
-        return (
-            {**tree, key: inner}
-            if inner is not tree[key]
-            else {k: v for k, v in tree.items() if k != key}
-        )
-    return tree
+def _with_one(change: Callable[[Any], Any], name: str, tree: Any) -> Any:
+    """The tree with one array changed, of those that have axes if there are any."""
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+    arrays = [i for i, shape in shapes.items() if shape]
+    chosen = Random(f"{name} {len(shapes)}").choice(arrays or [0])
+    leaves[chosen] = change(leaves[chosen])
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+def _turned(leaf: Any) -> Any:
+    if len(getattr(leaf, "shape", ())) < 2:
+        return leaf
+    *outer, rows, columns = leaf.shape
+    return Abstract((*outer, columns, rows, 1), leaf.dtype)
+
+
+def _without_first(renamed: Collection[str], tree: Any) -> Any:
+    """The tree without its first leaf, or with that under another key."""
+    if not isinstance(tree, dict) or not tree:
+        return tree
+    key = min(tree, key=str)
+    inner = _without_first(renamed, tree[key])
+    if inner is not tree[key]:
+        return {**tree, key: inner}
+    return {k: v for k, v in tree.items() if k != key} | dict.fromkeys(renamed, tree[key])
 
 
 _MAPPINGS = (
-    "hf-llama-to-tunix",
-    "hf-gpt2-to-flax",
-    "hf-qwen2-to-tunix",
-    "hf-qwen3-to-maxtext",
-    "hf-gemma-to-tunix",
-)
-_MAPPINGS += (
-    "hf-mixtral-to-maxtext",
-    "hf-qwen3-moe-to-tunix",
-    "megatron-gpt-to-reference",
-    "deepspeed-gpt-to-reference",
-)
-_MAPPINGS += ("hf-llama-to-tunx", "llama", "", "hf-llama-to-tunix.yaml", "/etc/passwd", "/")
+    "hf-llama-to-tunix", "hf-gpt2-to-flax", "hf-qwen2-to-tunix", "hf-qwen3-to-maxtext",
+    "hf-gemma-to-tunix", "hf-mixtral-to-maxtext", "hf-qwen3-moe-to-tunix",
+    "megatron-gpt-to-reference", "deepspeed-gpt-to-reference",
+    "hf-llama-to-tunx", "llama", "", "hf-llama-to-tunix.yaml", "/etc/passwd", "/",
+)  # fmt: skip
 
 
 def _mapped(name: str, checkpoint: ucp.Checkpoint, _: Path) -> Any:
@@ -306,12 +230,9 @@ def mapping_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator
     family = subject.name.split("/")[-1]
     for name in _MAPPINGS:
         own = re.match(r"hf-([\w-]+?)-to", name)
-        fits = (own and family.startswith(f"hf_{own[1].replace('-', '_')}")) or name.split("-")[
-            0
-        ] in subject.name
-        if not fits:
-            act = partial(_mapped, name)
-            yield Attempt(f"map({name!r})", same_folder(subject), act=act)
+        fits = own and family.startswith(f"hf_{own[1].replace('-', '_')}")
+        if not fits and name.split("-")[0] not in subject.name:
+            yield Attempt(f"map({name!r})", same_folder(subject), act=partial(_mapped, name))
 
 
 def _with_scheme(scheme: str, entry: str, root: Path) -> str:
@@ -345,14 +266,9 @@ def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for what, opened in plain.items():
         yield Attempt(f"a path {what}", same_folder(subject), opened=opened)
     for scheme in (
-        "s3://bucket",
-        "gs://bucket",
-        "hf://org/model",
-        "https://host",
-        "file://",
-        "S3://bucket",
+        "s3://bucket", "gs://bucket", "hf://org/model", "https://host", "file://", "S3://bucket",
         "az://c",
-    ):
+    ):  # fmt: skip
         opened = partial(_with_scheme, scheme, entry)
         yield Attempt(f"a URL of {scheme}", same_folder(subject), opened=opened)
 

@@ -33,13 +33,8 @@ from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
 
 FORMATS = (
-    "universal",
-    "orbax-v0",
-    "orbax-v1",
-    "deepspeed",
-    "deepspeed-universal",
-    "megatron-legacy",
-)
+    "universal", "orbax-v0", "orbax-v1", "deepspeed", "deepspeed-universal", "megatron-legacy",
+)  # fmt: skip
 FORMATS += ("flax", "megatron-dist", "megatron-fsdp", "dcp", "dcp-hf", "safetensors", "torch.save")
 FORMATS += ("trainers", "dtensors", "gguf")
 
@@ -73,11 +68,9 @@ class Subject:
     def as_saved(self, which: str) -> dict[str, bytes]:
         """A sibling with the names that its own step gives to folders."""
         folder = self.siblings[which]
-        return (
-            {_next_step(n): _pointing(n, data) for n, data in folder.items()}
-            if which == "step"
-            else folder
-        )
+        if which != "step":
+            return folder
+        return {_next_step(n): _pointing(n, data) for n, data in folder.items()}
 
 
 def _next_step(text: str) -> str:
@@ -196,9 +189,8 @@ def run_state(which: str, strings: bool = True, keys: bool = False) -> dict[str,
     count = jax.device_put(np.int32(7 + later), NamedSharding(mesh(), P()))
     state = {"params": params, "opt_state": [moments, {"count": count}], "step": 7 + later}
     state |= {"key": jax.random.key(7 + later)} if keys else {}
-    return state | (
-        {"run": "a name", "ids": np.arange(5, dtype=np.int64) + later} if strings else {}
-    )
+    ids = np.arange(5, dtype=np.int64) + later
+    return state | ({"run": "a name", "ids": ids} if strings else {})
 
 
 def _written(save: Callable[[str, Path], object]) -> Callable[[str], dict[str, bytes]]:
@@ -333,21 +325,11 @@ def _write(folder: Mapping[str, bytes], path: Path) -> None:
 
 
 def _torch_saved() -> list[Subject]:
-    single = [
-        path
-        for case in ("torchsave", "torchsave_legacy")
-        for path in sorted(DATA.glob(f"torch/{case}/*.pt"))
-    ]
-    single.append(DATA / "torch/torchsave_variants/plain.pt")
-    found = [
-        Subject(
-            f"torch.save/{path.parent.name}/{path.name}",
-            "torch.save",
-            {path.name: path.read_bytes()},
-            path.name,
-        )
-        for path in single
-    ]
+    found = []
+    for pattern in ("torchsave/*", "torchsave_legacy/*", "torchsave_variants/plain"):
+        for path in sorted(DATA.glob(f"torch/{pattern}.pt")):
+            name = f"torch.save/{path.parent.name}/{path.name}"
+            found.append(Subject(name, "torch.save", {path.name: path.read_bytes()}, path.name))
     return [*found, _bin_folder("hf_llama", 1), _bin_folder("hf_llama", 3)]
 
 
@@ -388,32 +370,21 @@ def _bin_folder(case: str, shards: int) -> Subject:
     arrays: dict[str, np.ndarray] = {}
     for path in sorted(DATA.glob(f"torch/{case}/ckpt/*.safetensors")):
         file = SafetensorsFile(path)
-        arrays |= {
-            key: np.array(file.read(key, Box.whole(info.shape)))
-            for key, info in file.arrays().items()
-        }
+        infos = file.arrays()
+        arrays |= {key: np.array(file.read(key, Box.whole(infos[key].shape))) for key in infos}
     names = sorted(arrays)
     parts = [names[i::shards] for i in range(shards)]
-    files = [
-        f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" if shards > 1 else "pytorch_model.bin"
-        for i in range(shards)
-    ]
-    folder = {
-        file: torch_writer.saved({name: arrays[name] for name in part})
-        for file, part in zip(files, parts, strict=True)
-    }
+    files = ["pytorch_model.bin"]
     if shards > 1:
-        index = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        files = [f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" for i in range(shards)]
+    tensors = [{name: arrays[name] for name in part} for part in parts]
+    folder = {f: torch_writer.saved(some) for f, some in zip(files, tensors, strict=True)}
+    if shards > 1:
+        where = {name: file for file, part in zip(files, parts, strict=True) for name in part}
         total = sum(array.nbytes for array in arrays.values())
-        folder["pytorch_model.bin.index.json"] = _json(
-            {"metadata": {"total_size": total}, "weight_map": index}
-        )
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        folder["pytorch_model.bin.index.json"] = json.dumps(index, indent=2).encode()
     folder["config.json"] = (DATA / f"torch/{case}/ckpt/config.json").read_bytes()
     truth = {f"param/{name}": array for name, array in arrays.items()}
-    same = lambda got, want, label: got.dtype == want.dtype and got.tobytes() == want.tobytes()  # noqa: E731
-    return Subject(f"torch.save/{case}-{shards}-bin", "torch.save", folder, "", {}, truth, same)
-
-
-def _json(value: object) -> bytes:
-
-    return json.dumps(value, indent=2).encode()
+    name = f"torch.save/{case}-{shards}-bin"
+    return Subject(name, "torch.save", folder, "", {}, truth, _same_bits)

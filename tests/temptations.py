@@ -285,18 +285,15 @@ class Campaign:
         for path in left:
             _remove(path)
         if left:
-            return Outcome(
-                "wrong",
-                f"left behind in the working directory: {[p.name for p in left]}; {outcome.text}",
-            )
+            names = [p.name for p in left]
+            text = f"left behind in the working directory: {names}; {outcome.text}"
+            return Outcome("wrong", text)
         return outcome
 
     def judged(self, one: Try, root: Path) -> Outcome:
         options = {**one.subject.options, **one.attempt.options}
-        options = {
-            name: self.work / value if isinstance(value, Beside) else value
-            for name, value in options.items()
-        }
+        beside = {name: value for name, value in options.items() if isinstance(value, Beside)}
+        options |= {name: self.work / value for name, value in beside.items()}
         if one.way.weights_only:
             options = of_weights(options)
         at = one.attempt.opened(root) if one.attempt.opened else root / one.subject.entry
@@ -364,18 +361,13 @@ class Campaign:
             truth = self.as_noted(self.other_truth(one.subject, which, one.way), found)
             if not self.is_truth(found, truth, one.folder):
                 continue
-            case = Case(
-                one.subject, one.subject.folder, _files(one.folder), found.leaves, want.leaves
-            )
+            subject, leaves = one.subject, (found.leaves, want.leaves)
+            case = Case(subject, subject.folder, _files(one.folder), *leaves)
             if which in one.subject.siblings and another_whole(case):
                 return Outcome("invisible", "another whole checkpoint")
             want = truth
         faults = differences(found.leaves, want.leaves)
-        kinds = (
-            [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"]
-            if faults
-            else []
-        )
+        kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {x}" for x in faults[:1]]
         if not (one.attempt.options or one.attempt.opened or one.attempt.act):
             kinds += [
                 f"extra {k}" for k in _different_extras(found.extras, want.extras, one.folder)
@@ -388,15 +380,11 @@ class Campaign:
         if one.attempt.noticed:
             said = "\n".join([*self.notes, *(str(w.message) for w in one.warned)])
             if not re.search(one.attempt.noticed, said, re.IGNORECASE):
-                return Outcome(
-                    "wrong", f"{what}: what was said had no effect, and nothing tells so"
-                )
+                text = f"{what}: what was said had no effect, and nothing tells so"
+                return Outcome("wrong", text)
         # A conversion has an inventory of its own.
-        if (
-            one.attempt.act is None
-            and what.startswith("restore")
-            and (lacks := self.unaccounted(one, found, want))
-        ):
+        has_inventory = one.attempt.act is None and what.startswith("restore")
+        if has_inventory and (lacks := self.unaccounted(one, found, want)):
             return Outcome("unaccounted", f"{what}: {lacks}")
         return Outcome("right")
 
@@ -406,14 +394,9 @@ class Campaign:
         """
         if not any("no second copy proves them" in note for note in self.notes):
             return truth
-        extras = {
-            name: e
-            for name, e in truth.extras.items()
-            if name in found.extras or "optim" not in name
-        }
-        leaves = {
-            name: _rounded(leaf, found.leaves.get(name)) for name, leaf in truth.leaves.items()
-        }
+        kept = [name for name in truth.extras if name in found.extras or "optim" not in name]
+        extras = {name: truth.extras[name] for name in kept}
+        leaves = {n: _rounded(leaf, found.leaves.get(n)) for n, leaf in truth.leaves.items()}
         return replace(truth, leaves=leaves, extras=extras)
 
     @staticmethod
@@ -447,12 +430,8 @@ class Campaign:
         """What the inventory does not have of what it has of the valid checkpoint, and of the
         files that came to it.
         """
-        if (
-            one.attempt.options
-            or one.attempt.opened
-            or one.attempt.also
-            or one.subject.entry in one.subject.folder
-        ):
+        other = one.attempt.options or one.attempt.opened or one.attempt.also
+        if other or one.subject.entry in one.subject.folder:
             return ""
         gone = sorted(want.items - found.items)
         if gone and all(one.folder.get(name) == data for name, data in one.subject.folder.items()):
@@ -471,9 +450,8 @@ class Campaign:
         of a damage must have is in `damage_rows`.
         """
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        ours = isinstance(
-            error, UCPError | FileExistsError | NotADirectoryError | IsADirectoryError
-        )
+        places = FileExistsError | NotADirectoryError | IsADirectoryError
+        ours = isinstance(error, UCPError | places)
         said = attempt.act or attempt.options
         if ours or (said and isinstance(error, TypeError | ValueError | OSError)):
             return Outcome("refused", f"{what}: {text}")
@@ -543,11 +521,8 @@ def _is_read(name: str, read: Collection[str]) -> bool:
 def _holds_data(name: str) -> bool:
     path = PurePosixPath(name)
     tables = (".zarray", "zarr.json")
-    data = (
-        path.suffix in (".pt", ".bin", ".pth", ".ckpt", ".safetensors", ".distcp")
-        or path.name in tables
-    )
-    return data and not path.name.startswith("._")
+    suffixes = (".pt", ".bin", ".pth", ".ckpt", ".safetensors", ".distcp")
+    return (path.suffix in suffixes or path.name in tables) and path.name[:2] != "._"
 
 
 def _remove(path: Path) -> None:
@@ -646,11 +621,7 @@ def _row(name: str, counts: Counter[str], width: int) -> str:
     )
 
 
-def run(
-    numbered: Iterable[tuple[int, Trial]],
-    campaign: Campaign,
-    log: Any = None,
-) -> Table:
+def run(numbered: Iterable[tuple[int, Trial]], campaign: Campaign, log: Any = None) -> Table:
     """Make these attempts; `log` gets a line of JSON for each."""
     table = Table()
     for number, trial in numbered:
@@ -660,15 +631,9 @@ def run(
         outcome = campaign.make(trial.subject, trial.attempt, way_of(number, trial.attempt))
         table.add(trial, outcome)
         if log:
-            about = {
-                "number": number,
-                "subject": trial.subject.name,
-                "mistake": trial.mistake,
-                "what": trial.attempt.what,
-                "kind": outcome.kind,
-                "text": outcome.text,
-                "seconds": round(time.monotonic() - begin, 2),
-            }
+            about = {"number": number, "subject": trial.subject.name, "mistake": trial.mistake}
+            about |= {"what": trial.attempt.what, "kind": outcome.kind, "text": outcome.text}
+            about |= {"seconds": round(time.monotonic() - begin, 2)}
             print(json.dumps(about), file=log, flush=True)
         if outcome.kind in FAULTS and not log:
             print(f"{number} {trial.subject.name}, {trial.mistake}, {trial.attempt.what}")
