@@ -242,22 +242,12 @@ STEP_LATER = Change(salt=1, steps=1, rate=0.97)
 OTHER_RUN = Change(salt=2)
 
 _COUNTERS = {
-    "global_steps",
-    "iteration",
-    "step",
-    "last_batch_iteration",
-    "last_epoch",
-    "_step_count",
+    "global_steps", "iteration", "step", "last_batch_iteration", "last_epoch", "_step_count",
     "num_steps",
-}
+}  # fmt: skip
 _COUNTERS |= {
-    "global_samples",
-    "micro_steps",
-    "cur_iter",
-    "consumed_train_samples",
-    "global_step",
-    "steps",
-}
+    "global_samples", "micro_steps", "cur_iter", "consumed_train_samples", "global_step", "steps",
+}  # fmt: skip
 
 
 def sibling(folder: Mapping[str, bytes], change: Change) -> dict[str, bytes]:

@@ -26,15 +26,7 @@ from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.patterns import (
-    Averaged,
-    Fused,
-    Padded,
-    Pattern,
-    Replicated,
-    Sharded,
-    Unique,
-)
+from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.text import visible_lines

@@ -161,11 +161,7 @@ def packed_integers(draw: Draw) -> Made:
     codes = rng.integers(0, 1 << bits, shape)
     scale = small_scales(rng, (rows, groups), draw(st.sampled_from([np.float16, BF16])))
     order = np.arange(shape[1], dtype=np.int32) // width
-    parts = {
-        "codes": packed(codes, bits, 1),
-        "scale": scale,
-        "shape": np.array(shape, np.int64),
-    }
+    parts = {"codes": packed(codes, bits, 1), "scale": scale, "shape": np.array(shape, np.int64)}
     if draw(st.booleans()):
         rng.shuffle(order)
         parts["g_idx"] = order
@@ -295,11 +291,7 @@ def gptq(draw: Draw) -> Made:
     stored = rng.integers(0, 1 << bits, (groups, outputs))
     zero = stored if is_v2 else (stored + 1) % (1 << bits)
     scale = small_scales(rng, (groups, outputs), np.float16)
-    parts = {
-        "codes": packed(codes, bits, 0),
-        "qzeros": packed(stored, bits, 1),
-        "scales": scale,
-    }
+    parts = {"codes": packed(codes, bits, 0), "qzeros": packed(stored, bits, 1), "scales": scale}
     if not is_in_order or draw(st.booleans()):
         parts["g_idx"] = order
     said = {"bits": bits, "checkpoint_format": "gptq_v2" if is_v2 else "gptq", "group_size": size}

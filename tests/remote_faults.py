@@ -272,10 +272,7 @@ def _kill(process: int) -> None:
 def savers() -> Iterator[Saver]:
     source = _SAVER.format(tests=str(Path(__file__).parent))
     process = subprocess.Popen(
-        [sys.executable, "-c", source],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         yield Saver(process)

@@ -392,11 +392,9 @@ def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_op
         outcomes[len(steps)] += 1
         shutil.rmtree(root)
     assert len(kills) > KILLS
-    assert set(outcomes) == {
-        0,
-        1,
-        2,
-    }, f"{outcomes} whole steps: no kill before, between or after the commits"
+    assert set(outcomes) == {0, 1, 2}, (
+        f"{outcomes} whole steps: no kill before, between or after the commits"
+    )
 
 
 def file_bytes(root: Path) -> dict[str, bytes]:

@@ -28,7 +28,7 @@ CONTAINED = {
     "formats.dcp": {"formats.torch_save"},
     "formats.gguf": {"formats.quantized"},
     "formats.huggingface": {
-        *("formats.peft", "formats.quantized", "formats.safetensors", "formats.torch_save"),
+        *("formats.peft", "formats.quantized", "formats.safetensors", "formats.torch_save")
     },
     "formats.flax_msgpack": {"formats.orbax"},
     "formats.megatron": {"formats.dcp"},

@@ -330,11 +330,10 @@ def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tm
     last.write_bytes(last.read_bytes()[:-100] + bytes(100))
     said = run(4, "share_faults", tmp_path)
     for case, faulty, raised, words in [
-        ("shared", 1, "CorruptData", "big_replicated"),
-        ("own", 3, "CorruptData", last.name),
+        ("shared", 1, "CorruptData", "big_replicated"), ("own", 3, "CorruptData", last.name),
         ("missing", 3, "CorruptData", "is missing"),
         ("no error of ours", 0, "ZeroDivisionError", "division by zero"),
-    ]:
+    ]:  # fmt: skip
         for rank, each in enumerate(said):
             kind, text, seconds = each[case]
             told = (

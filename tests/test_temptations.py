@@ -20,14 +20,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 import temptations
-from folders import (
-    OTHER_RUN,
-    STEP_LATER,
-    other_values,
-    read_folder,
-    sibling,
-    write_folder,
-)
+from folders import OTHER_RUN, STEP_LATER, other_values, read_folder, sibling, write_folder
 from jax_ucp.files import object_store, remote
 from safetensors_writer import safetensors
 from temptation_invisible import INVISIBLE, Case, invisible, shown_by

@@ -246,11 +246,7 @@ def two_workers() -> Iterator[LocalCluster]:
     cluster where that gives up, as it does when the worker is killed while it starts.
     """
     with LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        host="127.0.0.1",
-        dashboard_address=None,
-        silence_logs=60,
+        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, silence_logs=60
     ) as workers:
         workers.adapt(minimum=2, maximum=2)
         yield workers

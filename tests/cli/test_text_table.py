@@ -42,10 +42,7 @@ def test_a_table_that_does_not_fit_is_folded_and_has_every_character(width, rows
         assert text.count(letter) == sum(cell.count(letter) for cell in cells)
 
 
-@given(
-    needed=st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    room=st.integers(10, 120),
-)
+@given(needed=st.lists(st.integers(1, 60), min_size=1, max_size=5), room=st.integers(10, 120))
 def test_widths_fit_into_the_room_and_no_column_is_wider_than_it_needs(needed, room):
     widths = fitted_widths(needed, room)
     assert sum(widths) <= room

@@ -104,9 +104,7 @@ def install_cuda() -> None:
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "seed"):
         setattr(torch.cuda.random, name, _CUDA[name])
     torch.cuda.nvtx = types.SimpleNamespace(
-        range_push=_nothing,
-        range_pop=_nothing,
-        range=lambda *_, **__: contextlib.nullcontext(),
+        range_push=_nothing, range_pop=_nothing, range=lambda *_, **__: contextlib.nullcontext()
     )
     move = torch.Tensor.to
     torch.Tensor.to = lambda self, *args, **kwargs: move(

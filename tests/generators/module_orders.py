@@ -47,13 +47,8 @@ VARIANTS = (
     {"feed_forward_proj": "gated-gelu"},
 )
 LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "n_layers",
-)
+    "num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "n_layers",
+)  # fmt: skip
 
 
 def names_of_classes(out: Path) -> None:

@@ -125,15 +125,8 @@ def values(seed: int) -> dict:
     draw = np.random.default_rng(seed)
     numbers = draw.integers(0, 100, (3, 5))
     named = (
-        "bfloat16",
-        "float16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "int8",
-        "uint16",
-        "bool",
-        "int4",
-    )
+        "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint16", "bool", "int4",
+    )  # fmt: skip
     dtypes = {
         name: jnp.asarray(numbers % 7).astype(getattr(ml_dtypes, name, name)) for name in named
     }

@@ -279,18 +279,11 @@ _preset("ct_int8_channel", "W8A8")
 _preset("ct_int8_channel_small", "W8A8", **_SMALL)
 _preset("ct_int8_packed", _integers(8, symmetric=True, strategy="channel"), **_ODD)
 _preset("ct_int4_group", "W4A16", hidden_size=128, intermediate_size=128)
-_preset(
-    "ct_int4_asymmetric",
-    _integers(4, symmetric=False, strategy="group", group_size=32),
-)
+_preset("ct_int4_asymmetric", _integers(4, symmetric=False, strategy="group", group_size=32))
 _preset("ct_int4_channel_odd", _integers(4, symmetric=False, strategy="channel"), **_ODD)
 _preset("ct_int3_group", _integers(3, symmetric=False, strategy="group", group_size=16))
 _preset("ct_dense_fp8", "FP8_DYNAMIC", dense=True)
-_preset(
-    "ct_dense_int4",
-    _integers(4, symmetric=False, strategy="group", group_size=32),
-    dense=True,
-)
+_preset("ct_dense_int4", _integers(4, symmetric=False, strategy="group", group_size=32), dense=True)
 _preset("ct_nvfp4", "NVFP4A16")
 _preset("ct_nvfp4_wide", "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
 _preset("ct_mxfp4", "MXFP4A16")
@@ -397,10 +390,7 @@ def _mlx(
 
 def _mlx_case(name: str, mode: str, bits: int, group: int, own: Any = None, **sizes: int) -> None:
     settings = {"group_size": group, "bits": bits, "mode": mode}
-    CASES[name] = lambda folder: (
-        _mlx(folder, settings, own, **sizes),
-        ["transformers", "mlx"],
-    )
+    CASES[name] = lambda folder: (_mlx(folder, settings, own, **sizes), ["transformers", "mlx"])
 
 
 _OWN = {
@@ -734,11 +724,7 @@ _bnb_case(
 _bnb_case("bnb_nf4_double_odd", torch.float32, {**_nf4, "bnb_4bit_use_double_quant": True}, **_ODD)
 _bnb_case("bnb_fp4", torch.bfloat16, {**_four, "bnb_4bit_quant_type": "fp4"}, **_ODD)
 _bnb_case("bnb_fp4_double", torch.float32, {**_four, "bnb_4bit_quant_type": "fp4", **_double})
-_bnb_case(
-    "bnb_nf4_in_bfloat16",
-    torch.bfloat16,
-    {**_nf4, "bnb_4bit_quant_storage": torch.bfloat16},
-)
+_bnb_case("bnb_nf4_in_bfloat16", torch.bfloat16, {**_nf4, "bnb_4bit_quant_storage": torch.bfloat16})
 
 
 # torchao: by transformers where its configs are known there, by its own safetensors support else.

@@ -259,12 +259,8 @@ def test_json_of_any_depth_is_refused(tmp_path):
     for i, deep in enumerate((b"[" * 10**6, b'{"a":' * 10**5, b"[" * 900 + b"]" * 900)):
         path = stock(tmp_path / f"stock{i}")
         for file in (
-            "_METADATA",
-            "_sharding",
-            "_strings.json",
-            "array_metadatas/process_0",
-            "rate/.zarray",
-        ):
+            "_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0", "rate/.zarray",
+        ):  # fmt: skip
             before = (path / file).read_bytes()
             (path / file).write_bytes(deep)
             with pytest.raises(UCPError):

@@ -71,10 +71,7 @@ def test_a_mapping_made_in_python_may_share_its_parts():
 @pytest.mark.parametrize("value", [-1, 1 << 70, 10**4000, True, "12", 1.5, None, [1]])
 def test_a_number_of_a_config_that_is_no_length_is_none(value):
     said = {"heads": value, "num_query_groups": 2, "num_attention_heads": value}
-    for extras in (
-        {"config.json": {"config": said}},
-        {"a": {"args": {"fields": said}}},
-    ):
+    for extras in ({"config.json": {"config": said}}, {"a": {"args": {"fields": said}}}):
         assert numbers_of(config_of(extras)) == {"num_query_groups": 2}
     assert numbers_of(config_of({"a": {"args": {"fields": [said]}}, "b": [1]})) == {}
 

@@ -7,17 +7,7 @@ import pytest
 import jax_ucp as ucp
 from jax_ucp.errors import UnsupportedPath
 from large_sources import FORMATS, made
-from remote_table import (
-    OF_TENSORSTORE,
-    PAGE,
-    PLACES,
-    Place,
-    bucket,
-    hub,
-    measured,
-    server,
-    sharing,
-)
+from remote_table import OF_TENSORSTORE, PAGE, PLACES, Place, bucket, hub, measured, server, sharing
 
 MOST = 1.05  # bytes read for each that is needed, those of opening included
 

@@ -205,8 +205,7 @@ def test_a_conversion_that_was_stopped_is_taken_up(faulty_s3, tmp_path, monkeypa
     done = {name for name in names(store.url) if "/c" in name}
     written = []
     monkeypatch.setattr(
-        "jax_ucp.universal.store.ZarrStore.write",
-        _noting(written, ZarrStore.write),
+        "jax_ucp.universal.store.ZarrStore.write", _noting(written, ZarrStore.write)
     )
     ucp.open(tmp_path / "source").save(store.url, budget_bytes=BUDGET)
     check(store.url, tree())

@@ -130,19 +130,9 @@ def test_without_a_target_the_containers_of_python_come_back_and_others_as_dicts
 ):
     got = save(tmp_path / "c", VALUES).restore()
     for name in (
-        "int",
-        "big",
-        "float",
-        "nan",
-        "complex",
-        "true",
-        "text",
-        "none",
-        "scalar",
-        "array",
-        "list",
+        "int", "big", "float", "nan", "complex", "true", "text", "none", "scalar", "array", "list",
         "tuple",
-    ):
+    ):  # fmt: skip
         assert jax.tree.structure(got[name]) == jax.tree.structure(VALUES[name]), name
         assert all(map(same, jax.tree.leaves(VALUES[name]), jax.tree.leaves(got[name]))), name
     assert list(got["point"]) == ["x", "y"]

@@ -173,10 +173,7 @@ def test_boxes_of_linen_without_shardings_go_by_their_names_and_logical_ones_by_
     leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     mesh = mesh_of("auto")
     with set_mesh(mesh):
-        for names, spec in (
-            (("model", None), P("model")),
-            (("embed", "mlp"), P("data", "model")),
-        ):
+        for names, spec in ((("model", None), P("model")), (("embed", "mlp"), P("data", "model"))):
             target = {"w": Partitioned(leaf, names=names)}
             got = ucp.open(run, step=0).restore(target, partial=True)["w"].value
             assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2), names

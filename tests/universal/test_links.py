@@ -113,8 +113,7 @@ def test_files_that_are_not_those_that_were_linked_are_refused_by_name(said, tmp
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [("is gone", "Not enough data"), ("it has 7 bytes", "Requested byte range")],
+    ("change", "said"), [("is gone", "Not enough data"), ("it has 7 bytes", "Requested byte range")]
 )
 def test_what_stock_orbax_says_of_a_file_that_is_lost(change, said, tmp_path, stock):
     hf = LLAMA.copied(tmp_path / "hf")

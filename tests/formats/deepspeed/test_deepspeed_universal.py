@@ -33,11 +33,8 @@ def folder(tmp_path) -> Path:
 
 def test_what_lies_beside_is_accounted_for_at_every_level_and_weights_are_noted(folder):
     for name in (
-        "model.safetensors",
-        "zero/notes.txt",
-        "zero/final_layernorm.bias/._fp32.pt",
-        "copy (1).pt",
-    ):
+        "model.safetensors", "zero/notes.txt", "zero/final_layernorm.bias/._fp32.pt", "copy (1).pt",
+    ):  # fmt: skip
         (folder / name).write_bytes(b"\0\5\x16\7")
     for path in (folder, folder.parent):
         checkpoint = ucp.open(path)

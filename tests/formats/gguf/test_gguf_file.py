@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from gguf_writer import BLOCKS, NUMBERS, Tensor, Written, random_blocks, string, values_of
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.errors import (
-    CorruptData,
-    FormatError,
-    NotACheckpoint,
-    QuantizedWeights,
-    UCPError,
-)
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, QuantizedWeights, UCPError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.gguf.file import GGUFFile
 from jax_ucp.layout.box import Box
@@ -177,10 +171,7 @@ def test_a_scale_that_is_no_finite_number_is_refused_with_its_place(tmp_path, ty
 def test_a_string_that_is_no_utf_8_is_kept_as_bytes(tmp_path):
     said = {"a": ("str", b"\xff\x00x"), "b": (["str"], [b"\xfe", "y"])}
     checkpoint = ucp.open(saved(tmp_path, Written(said, tensors("w"))))
-    assert checkpoint.extras["m.gguf"] == {
-        "a": {"!bytes": "/wB4"},
-        "b": [{"!bytes": "/g=="}, "y"],
-    }
+    assert checkpoint.extras["m.gguf"] == {"a": {"!bytes": "/wB4"}, "b": [{"!bytes": "/g=="}, "y"]}
 
 
 def test_a_large_vocabulary_is_read_fast_and_saved(tmp_path):

@@ -123,11 +123,9 @@ def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(
 
 def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
     paths = [
-        ("model", "0"),
-        ("model", "1"),
-        ("optim", "state", "0", "step"),
+        ("model", "0"), ("model", "1"), ("optim", "state", "0", "step"),
         ("optim", "state", "1", "step"),
-    ]
+    ]  # fmt: skip
     found = placed(paths, GROUPS)
     assert found.at == {
         "model.0": ("param", "0"),

@@ -303,11 +303,8 @@ def test_a_table_of_contents_needs_classes_that_are_known(tmp_path):
     checkpoint = ucp.open(folder)
     assert checkpoint.extras["__0_0.distcp"]["lr"]["kind"]["!opaque"] == "mylib.Kind"
     for name in (
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "BytesStorageMetadata",
-    ):
+        "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "BytesStorageMetadata",
+    ):  # fmt: skip
         copy = Path(shutil.copytree(folder, tmp_path / name))
         renamed(
             copy / ".metadata", f"torch.distributed.checkpoint.metadata.{name}", f"mylib.{name}"
@@ -354,11 +351,9 @@ def test_a_value_of_deepspeeds_that_decides_must_be_a_plain_one(key, tmp_path):
 # The pickles themselves.
 
 MADE = (
-    "mylib.config.Config",
-    "transformers.training_args.TrainingArguments",
-    "__main__.Args",
+    "mylib.config.Config", "transformers.training_args.TrainingArguments", "__main__.Args",
     "datetime.datetime",
-)
+)  # fmt: skip
 
 
 class Reduced:
