@@ -162,7 +162,21 @@ def test_the_next_loss_of_the_weights_is_that_of_megatron(case, first, second):
 def test_an_optax_state_takes_all_of_the_run(case, first, second):
     mapped = chained(case, first, second)
     params = mapped.abstract()["param"]
-    plan = mapped.plan_optimizer(optax.adam(1e-2, b2=0.95), params, check=False)
+    decays = {
+        name: bool(group.settings["weight_decay"])
+        for group in mapped.groups
+        for name in group.params
+    }
+    mask = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: decays[jax.tree_util.keystr(path, simple=True, separator="/")], params
+    )
+    plan = mapped.plan_optimizer(optax.adamw(1e-2, b2=0.95, weight_decay=0.1, mask=mask), params)
+    with pytest.raises(
+        TreeMismatch, match=r"keeps 0.95 of exp_avg_sq at an update \(betas\), tx 0.999"
+    ):
+        mapped.plan_optimizer(optax.adamw(1e-2, weight_decay=0.1, mask=mask), params)
+    with pytest.raises(TreeMismatch, match="has weight_decay=0.0 for it, and tx decays it"):
+        mapped.plan_optimizer(optax.adamw(1e-2, b2=0.95, weight_decay=0.1), params)
     assert (plan.step, plan.left) == (3, {})
     state = plan.restore()[0]
     for moment, name in ((state.mu, "exp_avg"), (state.nu, "exp_avg_sq")):
