@@ -266,9 +266,9 @@ def _fill(
     why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
     if slot.role in stored:
         why = (
-            "a parameter that was not trained has none: mask it (optax.masked, optax.partition); nor"
-            " has one that a mapping scales, because moments do not scale with it (see the notes):"
-            " map to a model that takes it as it is"
+            "a parameter that was not trained has none: mask it (optax.masked, optax.partition);"
+            " nor has one that a mapping scales, because moments do not scale with it (see the"
+            " notes): map to a model that takes it as it is"
         )
     raise TreeMismatch(
         f"the checkpoint has no {slot.role} of {slot.param}; it has"

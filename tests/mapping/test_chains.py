@@ -175,7 +175,7 @@ def test_an_optax_state_takes_all_of_the_run(case, first, second):
         TreeMismatch, match=r"keeps 0.95 of exp_avg_sq at an update \(betas\), tx 0.999"
     ):
         mapped.plan_optimizer(optax.adamw(1e-2, weight_decay=0.1, mask=mask), params)
-    with pytest.raises(TreeMismatch, match="has weight_decay=0.0 for it, and tx decays it"):
+    with pytest.raises(TreeMismatch, match=r"has weight_decay=0.0 for it, and tx decays it"):
         mapped.plan_optimizer(optax.adamw(1e-2, b2=0.95, weight_decay=0.1), params)
     assert (plan.step, plan.left) == (3, {})
     state = plan.restore()[0]
@@ -187,7 +187,7 @@ def test_an_optax_state_takes_all_of_the_run(case, first, second):
 def test_a_run_whose_query_is_scaled_does_not_go_on_with_its_optimizer():
     mapped = chained(*SCALED)
     params = mapped.abstract()["param"]
-    with pytest.raises(TreeMismatch, match="query/kernel.*nor has one that a mapping scales"):
+    with pytest.raises(TreeMismatch, match=r"query/kernel.*nor has one that a mapping scales"):
         mapped.plan_optimizer(optax.adam(1e-2, b2=0.95), params, check=False)
 
 
