@@ -86,7 +86,9 @@ def main(framework: str, negative_control: bool) -> int:
 def optax_state(
     mapped: ucp.Checkpoint, zeros: bool, tx: optax.GradientTransformation, params: Any
 ) -> Any:
-    """The state of Megatron's Adam as that of an optimizer, for parameters with mapped names."""
+    """The optax state of `tx` from a mapped checkpoint of Megatron; with `zeros`, for the negative
+    control, its moments are zero.
+    """
     state = mapped.plan_optimizer(tx, params).restore()
     if not zeros:
         return state
@@ -94,7 +96,7 @@ def optax_state(
 
 
 def going_on(tx: optax.GradientTransformation, state: Any) -> optax.GradientTransformation:
-    """The optimizer that begins with this state, wherever a framework makes one."""
+    """A copy of `tx` whose `init` returns `state`: frameworks make their optimizers' states so."""
     return tx._replace(init=lambda _: state)
 
 

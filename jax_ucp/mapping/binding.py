@@ -307,7 +307,10 @@ def _bound(
 def _numbered(
     rules: Sequence[MappingRule], lengths: Mapping[str, int], faults: list[str]
 ) -> Iterator[MappingRule]:
-    """The rules with numbers for the sizes in their names; those without are faults."""
+    """The rules, with the lengths of the sizes that their parameters' names count from.
+
+    A rule with a size that has no length is left out, and a message is added to `faults`.
+    """
     for rule in rules:
         if unknown := sorted(rule.sizes_in_names - lengths.keys()):
             names = " and ".join(unknown)
@@ -322,7 +325,7 @@ def _numbered(
 
 
 def _leaves_below_others(leaves: Collection[str]) -> Iterator[str]:
-    """Faults: leaves whose names go on from that of another leaf."""
+    """Messages about leaves that lie below another leaf, as a/b lies below a."""
     for name in leaves:
         *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
         for leaf in above:

@@ -28,8 +28,8 @@ Moments = Mapping[tuple[str, str], float]
 def rule_faults(
     tx: optax.GradientTransformation, params: Any, groups: Sequence[Group] = ()
 ) -> Iterator[str]:
-    """States of `tx` of Adam's type that are updated otherwise, or with other betas than in
-    `groups`; `params` is the model's tree.
+    """Messages about moments in a ScaleByAdamState that `tx` does not update as Adam does, or with
+    other betas than `groups` say; `params` is the model's tree of arrays or of their shapes.
     """
     probe = _Probe(tx, params)
     if not probe.keys:
@@ -55,7 +55,10 @@ def rule_faults(
 
 
 def _beta_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Iterator[str]:
-    """Moments of which `tx` keeps another share than betas say; `kept` is what it keeps of 1."""
+    """Messages about moments that `tx` multiplies by another number than the groups' betas.
+
+    `kept` has that number.
+    """
     unlike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     betas_of = {name: group.settings.get("betas") for group in groups for name in group.params}
     for role, name in probe.keys:
@@ -95,7 +98,10 @@ class _Probe:
         }
 
     def after(self, first: float, second: float, gradient: float) -> Moments:
-        """The moments after the first update from these that changes them."""
+        """The moments after the first update that changes any.
+
+        Before it all first and second moments are `first` and `second`, and gradients `gradient`.
+        """
         state = self._tx.init(self._params)
         value_of = {"exp_avg": first, "exp_avg_sq": second}
         values = [

@@ -34,10 +34,10 @@ Updates = Mapping[str, np.ndarray]
 def setting_faults(
     groups: Sequence[Group], tx: optax.GradientTransformation, params: Any
 ) -> Iterator[str]:
-    """Parameters that `tx` updates otherwise than `groups` say; names are those of `params`.
+    """Messages about parameters for which `tx` has another weight decay or eps than `groups` say.
 
-    The rate of decay and eps are compared where there are betas: in Adam, whose updates are as long
-    as the rate of learning.
+    Groups name parameters by their paths in `params`. Of Adam, which has betas, the rate of weight
+    decay is compared too: its updates have the size of the learning rate, to divide by.
     """
     settings_of = {name: group.settings for group in groups for name in group.params}
     updates = TrialUpdates(tx, params) if settings_of else None
@@ -108,14 +108,14 @@ class TrialUpdates:
         self.first = next((i for i, is_move in enumerate(moves) if is_move), None)
 
     def after(self, weight: float, gradient: float) -> Updates:
-        """The changes of parameters in that update, where all weights and gradients are these."""
+        """What update `first` adds to each parameter, if all weights and gradients are these."""
         key = weight, gradient
         if key not in self._known:
             self._known[key] = next(itertools.islice(self._all(*key), self.first, None))
         return self._known[key]
 
     def decays(self) -> dict[str, Decay]:
-        """The decay of each parameter; {} if nothing moves."""
+        """The kind of weight decay of each parameter; {} if `tx` changes none."""
         if self.first is None:
             return {}
         once, twice = self.after(1.0, 0.0), self.after(2.0, 0.0)

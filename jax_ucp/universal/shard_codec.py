@@ -51,7 +51,10 @@ def has_index(chunks: Chunks) -> bool:
 
 
 def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
-    """The file of an outer chunk, in parts valid until the next; crc32c go to `crcs`."""
+    """The bytes of an outer chunk's file, in parts; each is valid until the next is asked for.
+
+    `data` has the chunk's elements. The crc32c of each inner chunk, 4 bytes, is added to `crcs`.
+    """
     room = np.empty(chunks.inner, data.dtype)  # for an inner chunk that has gaps, or is cut
     every = np.zeros(grid_shape(data.shape, chunks.inner), CRC)
     boxes = grid_boxes(data.shape, chunks.inner)

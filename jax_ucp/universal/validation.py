@@ -77,7 +77,7 @@ def _faults(metadata: Metadata) -> Iterator[str]:
 
 
 def _name_faults(names: Sequence[str]) -> Iterator[str]:
-    """Faults: each array has a directory of its own, inside the checkpoint."""
+    """Messages about arrays without a directory of their own inside the checkpoint."""
     nested = [name for name in names if "/" in name]
     above = {name[: slash.start()] for name in nested for slash in re.finditer("/", name)}
     seen: set[str] = set()

@@ -31,7 +31,7 @@ from jax_ucp.formats.dcp.metadata import METADATA_FILE
 from jax_ucp.formats.megatron.dist_common import (
     SHARDING_TYPE,
     check_args,
-    groups_of,
+    optimizer_groups,
     optimizers,
     step_of,
 )
@@ -163,7 +163,7 @@ def _add_parameters(
     because nothing would show it.
     """
     args, stepless = files.args, list[str]()
-    by_experts = {} if options.weights_only else groups_of(files)
+    by_experts = {} if options.weights_only else optimizer_groups(files)
     for expert in (False, True):
         groups = by_experts.get(expert and True in by_experts, [])
         settings = [group.settings for group in groups if group.settings is not None]

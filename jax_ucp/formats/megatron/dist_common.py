@@ -26,7 +26,7 @@ from jax_ucp.formats.megatron.buffers import model_parallel_ranks
 from jax_ucp.formats.megatron.checks import Comparison, check_gtp, of_model, refuse_difference
 from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable, state_of
-from jax_ucp.formats.megatron.groups import decays, group_decays
+from jax_ucp.formats.megatron.groups import group_decays, is_decayed
 from jax_ucp.formats.megatron.model import EMBEDDING
 from jax_ucp.formats.megatron.parameters import States
 from jax_ucp.formats.nested import as_dict, as_list
@@ -102,8 +102,11 @@ class OptimizerGroup:
 Groups = Mapping[bool, list[OptimizerGroup]]
 
 
-def groups_of(files: DistFiles) -> Groups:
-    """The groups in `common.pt` and ranks' objects. Raises FormatError if ranks differ."""
+def optimizer_groups(files: DistFiles) -> Groups:
+    """The parameter groups of the optimizers in `common.pt` and in the objects of pipeline stages.
+
+    Raises FormatError where copies of one stage's optimizer differ.
+    """
     by_experts: dict[bool, list[OptimizerGroup]] = defaultdict(list)
     for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
         inner = part.get("optimizer", part)
@@ -145,12 +148,16 @@ def step_of(
     states: States,
     mixed: bool,
 ) -> Array | None:
-    """The step of a parameter, or None, as SGD has none. Raises FormatError for two."""
+    """The number of steps of a parameter, or None where no group says one (SGD counts none).
+
+    `mixed`: another optimizer has some of the parameters. Raises FormatError where groups that may
+    have the parameter say different numbers.
+    """
     counts = [group for group in groups if group.steps is not None]
     if mixed:  # Adam beside another optimizer: the step of one is not that of the other
         is_adams = "exp_avg" in states
         counts = [c for c in counts if c.settings is None or ("betas" in c.settings) == is_adams]
-    does = decays(files.args, name, len(states["weight"].info.shape))
+    does = is_decayed(files.args, name, len(states["weight"].info.shape))
     # Where there is one group alone, it has what does not decay too.
     counts = [c for c in counts if c.settings is None or group_decays(c.settings) == does] or counts
     if not counts:

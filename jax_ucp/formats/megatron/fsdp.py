@@ -262,7 +262,7 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
 
 
 def _keep_beside(importer: ContentsBuilder, metadata: DcpMetadata, beside: Iterable[str]) -> None:
-    """Keep as extras the tensors beside model and optimizer, as states of random generators are."""
+    """Keep as extras the tensors of neither model nor optimizer, such as states of generators."""
     for fqn in beside:
         if entry := metadata.tensors.get(fqn):
             for chunk in entry.chunks:

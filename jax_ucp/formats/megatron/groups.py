@@ -26,7 +26,14 @@ _NO_SETTINGS = ("step", "default_config")
 def settings_of(
     args: Args, groups: Iterable[Mapping[Any, Any]], name: str, states: States
 ) -> dict[str, Any]:
-    """The settings of a parameter with these states, by name; `groups` are all of the run."""
+    """The optimizer's settings of the parameter `name`: weight decay, betas and others, by name.
+
+    Args:
+        args: the arguments of the run.
+        groups: all parameter groups of all its optimizers.
+        name: the parameter.
+        states: what is stored of it; Adam's have `exp_avg`.
+    """
     expert, is_adams = is_expert(name), "exp_avg" in states
     may_have = [
         group
@@ -34,7 +41,7 @@ def settings_of(
         if group.get("is_expert_parallel", expert) == expert and ("betas" in group) == is_adams
     ]
     if args.optional("weight_decay") is not None:  # else the run may have had a rule of its own
-        does = decays(args, name, len(states["weight"].info.shape))
+        does = is_decayed(args, name, len(states["weight"].info.shape))
         # Where there is one group alone, it has what does not decay too.
         may_have = [group for group in may_have if group_decays(group) == does] or may_have
     first, *others = may_have or [{}]
@@ -49,8 +56,8 @@ def group_decays(group: Mapping[Any, Any]) -> bool:
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0
 
 
-def decays(args: Args, name: str, ndim: int) -> bool:
-    """Whether Megatron's rule puts a parameter into a group with weight decay."""
+def is_decayed(args: Args, name: str, ndim: int) -> bool:
+    """Whether a parameter has weight decay: vectors and biases have none, by default."""
     of_norm = "q_layernorm." in name or "k_layernorm." in name
     if of_norm and any(map(args.optional, _NORMS_DECAY)):
         return True

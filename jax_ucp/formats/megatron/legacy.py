@@ -356,11 +356,11 @@ def _add_parameters(
             if states.keys() != {"weight"}:
                 importer.hyperparameters(name, settings_of(args, groups, name, states))
     if tied:
-        _compare_tied(folder, importer, args, by_name, params)
+        _add_tied_copy(folder, importer, args, by_name, params)
 
 
 def _groups(ranks: Sequence[LegacyRank]) -> list[dict[str, Any]]:
-    """The parameter groups of all ranks' optimizers."""
+    """The parameter groups of every optimizer of every rank, one after the other."""
     groups: list[dict[str, Any]] = []
     for rank in ranks:
         for part in optimizer_parts(rank.tree.get("optimizer") or []):
@@ -368,14 +368,16 @@ def _groups(ranks: Sequence[LegacyRank]) -> list[dict[str, Any]]:
     return groups
 
 
-def _compare_tied(
+def _add_tied_copy(
     folder: FilePath,
     importer: ContentsBuilder,
     args: Args,
     by_name: Mapping[str, ParamLayout],
     params: Mapping[str, RankShards],
 ) -> None:
-    """Leave the last stage's copy of the word embedding, with its own states, to `verify`."""
+    """Add the last pipeline stage's copy of the word embedding, and of its optimizer states, as
+    duplicates, which `verify` compares with the first stage's.
+    """
     of_embedding = _states(folder, EMBEDDING, by_name[EMBEDDING], params[EMBEDDING])
     for state, shards in params[TIED].shards.items():
         copy_of = f"the last pipeline stage's copy of {EMBEDDING}"

@@ -193,7 +193,10 @@ _EVEN = np.array([s | s.bit_count() % 2 << 7 for s in range(128)], np.uint8)
 
 @cache
 def _grid(name: str) -> np.ndarray:
-    """A table of ggml's: for each code its elements as int8. `ggml-common.h`, MIT."""
+    """The codebook `name` of ggml, int8 of shape (codes, elements of a code).
+
+    Facts: `ggml-common.h`, MIT.
+    """
     tables = files("jax_ucp.formats.quantized").joinpath("ggml_grids.json").read_text()
     grids = json.loads(tables)[name]
     packed = np.frombuffer(base64.b85decode(grids["codes"]), np.uint8)
@@ -202,7 +205,11 @@ def _grid(name: str) -> np.ndarray:
 
 
 def _signed(name: str, codes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """The elements of codes, of each eight those negative that a byte says."""
+    """The elements of codes in a codebook, int8 of shape (*signs.shape, 8).
+
+    A byte of `signs` is of eight elements; those are negated whose bit is set, the lowest is the
+    first's.
+    """
     elements = _grid(name)[codes].reshape(*signs.shape, 8)
     elements *= _SIGNS[signs]
     return elements
