@@ -108,7 +108,7 @@ class TrialUpdates:
         self.first = next((i for i, is_move in enumerate(moves) if is_move), None)
 
     def after(self, weight: float, gradient: float) -> Updates:
-        """What update `first` adds to each parameter, if all weights and gradients are these."""
+        """Changes of each parameter in update `first`, if all weights and gradients are these."""
         key = weight, gradient
         if key not in self._known:
             self._known[key] = next(itertools.islice(self._all(*key), self.first, None))
