@@ -187,7 +187,7 @@ def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]])
 def _folded(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of rows, those folded whose names differ in numbers alone."""
     cells = [(row.name, *row.cells, f"x{row.count}" * (row.count > 1)) for row in fold(rows)]
-    return _table(caption, (*heads, ""), cells)
+    return _table(caption, (*heads, "times"), cells)
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
@@ -329,5 +329,5 @@ def _difference_section(about: Report, found: Findings) -> str:
         + _folded("Settings that differ", ("setting", "this", "other"), settings)
         + _folded("Elements that differ", heads, numbers)
         + _folded("Leaves that differ", ("leaf", "what", "this", "other"), difference.changes())
-        + _table("Two checkpoints", ("", "this", "other"), rows),
+        + _table("Two checkpoints", ("fact", "this", "other"), rows),
     )

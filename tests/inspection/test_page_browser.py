@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 import jax_ucp as ucp
 
 if os.environ.get("UCP_BROWSER") != "required":
-    pytest.importorskip("playwright.sync_api")
+    pytest.importorskip("axe_playwright_python")
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from playwright.sync_api import Error as BrowserError
 
@@ -110,6 +111,15 @@ def test_it_draws_everything_and_asks_for_nothing(show):
     assert page.locator("#tree dt").get_by_text("update / weight").count() == 1
     assert [url.partition("/page.html")[2] for url in opened.requests] == [""]
     assert opened.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_that_keeps_anybody_out(show, scheme):
+    opened = show(full_report(), color_scheme=scheme)
+    open_all(opened.page)
+    found = Axe().run(opened.page).response
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
+    assert len(found["passes"]) > 30
 
 
 def tiles(page: Page) -> list[str]:

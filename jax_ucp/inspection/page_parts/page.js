@@ -66,8 +66,8 @@
     const lines = (step, axis, mark, options) => !step || axis === null || step[axis] >= shape[axis] || shape[axis] / step[axis] > 256 ? []
       : [mark(d3.range(step[axis], shape[axis], step[axis]), options)];
     const files = [...new Set(boxes.map((box) => box.file))];
-    const chart = Plot.plot({
-      style: FONT, width: Math.min(900, wide()), height: down === null ? 120 : 360, marginLeft: 60, ariaLabel: `Where the parts of ${arrays.label[i]} are stored`,
+    const chart = plot({
+      width: Math.min(900, wide()), height: down === null ? 120 : 360, marginLeft: 60, ariaLabel: `Where the parts of ${arrays.label[i]} are stored`,
       ariaDescription: "The table below has the same.",
       x: { domain: [0, shape[across]], label: `axis ${across}`, nice: false },
       y: { domain: [high, 0], label: down === null ? null : `axis ${down}`, ticks: down === null ? [] : undefined, nice: false },
@@ -94,7 +94,7 @@
     const more = data.pieces_left_out[i];
     if (!pieces) return el("p", { class: "quiet" }, "Where it is stored is left out of this page; jax-ucp inspect --leaf says it.");
     const rows = pieces.map((piece) => [boxText(piece), data.files[piece[0]], piece[1], piece[2]]);
-    return el("div", {}, table(`Pieces${more ? `, the first ${pieces.length} of ${pieces.length + more}` : ""}`,
+    return el("div", {}, table(`Pieces of ${arrays.label[i]}${more ? `, the first ${pieces.length} of ${pieces.length + more}` : ""}`,
       ["block", "file", "item", "block there"], rows));
   };
   const boxText = (piece) => `[${piece[3].map((start, axis) => `${start}:${piece[4][axis]}`).join(", ")}]`;
@@ -112,7 +112,7 @@
     const shown = members.slice(0, MANY);
     const kinds = measures.filter(([key]) => arrays[key] && shown.some((i) => arrays[key][i] !== null));
     const rows = shown.map((i) => [el("span", { class: "name" }, arrays.label[i], flagsOf(i)), ...kinds.map(([key]) => number(arrays[key][i]))]);
-    return table(members.length > MANY ? `the first ${MANY} of ${members.length}` : `${members.length} arrays`, ["array", ...kinds.map(([, title]) => title)], rows);
+    return table(`${arrays.label[members[0]]} and ${members.length - 1} more${members.length > MANY ? `, the first ${MANY}` : ""}`, ["array", ...kinds.map(([, title]) => title)], rows);
   };
 
   /** A row of the tree: one array, or several that differ in numbers of their names alone. */
@@ -279,6 +279,12 @@
 
   const wide = () => document.querySelector("main").clientWidth - 16;
   const FONT = { fontSize: "13px" };
+  /** A picture whose parts with names are pictures too: Plot names groups that have no role. */
+  const plot = (options) => {
+    const drawn = Plot.plot({ style: FONT, ...options });
+    drawn.querySelectorAll("[aria-label]:not([role])").forEach((part) => part.setAttribute("role", "img"));
+    return drawn;
+  };
   /** Names without what all of them begin and end with, as far as that is whole parts. */
   const short = (names) => {
     const parts = names.map((name) => name.split(/(?<=[./])/));
@@ -323,8 +329,8 @@
       const ticks = kind ? Math.min(across.length, 32) : across.length;
       holder.replaceChildren(el("figure", {}, el("figcaption", { class: "quiet" },
         `${measured}, a cell for each layer and ${kind ? "expert" : "module"}${log ? "; logarithmic colours" : ""}${wrong.length ? `; red: ${several(wrong.length, "array")} to check` : ""}`),
-        Plot.plot({
-          style: FONT, width: wide(), height: 50 + Math.max((kind ? 14 : 22) * ticks, Math.min(520, 10 * across.length)), marginLeft: margin, marginBottom: 40,
+        plot({
+          width: wide(), height: 50 + Math.max((kind ? 14 : 22) * ticks, Math.min(520, 10 * across.length)), marginLeft: margin, marginBottom: 40,
           ariaLabel: `${named}, ${measured} by layer and ${kind ? "expert" : "module"}`, ariaDescription: "Each cell is an array; the arrays above have the same values.",
           x: { domain: layers, label: "layer", ticks: thin(layers, 30), tickFormat: String, padding: 0 }, y: { domain: across, label: null, ticks: thin(across, 32), tickFormat: (row) => String(row).slice(-34), padding: 0 },
           // steps, since the legend of a continuous scale is an image, which the page's policy forbids
@@ -363,8 +369,8 @@
       holder.replaceChildren(heat(placed, sizes.map(([name]) => name), measure.selectedOptions[0].text, named),
         new Set(drawn.map((point) => point.depth)).size > 1 ? el("figure", {}, el("figcaption", { class: "quiet" },
           `${measure.selectedOptions[0].text} by depth; the mean, if several arrays have the same depth${sizes.length > names.length ? `; the ${names.length} largest of ${sizes.length} kinds` : ""}${log ? "; logarithmic axis" : ""}`),
-          Plot.plot({
-            style: FONT, width: wide(), height: 340, marginLeft: 70, marginRight: 20, marginBottom: 40, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same values.",
+          plot({
+            width: wide(), height: 340, marginLeft: 70, marginRight: 20, marginBottom: 40, ariaLabel: `${named}, ${measure.selectedOptions[0].text} by depth`, ariaDescription: "The table below has the same values.",
             x: { label: "depth", tickFormat: "d", ticks: whole(drawn.map((point) => point.depth)) }, y: { type: log ? "log" : "linear", grid: true, ticks: 6, tickFormat: number, label: measure.selectedOptions[0].text },
             color: { legend: true, domain: names.map((name) => shorter.get(name)), scheme: "observable10", style: FONT },
             marks: [Plot.lineY(drawn, { x: "depth", y: "value", stroke: "name", z: "name", sort: "depth" }),
