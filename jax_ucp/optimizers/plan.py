@@ -306,11 +306,6 @@ def _refusals(extras: Any) -> Iterator[str]:
                 "the checkpoint was trained with maximize=True: its moments are those of the"
                 " negated gradient"
             )
-        elif key == "bias_correction" and value in (False, 0):
-            yield (
-                "the checkpoint was trained with bias_correction=False, which optax's Adam has not:"
-                " its updates are longer at first"
-            )
 
 
 def _pairs(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -52,20 +52,22 @@ def setting_faults(
         if rate is not None and (fault := _fault(rate, decoupled, decays[name])):
             yield f"{name}: the checkpoint's optimizer {fault}"
         elif "betas" in settings and unit[name].any():
+            if settings.get("bias_correction") in (False, 0):
+                unlike["bias_correction", False, "True, as all of optax"].append(name)
             by_one = float(np.abs(unit[name]).max())
             if rate and decays[name] == "in proportion":
                 decayed = float(np.abs(updates.after(1.0, 0.0)[name]).max()) / by_one
                 if not _is_about(decayed, rate):
-                    unlike["weight_decay", rate, f"{decayed:.2g}"].append(name)
+                    unlike["weight_decay", rate, f"about {decayed:.2g}"].append(name)
             if isinstance(eps := settings.get("eps"), float) and eps:  # CAME has two
                 # an update by g is as long as g / (g + eps)
                 share = float(np.abs(updates.after(0.0, eps)[name]).max()) / by_one
                 if not _is_about(2 * share, 1.0):
                     found = eps / share - eps if share else np.inf
-                    unlike["eps", eps, f"{found:.2g}"].append(name)
+                    unlike["eps", eps, f"about {found:.2g}"].append(name)
     for (setting, declared, found), names in unlike.items():
         yield (
-            f"{few(names)}: the checkpoint's optimizer has {setting}={declared}, tx about {found};"
+            f"{few(names)}: the checkpoint's optimizer has {setting}={declared}, tx {found};"
             " give tx the same, or check=False"
         )
 

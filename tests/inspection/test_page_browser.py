@@ -1,8 +1,8 @@
 """A page in a real browser: it draws, folds, searches, asks the network for nothing, and obeys no
 name.
 
-Needs `playwright` and a chromium: Debian's, or that of `playwright install chromium`. Where
-UCP_BROWSER is `required` their absence is an error.
+Needs `playwright`, `axe-playwright-python` and a chromium: Debian's, or that of `playwright
+install chromium`. Where UCP_BROWSER is `required` their absence is an error.
 """
 
 import os

@@ -279,14 +279,10 @@ def test_a_state_that_would_be_wrong_is_refused(tx, change, message):
         checkpoint_of(states).plan_optimizer(tx, params)
 
 
-@pytest.mark.parametrize(("setting", "message"), [
-    ({"dampening": 0.1}, "dampening=0.1: torch's momentum is another sum"),
-    ({"bias_correction": False}, "bias_correction=False, which optax's Adam has not"),
-])  # fmt: skip
-def test_a_sum_that_is_not_that_of_optax_is_refused(setting, message):
+def test_a_sum_that_is_not_that_of_optax_is_refused():
     states = trained(sgd, 3)
-    extras = {"optim.pt": {"param_groups": [{"lr": LR, **setting}]}}
-    with pytest.raises(TreeMismatch, match=message):
+    extras = {"optim.pt": {"param_groups": [{"lr": LR, "dampening": 0.1}]}}
+    with pytest.raises(TreeMismatch, match=r"dampening=0.1: torch's momentum is another sum"):
         checkpoint_of(states, extras=extras).plan_optimizer(
             optax.sgd(LR, B1), nested(states["param"]), step=3
         )

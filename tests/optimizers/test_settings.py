@@ -217,3 +217,11 @@ def test_one_with_others_is_refused(tx, found):
     assert len(told) == len(found)
     for fault, words in zip(told, found, strict=True):
         assert fault.startswith(words)
+
+
+def test_adam_without_correction_of_its_bias_is_refused():
+    groups = [
+        Group(one.params, one.settings | {"bias_correction": False}) for one in trained_with()
+    ]
+    [told] = faults(adamw(), groups)
+    assert "bias_correction=False, tx True" in told
