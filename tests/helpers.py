@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -39,6 +40,12 @@ def in_lanes(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
         pytest.param(*row, marks=[pytest.mark.slow] * (number % 3 > 0))
         for number, row in enumerate(rows)
     ]
+
+
+def open_below(folder: Path) -> list[str]:
+    """Files below the folder that this process holds open."""
+    links = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+    return [file for file in links if Path(file).is_relative_to(folder.resolve())]
 
 
 class MemoryStore(MakesArrays):

@@ -3,7 +3,6 @@ the file's name.
 """
 
 import gc
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from cases import DATA as CASES
 from dcp_writer import Writer
-from helpers import boxes_in, grids
+from helpers import boxes_in, grids, open_below
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs import json_values as extras
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, UCPError
@@ -270,13 +269,12 @@ def test_a_damaged_item_is_refused_when_it_is_read_and_those_beside_it_are_read(
 def test_items_that_are_opened_together_hold_no_descriptor(writer):
     for i in range(40):
         writer.tensor(f"v.{i}", WHOLE, [("__0_0.distcp", Box.whole(WHOLE.shape))])
-    checkpoint = ucp.open(writer.finish())
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    folder = writer.finish()
+    checkpoint = ucp.open(folder)
     for i in range(40):
         assert same_bits(np.array(checkpoint.read(f"param/v.{i}")), WHOLE)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(folder) == []
 
 
 @pytest.mark.parametrize(
