@@ -145,10 +145,10 @@ def sharding_fault(sharding: SavedSharding) -> str | None:
 
 def array_fault(shape: Shape, stored: ArrayRecord) -> str | None:
     """The fault of an array's chunks; None if they are those of its shape."""
-    if fault := _grid_fault(shape, stored.outer, stored.inner):
+    fault, outer, inner = _grid(shape, stored.outer, stored.inner)
+    if fault:
         return fault
     # One digest or place for each outer chunk, one crc32c for each inner one.
-    outer, inner = (math.prod(grid_shape(shape, each)) for each in (stored.outer, stored.inner))
     if len(stored.digests) != outer:
         return f"has {outer} outer chunks, but {len(stored.digests)} digests"
     if stored.places and (len(stored.places) != outer or stored.outer != stored.inner):
@@ -162,14 +162,17 @@ def array_fault(shape: Shape, stored: ArrayRecord) -> str | None:
 
 # Thousands of arrays have few shapes.
 @functools.lru_cache(maxsize=1024)
-def _grid_fault(shape: Shape, outer: Shape, inner: Shape) -> str | None:
+def _grid(shape: Shape, outer: Shape, inner: Shape) -> tuple[str | None, int, int]:
+    """The fault of chunks for arrays of a shape, or None; how many outer and inner ones there
+    are.
+    """
     if not len(outer) == len(inner) == len(shape):
-        return f"has shape {shape}, but chunks of {outer} and {inner}"
+        return f"has shape {shape}, but chunks of {outer} and {inner}", 0, 0
     if 0 in inner or any(o % i for o, i in zip(outer, inner, strict=True)):
-        return f"has outer chunks of {outer}, which inner ones of {inner} do not divide"
+        return f"has outer chunks of {outer}, which inner ones of {inner} do not divide", 0, 0
     if 0 in outer or math.prod(outer) > MAX_ARRAY_BYTES:
-        return f"has outer chunks of {outer}"
-    return None
+        return f"has outer chunks of {outer}", 0, 0
+    return None, math.prod(grid_shape(shape, outer)), math.prod(grid_shape(shape, inner))
 
 
 @functools.lru_cache(maxsize=256)

@@ -394,19 +394,22 @@ def _notes_without(contents: Contents, method: str) -> Iterator[str]:
             f"the config declares weights quantised with {method}, but none is stored so: they are"
             " taken as they are"
         )
-    if scales := [leaf.label for leaf in contents.leaves if _scales_a_cache(leaf)]:
+    if scales := _cache_scales(contents):
         yield (
-            f"{len(scales)} tensors, the first {scales[0]}, are named as scales of a quantised"
+            f"{len(scales)} tensors, the first {scales[0].label}, are named as scales of a quantised"
             " cache of keys and values: they say nothing of weights"
         )
 
 
-def _scales_a_cache(leaf: Leaf) -> bool:
-    """Whether a leaf is named as a scale of a cache of keys and values."""
-    if not leaf.path:
-        return False
+def _cache_scales(contents: Contents) -> list[Leaf]:
+    """The leaves that are named as scales of a cache of keys and values."""
+    named = [leaf for leaf in contents.leaves if leaf.path and str(leaf.path[-1]).endswith("_scale")]
     # of a path of one key the name has the module's in front of it
-    return f"{'.' * (len(leaf.path) > 1)}{leaf.path[-1].name}".endswith(_CACHE_SCALES)
+    return [
+        leaf
+        for leaf in named
+        if f"{'.' * (len(leaf.path) > 1)}{leaf.path[-1]}".endswith(_CACHE_SCALES)
+    ]
 
 
 def _without_cache_scales(contents: Contents, weights: Sequence[QuantizedWeight]) -> Contents:
@@ -416,9 +419,11 @@ def _without_cache_scales(contents: Contents, weights: Sequence[QuantizedWeight]
     """
     declared = [settings for settings, _ in _settings(contents.extras)]
     is_declared = any(_item(own, key) for own in declared for key in _CACHE_KEYS)
+    if not is_declared or not _imported(contents):
+        return contents
     parts = {label for weight in weights for label in weight.parts.values()}
-    out = [leaf for leaf in contents.leaves if _scales_a_cache(leaf) and leaf.label not in parts]
-    if not out or not is_declared or not _imported(contents):
+    out = [leaf for leaf in _cache_scales(contents) if leaf.label not in parts]
+    if not out:
         return contents
     labels = {leaf.label for leaf in out}
     leaves = [leaf for leaf in contents.leaves if leaf.label not in labels]
