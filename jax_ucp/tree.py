@@ -81,8 +81,16 @@ class SavedSharding:
     device_ids: tuple[int, ...] = ()
 
 
+class _KeepsLabel:
+    """A place for the label of a leaf, which is no field of it: looking at a checkpoint asks for
+    each label six times.
+    """
+
+    __slots__ = ("_label",)
+
+
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(_KeepsLabel):
     """A leaf of a checkpoint's tree.
 
     `kind` says what it was, for it to come back as that; an `array` comes from a format that does
@@ -110,7 +118,12 @@ class Leaf:
     @property
     def label(self) -> str:
         """The path as people write it: `params/layers/0/kernel`."""
-        return "/".join([str(key.name) for key in self.path])
+        try:
+            return self._label
+        except AttributeError:
+            label = "/".join([str(key.name) for key in self.path])
+            object.__setattr__(self, "_label", label)
+            return label
 
     @property
     def state(self) -> str:
