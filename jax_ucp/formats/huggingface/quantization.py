@@ -396,14 +396,15 @@ def _notes_without(contents: Contents, method: str) -> Iterator[str]:
         )
     if scales := _cache_scales(contents):
         yield (
-            f"{len(scales)} tensors, the first {scales[0].label}, are named as scales of a quantised"
-            " cache of keys and values: they say nothing of weights"
+            f"{len(scales)} tensors, the first {scales[0].label}, are named as scales of a"
+            " quantised cache of keys and values: they say nothing of weights"
         )
 
 
 def _cache_scales(contents: Contents) -> list[Leaf]:
     """The leaves that are named as scales of a cache of keys and values."""
-    named = [leaf for leaf in contents.leaves if leaf.path and str(leaf.path[-1]).endswith("_scale")]
+    leaves = [leaf for leaf in contents.leaves if leaf.path]
+    named = [leaf for leaf in leaves if str(leaf.path[-1]).endswith("_scale")]
     # of a path of one key the name has the module's in front of it
     return [
         leaf
