@@ -103,7 +103,7 @@ class Mapped:
         record = mapping_record(rules, bound, assumed, lost, before.earlier)
         extras = dict(contents.extras)
         if rules.config:
-            extras[CONFIG] = {"config": config_from(rules.config, {**known, **bound.sizes})}
+            extras[CONFIG] = {"config": config_from(rules.config, known, bound.sizes)}
         elif has_made_config:
             extras.pop(CONFIG, None)
         contents = replace(contents, extras=extras)

@@ -15,6 +15,8 @@ _MAX_BYTES = 16 << 20
 _NAMES = ("config", "args")
 _OF_OTHERS = ("adapter_config.json",)  # a config that is not of the model
 CONFIG = "config.json"  # the item that is the model's config, whatever else has one
+_OTHERS = "..."  # in the section `config`, the settings that it does not name
+_WHOLE = "config"  # a section's name for all of the config
 
 
 def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,26 +53,32 @@ def settings_in(section: object) -> frozenset[str]:
         return frozenset()
     if not all(isinstance(key, str) for key in section):
         raise SpecError(f"a config has names, not {', '.join(map(repr, section)):.80}")
+    if not isinstance(section.get(_OTHERS, ""), str):
+        raise SpecError(f"`{_OTHERS}` is a key of the config, or `{_WHOLE}` for all of it")
     return frozenset[str]().union(*map(settings_in, section.values()))
 
 
-def config_from(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config that the section `config` of a mapping says, of these values; what comes out as
-    null is left out, and what is null there stays.
+def config_from(
+    section: Mapping[str, Any], config: Mapping[str, Any], lengths: Mapping[str, int]
+) -> dict[str, Any]:
+    """The config that the section `config` of a mapping says, of a config and lengths; what comes
+    out as null is left out, and what is null there stays. Of `...` all stays that the section does
+    not name.
 
     Raises LayoutError with every setting that lacks a value.
     """
     faults: list[str] = []
-    config = _settings(section, values, faults)
+    of_leaves = _settings(section, {**config, **lengths, _WHOLE: config}, faults)
     if faults:
         raise LayoutError("the config of the leaves' model is not known:", faults)
-    return config
+    return of_leaves
 
 
 def _settings(
     section: Mapping[str, Any], values: Mapping[str, Any], faults: list[str]
 ) -> dict[str, Any]:
     config: dict[str, Any] = {}
+    others: Mapping[str, Any] = {}
     for key, content in section.items():
         value = content
         if isinstance(content, Mapping):
@@ -81,9 +89,14 @@ def _settings(
             except SpecError as error:
                 faults.append(f"config: {key}: {error}; give it, config= (--config)")
                 continue
-        if value is not None or content is None:
+        if key == _OTHERS:
+            if isinstance(value, Mapping):
+                others = value
+            else:
+                faults.append(f"config: {content} is {value!r:.60}, and not a config")
+        elif value is not None or content is None:
             config[key] = value
-    return config
+    return {**{key: value for key, value in others.items() if key not in section}, **config}
 
 
 def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
@@ -120,10 +133,12 @@ def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
 def joined(
     stored: Mapping[str, Any], given: Mapping[str, Any], used: frozenset[str]
 ) -> dict[str, Any]:
-    """The stored config with the given one. Raises LayoutError if they differ in a used key."""
-    differ = [
-        key for key in sorted(used & stored.keys() & given.keys()) if stored[key] != given[key]
-    ]
+    """The stored config with the given one. Raises LayoutError if they differ in a used key, or in
+    any where the whole config is used.
+    """
+    both = stored.keys() & given.keys()
+    compared = both if _WHOLE in used else both & used
+    differ = [key for key in sorted(compared) if stored[key] != given[key]]
     if differ:
         key = differ[0]
         raise LayoutError(

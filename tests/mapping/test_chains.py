@@ -7,6 +7,7 @@ transformers.
 """
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -290,6 +291,7 @@ def test_what_the_config_of_leaves_is_made_of_is_checked():
         ("config: {a: 'x +'}", "'x \\+' is not a setting"),
         ("config: {a: f(x)}", "'f\\(x\\)' is not a setting: write a key"),
         ("config: {a: {1: x}}", "a config has names, not 1"),
+        ("config: {...: 7}", "`...` is a key of the config, or `config` for all of it"),
     ]:
         with pytest.raises(SpecError, match=fault):
             ucp.Mapping.parse(f"leaves: [{{param: a, leaf: b}}]\n{text}", "small.yaml")
@@ -310,6 +312,43 @@ def test_a_config_that_is_not_known_is_refused_and_may_be_given(tmp_path):
     back = mapped.map(mapping.inverse())
     assert back.config == checkpoint.config == {}
     assert_same(arrays_of(back), arrays_of(checkpoint))
+
+
+def test_the_other_settings_may_be_those_of_a_section_or_of_the_whole_config(tmp_path):
+    write_safetensors(tmp_path / "w.safetensors", {"a": np.arange(3.0)})
+    checkpoint = ucp.open(tmp_path / "w.safetensors")
+    text = "leaves: [{param: a, leaf: b}]\nconfig:\n  ...: OTHERS\n  kind: '\"x\"'\n  b: gone\n"
+    section = {"kind": "y", "a": None, "b": 2, "deep": {"c": [3]}}
+    found = {"kind": "x", "a": None, "deep": {"c": [3]}}
+
+    def mapped(others, **config):
+        mapping = ucp.Mapping.parse(text.replace("OTHERS", others), "small")
+        return checkpoint.map(mapping, config={"gone": None, **config}).config
+
+    assert mapped("part", part=section) == found
+    assert mapped("first(part, config)", part=section) == found
+    assert mapped("first(part, config)", **section) == {"gone": None, **found}
+    for others, found in [
+        ("part", "3"),
+        ("first(part.kind, 1)", "'y'"),
+        ("first(more, null)", "None"),
+    ]:
+        fault = re.escape(f"config: {others} is {found}, and not a config")
+        with pytest.raises(LayoutError, match=fault):
+            mapped(others, part={"kind": "y"} if "kind" in others else 3)
+    with pytest.raises(LayoutError, match=r"config: \.\.\.: `part` is needed"):
+        mapped("part")
+
+
+def test_a_config_of_which_all_is_used_may_not_differ_in_any_key_from_the_one_that_is_given(
+    tmp_path,
+):
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(3.0)})
+    (tmp_path / "config.json").write_text('{"b": 1}')
+    whole = ucp.Mapping.parse("leaves: [{param: a, leaf: b}]\nconfig: {...: config}", "whole")
+    with pytest.raises(LayoutError, match="the given config has b = 2, the checkpoint's own 1"):
+        ucp.open(tmp_path).map(whole, config={"b": 2})
+    assert ucp.open(tmp_path).map(whole, config={"c": 2}).config == {"b": 1, "c": 2}
 
 
 def test_tokens_that_arguments_do_not_name_are_null_and_may_be_given(tmp_path):
