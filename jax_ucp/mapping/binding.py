@@ -179,36 +179,68 @@ def bind(
     if undecided:
         asks_for_config = bool(faults) and not config
         raise _refusal(mapping, faults if asks_for_config else [*faults, *undecided])
-    rules = _of_one_layout(mapping, rules, shapes, faults)
-    bound = _bound(replace(mapping, rules=tuple(rules)), shapes, given, numbers_of(config), faults)
+    ways = {
+        layout: replace(mapping, rules=tuple(one for one in rules if one.layout in ("", layout)))
+        for layout in _layouts_of(mapping, rules, shapes, faults)
+    }
+    bound = _only_bound(ways, shapes, given, numbers_of(config), faults)
     assumptions = [outcome for outcome in checked if outcome.state == "assumed"]
     vouched = [f"on the user's word, against the requirement {one}" for one in assumptions]
     return replace(bound, notes=[*vouched, *bound.notes])
 
 
-def _of_one_layout(
+def _layouts_of(
     mapping: LeafMapping,
     rules: Sequence[MappingRule],
     shapes: Mapping[str, Shape],
     faults: Sequence[str],
-) -> list[MappingRule]:
-    """The rules without a layout, and those of the one in which the parameters are: of the first
-    where there are none.
+) -> list[str]:
+    """The layouts that have the parameters' names, which are several where those differ in shapes
+    alone; the mapping's first where there are no such parameters, and "" where it has no layouts.
 
     Raises LayoutError with `faults` and its own where parameters are in several.
     """
     found: dict[str, str] = {}  # by layout, a parameter that is in it
+    patterns: dict[str, set[str]] = {layout: set() for layout in mapping.layouts}
     for rule in rules:
-        for pattern in (*rule.params, *rule.tied) if rule.layout not in ("", *found) else ():
-            named = filter(name_regex(pattern).fullmatch, shapes)
+        for pattern in (*rule.params, *rule.tied) if rule.layout else ():
+            patterns[rule.layout].add(pattern)
+            named = filter(name_regex(pattern).fullmatch, () if rule.layout in found else shapes)
             if name := next(named, None):
                 found[rule.layout] = name
-                break
-    if len(found) > 1:
+    if len({frozenset(patterns[layout]) for layout in found}) > 1:
         each = " and ".join(f"{layout} ({name})" for layout, name in found.items())
         raise _refusal(mapping, [*faults, f"has parameters in several layouts, {each}"])
-    layout = next(iter((*found, *mapping.layouts)), "")
-    return [rule for rule in rules if rule.layout in ("", layout)]
+    return list(found) or [*mapping.layouts[:1]] or [""]
+
+
+def _only_bound(
+    ways: Mapping[str, LeafMapping],
+    shapes: Mapping[str, Shape],
+    given: Mapping[str, int],
+    config: Mapping[str, int],
+    faults: list[str],
+) -> Bound:
+    """The leaves of the only layout that the shapes fit.
+
+    Raises LayoutError with `faults` and its own where several fit, and those of the first where
+    none does.
+    """
+    fitting: dict[str, Bound] = {}
+    refusals: list[LayoutError] = []
+    for layout, way in ways.items():
+        try:
+            fitting[layout] = _bound(way, shapes, given, config, list(faults))
+        except LayoutError as refusal:
+            refusals.append(refusal)
+    if not fitting:
+        raise refusals[0]
+    layouts = [*fitting]
+    if len(layouts) > 1:
+        name = next(iter(ways.values())).name
+        each = " and of ".join(layouts)
+        raise LayoutError(f"{name} fits with the layout of {each}: {name}:{layouts[0]} says which")
+    return fitting[layouts[0]]
 
 
 def _unmet_faults(

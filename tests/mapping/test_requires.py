@@ -395,7 +395,8 @@ REQUIREMENTS = {
     "megatron-gpt-to-reference": "0ae9c0ff19ca220d",
     "megatron-llama-to-hf": "e631232e8a33eb61", "megatron-mixtral-to-hf": "3caadd865031181b",
     "megatron-qwen2-to-hf": "41199c38c248f8b2", "megatron-qwen3-moe-to-hf": "8186d041e966be4b",
-    "megatron-qwen3-to-hf": "16ecfcf49a3dabe0", "vlm-qwen3-vl-to-hf": "ac25101a4c15cc48",
+    "megatron-qwen3-to-hf": "16ecfcf49a3dabe0", "vlm-qwen3-vl-to-hf": "a232703a6e5f1920",
+    "vlm-qwen3-vl-moe-to-hf": "2e0a5a2a85551d43",
     "vlm-qwen3.5-moe-to-hf": "223720f1cd91acca",
 }  # fmt: skip
 
