@@ -149,10 +149,10 @@ class NamePatterns:
 
 
 def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
-    """The patterns under a key; none where it is not there. Raises FormatError unless they are a
-    list of texts.
+    """The patterns under a key; none if it is missing or null. Raises FormatError unless they are
+    a list of texts.
     """
-    patterns = said.get(key) or ()
+    patterns = () if said.get(key) is None else said[key]
     if not isinstance(patterns, list | tuple) or not all(
         isinstance(pattern, str) for pattern in patterns
     ):

@@ -194,8 +194,8 @@ class _Summing(Watcher):
             self.tally(place, region).join([part])
 
     def fault(self) -> str | None:
-        """The first region whose bytes have another CRC-32 than is recorded. Reads what was not
-        seen.
+        """A message about the first region that cannot be read or has another CRC-32 than is
+        recorded; None if there is none. Reads what was not seen.
         """
         for place in self._places:
             known = self._tallies.get(place)

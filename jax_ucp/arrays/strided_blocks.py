@@ -94,7 +94,7 @@ class StridedBlocks:
 
 
 def _placed(part: Part, block: StridedBlock, indices: Box) -> Iterator[StridedBlock]:
-    """The elements of a box of indices, which all lie in a block of the source, in the target.
+    """Blocks of the target with the elements of a box of indices, all of one block of the source.
 
     On an axis of the target neighbours stay together as far as they are at even distances in the
     file too; of the other indices each is a block of its own.

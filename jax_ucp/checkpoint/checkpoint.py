@@ -153,8 +153,8 @@ class Checkpoint:
             A checkpoint of the format `memory`.
 
         Raises:
-            UnsupportedLeaf: for a leaf that could not be saved, and where there are several
-                processes, none of which has it all.
+            UnsupportedLeaf: for a leaf that could not be saved, and always where JAX has several
+                processes.
 
         Examples:
             >>> import jax_ucp as ucp, numpy as np

@@ -90,7 +90,7 @@ class SourceFiles:
 
 @contextmanager
 def opening() -> Iterator[SourceFiles]:
-    """Context in which files that readers note are added to those given, even if nested."""
+    """A context for the files that readers note in it; a nested one gives those of the outer."""
     if (outer := _opening.get()) is not None:
         yield outer
         return

@@ -84,7 +84,7 @@ def _run(
     find: Callable[[FilePath], Run | None],
     beside: Literal["weights", "none"],
 ) -> Format:
-    """The folder of a run, whose steps are of other formats."""
+    """The format of a run's folder, whose steps are of other formats."""
 
     def parse(path: FilePath, options: Options) -> Contents:
         run = find(path)

@@ -143,7 +143,9 @@ def keep_index(
     index: Mapping[str, Any],
     in_files: Iterable[tuple[str, str]],
 ) -> None:
-    """Account for an index. Raises FormatError if `in_files` has other (file, name)."""
+    """Account for an index and its metadata. Raises FormatError unless it lists just what
+    `in_files` has, as (file, name).
+    """
     in_index = {(name, key) for key, name in index["weight_map"].items()}
     for name, key in sorted(in_index ^ set(in_files)):
         place = "in the file, but not so in the index"

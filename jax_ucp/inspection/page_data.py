@@ -188,7 +188,9 @@ def _columns(
 
 
 def _numbers(found: Statistics, step: AdamStep | None) -> Mapping[str, float | None]:
-    """The numbers by their keys, rounded; counts of nothing are left out."""
+    """The measures by their keys, rounded; a count of 0 is None. Only counts if nothing is
+    finite.
+    """
     counts = {
         "nans": found.nans or None,
         "infinities": found.infinities or None,

@@ -563,7 +563,9 @@ def _listed(axes: frozenset[str]) -> str:
 
 
 def _layout_faults(rules: Sequence[MappingRule], variants: Dict[str, object]) -> Iterator[str]:
-    """Faults: layouts that form other leaves than the first, one alone, one named as a variant."""
+    """Faults of layouts: not all form the same leaves, one is alone, a name is a variant's or
+    no word.
+    """
     leaves: dict[str, set[str]] = defaultdict(set)
     for rule in rules:
         leaves[rule.layout].update(rule.leaves)

@@ -137,7 +137,9 @@ def _is_named(node: Any) -> bool:
 
 
 def _covers(slot: OptaxLeaf, slots: Sequence[OptaxLeaf], names: Collection[str]) -> tuple[str, ...]:
-    """Whose steps a count is: of the parameters with moments in the nearest state around it."""
+    """The parameters whose steps a count is: those with moments in the nearest state around it,
+    else all `names`; none for a slot that is no count.
+    """
     if slot.role != COUNT:
         return ()
     for depth in range(len(slot.path) - 1, -1, -1):

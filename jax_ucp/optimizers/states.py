@@ -327,7 +327,9 @@ class _TrainingRun:
             yield LeafClaim(Zeros(leaf.label, arrays[leaf.name], fault), frozenset(stored))
 
     def _below(self, label: str) -> dict[Path, Leaf]:
-        """The leaves at a label and below it, by the rest of their paths."""
+        """The leaves at a label and below it, by the rest of their paths. Raises TreeMismatch if
+        there is none.
+        """
         below: dict[Path, Leaf] = {}
         for leaf in self.contents.leaves:
             prefixes = itertools.accumulate(map(str, leaf.path), "{}/{}".format)

@@ -200,7 +200,9 @@ def _owner(key: int | str, names: Mapping[int, str]) -> Owner:
 
 
 def number_of(step: Any) -> int | None:
-    """The number that a key is: as it was pickled, or as a planner of DCP writes it in a path."""
+    """The number that a key is, as it was pickled or as a planner of DCP writes it in a path; None
+    if it is none.
+    """
     if isinstance(step, str) and _NUMBER.fullmatch(step):
         return int(step)
     return step if type(step) is int else None

@@ -184,7 +184,7 @@ def _cut(
 def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
     """Bytes of memory for a block: as read, as encoded, and the stored chunks around it.
 
-    Large stored chunks are kept decoded; their data are in memory too while they are made.
+    Stored chunks from HELD_BYTES on are kept decoded: what they have beside the block counts twice.
     """
     around = whole_chunks(box, chunk).size if chunk else box.size
     cost = (2 * box.size + around) * itemsize
@@ -443,7 +443,9 @@ class CopyTask:
         return max(block.cost for block in self.blocks)
 
     def run(self, opened: OpenedJob) -> list[Written]:
-        """The record of each block, written unless it is on disk as noted, until a proof fails."""
+        """The record of each block, which is written unless it is on disk as noted. Raises
+        CorruptData at the first proof that fails.
+        """
         files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
         if self.pack is None:

@@ -73,7 +73,7 @@ def test_a_pattern_that_cannot_be_matched_so_is_refused_with_the_way_out(pattern
         TensorParallel({place: [pattern]}, 2, "f", {})
 
 
-@pytest.mark.parametrize("said", ["norm", {"norm": 1}, [1], ["norm", None], 7])
+@pytest.mark.parametrize("said", ["norm", {"norm": 1}, [1], ["norm", None], 7, 0, "", {}, False])
 def test_what_is_no_list_of_patterns_is_refused(said):
     with pytest.raises(FormatError, match="should be a list of patterns"):
         TensorParallel({"tp_replicated_parameter_patterns": said}, 2, "f", {})

@@ -76,7 +76,9 @@ class StageZero:
 
 
 def optimizers_of(slices: Slices, mp: int) -> list[StageZero]:
-    """The optimizers of a rank: of experts, then of the model states. Raises FormatError."""
+    """The optimizers that model-parallel rank `mp` saved: of experts, then of its model states,
+    if those have one. Raises FormatError for an expert file without one, and if they differ.
+    """
     by_experts = slices.files.expert_optimizers.items()
     files = sorted((ep, stored) for (ep, rank), stored in by_experts if rank == mp)
     ranks = len(files)

@@ -112,7 +112,9 @@ def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
 def orders_of(
     names: Sequence[str], types: Iterable[str] | None = None, release: str = ""
 ) -> dict[tuple[str, ...], list[str]]:
-    """Every order that the types, or any known ones, give to names, with those types."""
+    """The model types, of those given or of all known, by the order that they give to names;
+    without those whose order is not decided. `release` is of transformers; empty for any.
+    """
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for model_type in model_types() if types is None else types:
         try:

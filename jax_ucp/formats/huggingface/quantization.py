@@ -277,7 +277,9 @@ def undeclared(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _method(settings: Any, otherwise: str) -> str:
-    """The name of a quantisation in its settings; empty if they are not settings."""
+    """The method that quantisation settings name, else "MLX" for its two keys in a header, else
+    `otherwise`; empty if they are no mapping.
+    """
     if not isinstance(settings, Mapping):
         return ""
     for key in _METHODS:

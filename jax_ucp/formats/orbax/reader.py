@@ -69,8 +69,8 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
 def note_files(directory: Files) -> None:
     """Note every file, since TensorStore does not say which it reads. Raises FormatError.
 
-    It follows every link, and waits for ever for a FIFO: names that lead out, and what is no file,
-    are refused here.
+    TensorStore follows every link, and waits for ever for a FIFO: links that lead out of the folder
+    or to nothing, what is no file, and metadata that are too large are refused here.
     """
     files = directory.walk()
     if not directory.is_remote:  # where there are links

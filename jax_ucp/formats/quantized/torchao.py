@@ -75,7 +75,9 @@ def _scaled(
 
 
 def _block(stored: StoredWeight, said: object, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The elements that have one scale, as the header says it. A length of -1 is all of an axis."""
+    """The shape of a block with one scale, as the header says it; -1 there is all of an axis.
+    Raises FormatError if it does not divide the weight.
+    """
     lengths = said if isinstance(said, list) and len(said) == len(shape) and all(shape) else None
     block = tuple(n if size == -1 else size for size, n in zip(lengths or (), shape, strict=False))
     if lengths is None or not all(type(length) is int and length > 0 for length in block):
