@@ -18,7 +18,7 @@ from jax_ucp.formats.huggingface.given_config import described
 from jax_ucp.formats.peft.config import saved_modules
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.adapters import mapping_of
-from jax_ucp.mapping.binding import bind, given_before, mapping_record
+from jax_ucp.mapping.binding import bind, given_before, mapping_record, takes_buffer
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import CONFIG, config_from, config_of, given_config, joined
 from jax_ucp.mapping.states import states_of, top_labels
@@ -87,8 +87,9 @@ class Mapped:
 
     def _mapped(self, contents: Contents, params: str | None) -> Contents:
         states = states_of(contents, params)
+        rules = mapping_of(self.rules, states.weights, saved_modules(contents.extras))
+        states = states.with_buffers(partial(takes_buffer, rules))
         shapes = {name: leaf.shape for name, leaf in states.weights.items()}
-        rules = mapping_of(self.rules, shapes, saved_modules(contents.extras))
         before = given_before(rules, contents.source.get("mapping", {}))
         given = before.config if self.config is None else self.config
         assumed = sorted({*before.assumed, *self.assume})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_ucp.errors import LayoutError
 from jax_ucp.inspection.report import Report
-from jax_ucp.mapping.binding import bind
+from jax_ucp.mapping.binding import bind, takes_buffer
 from jax_ucp.mapping.model_config import given_config, joined
 from jax_ucp.mapping.rules import Mapping as LeafMapping
 from jax_ucp.mapping.rules import shipped
@@ -47,11 +47,13 @@ def _entries(
     Where the config names no class, those of which every requirement is met. One that fits and
     leads to Hugging Face's names is followed by those that go on from there, `FIRST,SECOND`.
     """
-    shapes = {name: param.shape for name, param in checkpoint.params.items()}
+    weights = {name: param.shape for name, param in checkpoint.params.items()}
+    buffers = {leaf.param: leaf.shape for leaf in checkpoint.leaves if leaf.state == "buffer"}
     for mapping in mappings:
         known = joined(checkpoint.config, given, mapping.config_keys)
+        named = {name: shape for name, shape in buffers.items() if takes_buffer(mapping, name)}
         try:
-            bind(mapping, shapes, {}, known)
+            bind(mapping, weights | named, {}, known)
             leads_on = mapping.about["target"] == _HUB_NAMES
             mapped = checkpoint.map(mapping, config=given or None) if leads_on else None
         except LayoutError as error:

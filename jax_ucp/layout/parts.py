@@ -337,7 +337,7 @@ class LeafForm:
 
     `copies` are layouts that give the same leaf from other parameters, which are tied to the first.
     The value is `x * scale + add`, or with `backwards` `(x - add) / scale`, and then cast to
-    `dtype` if there is one. `rule` is what people wrote.
+    `dtype` if there is one. `rule` is what people wrote. A `buffer` is not a parameter.
     """
 
     layout: LeafLayout
@@ -347,6 +347,7 @@ class LeafForm:
     scale: float = 1
     add: float = 0
     backwards: bool = False
+    buffer: bool = False
 
     @property
     def scaled(self) -> bool:

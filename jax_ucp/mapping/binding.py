@@ -648,7 +648,8 @@ def _formed(
                 continue
             tied_layouts = tuple(_layout(instance, leaf, copy, sizes, fixed) for copy in copies)
             change = rule.cast, scale, rule.add, rule.backwards
-            yield name, LeafForm(layout, str(rule), tied_layouts, *change)
+            is_buffer = rule.buffer == "leaf"
+            yield name, LeafForm(layout, str(rule), tied_layouts, *change, buffer=is_buffer)
             if layout.padding:
                 notes.append(
                     f"{rule.label}: {layout.padding} elements of {pattern} are padding, zeros"
@@ -777,6 +778,13 @@ def mapping_record(
     if earlier:
         record["before"] = earlier
     return record
+
+
+def takes_buffer(mapping: LeafMapping, name: str) -> bool:
+    """Whether a rule forms leaves of the buffer of this name."""
+    of_buffers = (rule for rule in mapping.rules if rule.buffer == "param")
+    patterns = itertools.chain.from_iterable(rule.params for rule in of_buffers)
+    return any(name_regex(pattern).fullmatch(name) for pattern in patterns)
 
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:

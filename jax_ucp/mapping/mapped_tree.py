@@ -19,7 +19,7 @@ from jax_ucp.arrays.optimizer_groups import Group, groups_of
 from jax_ucp.arrays.value import Array, Computed, Joined, formed, users
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.parts import LeafForm, LeafLayout
-from jax_ucp.mapping.states import States, label_of
+from jax_ucp.mapping.states import BUFFER, States, label_of
 from jax_ucp.tree import Key, Leaf, Path, leaf_names
 
 
@@ -120,7 +120,12 @@ class _Tree:
                 faults.append(str(fault))
                 continue
             if formed is not None:
-                formed_at[(*state, *(Key("dict", key) for key in name.split("/")))] = formed
+                is_buffer = self.forms[name].buffer
+                place = (
+                    *(BUFFER if is_buffer else state),
+                    *(Key("dict", key) for key in name.split("/")),
+                )
+                formed_at[place] = formed
         if faults:
             raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:", faults)
         for leaf in filter(lambda leaf: leaf.has_array, self.states.others):
@@ -138,11 +143,13 @@ class _Tree:
             return None
         label, of_weights = label_of(state, name), state == self.states.params
         layouts = _complete_layouts(form, params, label)
-        if form.scaled and not of_weights:
+        if (form.scaled or form.buffer) and not of_weights:
             why = (
                 f"{name} is scaled: its {label_of(state)} would be that of other values, and"
                 " moments do not scale with them"
             )
+            if form.buffer:
+                why = f"{name} is a buffer, which no optimizer changes"
             self.left |= {label_of(state, param): why for param in params}
             self.notes.append(f"{label_of(state, name)} is left out: {why}")
             return None

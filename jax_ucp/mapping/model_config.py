@@ -25,7 +25,9 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 
     Several are not joined: what one leaves out has its model's default, and not what another says.
     Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
-    arguments), so `query_groups` says how many there are: as many as heads then.
+    arguments), so `query_groups` says how many there are: as many as heads then. Of its
+    `moe_layer_freq` `dense_layers` says how many layers come before the first with experts, or null
+    where one follows it that has none.
     """
     config: dict[str, Any] = {}
     for item, records in sorted(extras.items(), key=lambda item: item[0] != CONFIG):
@@ -42,7 +44,23 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
         config.setdefault(
             "query_groups", config["num_query_groups" if grouped else "num_attention_heads"]
         )
+    if "moe_layer_freq" in config and "num_layers" in config:
+        config.setdefault("dense_layers", _dense_layers(config["moe_layer_freq"]))
     return config
+
+
+def _dense_layers(frequency: object) -> int | None:
+    """The dense layers before those of experts; None if they alternate.
+
+    >>> _dense_layers([0, 0, 1, 1])
+    2
+    >>> _dense_layers(1)
+    0
+    """
+    if not isinstance(frequency, list):
+        return 0 if frequency == 1 else None
+    count = frequency.count(0)
+    return count if frequency == [0] * count + [1] * (len(frequency) - count) else None
 
 
 def settings_in(section: object) -> frozenset[str]:

@@ -42,7 +42,8 @@ _REQUIREMENTS = resources.files("jax_ucp.mapping") / "requirements.yaml"
 _SECTIONS = ("about", "sizes", "requires", "config", "variants", "leaves", "skip")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The fields of a rule that its YAML has only where they are not the default.
-_OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when", "layout")
+_OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when", "layout", "buffer")
+_OTHER_SIDE = {"": "", "param": "leaf", "leaf": "param"}
 # A power of a size: `head_dim ** -0.5`.
 _POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
 
@@ -66,7 +67,8 @@ class MappingRule:
     `backwards` `(x - add) / scale`; `scale` may be a power of a size, `head_dim ** -0.5`. An
     `optional` rule may find no parameter. A rule with `when`, a condition on the model's config, is
     there only where that holds. Rules with a `layout` are for one of several ways in which
-    checkpoints have the same parameters: of a checkpoint, those of one layout are there.
+    checkpoints have the same parameters: of a checkpoint, those of one layout are there. `buffer`
+    is the side, `param` or `leaf`, on which the arrays are buffers of the model, without moments.
     """
 
     params: Dict[str, str]
@@ -79,6 +81,7 @@ class MappingRule:
     backwards: bool = False
     when: str = ""
     layout: str = ""
+    buffer: str = ""
     place: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -166,9 +169,9 @@ class MappingRule:
             (params if new else tied)[name] = axes
             seen |= new
         turned = self.backwards ^ ((self.scale, self.add) != (1, 0))
-        return replace(
-            self, params=params, leaves=self.params, tied=tied, cast="", backwards=turned
-        )
+        sides = {"params": params, "leaves": self.params, "tied": tied}
+        buffer = _OTHER_SIDE[self.buffer]
+        return replace(self, **sides, cast="", backwards=turned, buffer=buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,6 +503,8 @@ def _check(rule: MappingRule) -> None:
         raise SpecError(f"add should be a number, not {rule.add!r}")
     if rule.when != "":
         condition(rule.when)
+    if rule.buffer not in [*_OTHER_SIDE]:
+        raise SpecError(f"buffer is the side that has buffers, param or leaf, not {rule.buffer!r}")
     if rule.tied and len(rule.params) > 1:
         raise SpecError("what is tied is a copy of one parameter, but this rule has several")
     _check_axes(rule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax_ucp.arrays.checks import passed_on
@@ -14,6 +14,7 @@ from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_fault
 
 _MOST_LABELS = 32  # at which a mapping is tried
 PARAM: Path = (Key("dict", "param"),)
+BUFFER: Path = (Key("dict", "buffer"),)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,19 @@ class States:
     @property
     def weights(self) -> Mapping[str, Leaf]:
         return self.at[self.params]
+
+    def with_buffers(self, is_named: Callable[[str], bool]) -> States:
+        """The states with the buffers that have these names among the parameters.
+
+        Raises TreeMismatch where a name is that of a parameter too.
+        """
+        buffers = self.at.get(BUFFER, {})
+        named = {name: leaf for name, leaf in buffers.items() if is_named(name)}
+        if twice := sorted(named.keys() & self.weights.keys()):
+            raise TreeMismatch(f"{twice[0]} is a parameter, and a buffer too: leave one out")
+        rest = {name: leaf for name, leaf in buffers.items() if name not in named}
+        at = {**self.at, self.params: {**self.weights, **named}, BUFFER: rest}
+        return replace(self, at={place: leaves for place, leaves in at.items() if leaves})
 
     def labels(self) -> Iterator[tuple[str, Leaf]]:
         """Every state of every parameter, by label."""

@@ -2,10 +2,11 @@
 one report.
 """
 
+import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.errors import LayoutError, SpecError, TreeMismatch
 from jax_ucp.mapping.binding import bind
 from jax_ucp.mapping.model_config import config_of, numbers_of
 from jax_ucp.mapping.rules import Mapping, MappingRule
@@ -103,6 +104,7 @@ def test_backwards_the_shapes_come_out_again():
     ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
     ("leaves:\n- {param: a, leaf: b, optional: 1}", ["optional is true or false, not 1"]),
     ("leaves:\n- {param: a, leaf: b, cast: int8}", ["cast is the name of a floating dtype"]),
+    ("leaves:\n- {param: a, leaf: b, buffer: true}", ["buffer is the side that has buffers"]),
     ("leaves:\n- {param: {a: x, b: y}, leaf: {c: (x + y)}, tied: {d: x}}", ["what is tied is a copy of one"]),
     ("leaves:\n- {param: a, axes: x y, leaf: b, tied: {c: x}}",
      ["c is tied, so it should name the axes that a names"]),
@@ -321,6 +323,63 @@ def test_megatron_has_as_many_query_groups_as_heads_where_it_has_none(grouped, g
         {"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}}
     )
     assert numbers["query_groups"] == groups
+
+
+@pytest.mark.parametrize(
+    ("frequency", "dense"),
+    [
+        ([0, 0, 1], 2),
+        ([0, 1, 1], 1),
+        ([1, 1], 0),
+        (1, 0),
+        (2, None),
+        ([1, 0, 1], None),
+        ("x", None),
+    ],
+)
+def test_megatron_has_dense_layers_before_those_of_experts_or_in_between(frequency, dense):
+    args = {"num_layers": 3, "moe_layer_freq": frequency}
+    assert config_of({"common.pt": {"args": args}})["dense_layers"] == dense
+
+
+BUFFERS = """\
+leaves:
+- {param: w, leaf: a/w}
+- {param: bias, buffer: param, leaf: a/b}
+"""
+
+
+def test_a_buffer_becomes_a_leaf_and_a_buffer_again():
+    arrays = {name: np.arange(3.0) + i for i, name in enumerate(("w", "bias", "table"))}
+    checkpoint = ucp.Checkpoint.of(
+        {
+            "param": {"w": arrays["w"]},
+            "exp_avg": {"w": arrays["w"]},
+            "buffer": {"bias": arrays["bias"], "table": arrays["table"]},
+        }
+    )
+    rules = mapping(BUFFERS)
+    assert ucp.Mapping.from_dict(rules.inverse().to_dict()) == rules.inverse()
+    mapped = checkpoint.map(rules)
+    assert {leaf.label for leaf in mapped.leaves} == {"param/a/w", "param/a/b", "exp_avg/a/w"}
+    np.testing.assert_array_equal(mapped.read("param/a/b"), arrays["bias"])
+    back = mapped.map(rules.inverse())
+    assert {leaf.label for leaf in back.leaves} == {"param/w", "buffer/bias", "exp_avg/w"}
+    np.testing.assert_array_equal(back.read("buffer/bias"), arrays["bias"])
+
+
+def test_moments_of_what_becomes_a_buffer_are_left_with_a_reason():
+    own = {"a": {"w": np.zeros(3), "b": np.ones(3)}}
+    checkpoint = ucp.Checkpoint.of({"param": own, "exp_avg": own})
+    back = checkpoint.map(mapping(BUFFERS).inverse())
+    assert {leaf.label for leaf in back.leaves} == {"param/w", "buffer/bias", "exp_avg/w"}
+    assert "exp_avg/bias is left out: bias is a buffer, which no optimizer changes" in back.notes
+
+
+def test_a_name_of_a_parameter_and_of_a_buffer_is_refused():
+    tree = {"param": {"w": np.zeros(3), "bias": np.ones(3)}, "buffer": {"bias": np.ones(3)}}
+    with pytest.raises(TreeMismatch, match="bias is a parameter, and a buffer too: leave one out"):
+        ucp.Checkpoint.of(tree).map(mapping(BUFFERS))
 
 
 def test_what_is_known_of_a_model_comes_from_the_first_config_that_a_checkpoint_carries():
