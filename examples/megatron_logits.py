@@ -3,7 +3,8 @@
     python examples/megatron_logits.py
 
 Needs torch and transformers 5. Megatron's model gave the logits when it saved the checkpoint
-(`tests/generators/megatron.py`). As a control, heads and experts are exchanged.
+(`tests/generators/megatron.py`). As a control, heads, experts and the biases of experts' scores are
+exchanged.
 """
 
 import tempfile
@@ -18,6 +19,7 @@ import jax_ucp as ucp
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 CASES = [
+    ("megatron/dist_pp2_vpp2_fp32", "megatron-gpt2-to-hf"),
     ("megatron/dist_tp2_singleton_swiglu_fp32", "megatron-llama-to-hf"),
     ("megatron_logits/llama31", "megatron-llama-to-hf"),
     ("megatron_logits/qwen2", "megatron-qwen2-to-hf"),
@@ -25,6 +27,7 @@ CASES = [
     ("megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron-mixtral-to-hf"),
     ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf"),
     ("megatron_logits/qwen3_moe_unscaled", "megatron-qwen3-moe-to-hf"),
+    ("megatron_logits/deepseek3", "megatron-deepseek3-to-hf"),
 ]
 
 
@@ -52,11 +55,16 @@ def _differences(case: str, mapping: str) -> Iterator[str]:
         return f"{np.abs(logits - want).max() / np.abs(want).max():.1e}"
 
     yield off()
-    for what, name, rows in (
-        ("heads", "q_proj.weight", model.config.head_dim),
-        ("experts", "experts.down_proj", 1),
+    alike = model.config.hidden_size // model.config.num_attention_heads
+    of_heads = (getattr(model.config, name, None) for name in ("qk_head_dim", "head_dim"))
+    head_dim = next(filter(None, of_heads), alike)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for what, names, rows in (
+        ("heads", ("q_proj.weight", "q_b_proj.weight", "attn.c_proj.weight"), head_dim),
+        ("experts", ("experts.down_proj",), 1),
+        ("biases", ("e_score_correction_bias",), 1),
     ):
-        weights = [each for end, each in model.named_parameters() if end.endswith(name)]
+        weights = [each for end, each in tensors.items() if end.endswith(names)]
         if not weights:
             continue
         for weight in weights:
@@ -66,7 +74,7 @@ def _differences(case: str, mapping: str) -> Iterator[str]:
             _turn(weight, rows)
 
 
-def _turn(weight: torch.nn.Parameter, rows: int) -> None:
+def _turn(weight: torch.Tensor, rows: int) -> None:
     """Exchange blocks of so many rows: the last comes first."""
     blocks = weight.data.reshape(-1, rows, *weight.shape[1:])
     weight.data = blocks.flip(0).reshape(weight.shape)

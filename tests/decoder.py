@@ -6,7 +6,9 @@ for, and compared with the logits that MaxText itself gave, of right trees and o
 (`tests/data/maxtext`).
 """
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,18 @@ def logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndar
     tree = tree["params"]
     decoder, embedding = tree["decoder"], tree["token_embedder"]["embedding"]
     x = embedding[tokens].astype(np.float64)
-    for i in range(config["num_hidden_layers"]):
-        layer = at_layer(decoder["layers"], i)
+    for layer in layers_of(decoder):
         h = norm(x, layer["pre_self_attention_layer_norm"]["scale"], config)
-        x = x + attention(layer["self_attention"], config, h)
+        is_latent = "wkv_a" in layer["self_attention"]
+        attend = latent_attention if is_latent else attention
+        x = x + attend(layer["self_attention"], config, h)
         h = norm(x, layer["post_self_attention_layer_norm"]["scale"], config)
         if "mlp" in layer:
             x = x + mlp(h, *(layer["mlp"][name]["kernel"] for name in ("wi_0", "wi_1", "wo")))
+        elif "DeepSeekMoeBlock_0" in layer:
+            block = layer["DeepSeekMoeBlock_0"]
+            shared = (block["shared_experts"][name]["kernel"] for name in ("wi_0", "wi_1", "wo"))
+            x = x + mlp(h, *shared) + experts(block["MoeBlock_0"], config, h)
         else:
             x = x + experts(layer.get("moe_block") or layer["MoeBlock_0"], config, h)
     x = norm(x, decoder["decoder_norm"]["scale"], config)
@@ -35,9 +42,24 @@ def logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndar
     return x @ head
 
 
+def layers_of(decoder: Tree) -> Iterator[Tree]:
+    """The layers in their order; DeepSeek's dense ones are first, in a stack of their own."""
+    for name in ("layers", "dense_layers", "moe_layers"):
+        if name in decoder:
+            count = decoder[name]["pre_self_attention_layer_norm"]["scale"].shape[1]
+            yield from (at_layer(decoder[name], i) for i in range(count))
+
+
 def at_layer(tree: Any, i: int) -> Any:
-    """One layer of scanned parameters: they are stacked on axis 1."""
-    return {k: at_layer(v, i) for k, v in tree.items()} if isinstance(tree, Mapping) else tree[:, i]
+    """One layer of scanned parameters: they are stacked on axis 1, but the bias of experts' scores,
+    which is no parameter there, on axis 0.
+    """
+    if not isinstance(tree, Mapping):
+        return tree[:, i]
+    is_gate = tree.keys() == {"kernel", "bias"} and tree["bias"].ndim == 2
+    if is_gate:
+        return {"kernel": at_layer(tree["kernel"], i), "bias": tree["bias"][i]}
+    return {name: at_layer(value, i) for name, value in tree.items()}
 
 
 def norm(x: np.ndarray, scale: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
@@ -66,6 +88,45 @@ def attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return np.einsum("bthd,hde->bte", out, p["out"]["kernel"])
 
 
+def latent_attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+    """Heads made of a latent, but for the part of the key that is turned, which they share; yarn,
+    whose two mscales are one.
+    """
+    rope, nope = config["rope_parameters"], config["qk_nope_head_dim"]
+    low = norm(x @ p["wq_a"]["kernel"], p["q_norm"]["scale"], config)
+    q = np.einsum("bte,ehd->bthd", low, p["wq_b"]["kernel"])
+    latent, shared = np.split(x @ p["wkv_a"]["kernel"], [config["kv_lora_rank"]], -1)
+    latent = norm(latent, p["kv_norm"]["scale"], config)
+    k, v = np.split(np.einsum("bte,ehd->bthd", latent, p["wkv_b"]["kernel"]), [nope], -1)
+    rates = yarn_rates(rope, config["qk_rope_head_dim"])
+    turned = rotated(shared[:, :, None], rates, neighbours=True)
+    scores = np.einsum("bthd,bshd->bhts", q[..., :nope], k)
+    scores = scores + np.einsum(
+        "bthd,bsd->bhts", rotated(q[..., nope:], rates, neighbours=True), turned[:, :, 0]
+    )
+    mscale = 0.1 * rope["mscale_all_dim"] * np.log(rope["factor"]) + 1
+    scores = scores * mscale**2 * q.shape[-1] ** -0.5
+    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    out = np.einsum("bhts,bshd->bthd", softmax(scores), v)
+    return np.einsum("bthd,hde->bte", out, p["out"]["kernel"])
+
+
+def yarn_rates(rope: Mapping[str, Any], features: int) -> np.ndarray:
+    """Rates of rotation, the slow ones divided by the factor."""
+
+    def pair(turns: float) -> float:
+        """The pair that turns so often in the original context."""
+        turned = rope["original_max_position_embeddings"] / (turns * 2 * np.pi)
+        return features * np.log(turned) / (2 * np.log(rope["rope_theta"]))
+
+    low = max(np.floor(pair(rope["beta_fast"])), 0)
+    high = min(np.ceil(pair(rope["beta_slow"])), features - 1)
+    pairs = np.arange(features // 2)
+    slow = np.clip((pairs - low) / (high - low), 0, 1)
+    rates = rope["rope_theta"] ** (-2.0 * pairs / features)
+    return slow * rates / rope["factor"] + (1 - slow) * rates
+
+
 def slowed(rates: np.ndarray) -> np.ndarray:
     """Llama 3.1's rates of rotation, by the four numbers that MaxText has fixed: 8, 1, 4, 8192."""
     turns = 8192 * rates / (2 * np.pi)  # in the original context
@@ -89,15 +150,69 @@ def mlp(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np
 
 
 def experts(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    """The weights are a softmax over those that are chosen, whatever `norm_topk_prob` is."""
+    """The weights are a softmax over those that are chosen, whatever `norm_topk_prob` is; where a
+    bias helps to choose, sigmoids in parts of their sum.
+    """
     scores = x @ p["gate"]["kernel"]
-    chosen = np.argsort(-scores, -1)[..., : config["num_experts_per_tok"]]
+    ranks, weigh = scores, softmax
+    if "bias" in p["gate"]:
+        scores = 1 / (1 + np.exp(-scores))
+        ranks = of_best_groups(scores + p["gate"]["bias"], config["n_group"], config["topk_group"])
+        weigh = functools.partial(in_parts_of, config["routed_scaling_factor"])
+    chosen = np.argsort(-ranks, -1)[..., : config["num_experts_per_tok"]]
     kept = np.zeros_like(scores)
-    np.put_along_axis(kept, chosen, softmax(np.take_along_axis(scores, chosen, -1)), -1)
+    np.put_along_axis(kept, chosen, weigh(np.take_along_axis(scores, chosen, -1)), -1)
     out = np.stack(
         [mlp(x, p["wi_0"][e], p["wi_1"][e], p["wo"][e]) for e in range(kept.shape[-1])], -1
     )
     return np.einsum("btde,bte->btd", out, kept)
+
+
+def gpt2_logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
+    """The logits of Flax's GPT-2 in transformers 4, whose kernels are (out, in)."""
+    tree = tree["transformer"]
+    heads, length = config["n_head"], tokens.shape[1]
+    is_earlier = np.tril(np.ones((length, length), bool))
+    embedding = tree["wte"]["embedding"].astype(np.float64)
+
+    def linear(x: np.ndarray, p: Tree) -> np.ndarray:
+        return x @ p["kernel"].T + p["bias"]
+
+    def layer_norm(x: np.ndarray, p: Tree) -> np.ndarray:
+        centred = x - x.mean(-1, keepdims=True)
+        variance = (centred**2).mean(-1, keepdims=True)
+        return centred / np.sqrt(variance + config["layer_norm_epsilon"]) * p["scale"] + p["bias"]
+
+    x = embedding[tokens] + tree["wpe"]["embedding"][:length]
+    for i in range(config["n_layer"]):
+        p = tree["h"][str(i)]
+        qkv = linear(layer_norm(x, p["ln_1"]), p["attn"]["c_attn"])
+        q, k, v = (each.reshape(*x.shape[:2], heads, -1) for each in np.split(qkv, 3, -1))
+        scores = np.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+        scores = np.where(is_earlier, scores, -np.inf)
+        out = np.einsum("bhts,bshd->bthd", softmax(scores), v).reshape(x.shape)
+        x = x + linear(out, p["attn"]["c_proj"])
+        wide = linear(layer_norm(x, p["ln_2"]), p["mlp"]["c_fc"])
+        x = x + linear(gelu(wide, config["activation_function"]), p["mlp"]["c_proj"])
+    return layer_norm(x, tree["ln_f"]) @ embedding.T
+
+
+def gelu(x: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "gelu":
+        return x * 0.5 * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+    return x * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def of_best_groups(scores: np.ndarray, groups: int, best: int) -> np.ndarray:
+    """The scores, without those of groups whose two best have a lower sum than `best` others."""
+    grouped = scores.reshape(*scores.shape[:-1], groups, -1)
+    sums = np.sort(grouped, -1)[..., -2:].sum(-1)
+    is_left = np.argsort(np.argsort(-sums, -1), -1) >= best
+    return np.where(is_left[..., None], -np.inf, grouped).reshape(scores.shape)
+
+
+def in_parts_of(total: float, x: np.ndarray) -> np.ndarray:
+    return total * x / x.sum(-1, keepdims=True)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -17,6 +17,11 @@ stand-ins compute nothing. Those named `next_`, likewise, are made by Megatron's
 tokens instead of noise; after the save they go on for three more, whose losses and tokens they have.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIncompatibleVariableOverride=false
+# pyright: reportOptionalMemberAccess=false, reportReturnType=false
+# What it calls is not installed where types are checked, and much of it is replaced.
+
 from __future__ import annotations
 
 import argparse
@@ -103,6 +108,14 @@ FULLY = "--dist-ckpt-optim-fully-reshardable"
 SHARED = "--moe-shared-expert-intermediate-size 16"
 # Of a run that goes on: no rows of padding, and what tunix's models have fixed.
 NEXT = "--kv-channels 8 --rotary-base 1000000 --norm-epsilon 1e-6"
+# The local core attention takes kv_channels for the length of values, which is v_head_dim.
+DEEPSEEK3 = f"""--kv-channels 8 --norm-epsilon 1e-6 --q-lora-rank 12 --rope-type yarn
+--rotary-scaling-factor 40 --mscale 1 --mscale-all-dim 1
+--num-experts 8 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-layer-freq [0,1,1]
+--moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1
+--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 {GATHER}
+--decoder-first-pipeline-num-layers 2"""
 CASES = [
     *(Case(f"dense_tp2_{tag}", f"{DIST} {parallel(2)}", 4, tag) for tag in TAGS),
     *(Case(f"mla_{tag}", f"{DIST} --q-lora-rank 12", 2, tag, MLA) for tag in TAGS),
@@ -196,6 +209,10 @@ CASES = [
     Case("next_qwen3", f"{NEXT} --qk-layernorm {parallel(2)}", 2, te=False, hidden=16, vocab=112),
     Case("next_qwen3_moe", f"{NEXT} --qk-layernorm {MOE} {GATHER} {parallel(ep=2)}", 2, te=False,
          hidden=16, vocab=112),
+    Case("logits_deepseek3", f"{DEEPSEEK3} {parallel(2, 2)}", 4, model=MLA, te=False, layers=3,
+         hidden=16),
+    Case("next_deepseek3", f"{DEEPSEEK3} {parallel(pp=2, ep=2)}", 4, model=MLA, te=False, layers=3,
+         hidden=16, vocab=112),
 ]  # fmt: skip
 
 
@@ -277,6 +294,8 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     argv += ["--save", str(options.out / case.name / "ckpt")]
     sys.argv = ["generate", *argv]
     _import_megatron()
+    if case.computes:
+        _let_core_attention_be_told_lengths()
     os.environ["WORLD_SIZE"] = str(case.world)
     rank, children = 0, []
     for number in range(1, case.world):
@@ -317,6 +336,22 @@ def _import_megatron() -> None:
     initialize._compile_dependencies = lambda: None
 
 
+def _let_core_attention_be_told_lengths() -> None:
+    """Multi-latent attention tells its core attention two lengths, which the local one lacks."""
+    import functools
+
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    build = DotProductAttention.__init__
+
+    @functools.wraps(build)
+    def told(self, config, *arguments, k_channels=None, v_channels=None, **options):
+        assert v_channels in (None, config.kv_channels)
+        build(self, config, *arguments, **options)
+
+    DotProductAttention.__init__ = told
+
+
 def _train_and_save(case: Case, folder: Path) -> None:
     import torch
     import torch.distributed as dist
@@ -331,6 +366,8 @@ def _train_and_save(case: Case, folder: Path) -> None:
                 is_norm = case.computes and "norm" in name
                 noise = _local(own[name], "weight", 0) * 0.05 + is_norm
                 parameter.copy_(noise.reshape(parameter.shape).to(parameter.dtype))
+            for name, bias in _buffers(model) if case.computes else ():
+                bias.copy_(torch.from_numpy(_noise(name, tuple(bias.shape), "bias")) * 0.1)
     optimizer.reload_model_params()
     for step in range(STEPS):
         if case.goes_on:
@@ -354,15 +391,20 @@ def _train_and_save(case: Case, folder: Path) -> None:
         for name, parameter in model.named_parameters()
         for state, start, array in _states(optimizer, parameter)
     ]
+    buffers = {
+        f"buffer/{name}": bias.float().numpy().copy() for m in bare for name, bias in _buffers(m)
+    }
     measured = _logits(bare) if case.has_logits else {}
     _save(models, optimizer, scheduler)
     if case.goes_on:
         measured = _next((models, optimizer, scheduler))
     gathered = [None] * case.world if dist.get_rank() == 0 else None
-    dist.gather_object(mine, gathered, dst=0)
+    dist.gather_object((mine, buffers), gathered, dst=0)
     if gathered is not None:
-        more = {f"buffer/{name}": array for name, array in _buffers(bare).items()} | measured
-        _write_truth(case, folder, [item for rank in gathered for item in rank], more)
+        more = measured
+        for _, own in gathered:
+            more |= own
+        _write_truth(case, folder, [item for own, _ in gathered for item in own], more)
         if case.without_args:
             _as_other_trainer(case, folder, args)
     dist.barrier()
@@ -516,14 +558,14 @@ def _array(tensor):
     return str(tensor.dtype).removeprefix("torch."), tensor.numpy().copy()
 
 
-def _buffers(models) -> dict[str, object]:
-    """The biases of routers, which are no parameters, of a run without pipeline stages."""
-    return {
-        name: buffer.float().numpy().copy()
-        for model in models
-        for name, buffer in model.named_buffers()
-        if name.endswith("expert_bias")
-    }
+def _buffers(model):
+    """The biases of a model's routers, which are no parameters, by their names in the whole."""
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            yield (
+                f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias",
+                module.expert_bias,
+            )
 
 
 def _logits(chunks) -> dict[str, object]:

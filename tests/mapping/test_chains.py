@@ -21,6 +21,7 @@ from commands import run, run_json
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError, SpecError, TreeMismatch
 from jax_ucp.mapping.binding import outcomes
+from jax_ucp.mapping.model_config import config_from
 from jax_ucp.mapping.rules import shipped
 from safetensors_writer import write_safetensors
 
@@ -34,7 +35,14 @@ CHAINS = [
     ("megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron-mixtral-to-hf", "hf-mixtral-to-maxtext"),
     ("megatron/dist_ep2_moe_grouped_bf16", "megatron-mixtral-to-hf", "hf-mixtral-to-maxtext"),
     ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
+    ("megatron_logits/deepseek3", "megatron-deepseek3-to-hf:own_norms", "hf-deepseek3-to-maxtext"),
 ]
+DEEPSEEK3 = CHAINS[-1]
+GPT2 = [
+    ("megatron/legacy_tp2_fp16_scaler", "megatron-gpt2-to-hf", "hf-gpt2-to-flax"),
+    ("megatron/dist_pp2_vpp2_fp32", "megatron-gpt2-to-hf", "hf-gpt2-to-flax"),
+]
+EVERY = [*CHAINS, *GPT2]
 QWEN3 = CHAINS[4]
 # Case -> the mappings from Hugging Face's names by which its run goes on, and one that scales the query.
 NEXT = [
@@ -43,6 +51,7 @@ NEXT = [
     ("megatron_next/qwen3", "megatron-qwen3-to-hf", "hf-qwen3-to-maxtext"),
     ("megatron_next/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-tunix"),
     ("megatron_next/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
+    ("megatron_next/deepseek3", "megatron-deepseek3-to-hf", "hf-deepseek3-to-maxtext"),
 ]
 SCALED = ("megatron_next/llama", "megatron-llama-to-hf", "hf-llama2-to-maxtext")
 UNSCALED = "megatron_logits/qwen3_moe_unscaled"
@@ -59,7 +68,7 @@ def chained(case, *mappings):
     return checkpoint
 
 
-def config_of(checkpoint):
+def decoder_config(checkpoint):
     """The config as the decoder reads it."""
     return {**checkpoint.config, "rope_parameters": checkpoint.config["rope_scaling"]}
 
@@ -75,7 +84,7 @@ def assert_same(found, want):
 
 def test_every_mapping_from_megatron_is_tried():
     names = {name for name in shipped() if name.startswith("megatron-") and name.endswith("-to-hf")}
-    assert {mapping for _, mapping, _ in CHAINS} == names
+    assert {mapping.partition(":")[0] for _, mapping, _ in EVERY} == names
 
 
 @pytest.mark.parametrize(("case", "first", "second"), CHAINS)
@@ -86,22 +95,56 @@ def test_the_logits_are_those_of_megatron_and_others_with_heads_or_experts_excha
     want = measured["logits_ref" if "bf16" in case else "logits"]
 
     def off(tree):
-        got = decoder.logits(tree, config_of(mapped), measured["tokens"])
+        got = decoder.logits(tree, decoder_config(mapped), measured["tokens"])
         return np.abs(got - want).max() / np.abs(want).max()
 
     tree = mapped.restore()["param"]
     assert off(tree) <= 1e-6
-    layers = tree["params"]["decoder"]["layers"]
-    query = layers["self_attention"]["query"]
+    layers = tree["params"]["decoder"].get("layers") or tree["params"]["decoder"]["moe_layers"]
+    query = layers["self_attention"].get("query") or layers["self_attention"]["wq_b"]
     query["kernel"] = query["kernel"][:, :, ::-1]
     assert off(tree) > 1e-3
     query["kernel"] = query["kernel"][:, :, ::-1]
+    layers = layers.get("DeepSeekMoeBlock_0", layers)
     for experts in filter(None, map(layers.get, ("MoeBlock_0", "moe_block"))):
+        if "bias" in experts["gate"]:
+            experts["gate"]["bias"] = experts["gate"]["bias"][:, ::-1]
+            assert off(tree) > 1e-3
+            experts["gate"]["bias"] = experts["gate"]["bias"][:, ::-1]
         experts["wo"] = experts["wo"][::-1]
         assert off(tree) > 1e-3
 
 
-@pytest.mark.parametrize(("case", "first", "second"), CHAINS)
+@pytest.mark.parametrize(("case", "first", "second"), GPT2)
+def test_the_logits_of_gpt2_are_those_of_megatron_and_others_with_heads_exchanged(
+    case, first, second
+):
+    mapped, measured = chained(case, first, second), Case(case).measured()
+    tree, want = mapped.restore()["param"], measured["logits_ref"]
+
+    def off(config):
+        got = decoder.gpt2_logits(tree, config, measured["tokens"])
+        return np.abs(got - want).max() / np.abs(want).max()
+
+    assert off(mapped.config) <= 1e-6
+    assert off({**mapped.config, "activation_function": "gelu_new"}) > 1e-5
+    attention = tree["transformer"]["h"]["1"]["attn"]["c_proj"]
+    attention["kernel"] = np.roll(attention["kernel"], mapped.config["n_embd"] // 4, axis=1)
+    assert off(mapped.config) > 1e-3
+
+
+def test_gelu_that_is_fused_with_its_bias_is_the_approximation():
+    case, first, _ = GPT2[0]
+    rules, config = ucp.Mapping.load(first).config, Case(case).open().config
+    lengths: dict[str, int] = dict.fromkeys(("vocab", "embed", "layer", "heads", "mlp"), 1)
+    kinds = [
+        config_from(rules, {**config, "bias_gelu_fusion": fused}, lengths)["activation_function"]
+        for fused in (False, True)
+    ]
+    assert kinds == ["gelu", "gelu_new"]
+
+
+@pytest.mark.parametrize(("case", "first", "second"), EVERY)
 def test_to_map_twice_is_to_map_what_was_saved_in_between(case, first, second, tmp_path):
     want = chained(case, first, second)
     chained(case, first).save(tmp_path / "hf")
@@ -110,7 +153,7 @@ def test_to_map_twice_is_to_map_what_was_saved_in_between(case, first, second, t
     assert_same(arrays_of(found), arrays_of(want))
 
 
-@pytest.mark.parametrize(("case", "first", "second"), CHAINS)
+@pytest.mark.parametrize(("case", "first", "second"), EVERY)
 def test_back_through_both_every_bit_is_there_again(case, first, second, tmp_path):
     # moments do not follow a query that is scaled, and the rest of linear_qkv's has no place alone
     is_scaled = second.startswith(("hf-llama", "hf-mixtral"))
@@ -134,11 +177,14 @@ def test_moments_of_the_live_run_lie_where_weights_in_their_place_would(
 ):
     mapped, truth = chained(case, first, second), Case(case).truth()
     for state in ("param", "exp_avg", "exp_avg_sq"):
-        own = {label: array for label, array in truth.items() if label.startswith(f"{state}/")}
+        of_state = (f"{state}/", "buffer/")  # a buffer has no moments: it stands for itself
+        own = {label: array for label, array in truth.items() if label.startswith(of_state)}
         file = tmp_path / f"{state}.safetensors"
         write_safetensors(file, {label.partition("/")[2]: array for label, array in own.items()})
         as_weights = ucp.open(file).map(first, config=Case(case).open().config).map(second)
-        want = {leaf.label: as_weights.read(leaf.label) for leaf in as_weights.leaves}
+        want = arrays_of(as_weights)
+        if state != "param":
+            want = {label: want[label] for label in want if not label.endswith("gate/bias")}
         found = {
             leaf.label.replace(state, "param", 1): mapped.read(leaf.label)
             for leaf in mapped.leaves
@@ -154,7 +200,7 @@ def test_the_next_loss_of_the_weights_is_that_of_megatron(case, first, second):
     measured = Case(case).measured()
     mapped = chained(case, first, second)
     tokens = measured["tokens"][0]
-    logits = decoder.logits(mapped.restore()["param"], config_of(mapped), tokens[:, :-1])
+    logits = decoder.logits(mapped.restore()["param"], decoder_config(mapped), tokens[:, :-1])
     chosen = np.take_along_axis(decoder.softmax(logits), tokens[:, 1:, None], -1)
     np.testing.assert_allclose(-np.log(chosen).mean(), measured["losses"][0], rtol=1e-6)
 
@@ -162,7 +208,7 @@ def test_the_next_loss_of_the_weights_is_that_of_megatron(case, first, second):
 @pytest.mark.parametrize(("case", "first", "second"), NEXT)
 def test_an_optax_state_takes_all_of_the_run(case, first, second):
     mapped = chained(case, first, second)
-    params = mapped.abstract()["param"]
+    params = mapped.abstract()["exp_avg"]  # without buffers, which are not trained
     decays = {
         name: bool(group.settings["weight_decay"])
         for group in mapped.groups
@@ -202,11 +248,11 @@ def test_leaves_are_read_from_the_files_of_the_ranks_each_element_once():
 
 
 def test_one_mapping_from_megatron_fits_a_checkpoint():
-    for case, first, _ in CHAINS:
+    for case, first, _ in EVERY:
         config = Case(case).open().config
-        mappings = [ucp.Mapping.load(name) for _, name, _ in CHAINS]
+        mappings = [ucp.Mapping.load(name) for _, name, _ in EVERY]
         fitting = [all(one.state == "met" for one in outcomes(each, config)) for each in mappings]
-        assert {name for fits, (_, name, _) in zip(fitting, CHAINS, strict=True) if fits} == {first}
+        assert {name for fits, (_, name, _) in zip(fitting, EVERY, strict=True) if fits} == {first}
 
 
 def test_the_command_offers_chains_and_takes_them(tmp_path):
@@ -223,6 +269,67 @@ def test_the_command_offers_chains_and_takes_them(tmp_path):
     run("convert", tmp_path / "run", tmp_path / "back", "--mapping", chain, "--inverse")
     assert_same(arrays_of(ucp.open(tmp_path / "back")), arrays_of(Case(case).open()))
     assert "x in assume" in run("map", path, "--mapping", chain, "--assume", "x", code=1)
+
+
+def test_norms_inside_linears_as_transformer_engine_has_them_are_the_same_leaves(tmp_path):
+    case, own_norms, _ = DEEPSEEK3
+    want, original = chained(case, own_norms), Case(case).open()
+    names = {
+        "q_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
+        "kv_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
+    }
+    weights = {
+        label.partition("/")[2]: array
+        for label, array in arrays_of(original).items()
+        if label.startswith(("param/", "buffer/"))
+    }
+    fused = {
+        name.replace(end, names[end])
+        if (end := ".".join(name.split(".")[-2:])) in names
+        else name: a
+        for name, a in weights.items()
+    }
+    write_safetensors(tmp_path / "fused.safetensors", fused)
+    mapped = ucp.open(tmp_path / "fused.safetensors").map(
+        "megatron-deepseek3-to-hf", config=original.config
+    )
+    assert mapped.config == want.config
+    found = arrays_of(mapped)
+    assert_same(found, {label: array for label, array in arrays_of(want).items() if label in found})
+    mapped.save(tmp_path / "saved")
+    rules = ucp.Mapping.load("megatron-deepseek3-to-hf").inverse()
+    back = {leaf.param for leaf in ucp.open(tmp_path / "saved").map(rules).leaves}
+    assert back == fused.keys()
+
+
+def test_the_command_offers_a_chain_that_takes_buffers():
+    case, first, second = DEEPSEEK3
+    fitting = {
+        one["name"] for one in run_json("mappings", Case(case).path)["mappings"] if one["fits"]
+    }
+    name = first.partition(":")[0]
+    assert {name, f"{name},{second}"} <= fitting
+
+
+def test_a_run_with_buffers_goes_back_into_files_of_megatron(tmp_path):
+    case, first, _ = DEEPSEEK3
+    original = Case(case).open(sizes=None)
+    original.map(first).save(tmp_path / "hf")
+    back = ucp.open(tmp_path / "hf").map(ucp.Mapping.load(first).inverse())
+    assert_same(arrays_of(back.export(tmp_path / "run", "megatron")), arrays_of(original))
+
+
+def test_layers_that_predict_further_tokens_are_left_with_a_reason(tmp_path):
+    case, first, _ = DEEPSEEK3
+    original = Case(case).open(weights_only=True)
+    weights = {label.partition("/")[2]: array for label, array in arrays_of(original).items()}
+    write_safetensors(
+        tmp_path / "w.safetensors", weights | {"mtp.layers.0.enorm.weight": np.ones(16)}
+    )
+    mapped = ucp.open(tmp_path / "w.safetensors").map(first, config=original.config)
+    [left] = [item for item in mapped.inventory if item.status == "skipped"]
+    assert "enorm" in left.where
+    assert "predict further tokens" in left.reason
 
 
 def test_weights_that_are_not_scaled_to_a_sum_of_one_are_refused_where_a_model_scales_them():
@@ -262,7 +369,58 @@ OF_EXPERTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "mapping", "_"), {chain[1]: chain for chain in CHAINS}.values())
+OF_LATENTS = [
+    *(other for other in OTHERS if other[0] != "multi_latent_attention"),
+    ("multi_latent_attention", False, "attention"), ("qk_layernorm", False, "qk_norm"),
+    ("q_lora_rank", None, "query"), ("layernorm_epsilon", 1e-5, "eps"), ("mscale", 0.5, None),
+    ("mscale", 0.0, "yarn"), ("add_qkv_bias", True, "bias"), ("num_experts", None, "router"),
+    ("moe_router_score_function", "softmax", "router"), ("moe_router_topk", 1, "router"),
+    ("moe_router_enable_expert_bias", False, "router"), ("moe_router_topk", 4, "router"),
+    ("moe_router_topk_scaling_factor", 0.0, "router"), ("moe_router_group_topk", None, None),
+    ("moe_router_group_topk", 2, None), ("dense_layers", None, "layers"),
+    ("moe_shared_expert_intermediate_size", None, "layers"),
+    ("moe_shared_expert_gate", True, "layers"),
+    ("moe_shared_expert_glu_interleave_size", 32, "layers"),
+    ("moe_router_load_balancing_type", "quantile_balancing", "router"),
+    *(
+        other for other in OF_EXPERTS if other[2] == "router"
+        and other[0] not in ("moe_router_score_function", "moe_router_num_groups",
+                             "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias")
+    ),
+]  # fmt: skip
+
+
+OF_GPT2 = [
+    *(other for other in OTHERS if other[2] == "attention"),
+    ("normalization", "RMSNorm", "norm"), ("layernorm_zero_centered_gamma", True, "norm"),
+    ("apply_layernorm_1p", True, "norm"), ("qk_l2_norm", True, "norm"), ("qk_layernorm", True, "norm"),
+    ("apply_residual_connection_post_layernorm", True, "norm"),
+    ("position_embedding_type", "rope", "positions"), ("query_groups", 2, "heads"),
+    ("swiglu", True, "activation"), ("squared_relu", True, "activation"),
+    ("quick_geglu", True, "activation"), ("openai_gelu", True, "activation"),
+    ("add_bias_linear", False, "bias"), ("num_experts", 4, "experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chain", "key", "value", "name"),
+    [
+        *((DEEPSEEK3, *other) for other in OF_LATENTS),
+        *((GPT2[0], *other) for other in OF_GPT2),
+    ],
+)
+def test_an_argument_by_which_megatron_computes_something_else_is_refused(chain, key, value, name):
+    case, mapping, _ = chain
+    config = {**Case(case).open().config, key: value}
+    results = outcomes(ucp.Mapping.load(mapping), config)
+    unmet = {one.requirement.name for one in results if one.state == "unmet"}
+    assert unmet == ({name} if name else set())
+
+
+@pytest.mark.parametrize(
+    ("case", "mapping", "_"),
+    {chain[1]: chain for chain in CHAINS if chain is not DEEPSEEK3}.values(),
+)
 def test_arguments_by_which_megatron_computes_something_else_are_refused(case, mapping, _):
     checkpoint, rules = Case(case).open(), ucp.Mapping.load(mapping)
     has_experts = "moe" in mapping or "mixtral" in mapping
