@@ -45,6 +45,15 @@ QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 # MaxText rounds an embedding that it makes logits of, here one that 4 scales, which changes no bit
 GEMMA = {"hidden_size": 16, "head_dim": 8, "intermediate_size": 16, "query_pre_attn_scalar": 8}
 GEMMA |= {"sliding_window": 8, "tie_word_embeddings": True}
+GEMMA4 = {**GEMMA, "num_hidden_layers": 12, "global_head_dim": 16, "num_global_key_value_heads": 1}
+GEMMA4 |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "intermediate_size": 24}
+GEMMA4 |= {"final_logit_softcapping": 30.0}
+del GEMMA4["query_pre_attn_scalar"]
+GEMMA4_MOE = {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+GEMMA4_MOE |= {"moe_intermediate_size": 8}
+LLAMA4 = {"num_hidden_layers": 8, "hidden_size": 16, "head_dim": 8, "intermediate_size": 6}
+LLAMA4 |= {"intermediate_size_mlp": 10, "num_local_experts": 4, "num_experts_per_tok": 1}
+LLAMA4 |= {"attention_chunk_size": 8, "rope_parameters": {**LLAMA3, "factor": 8.0}}
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16, "beta_fast": 32.0}
 YARN |= {"beta_slow": 1.0, "factor": 4.0}
 GPT_OSS = {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -103,6 +112,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_no_window": ("Gemma3Text", {**GEMMA, "layer_types": ["full_attention"] * 2}),
+    "gemma4_apart": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": False, "num_hidden_layers": 6}),
+    "gemma4_moe": ("Gemma4Text", GEMMA4_MOE),
+    "llama4": ("Llama4Text", LLAMA4),
+    "llama4_maverick": (
+        "Llama4Text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
     "gpt_oss": ("GptOss", GPT_OSS),
     "deepseek3": ("DeepseekV3", DEEPSEEK),
     "kimi_k2": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "rope_parameters": KIMI}),
@@ -139,9 +160,9 @@ BLOCKS = {
 BLOCKS |= {"qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek", "deepseek_v2": "deepseek"}
 BLOCKS |= {"qwen3_next": "qwen3_next", "gemma": "gemma", "olmo2": "olmo3", "olmo3": "olmo3"}
-BLOCKS["qwen3_5_moe_text"] = "qwen3_5"
+BLOCKS |= {"qwen3_5_moe_text": "qwen3_5", "gemma4_text": "gemma4", "llama4_text": "llama4"}
 # What MaxText does by the name of a model alone
-NAMES = {"gemma3_text": "gemma3-4b", "deepseek_v3": "deepseek3-671b"}
+NAMES = {"gemma3_text": "gemma3-4b", "gemma4_text": "gemma4-31b", "deepseek_v3": "deepseek3-671b"}
 NAMES |= {"deepseek_v2": "deepseek2-16b", "olmo2": "olmo3-7b", "olmo3": "olmo3-7b"}
 ROPES = {"llama3": "llama3.1", "yarn": "yarn"}
 QK_NORMS = ("qwen3", "qwen3_moe", "olmo2", "olmo3")
@@ -152,12 +173,16 @@ RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_
 RECORDED += ("qwen3_moe_unscaled",)
 PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
 PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3", "qwen3_next")
-PROVED += ("qwen35_moe",)
+PROVED += ("qwen35_moe", "gemma4_apart", "gemma4_moe")
 
 # The same weights as the text model of one that sees, by the name of the text's.
 RELEASED = {"qwen35_moe": "Qwen3_5Moe", "qwen3": "Qwen3VL", "qwen3_moe": "Qwen3VLMoe"}
+RELEASED |= {"gemma4_moe": "Gemma4", "llama4": "Llama4"}
 TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2}
 TOWER |= {"out_hidden_size": SMALL["hidden_size"], "num_position_embeddings": 4}
+TOWER |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4, "image_size": 4}
+TOWER |= {"position_embedding_size": 4, "num_key_value_heads": 2, "vision_output_dim": 8}
+TOWER |= {"projector_input_dim": 8, "projector_output_dim": 8}
 # Of these the tests have the experts packed too, as transformers has them in memory.
 PACKED = ("mixtral", "qwen3_moe", "qwen3_next", "qwen35_moe", "deepseek2", "deepseek3")
 
@@ -175,7 +200,7 @@ def write(folder: Path) -> None:
             for weight in model.parameters():
                 weight.mul_(4) if weight.dim() > 1 else weight.add_(torch.randn_like(weight) * 0.1)
             for name_of, bias in model.named_buffers():
-                if name_of.endswith("e_score_correction_bias"):
+                if name_of.endswith(("e_score_correction_bias", "layer_scalar")):
                     bias.add_(torch.randn_like(bias) * 0.1)
             # MaxText rounds a tied embedding to bfloat16 where it makes logits of it
             if config.tie_word_embeddings:
@@ -207,8 +232,14 @@ def released(family: str, text: Any) -> Any:
 
     of_text = text.config.to_dict()
     del of_text["model_type"]
-    config = getattr(transformers, f"{family}Config")(text_config=of_text, vision_config=TOWER)
+    config_class = getattr(transformers, f"{family}Config")
+    kind = config_class.sub_configs["vision_config"]
+    tower = {key: value for key, value in TOWER.items() if hasattr(kind, key)}
+    config = config_class(text_config=of_text, vision_config=tower)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
+    if family == "Llama4":
+        model.language_model.load_state_dict(text.state_dict())
+        return model
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     return model
@@ -367,7 +398,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if experts:
         said |= {
             "num_experts": experts,
-            "num_experts_per_tok": config["num_experts_per_tok"],
+            "num_experts_per_tok": config.get("num_experts_per_tok"),
             "norm_topk_prob": config.get("norm_topk_prob", False),
             "sparse_matmul": False,
             "megablox": False,
@@ -393,6 +424,51 @@ def gemma(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     pairs = config["model_type"] == "gemma2"
     return said | ({"base_num_decoder_layers": config["num_hidden_layers"] // 2} if pairs else {})
+
+
+def gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
+    ropes = config["rope_parameters"]
+    of_global = next(iter(config["per_layer_config"].values()))
+    kv_heads = of_global.get("num_key_value_heads", config["num_key_value_heads"])
+    return {
+        "sliding_window_size": config["sliding_window"],
+        "global_head_dim": of_global["head_dim"],
+        "global_num_kv_heads": kv_heads,
+        "share_kv_projections": config["attention_k_eq_v"],
+        "v_norm_with_scale": False,
+        "use_post_attn_norm": True,
+        "use_post_ffw_norm": True,
+        "final_logits_soft_cap": config["final_logit_softcapping"] or 0.0,
+        "local_rope_max_timescale": int(ropes["sliding_attention"]["rope_theta"]),
+        "global_rope_max_timescale": int(ropes["full_attention"]["rope_theta"]),
+        "local_rope_proportion": 1.0,
+        "global_rope_proportion": ropes["full_attention"]["partial_rotary_factor"],
+        "normalize_embedding_logits": True,
+    } | (
+        {
+            "shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": config["top_k_experts"],
+        }
+        if config["enable_moe_block"]
+        else {}
+    )
+
+
+def llama4(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3.1",
+        "rope_use_scale": config["rope_parameters"]["rope_type"] == "llama3",
+        "base_mlp_dim": config["intermediate_size_mlp"],
+        "base_moe_mlp_dim": config["intermediate_size"],
+        "shared_experts": 1,
+        "use_qk_norm": config["use_qk_norm"],
+        "nope_layer_interval": 4,
+        "inhomogeneous_layer_cycle_interval": 4,
+        "interleave_moe_layer_step": config["moe_layers"][0] + 1,
+        "temperature_tuning": config["attn_temperature_tuning"],
+        "chunk_attn_window_size": config["attention_chunk_size"],
+    }
 
 
 def gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,6 +532,8 @@ def first_gemma(config: Mapping[str, Any]) -> dict[str, Any]:
 
 SETTINGS = {"gemma2": gemma, "gemma3_text": gemma, "gpt_oss": gpt_oss, "deepseek_v3": deepseek}
 SETTINGS |= {
+    "gemma4_text": gemma4,
+    "llama4_text": llama4,
     "qwen3_next": qwen3_next,
     "qwen3_5_moe_text": qwen3_next,
     "deepseek_v2": deepseek,

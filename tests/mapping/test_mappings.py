@@ -49,6 +49,8 @@ CASES = [
     ("maxtext/gemma3", "hf-gemma3-to-tunix", []),
     ("maxtext/gemma3", "hf-gemma3-to-maxtext", []),
     ("maxtext/gemma3_linear", "hf-gemma3-to-maxtext", []),
+    ("maxtext/gemma4_apart", "hf-gemma4-to-maxtext", []),
+    ("maxtext/gemma4_moe", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma", "hf-gemma-to-maxtext", []),
     ("maxtext/olmo2", "hf-olmo2-to-maxtext", []),
     ("maxtext/olmo3", "hf-olmo3-to-maxtext", []),

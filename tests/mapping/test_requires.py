@@ -383,7 +383,8 @@ REQUIREMENTS = {
     "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6", "hf-gemma-to-maxtext": "c7015573154c2a22",
     "hf-gemma-to-tunix": "eea93f4d767766e3", "hf-gemma2-to-maxtext": "afda51f82a034160",
     "hf-gemma2-to-tunix": "7e068db903477c27", "hf-gemma3-to-maxtext": "9cbdee102082b86d",
-    "hf-gemma3-to-tunix": "8b75487721044cad", "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
+    "hf-gemma3-to-tunix": "8b75487721044cad", "hf-gemma4-to-maxtext": "4a66f863e81fb807",
+    "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
     "hf-gpt2-to-flax": "1628ce7b71f89e4e", "hf-llama-to-maxtext": "47113e84c36f385d",
     "hf-llama-to-tunix": "7c97939be21d3f66", "hf-llama2-to-maxtext": "15b6351fae7a1413",
     "hf-mistral-to-maxtext": "c2d1e57550edfde8", "hf-mixtral-to-maxtext": "f0526fde23b85910",
@@ -397,7 +398,7 @@ REQUIREMENTS = {
     "megatron-llama-to-hf": "e631232e8a33eb61", "megatron-mixtral-to-hf": "3caadd865031181b",
     "megatron-qwen2-to-hf": "41199c38c248f8b2", "megatron-qwen3-moe-to-hf": "8186d041e966be4b",
     "megatron-qwen3-to-hf": "16ecfcf49a3dabe0", "vlm-qwen3-vl-to-hf": "a232703a6e5f1920",
-    "vlm-qwen3-vl-moe-to-hf": "2e0a5a2a85551d43",
+    "vlm-gemma4-to-hf": "7eb898da8559497c", "vlm-qwen3-vl-moe-to-hf": "2e0a5a2a85551d43",
     "vlm-qwen3.5-moe-to-hf": "223720f1cd91acca",
 }  # fmt: skip
 
