@@ -2,6 +2,9 @@
 them. Clusters are processes of this machine here.
 """
 
+# What Dask says of its types is of clusters that are awaited.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
 import os
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from distributed import Client, LocalCluster
 import jax_ucp as ucp
 from commands import run
 from helpers import digests
+from servers.stores import free_port
 from worker_kills import COMMANDS, KINDS, MPIEXEC, Campaign, two_workers
 
 DATA = Path(__file__).parent / "data"
@@ -137,7 +141,7 @@ def test_a_rank_that_is_alone_does_the_work_itself(made, tmp_path):
 def test_the_scripts_for_clusters_work(made, tmp_path, monkeypatch):
     source, whole = made
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "SOURCE": str(source), "PORT": "8797"}
+    environment = {**os.environ, "PATH": path, "SOURCE": str(source), "PORT": str(free_port())}
 
     def run_script(name: str, **variables: str) -> None:
         command = ["timeout", "120", "bash", str(EXAMPLES / name)]
