@@ -488,6 +488,8 @@ def gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
 def deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
     same = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     is_v3 = config["model_type"] == "deepseek_v3"
+    # transformers scales the softmax by yarn's mscale always, MaxText of a longer context alone
+    longer = config["rope_parameters"]["original_max_position_embeddings"] + 1
     return {name: config[name] for name in (*same, "routed_scaling_factor")} | {
         "q_lora_rank": config["q_lora_rank"] or 0,
         "attention_type": "mla",
@@ -498,6 +500,7 @@ def deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
         "routed_score_func": "sigmoid" if is_v3 else "softmax",
         "routed_bias": is_v3,
         "mscale": config["rope_parameters"]["mscale_all_dim"],
+        "max_position_embeddings": max(config["max_position_embeddings"], longer),
         "rope_interleave": config["rope_interleave"] if is_v3 else True,
         "rope_attention_scaling": False,
     }

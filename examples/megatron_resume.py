@@ -45,11 +45,13 @@ CASES = {
         "llama": ("megatron-llama-to-hf", "hf-llama2-to-maxtext"),
         "qwen3": ("megatron-qwen3-to-hf", "hf-qwen3-to-maxtext"),
         "qwen3_moe": ("megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
+        "deepseek3": ("megatron-deepseek3-to-hf", "hf-deepseek3-to-maxtext"),
     },
 }
 REFUSED = {("maxtext", "llama")}
 TOLERANCE = 1e-5
 RATE = 1e-2  # with which Megatron ran
+BIAS_RATE = 1e-3  # by which it changed the biases of experts' scores at a step
 
 # The optax state of an optimizer for parameters that have the names of the mapped checkpoint.
 StateOf = Callable[[optax.GradientTransformation, Any], Any]
@@ -152,20 +154,23 @@ def in_maxtext(
     from maxtext.common.train_state_nnx import (  # pyright: ignore[reportMissingImports]
         TrainStateNNX,
     )
+    from maxtext.layers.moe import MoEBiasVar  # pyright: ignore[reportMissingImports]
     from maxtext.models import models  # pyright: ignore[reportMissingImports]
     from maxtext.optimizers import optimizers  # pyright: ignore[reportMissingImports]
     from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
     from maxtext.utils import maxtext_utils  # pyright: ignore[reportMissingImports]
 
     said = {**maxtext_logits.settings(config), "adamw_mask": ["scale"]}
+    if said.get("routed_bias"):
+        said["routed_bias_update_rate"] = BIAS_RATE
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
     settings = maxtext_logits.configured(said, inputs.shape[1:])
     mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(settings), settings.mesh_axes)
     with jax.set_mesh(mesh):
         model = models.Transformer(settings, mesh, quant=None, rngs=nnx.Rngs(0))
-        wanted = {"params": nnx.state(model, nnx.Param)}
-        params = mapped.restore({"param": wanted}, partial=True)["param"]
-        nnx.update(model, params["params"])
+        wanted = {"params": nnx.state(model, (nnx.Param, MoEBiasVar))}
+        nnx.update(model, mapped.restore({"param": wanted}, partial=True)["param"]["params"])
+        params = {"params": nnx.state(model, nnx.Param)}
         tx = optimizers.get_optimizer(settings, optax.constant_schedule(RATE), model)
         state = jax.tree.map(
             lambda node: node["params"] if isinstance(node, dict) else node,
