@@ -398,6 +398,8 @@ OF_GPT2 = [
     ("position_embedding_type", "rope", "positions"), ("query_groups", 2, "heads"),
     ("swiglu", True, "activation"), ("squared_relu", True, "activation"),
     ("quick_geglu", True, "activation"), ("openai_gelu", True, "activation"),
+    ("use_te_activation_func", True, "activation"),
+    ("use_transformer_engine_op_fuser", True, "activation"),
     ("add_bias_linear", False, "bias"), ("num_experts", 4, "experts"),
 ]  # fmt: skip
 
