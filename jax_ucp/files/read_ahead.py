@@ -20,7 +20,7 @@ class ReadAhead:
 
     is_remote = True
 
-    def __init__(self, files: Files, file: FileInfo):
+    def __init__(self, files: Files | ReadAhead, file: FileInfo):
         self._files, self._file = files, file
         self._runs: deque[tuple[int, np.ndarray]] = deque(maxlen=RUNS_KEPT)
         self._stop, self._length = 0, FIRST_BYTES

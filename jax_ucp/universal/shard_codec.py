@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -31,6 +31,7 @@ CRC_BYTES = 4
 CRC = np.dtype("<u4")
 _ENTRY_BYTES = 16  # of an index: offset and length of an inner chunk
 _NOT_STORED = (1 << 64) - 1
+_OTHER_CRC = " does not have the crc32c that is stored with it"
 _EXCHANGED = (
     "they are whole, but do not have the crc32c that ucp.json records for this place. They, or"
     " ucp.json, are of another array, step or run, or were written over since the checkpoint was"
@@ -132,15 +133,44 @@ def read_shard(files: Files | ReadAhead, shard: OuterChunk) -> None:
     # Checked before anything is allocated for the inner chunks: if all of them are in the file,
     # there are no more of them than bytes.
     url = files.url(shard.file.name)
-    size, offset = shard.file.size, shard.offset or 0
+    size, begin = shard.file.size, shard.offset or 0
     if shard.offset is None and size != shard.nbytes:
         raise CorruptData(f"{url} has {size} bytes, but its chunk takes {shard.nbytes}")
-    if offset + shard.nbytes > size:
+    if begin + shard.nbytes > size:
         raise CorruptData(
             f"{url} is too short: it has {size} bytes, and a chunk in it ends at byte"
-            f" {offset + shard.nbytes}"
+            f" {begin + shard.nbytes}"
         )
-    _decode(_ShardReader(files, shard.file, url, offset, shard.nbytes), shard)
+    if has_index(shard.chunks) and shard.nbytes <= WHOLE_BYTES:
+        files = ReadAhead(files, shard.file)
+        files.read_into([RangeRead(shard.file, begin, np.empty(shard.nbytes, np.uint8))])
+    entries = _entries(files, shard, url)
+    pieces: list[_Placed] = []
+    nbytes = chunk_bytes(shard.chunks, shard.dtype)
+    for place, takers in sorted(_wanted_chunks(shard).items(), key=operator.itemgetter(0)):
+        at, length = entries[place].tolist()
+        if length != nbytes:
+            raise CorruptData(f"{url}: inner chunk {place} is not stored as {nbytes} bytes")
+        if at + nbytes > shard.nbytes:
+            raise CorruptData(f"{url} is too short for inner chunk {place}")
+        pieces.append(_Placed(shard, place, begin + at, nbytes, takers))
+    for _, fault in _delivered(files, pieces):
+        if fault:
+            raise CorruptData(f"{url}{fault}")
+
+
+def _entries(files: Files | ReadAhead, shard: OuterChunk, url: str) -> np.ndarray:
+    """Offset and length in the file of each inner chunk, on the last axis."""
+    grid = _inner_grid(shard.chunks)
+    if not has_index(shard.chunks):
+        return np.array([0, shard.nbytes], np.uint64).reshape(*grid, 2)
+    raw = np.empty(math.prod(grid) * _ENTRY_BYTES + CRC_BYTES, np.uint8)
+    end = (shard.offset or 0) + shard.nbytes
+    files.read_into([RangeRead(shard.file, end - raw.nbytes, raw)])
+    index, crc = np.split(raw, [-CRC_BYTES])
+    if _crc(index) != crc.tobytes():
+        raise CorruptData(f"{url} is damaged: the index{_OTHER_CRC}")
+    return index.view(np.uint64).reshape(*grid, 2)
 
 
 def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]:
@@ -162,19 +192,27 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
         has_own = shard.offset is None and has_index(shard.chunks) and not shard.chunks.is_stack
         if is_local and has_own:
             pieces.append(_PlacedIndex(shard))
-    most = LOCAL_BATCH_BYTES if is_local else REMOTE_BATCH_BYTES
+    for piece, fault in _delivered(files, pieces):
+        if fault:
+            left[id(piece.shard)] = piece.shard
+    return list(left.values())
+
+
+def _delivered(
+    files: Files | ReadAhead, pieces: Sequence[_Placed | _PlacedIndex]
+) -> Iterator[tuple[_Placed | _PlacedIndex, str]]:
+    """Each piece, when it is read and its takers have it, or with its fault."""
+    most = REMOTE_BATCH_BYTES if files.is_remote else LOCAL_BATCH_BYTES
     for batch in batches(pieces, lambda piece: piece.nbytes, most, len(pieces)):
-        read = [(piece, piece.buffers(in_place=is_local)) for piece in batch]
+        read = [(piece, piece.buffers(in_place=not files.is_remote)) for piece in batch]
         files.read_into([one for piece, buffers in read for one in piece.reads(buffers)])
         for piece, buffers in read:
-            if not piece.deliver(buffers):
-                left[id(piece.shard)] = piece.shard
-    return list(left.values())
+            yield piece, piece.deliver(buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """An inner chunk with its crc32c, expected at byte `at` of the file of its outer chunk."""
+    """An inner chunk with its crc32c, at byte `at` of the file of its outer chunk."""
 
     shard: OuterChunk
     place: Shape
@@ -182,15 +220,21 @@ class _Placed:
     nbytes: int
     takers: Sequence[tuple[Box, np.ndarray]]
 
+    @property
+    def box(self) -> Box:
+        """Its block of the array, past whose edge it may extend."""
+        inner = self.shard.chunks.inner
+        corner = (p * n for p, n in zip(self.place, inner, strict=True))
+        start = tuple(map(operator.add, self.shard.box.start, corner))
+        return Box(start, tuple(map(operator.add, start, inner)))
+
     def buffers(self, in_place: bool) -> list[np.ndarray]:
         """Memory for all of it; or, if it may be read in place, that of one taker who wants it all
         and has no gaps, and memory for the crc32c.
         """
         (want, out), *others = self.takers
-        start, inner = _first_element(self.shard, self.place), self.shard.chunks.inner
-        box = Box(start, tuple(a + n for a, n in zip(start, inner, strict=True)))
-        if in_place and not others and box.within(want):
-            part = out[box.relative_to(want).index]
+        if in_place and not others and self.box.within(want):
+            part = out[self.box.relative_to(want).index]
             if part.flags.c_contiguous:
                 return [part, np.empty(CRC_BYTES, np.uint8)]
         return [np.empty(self.nbytes, np.uint8)]
@@ -201,21 +245,28 @@ class _Placed:
             yield RangeRead(self.shard.file, at, buffer)
             at += buffer.nbytes
 
-    def deliver(self, buffers: Sequence[np.ndarray]) -> bool:
-        """Whether the inner chunk was read, by its crc32c; if so takers' elements are copied."""
+    def deliver(self, buffers: Sequence[np.ndarray]) -> str:
+        """The fault of the inner chunk, by its crc32c; if there is none takers' elements are
+        copied.
+        """
         shard, is_in_place = self.shard, len(buffers) > 1
         if is_in_place:
             data, stored = buffers
         else:
             data, stored = np.split(buffers[0], [-CRC_BYTES])
         crc = _crc(data)
-        recorded = crc if shard.crcs is None else shard.crcs[self.place].tobytes()
-        if not crc == stored.tobytes() == recorded:
-            return False
+        if crc != stored.tobytes():
+            return f" is damaged: inner chunk {self.place}{_OTHER_CRC}"
+        if shard.crcs is not None and shard.crcs[self.place].tobytes() != crc:
+            what = f"the data of inner chunk {self.place}"
+            return f": {what} are not those that were saved: {_EXCHANGED}"
         if not is_in_place:
-            inner = data.view(shard.dtype).reshape(shard.chunks.inner)
-            _hand_out(inner, _first_element(shard, self.place), self.takers)
-        return True
+            inner, box = data.view(shard.dtype).reshape(shard.chunks.inner), self.box
+            for want, out in self.takers:
+                hit = want.intersect(box)
+                assert hit is not None  # a taker wants some of it
+                out[hit.relative_to(want).index] = inner[hit.relative_to(box).index]
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +290,8 @@ class _PlacedIndex:
         end = (self.shard.offset or 0) + self.shard.nbytes
         yield RangeRead(self.shard.file, end - self.nbytes, buffers[0])
 
-    def deliver(self, buffers: Sequence[np.ndarray]) -> bool:
-        return buffers[0].tobytes() == self.data
+    def deliver(self, buffers: Sequence[np.ndarray]) -> str:
+        return "" if buffers[0].tobytes() == self.data else "the index is another"
 
 
 def _is_placed(shard: OuterChunk) -> bool:
@@ -254,7 +305,7 @@ def _placed(shard: OuterChunk) -> Iterator[_Placed]:
     """The inner chunks with a wanted element, in the order in which our writer puts them."""
     nbytes, order = chunk_bytes(shard.chunks, shard.dtype), shard.chunks.file_order
     grid = order(grid_shape(shard.box.shape, shard.chunks.inner))
-    wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
+    wanted = _wanted_chunks(shard)
     for place in sorted(wanted, key=order):
         number = 0
         for p, n in zip(order(place), grid, strict=True):
@@ -263,141 +314,19 @@ def _placed(shard: OuterChunk) -> Iterator[_Placed]:
         yield _Placed(shard, place, at, nbytes, wanted[place])
 
 
-def _first_element(shard: OuterChunk, place: Shape) -> Shape:
-    """The position in the array of the first element of an inner chunk."""
-    return tuple(
-        o + p * n for o, p, n in zip(shard.box.start, place, shard.chunks.inner, strict=True)
-    )
-
-
-def _wanted_chunks(
-    box: Box, chunks: Chunks, wanted: Sequence[tuple[Box, np.ndarray]]
-) -> dict[Shape, list[tuple[Box, np.ndarray]]]:
+def _wanted_chunks(shard: OuterChunk) -> dict[Shape, list[tuple[Box, np.ndarray]]]:
     """The inner chunks with wanted elements, by place, each with wanted boxes and arrays."""
     places: dict[Shape, list[tuple[Box, np.ndarray]]] = defaultdict(list)
-    for want, out in wanted:
-        hit = want.intersect(box)
-        if hit is not None:
-            first = [
-                (a - o) // n for a, o, n in zip(hit.start, box.start, chunks.inner, strict=True)
+    for want, out in shard.wanted:
+        if (hit := want.intersect(shard.box)) is not None:
+            hit = hit.relative_to(shard.box)
+            ranges = [
+                range(a // n, -(-b // n))
+                for a, b, n in zip(hit.start, hit.stop, shard.chunks.inner, strict=True)
             ]
-            last = [
-                (b - o - 1) // n for b, o, n in zip(hit.stop, box.start, chunks.inner, strict=True)
-            ]
-            for place in itertools.product(
-                *(range(a, b + 1) for a, b in zip(first, last, strict=True))
-            ):
+            for place in itertools.product(*ranges):
                 places[place].append((want, out))
     return places
-
-
-def _decode(reader: _ShardReader, shard: OuterChunk) -> None:
-    nbytes = chunk_bytes(shard.chunks, shard.dtype)
-    entries = _entries(reader, shard.chunks)
-    wanted = _wanted_chunks(shard.box, shard.chunks, shard.wanted)
-    pieces: list[_Piece] = []
-    for place in sorted(wanted):
-        offset, length = entries[place].tolist()
-        if length != nbytes:
-            raise CorruptData(f"{reader.url}: inner chunk {place} is not stored as {nbytes} bytes")
-        saved_with = None if shard.crcs is None else shard.crcs[place].tobytes()
-        pieces.append(_Piece(offset, offset + nbytes, f"inner chunk {place}", saved_with))
-    for place, raw in zip(sorted(wanted), reader.checked(pieces), strict=True):
-        inner = raw.view(shard.dtype).reshape(shard.chunks.inner)
-        _hand_out(inner, _first_element(shard, place), wanted[place])
-
-
-def _hand_out(inner: np.ndarray, start: Shape, takers: Sequence[tuple[Box, np.ndarray]]) -> None:
-    """Copy the elements of wanted boxes from an inner chunk, whose first element is at `start`."""
-    stop = tuple(a + n for a, n in zip(start, inner.shape, strict=True))
-    for want, out in takers:
-        here = [
-            slice(max(a, w), min(b, v))
-            for a, b, w, v in zip(start, stop, want.start, want.stop, strict=True)
-        ]
-        source = inner[
-            tuple(slice(s.start - a, s.stop - a) for s, a in zip(here, start, strict=True))
-        ]
-        out[
-            tuple(slice(s.start - w, s.stop - w) for s, w in zip(here, want.start, strict=True))
-        ] = source
-
-
-def _entries(reader: _ShardReader, chunks: Chunks) -> np.ndarray:
-    """Offset and length in the file of each inner chunk, on the last axis."""
-    grid = _inner_grid(chunks)
-    if not has_index(chunks):
-        return np.array([0, reader.size], np.uint64).reshape(*grid, 2)
-    begin = reader.size - math.prod(grid) * _ENTRY_BYTES - CRC_BYTES
-    (index,) = reader.checked([_Piece(begin, reader.size, "the index")])
-    # the next range may be read into the same memory
-    return index.view(np.uint64).reshape(*grid, 2).copy()
-
-
-class _Piece(NamedTuple):
-    """A range of a part of a file, with its crc32c at its end, and the one recorded, if any."""
-
-    begin: int
-    end: int
-    what: str
-    saved_with: bytes | None = None
-
-
-class _ShardReader:
-    """A reader of ranges with a crc32c behind each; later ones overwrite earlier memory."""
-
-    def __init__(self, files: Files | ReadAhead, file: FileInfo, url: str, offset: int, size: int):
-        self.url = url
-        self.size = size
-        self._files, self._file, self._offset = files, file, offset
-        self._room = np.empty(0, np.uint8)
-        self._whole = self._read([(0, size)]) if size <= WHOLE_BYTES else None
-        # over a network many are read at once; from a disk each is copied while a core's cache
-        # has it
-        self._batch_bytes = REMOTE_BATCH_BYTES if files.is_remote else 0
-
-    def checked(self, pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
-        """The bytes of each range, valid until the next. Raises CorruptData for another crc32c."""
-        for piece in pieces:
-            if not 0 <= piece.begin < piece.end - CRC_BYTES or piece.end > self.size:
-                raise CorruptData(f"{self.url} is too short for {piece.what}")
-        if self._whole is not None:
-            for piece in pieces:
-                yield self._proved(piece, self._whole[piece.begin : piece.end])
-            return
-        for batch in batches(
-            pieces, lambda piece: piece.end - piece.begin, self._batch_bytes, len(pieces)
-        ):
-            data, at = self._read([piece[:2] for piece in batch]), 0
-            for piece in batch:
-                yield self._proved(piece, data[at : at + piece.end - piece.begin])
-                at += piece.end - piece.begin
-
-    def _read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The bytes of ranges, one after the other."""
-        nbytes = sum(end - begin for begin, end in ranges)
-        if len(self._room) < nbytes:
-            self._room = np.empty(nbytes, np.uint8)
-        room, reads, at = self._room[:nbytes], [], 0
-        for begin, end in ranges:
-            out = room[at : at + end - begin]
-            reads.append(RangeRead(self._file, self._offset + begin, out))
-            at += end - begin
-        self._files.read_into(reads)
-        return room
-
-    def _proved(self, piece: _Piece, data: np.ndarray) -> np.ndarray:
-        crc = _crc(data[:-CRC_BYTES])
-        if crc != data[-CRC_BYTES:].tobytes():
-            raise CorruptData(
-                f"{self.url} is damaged: {piece.what} does not have the crc32c that is stored with"
-                " it"
-            )
-        if piece.saved_with not in (None, crc):
-            raise CorruptData(
-                f"{self.url}: the data of {piece.what} are not those that were saved: {_EXCHANGED}"
-            )
-        return data[:-CRC_BYTES]
 
 
 def read_unit(chunks: Chunks, itemsize: int) -> Shape:
