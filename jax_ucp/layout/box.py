@@ -93,7 +93,10 @@ class Box:
 
     def relative_to(self, origin: Box) -> Box:
         """This box in coordinates that count from the first element of `origin`."""
-        return self.shift([-a for a in origin.start])
+        return Box(
+            tuple(map(operator.sub, self.start, origin.start)),
+            tuple(map(operator.sub, self.stop, origin.start)),
+        )
 
     def minus(self, other: Box) -> Iterator[Box]:
         """Disjoint boxes of the elements of this box that are not in `other`: at most 2 * ndim."""

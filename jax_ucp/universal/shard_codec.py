@@ -224,8 +224,8 @@ class _Placed:
     def box(self) -> Box:
         """Its block of the array, past whose edge it may extend."""
         inner = self.shard.chunks.inner
-        corner = (p * n for p, n in zip(self.place, inner, strict=True))
-        start = tuple(map(operator.add, self.shard.box.start, corner))
+        offsets = map(operator.mul, self.place, inner)
+        start = tuple(map(operator.add, self.shard.box.start, offsets))
         return Box(start, tuple(map(operator.add, start, inner)))
 
     def buffers(self, in_place: bool) -> list[np.ndarray]:
@@ -319,11 +319,8 @@ def _wanted_chunks(shard: OuterChunk) -> dict[Shape, list[tuple[Box, np.ndarray]
     places: dict[Shape, list[tuple[Box, np.ndarray]]] = defaultdict(list)
     for want, out in shard.wanted:
         if (hit := want.intersect(shard.box)) is not None:
-            hit = hit.relative_to(shard.box)
-            ranges = [
-                range(a // n, -(-b // n))
-                for a, b, n in zip(hit.start, hit.stop, shard.chunks.inner, strict=True)
-            ]
+            edges = zip(hit.start, hit.stop, shard.box.start, shard.chunks.inner, strict=True)
+            ranges = [range((a - o) // n, -((o - b) // n)) for a, b, o, n in edges]
             for place in itertools.product(*ranges):
                 places[place].append((want, out))
     return places
