@@ -25,7 +25,7 @@ from jax_ucp.arrays.digests import digest_checks
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
-from jax_ucp.checkpoint.views import Mapped, Opened, of_run, with_args, with_model_config
+from jax_ucp.checkpoint.views import Opened, mapped, of_run, with_args, with_model_config
 from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
 from jax_ucp.files.listing import Asked, counting
 from jax_ucp.files.path import FilePath, file_path, target_path
@@ -466,7 +466,7 @@ class Checkpoint:
             FormatError: where `config` is no config.
             QuantizedWeights: where weights are stored as codes.
         """
-        return self._made(Mapped.of(mapping, sizes, config, assume, params)(self._contents))
+        return self._made(mapped(self._contents, mapping, sizes, config, assume, params))
 
     def weights(self, params: str = "params") -> Checkpoint:
         """A checkpoint of only the parameters of a training run, to be mapped back and exported.

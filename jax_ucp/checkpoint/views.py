@@ -39,77 +39,69 @@ class Opened:
         return suspicions(self.contents)
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """The arguments of `Checkpoint.map`, with files read and names looked up."""
+def mapped(
+    contents: Contents,
+    mapping: mappings.Mapping | str | os.PathLike[str],
+    sizes: Mapping[str, int] | None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None,
+    assume: Sequence[str],
+    params: str | None,
+) -> Contents:
+    """The contents with a mapping applied; arguments are `Checkpoint.map`'s."""
+    if isinstance(assume, str):
+        raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
+    rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
+    given = None if config is None else given_config(config)
+    contents = parts_as_parameters(contents) if rules.takes_parts else contents
+    require_weights(contents)
+    mapped_at = partial(_mapped, contents, rules, sizes or {}, given, assume)
+    try:
+        return mapped_at(params)
+    except (LayoutError, TreeMismatch) as error:
+        for label in top_labels(contents):
+            with suppress(LayoutError, TreeMismatch):
+                mapped_at(label)
+                break
+        else:
+            raise
+        raise type(error)(
+            f"{contents.path} does not fit {rules.name} as it was given; perhaps"
+            f" params={label!r} (--params {label}) is meant, where it fits"
+        ) from error
 
-    rules: mappings.Mapping
-    sizes: Mapping[str, int] | None
-    config: Mapping[str, Any] | None
-    assume: tuple[str, ...]
-    params: str | None
 
-    @classmethod
-    def of(
-        cls,
-        mapping: mappings.Mapping | str | os.PathLike[str],
-        sizes: Mapping[str, int] | None,
-        config: Mapping[str, Any] | str | os.PathLike[str] | None,
-        assume: Sequence[str],
-        params: str | None,
-    ) -> Mapped:
-        if isinstance(assume, str):
-            raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
-        rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
-        given_sizes = None if sizes is None else dict(sizes)
-        given = None if config is None else given_config(config)
-        return cls(rules, given_sizes, given, tuple(assume), params)
-
-    def __call__(self, contents: Contents) -> Contents:
-        contents = parts_as_parameters(contents) if self.rules.takes_parts else contents
-        require_weights(contents)
-        try:
-            return self._mapped(contents, self.params)
-        except (LayoutError, TreeMismatch) as error:
-            label = next(filter(partial(self._fits, contents), top_labels(contents)), None)
-            if label is None:
-                raise
-            raise type(error)(
-                f"{contents.path} does not fit {self.rules.name} as it was given; perhaps"
-                f" params={label!r} (--params {label}) is meant, where it fits"
-            ) from error
-
-    def _fits(self, contents: Contents, params: str) -> bool:
-        with suppress(LayoutError, TreeMismatch):
-            self._mapped(contents, params)
-            return True
-        return False
-
-    def _mapped(self, contents: Contents, params: str | None) -> Contents:
-        states = states_of(contents, params)
-        rules = mapping_of(self.rules, states.weights, saved_modules(contents.extras))
-        states = states.with_buffers(partial(takes_buffer, rules))
-        shapes = {name: leaf.shape for name, leaf in states.weights.items()}
-        before = given_before(rules, contents.source.get("mapping", {}))
-        given = before.config if self.config is None else self.config
-        assumed = sorted({*before.assumed, *self.assume})
-        # A config that the undone mapping made is not of this model; the former one is remembered.
-        has_made_config = before.undone is not None and bool(before.undone.config)
-        own = before.config if has_made_config else config_of(contents.extras)
-        known = joined(own, given, rules.config_keys)
-        lengths = before.lengths | dict(Sizes(self.sizes or {}))
-        bound = bind(rules, shapes, lengths, known, assumed)
-        # A config that the leaves' model has instead of this one must be found again to go back.
-        lost = known if rules.config else given
-        record = mapping_record(rules, bound, assumed, lost, before.earlier)
-        extras = dict(contents.extras)
-        if rules.config:
-            extras[CONFIG] = {"config": config_from(rules.config, known, bound.sizes)}
-        elif has_made_config:
-            extras.pop(CONFIG, None)
-        contents = replace(contents, extras=extras)
-        origin = {**contents.origin, "mapping": record}
-        return map_contents(contents, states, bound.leaves, bound.skipped, bound.notes, origin)
+def _mapped(
+    contents: Contents,
+    mapping: mappings.Mapping,
+    sizes: Mapping[str, int],
+    config: Mapping[str, Any] | None,
+    assume: Sequence[str],
+    params: str | None,
+) -> Contents:
+    states = states_of(contents, params)
+    rules = mapping_of(mapping, states.weights, saved_modules(contents.extras))
+    states = states.with_buffers(partial(takes_buffer, rules))
+    shapes = {name: leaf.shape for name, leaf in states.weights.items()}
+    before = given_before(rules, contents.source.get("mapping", {}))
+    given = before.config if config is None else config
+    assumed = sorted({*before.assumed, *assume})
+    # A config that the undone mapping made is not of this model; the former one is remembered.
+    has_made_config = before.undone is not None and bool(before.undone.config)
+    own = before.config if has_made_config else config_of(contents.extras)
+    known = joined(own, given, rules.config_keys)
+    lengths = before.lengths | dict(Sizes(sizes))
+    bound = bind(rules, shapes, lengths, known, assumed)
+    # A config that the leaves' model has instead of this one must be found again to go back.
+    lost = known if rules.config else given
+    record = mapping_record(rules, bound, assumed, lost, before.earlier)
+    extras = dict(contents.extras)
+    if rules.config:
+        extras[CONFIG] = {"config": config_from(rules.config, known, bound.sizes)}
+    elif has_made_config:
+        extras.pop(CONFIG, None)
+    contents = replace(contents, extras=extras)
+    origin = {**contents.origin, "mapping": record}
+    return map_contents(contents, states, bound.leaves, bound.skipped, bound.notes, origin)
 
 
 # Of these null says nothing: no number of a model depends on them.
