@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
@@ -54,6 +54,7 @@ from jax_ucp.layout.blocks import (
 )
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
+from jax_ucp.universal.linked import NOT_LINKED, Linked, source_folders
 from jax_ucp.universal.metadata import digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import PACK_BLOCKS, PACK_BYTES, is_indexed, packed_arrays
@@ -98,7 +99,8 @@ class CopyPlan:
     """A copy, decided before any byte moves: a block for each outer chunk, some in packs.
 
     `notes` say how the shardings that chunks are cut for differ from those requested, and name
-    rules that apply to no leaf.
+    rules that apply to no leaf. Arrays that are `linked` are not copied; `folders` are the symbolic
+    links below the target that lead to their files.
     """
 
     arrays: Mapping[str, ArrayInfo]
@@ -106,6 +108,8 @@ class CopyPlan:
     blocks: Sequence[CopyBlock]
     budget_bytes: int
     notes: Sequence[str] = ()
+    linked: Linked = NOT_LINKED
+    folders: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def packed(self) -> frozenset[str]:
@@ -240,23 +244,19 @@ class UniversalTarget(Target[CopyBlock]):
 
     @cached_property
     def _identity(self) -> str:
-        return digest(repr(self._made_of()).encode())
-
-    def _made_of(self) -> tuple[object, ...]:
-        """All that the identity depends on."""
         plan = self.plan
-        return self.contents.identity(), sorted(plan.chunks.items()), len(plan.packs)
+        copied = self.contents.identity(), sorted(plan.chunks.items()), len(plan.packs)
+        return digest(repr((*copied, *sorted(plan.linked.arrays.items()))).encode())
 
     @cached_property
     @gc_paused()
     def _commit(self) -> Commit:
-        return self._made_commit()
-
-    def _made_commit(self) -> Commit:
         """The commit that makes the copy a checkpoint."""
-        contents, plan = self.contents, self.plan
+        contents, plan, linked = self.contents, self.plan, self.plan.linked
         outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
-        files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
+        outer |= {name: array.chunk for name, array in linked.arrays.items()}
+        ocdbt = bool(linked.arrays) or is_indexed(plan.arrays, plan.chunks)
+        files = orbax_files(contents.leaves, outer, ocdbt=ocdbt)
         for name, file in contents.companions.items():
             files[f"{COMPANIONS}/{name}"] = file.read_bytes()
         return Commit(
@@ -266,6 +266,7 @@ class UniversalTarget(Target[CopyBlock]):
             source=contents.origin,
             extras=contents.extras,
             groups=contents.groups,
+            linked=linked,
         )
 
     def groups(self, count: int) -> Sequence[Sequence[CopyBlock]]:
@@ -276,7 +277,7 @@ class UniversalTarget(Target[CopyBlock]):
         return [*self.plan.packs, *batches(self.plan.alone, lambda block: 1, 1, 1, belong)]
 
     def require_free(self, is_shared: bool) -> None:
-        require_target(self.contents, self.path)
+        require_target(self.contents, self.path, source_folders(self.plan.linked.sources))
 
     @contextmanager
     def alone(self) -> Iterator[Ledger]:
@@ -363,11 +364,11 @@ class UniversalTarget(Target[CopyBlock]):
         if note is not None:
             store.directory.write(RESULT_FILE, [note], durable=True)
         store.add(written)
-        self.prepare()
+        for name, folder in self.plan.folders.items():
+            link = str(self.path / name)
+            if not os.path.islink(link) or os.readlink(link) != folder:
+                os.symlink(folder, link)
         self._commit.write(store, is_shared)
-
-    def prepare(self) -> None:
-        """Write what the checkpoint needs beside its files, before it is committed."""
 
     def is_result(self, identity: str) -> bool:
         folder = self.path.folder()

@@ -27,33 +27,32 @@ from jax_ucp.errors import LayoutError, UnsupportedPath
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.jobs.run import run
 from jax_ucp.layout.runs import RunGrid, run_grid
 from jax_ucp.text import html_table
 from jax_ucp.tree import Leaf
-from jax_ucp.universal.copy import CopyBlock, CopyPlan, UniversalTarget, plan_copy, require_target
+from jax_ucp.universal.copy import CopyBlock, CopyPlan, copy, plan_copy, require_target
 from jax_ucp.universal.linked import CRC, LINK_FOLDER, Linked, source_folders
 from jax_ucp.universal.metadata import LinkedArray, SourceFile
 from jax_ucp.universal.ocdbt import MAX_ENTRIES
-from jax_ucp.universal.orbax_tree import orbax_files
-from jax_ucp.universal.store import Commit, array_info
+from jax_ucp.universal.store import array_info
 from jax_ucp.universal.validation import storable
 
 
 @dataclass(frozen=True, repr=False)
 class LinkPlan:
-    """The arrays of a checkpoint that a link leaves in their files, and the copy of the others.
-
-    `linked` stay in `files`. `copied` has the reason by name for others. `folders` are the symbolic
-    links that the target needs, and where each leads.
+    """The arrays of a checkpoint that a link leaves in their `files`, and the copy of the others,
+    of which `copied` has the reasons by name.
     """
 
     contents: Contents
-    linked: Linked
     files: Sequence[tuple[FilePath, FileInfo]]
-    folders: Mapping[str, str]
     copied: Mapping[str, str]
     copy: CopyPlan
+
+    @property
+    def linked(self) -> Linked:
+        """The arrays that stay in their files."""
+        return self.copy.linked
 
     @property
     def linked_bytes(self) -> int:
@@ -114,9 +113,11 @@ def plan_link(contents: Contents, target: FilePath, budget_bytes: int = DEFAULT_
         },
         sources,
     )
-    rest = _only(contents, copied)
-    require_target(rest, target, source_folders(sources))
-    return LinkPlan(contents, linked, blocks.files, folders, copied, plan_copy(rest, budget_bytes))
+    require_target(contents, target, source_folders(sources))
+    leaves = [leaf for leaf in contents.leaves if leaf.name in copied]
+    plan = plan_copy(replace(contents, leaves=leaves), budget_bytes)
+    plan = replace(plan, linked=linked, folders=folders)
+    return LinkPlan(contents, blocks.files, copied, plan)
 
 
 def _grid(leaf: Leaf, array: Array, blocks: StridedBlocks) -> RunGrid:
@@ -125,16 +126,6 @@ def _grid(leaf: Leaf, array: Array, blocks: StridedBlocks) -> RunGrid:
     if not storable(array.info.dtype):
         raise LayoutError(f"zarr has no {array.info.dtype}")
     return run_grid(leaf.shape, array.info.dtype.itemsize, blocks.of(array))
-
-
-def _only(contents: Contents, names: Mapping[str, str]) -> Contents:
-    """The contents without the arrays that are linked, and with the claims of the others."""
-
-    def claims() -> Iterator[LeafClaim]:
-        return (claim for claim in contents.claims if not claim.leaves.isdisjoint(names))
-
-    leaves = [leaf for leaf in contents.leaves if not leaf.has_array or leaf.name in names]
-    return replace(contents, leaves=leaves, claims=Claims(claims))
 
 
 def _names(
@@ -163,45 +154,6 @@ def _names(
     return names, {name: folder for folder, name in folders.items()}
 
 
-class LinkTarget(UniversalTarget):
-    """A link: a copy of what cannot be linked, and the commit of all."""
-
-    def __init__(
-        self,
-        plan: LinkPlan,
-        path: FilePath,
-        on_block: Callable[[CopyBlock], object] = lambda block: None,
-        is_noted: bool = False,
-    ):
-        super().__init__(_only(plan.contents, plan.copied), plan.copy, path, on_block, is_noted)
-        self._link = plan
-
-    def _made_of(self) -> tuple[object, ...]:
-        return *super()._made_of(), sorted(self._link.linked.arrays.items())
-
-    def _made_commit(self) -> Commit:
-        linked, leaves = self._link.linked, self._link.contents.leaves
-        outer = {name: chunks.outer for name, chunks in self.plan.chunks.items()}
-        outer |= {name: array.chunk for name, array in linked.arrays.items()}
-        copied = super()._made_commit()
-        files = {**copied.files, **orbax_files(leaves, outer, ocdbt=True)}
-        return replace(copied, leaves=leaves, files=files, linked=linked)
-
-    def require_free(self, is_shared: bool) -> None:
-        require_target(self.contents, self.path, self._beside)
-
-    @property
-    def _beside(self) -> set[str]:
-        """The names in the target's folder that lead to the files."""
-        return source_folders(self._link.linked.sources)
-
-    def prepare(self) -> None:
-        for name, folder in self._link.folders.items():
-            link = str(self.path / name)
-            if not os.path.islink(link) or os.readlink(link) != folder:
-                os.symlink(folder, link)
-
-
 def link(
     plan: LinkPlan,
     target: FilePath,
@@ -211,7 +163,12 @@ def link(
     """Make a link by the plan; of linked duplicates a sample is compared, of copied ones all."""
     for check in plan.contents.proofs(plan.linked.arrays, "sample"):
         require(check)
-    run(LinkTarget(plan, target, progress, is_noted))
+
+    def claims() -> Iterator[LeafClaim]:
+        return (each for each in plan.contents.claims if not each.leaves.isdisjoint(plan.copied))
+
+    contents = replace(plan.contents, claims=Claims(claims))
+    copy(contents, plan.copy, target, progress, is_noted=is_noted)
 
 
 def with_checksums(plan: LinkPlan) -> LinkPlan:
@@ -234,4 +191,4 @@ def with_checksums(plan: LinkPlan) -> LinkPlan:
         name: LinkedArray(array.chunk, array.order, array.places, crcs[name].tobytes())
         for name, array in linked.arrays.items()
     }
-    return replace(plan, linked=replace(linked, arrays=arrays))
+    return replace(plan, copy=replace(plan.copy, linked=replace(linked, arrays=arrays)))
