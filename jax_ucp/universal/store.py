@@ -243,7 +243,7 @@ class ZarrStore(ArraySource):
                 raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
         return [
-            self._shard(key, chunk, wanted, self._recorded(key, chunk), look or self._file)
+            self._shard(key, chunk, wanted, self.recorded(key, chunk), look or self._file)
             for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
         ]
 
@@ -312,7 +312,7 @@ class ZarrStore(ArraySource):
             raise CorruptData(f"{self.directory}/{name} is missing")
         return info
 
-    def _recorded(self, key: str, box: Box) -> bytes:
+    def recorded(self, key: str, box: Box) -> bytes:
         """The crc32c of each inner chunk of an outer one; empty if they were not recorded."""
         crcs, shape, chunks = self._crcs.get(key, b""), self._arrays[key].shape, self.chunks[key]
         if not crcs or box.shape == shape:
@@ -333,29 +333,13 @@ class ZarrStore(ArraySource):
     def holds(self, key: str, box: Box, written: Written) -> bool:
         """Whether an outer chunk is on disk as it was recorded. Reads it."""
         is_whole = _is_whole(written, box, self._arrays[key].shape, self.chunks[key])
-        return is_whole and self._fault(key, box, written) is None
-
-    def digest_checks(
-        self, key: str, label: str, digests: Sequence[str], leaves: frozenset[str]
-    ) -> Iterator[Check]:
-        """The check of each outer chunk of an array, as `ChunkDigests` has it."""
-        itemsize = self._arrays[key].dtype.itemsize
-        # the boxes that were read, and so compared with the recorded crc32c of inner chunks
-        passed = BoxWatcher((id(self), key))
-
-        def run(box: Box, want: Written) -> str | None:
-            return self._fault(key, box, want) if passed.missing([box]) else None
-
-        watcher = passed if self._crcs.get(key) else None
-        outer = _outer_chunks(self._arrays[key], self.chunks[key])
-        for (box, text, *_), want in zip(outer, digests, strict=True):
-            work = partial(run, box, Written(want, self._recorded(key, box)))
-            yield Check(f"{label} {text}", leaves, box.size * itemsize, work, watcher)
+        return is_whole and self.digest_fault(key, box, written) is None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_packs": {}}  # which are of this process
 
-    def _fault(self, key: str, box: Box, want: Written) -> str | None:
+    def digest_fault(self, key: str, box: Box, want: Written) -> str | None:
+        """The fault of the data of an outer chunk by its record; None if there is none."""
         try:
             now = _digest(self._parts(key, box, want.crcs))
         except CorruptData as error:
@@ -394,10 +378,23 @@ class ChunkDigests:
     label: str
     record: ArrayRecord
 
-    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
+    def checks(self, leaves: frozenset[str], extent: Extent) -> Iterator[Check]:
         if extent == "sample":
-            return ()
-        return self.store.digest_checks(self.key, self.label, self.record.digests, leaves)
+            return
+        store, key, record = self.store, self.key, self.record
+        info, chunks = store.arrays()[key], store.chunks[key]
+        # the boxes that were read, and so compared with the recorded crc32c of inner chunks
+        passed = BoxWatcher((id(store), key))
+
+        def run(box: Box, want: str) -> str | None:
+            written = Written(want, store.recorded(key, box))
+            return store.digest_fault(key, box, written) if passed.missing([box]) else None
+
+        watcher = passed if record.crcs else None
+        outer = _outer_chunks(info, chunks)
+        for (box, text, *_), want in zip(outer, record.digests, strict=True):
+            nbytes = box.size * info.dtype.itemsize
+            yield Check(f"{self.label} {text}", leaves, nbytes, partial(run, box, want), watcher)
 
 
 # Thousands of arrays have few shapes: what follows from the shape alone is made once for them.
