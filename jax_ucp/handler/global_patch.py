@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -29,7 +29,6 @@ from jax_ucp.universal.store import METADATA_FILE
 from jax_ucp.version import VERSION
 
 Method = Callable[..., Any]
-_V1_METHODS = ("save", "load")
 
 # Contexts that overlap need not end in the order in which they began, so the first of them puts our
 # methods there, and the last takes them away.
@@ -72,31 +71,16 @@ def patch_to_the_end() -> None:
         if not _entered:
             _patch()
         _entered.append(None)
-    patched = [f"{handler.__name__} ({', '.join(names)})" for handler, names in _patched().items()]
+    patched = [f"{handler.__name__} ({', '.join(names)})" for handler, names in _methods().items()]
     sys.stderr.write(
         f"jax_ucp {VERSION}: Orbax {ocp.__version__} keeps pytrees in the universal format in this"
         f" process; patched are {', '.join(patched)}\n"
     )
 
 
-def _patched() -> Mapping[type, Sequence[str]]:
-    """The methods of stock Orbax that are replaced, by their class."""
-    v0 = ("save", "async_save", "restore")
-    patched = {
-        ocp.PyTreeCheckpointHandler: (*v0, "finalize"),
-        ocp.StandardCheckpointHandler: v0,
-    }
-    if HAS_V1:
-        from orbax.checkpoint import v1
-
-        patched[v1.handlers.PyTreeHandler] = _V1_METHODS
-    return patched
-
-
-def _patch() -> None:
-    """Put our methods in the place of stock Orbax's."""
+def _methods() -> Mapping[type, Mapping[str, Method]]:
+    """Our methods in the place of stock Orbax's, by their class and name."""
     pytree, standard, asked = ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, ocp.args
-
     stock_finalize = pytree.finalize
 
     def finalize(self: Any, directory: Any) -> None:
@@ -104,24 +88,30 @@ def _patch() -> None:
         if _is_host_local(self) or not (directory / METADATA_FILE).exists():
             stock_finalize(self, directory)
 
-    kinds = {
-        (pytree, "save"): asked.PyTreeSave,
-        (pytree, "async_save"): asked.PyTreeSave,
-        (pytree, "restore"): asked.PyTreeRestore,
-        (standard, "save"): asked.StandardSave,
-        (standard, "async_save"): asked.StandardSave,
-        # Stock's would look up where leaves were saved from before it comes to ours.
-        (standard, "restore"): asked.StandardRestore,
-    }
-    for handler, names in _patched().items():
-        for name in names:
-            stock = getattr(handler, name)
-            if name == "finalize":
-                method = finalize
-            elif (handler, name) in kinds:
-                method = _v0_method(stock, name, kinds[handler, name])
-            else:
-                method = _v1_method(stock, name)
+    methods: dict[type, dict[str, Method]] = {}
+    # Of the standard handler too: its own would look up where leaves were saved from before it
+    # comes to the other's.
+    for handler, save, restore in (
+        (pytree, asked.PyTreeSave, asked.PyTreeRestore),
+        (standard, asked.StandardSave, asked.StandardRestore),
+    ):
+        kinds = {"save": save, "async_save": save, "restore": restore}
+        methods[handler] = {
+            name: _v0_method(getattr(handler, name), name, kind) for name, kind in kinds.items()
+        }
+    methods[pytree]["finalize"] = finalize
+    if HAS_V1:
+        from orbax.checkpoint import v1
+
+        stock = v1.handlers.PyTreeHandler
+        methods[stock] = {name: _v1_method(getattr(stock, name), name) for name in ("save", "load")}
+    return methods
+
+
+def _patch() -> None:
+    """Put our methods in the place of stock Orbax's."""
+    for handler, methods in _methods().items():
+        for name, method in methods.items():
             _PATCHES.enter_context(mock.patch.object(handler, name, method))
 
 

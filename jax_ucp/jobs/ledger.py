@@ -18,7 +18,6 @@ import os
 import socket
 import threading
 import uuid
-from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,7 +25,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -119,35 +117,33 @@ class Ledger:
 
     `done` has those of a process that was stopped, `written` those of this one. A line is written
     after its block is durable, so that a block without a line is merely written again. A line has
-    the digest of the block; the process that continues checks that the block still has it. Without
-    a log nothing is kept for another process.
+    the digest of the block; the process that continues checks that the block still has it. A ledger
+    that is not opened keeps nothing for another process.
 
     On a disk only one process at a time has a ledger open. A bucket has no locks: two processes
     that continue one job there do the same work, and write the same bytes.
     """
 
-    def __init__(self, log: _Log | None = None):
-        self._log = log
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self.resumed = False
         self.done: Blocks = {}
         self.written: defaultdict[str, dict[str, Written]] = defaultdict(dict)
 
-    @classmethod
-    def open(cls, directory: FilePath, identity: str, name: str = LEDGER_FILE) -> Ledger:
+    @staticmethod
+    def open(directory: FilePath, identity: str, name: str = LEDGER_FILE) -> Ledger:
         """The ledger of a job, whose identity names the source and the plan.
 
         Raises FormatError for a ledger of another job, or if another process has it open.
         """
         files, path = directory.folder(), directory / name
-        log: _Log = _Objects(files, name) if files.is_remote else _LocalLog(Path(str(path)))
-        ledger = cls(log)
+        ledger = _BucketLedger(files, name) if files.is_remote else _LocalLedger(Path(str(path)))
         try:
-            lines = log.begin(result_note(identity) + b"\n")
+            lines = ledger.begin(result_note(identity) + b"\n")
             if lines:
                 ledger.resumed = True
                 try:
-                    recorded, blocks = _decode(lines)
+                    recorded, ledger.done = _decode(lines)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise FormatError(
                         f"{path} is damaged ({error}); delete the directory"
@@ -158,34 +154,31 @@ class Ledger:
                         " were replaced since, with another budget or mesh, or by a machine with"
                         " another number of processors. Delete the directory, or give another one."
                     )
-                ledger.done = blocks
         except BaseException:
-            log.close()
+            ledger.close()
             raise
         return ledger
 
     def note(self, blocks: Iterable[tuple[str, Box]]) -> None:
         """Record that these blocks, which are in `written`, are on disk."""
-        if self._log is not None:
-            lines = [_BlockLine(key, str(box), self.written[key][str(box)]) for key, box in blocks]
-            with self._lock:
-                self._log.append(msgspec.json.Encoder().encode_lines(lines))
+        lines = [_BlockLine(key, str(box), self.written[key][str(box)]) for key, box in blocks]
+        with self._lock:
+            self.append(msgspec.json.Encoder().encode_lines(lines))
+
+    def append(self, lines: bytes) -> None:
+        """Add whole lines at the end."""
 
     def remove(self) -> None:
         """Remove the ledger of a job whose result is committed: there is nothing to continue."""
-        if self._log is not None:
-            self._log.remove()
 
     def discard(self) -> None:
-        """Remove all that a failed job wrote. The ledger is removed last, so that a job that is
-        stopped before that is continued, and fails again.
+        """Remove all that a failed job wrote: the files beside the ledger, then the ledger, then a
+        directory that was made for the job. A job that is stopped before that is continued, and
+        fails again.
         """
-        if self._log is not None:
-            self._log.discard()
 
     def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
+        """Let another process open the ledger."""
 
 
 def _decode(lines: bytes) -> tuple[str, Blocks]:
@@ -275,7 +268,7 @@ def clear(files: Files, count: int) -> None:
     def clear_share(share: Share) -> None:
         files.delete(share.complete)
         if files.is_remote:
-            log = _Objects(files, share.ledger)
+            log = _BucketLedger(files, share.ledger)
             log.read()
             log.remove()
         else:
@@ -340,38 +333,24 @@ def require_unclaimed(directory: Files) -> None:
         ) from None
 
 
-class _Log(Protocol):
-    """A log of whole lines, which are added at the end."""
-
-    @abstractmethod
-    def begin(self, lines: bytes) -> bytes:
-        """The lines that the log has; empty if it is new, in which case `lines` are added."""
-        ...
-
-    @abstractmethod
-    def append(self, lines: bytes) -> None: ...
-
-    @abstractmethod
-    def remove(self) -> None: ...
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Remove the files beside it, then the log, then a directory that was made for the job."""
-        ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class _LocalLog(_Log):
-    """A log in a file of the local disk, which one process at a time has open."""
+class _LocalLedger(Ledger):
+    """A ledger in a file of the local disk, which one process at a time has open."""
 
     def __init__(self, path: Path):
+        super().__init__()
         self._path, directory = path, path.parent
         # a directory that was made for a conversion is removed with it
         self._is_new = not directory.exists() or self._path.is_file()
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = os.fdopen(_open_ledger(self._path), "ab")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise FormatError(
+                    f"{path} is a link, which no conversion makes; give another path"
+                ) from None
+            raise
         try:
             # released when the process ends, however it ends
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -384,6 +363,7 @@ class _LocalLog(_Log):
             ) from None
 
     def begin(self, lines: bytes) -> bytes:
+        """The lines of the ledger; empty if it is new, in which case `lines` are added."""
         data = self._path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]  # a kill in the middle of a line leaves half of it
         if len(whole) != len(data):
@@ -415,12 +395,13 @@ class _LocalLog(_Log):
         self._file.close()
 
 
-class _Objects(_Log):
-    """A log in objects of a bucket, which cannot be appended to: the first line is one object, and
-    each addition is another, by number. The log's objects are found by name, not by listing.
+class _BucketLedger(Ledger):
+    """A ledger in objects of a bucket, which cannot be appended to: the first line is one object,
+    and each addition is another, by number. They are found by name, not by listing.
     """
 
     def __init__(self, files: Files, name: str):
+        super().__init__()
         self._files, self._name = files, name
         self._count = 0
 
@@ -466,27 +447,8 @@ class _Objects(_Log):
         each_file(self._files, self._files.delete, others)
         self.remove()
 
-    def close(self) -> None:
-        """Do nothing: no object is held open."""
-
     def _part_names(self) -> list[str]:
         return [self._part_name(number) for number in range(1, self._count + 1)]
 
     def _part_name(self, number: int) -> str:
         return f"{self._name.removesuffix('.jsonl')}.{number}.jsonl"
-
-
-def _open_ledger(path: Path) -> int:
-    """A handle to append to the ledger. Raises FormatError if it is a link, which no conversion
-    makes.
-    """
-    try:
-        return os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
-        )
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise FormatError(
-                f"{path} is a link, which no conversion makes; give another path"
-            ) from None
-        raise

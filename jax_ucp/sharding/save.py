@@ -197,40 +197,34 @@ def _stored(infos: Mapping[str, ArrayInfo], stacks: Stacks) -> dict[str, ArrayIn
     }
 
 
-@dataclass(frozen=True)
-class Writing:
-    """A snapshot that is being written to a directory, and the commit to make it a checkpoint."""
-
-    snapshot: Snapshot
-    store: ZarrStore
-    commit: Commit
-
-
 def write_snapshot(
     snapshot: Snapshot, directory: Files, budget_bytes: int = DEFAULT_BUDGET
-) -> Writing:
-    """Write this process's chunks and digests. Raises FileExistsError for a checkpoint."""
+) -> tuple[ZarrStore, Commit]:
+    """The store with this process's chunks and digests, which are written, and the commit to make
+    it a checkpoint. Raises FileExistsError if the directory is a checkpoint.
+    """
     with ThreadPoolExecutor(1) as meanwhile:
         found = meanwhile.submit(directory.find, METADATA_FILE)
         store = ZarrStore(directory, snapshot.written, snapshot.chunks)
-        writing = Writing(snapshot, store, _commit(snapshot))
+        commit = _commit(snapshot)
     if found.result() is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
-    run_bounded(_write_jobs(writing), budget_bytes, directory.is_remote)
+    run_bounded(_write_jobs(snapshot, store, commit), budget_bytes, directory.is_remote)
     directory.sync()
     if jax.process_index() != 0:
         write_complete(directory, _part(jax.process_index()), "", store.written)
-    return writing
+    return store, commit
 
 
 def _part(process: int) -> Share:
     return Share(process, jax.process_count())
 
 
-def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], object]]]:
+def _write_jobs(
+    snapshot: Snapshot, store: ZarrStore, commit: Commit
+) -> Iterator[tuple[int, Callable[[], object]]]:
     """The writes of this process, each with the bytes in flight while it runs."""
-    snapshot, store, packed = writing.snapshot, writing.store, writing.commit.packed
-    in_pack = [(name, box) for name, box in snapshot.blocks if name in packed]
+    in_pack = [(name, box) for name, box in snapshot.blocks if name in commit.packed]
     boxes: dict[str, list[Box]] = defaultdict(list)
     for name, box in snapshot.blocks:
         boxes[name].append(box)
@@ -246,9 +240,9 @@ def _write_jobs(writing: Writing) -> Iterator[tuple[int, Callable[[], object]]]:
         )
         yield len(data), write_pack  # while it is sent, the next one is made
     if jax.process_count() == 1:  # else the places of others' chunks are not known yet
-        yield 0, partial(writing.commit.prepare, store)
+        yield 0, partial(commit.prepare, store)
     for name, info in store.arrays().items():
-        if name in packed:
+        if name in commit.packed:
             continue
         if jax.process_index() == 0:
             yield 0, partial(store.create, name)
@@ -270,15 +264,16 @@ def _packs(
     return zip(itertools.count(jax.process_index(), jax.process_count()), packs, strict=False)
 
 
-def commit_snapshot(writing: Writing) -> Metadata:
+def commit_snapshot(written: tuple[ZarrStore, Commit]) -> Metadata:
     """Make the directory a checkpoint: process 0 does, after all have written."""
-    directory = writing.store.directory
+    store, commit = written
+    directory = store.directory
     others = list(map(_part, range(1, jax.process_count())))
     again = f"{WHO_ELSE} {SHARED_STORAGE}"
     read = partial(read_complete, directory, identity="", again=again)
-    for written in each_file(directory, read, others):
-        writing.store.add(written)
-    metadata = writing.commit.write(writing.store, is_shared=bool(others))
+    for blocks in each_file(directory, read, others):
+        store.add(blocks)
+    metadata = commit.write(store, is_shared=bool(others))
     each_file(directory, lambda part: directory.delete(part.complete), others)
     return metadata
 

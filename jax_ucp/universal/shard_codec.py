@@ -183,7 +183,7 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
     """
     is_local = not files.is_remote
     left: dict[int, OuterChunk] = {}
-    pieces: list[_Placed | _PlacedIndex] = []
+    pieces: list[_Placed] = []
     for shard in shards:
         if not _is_placed(shard):
             left[id(shard)] = shard
@@ -191,7 +191,9 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
         pieces += _placed(shard)
         has_own = shard.offset is None and has_index(shard.chunks) and not shard.chunks.is_stack
         if is_local and has_own:
-            pieces.append(_PlacedIndex(shard))
+            index = _index(shard.box.shape, shard.chunks, shard.dtype.itemsize)
+            at = shard.nbytes - len(index)
+            pieces.append(_Placed(shard, (), at, len(index), (), index))
     for piece, fault in _delivered(files, pieces):
         if fault:
             left[id(piece.shard)] = piece.shard
@@ -199,8 +201,8 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
 
 
 def _delivered(
-    files: Files | ReadAhead, pieces: Sequence[_Placed | _PlacedIndex]
-) -> Iterator[tuple[_Placed | _PlacedIndex, str]]:
+    files: Files | ReadAhead, pieces: Sequence[_Placed]
+) -> Iterator[tuple[_Placed, str]]:
     """Each piece, when it is read and its takers have it, or with its fault."""
     most = REMOTE_BATCH_BYTES if files.is_remote else LOCAL_BATCH_BYTES
     for batch in batches(pieces, lambda piece: piece.nbytes, most, len(pieces)):
@@ -212,13 +214,16 @@ def _delivered(
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """An inner chunk with its crc32c, at byte `at` of the file of its outer chunk."""
+    """An inner chunk with its crc32c, at byte `at` of the file of its outer chunk; or, without
+    takers, the `index` that is expected there.
+    """
 
     shard: OuterChunk
     place: Shape
     at: int
     nbytes: int
     takers: Sequence[tuple[Box, np.ndarray]]
+    index: bytes = b""
 
     @property
     def box(self) -> Box:
@@ -232,11 +237,12 @@ class _Placed:
         """Memory for all of it; or, if it may be read in place, that of one taker who wants it all
         and has no gaps, and memory for the crc32c.
         """
-        (want, out), *others = self.takers
-        if in_place and not others and self.box.within(want):
-            part = out[self.box.relative_to(want).index]
-            if part.flags.c_contiguous:
-                return [part, np.empty(CRC_BYTES, np.uint8)]
+        if in_place and len(self.takers) == 1:
+            want, out = self.takers[0]
+            if self.box.within(want):
+                part = out[self.box.relative_to(want).index]
+                if part.flags.c_contiguous:
+                    return [part, np.empty(CRC_BYTES, np.uint8)]
         return [np.empty(self.nbytes, np.uint8)]
 
     def reads(self, buffers: Sequence[np.ndarray]) -> Iterator[RangeRead]:
@@ -249,6 +255,8 @@ class _Placed:
         """The fault of the inner chunk, by its crc32c; if there is none takers' elements are
         copied.
         """
+        if self.index:
+            return "" if buffers[0].tobytes() == self.index else " has another index"
         shard, is_in_place = self.shard, len(buffers) > 1
         if is_in_place:
             data, stored = buffers
@@ -267,31 +275,6 @@ class _Placed:
                 assert hit is not None  # a taker wants some of it
                 out[hit.relative_to(want).index] = inner[hit.relative_to(box).index]
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _PlacedIndex:
-    """The index of an outer chunk, expected to be as our writer makes it."""
-
-    shard: OuterChunk
-
-    @property
-    def data(self) -> bytes:
-        return _index(self.shard.box.shape, self.shard.chunks, self.shard.dtype.itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def buffers(self, in_place: bool) -> list[np.ndarray]:
-        return [np.empty(self.nbytes, np.uint8)]
-
-    def reads(self, buffers: Sequence[np.ndarray]) -> Iterator[RangeRead]:
-        end = (self.shard.offset or 0) + self.shard.nbytes
-        yield RangeRead(self.shard.file, end - self.nbytes, buffers[0])
-
-    def deliver(self, buffers: Sequence[np.ndarray]) -> str:
-        return "" if buffers[0].tobytes() == self.data else "the index is another"
 
 
 def _is_placed(shard: OuterChunk) -> bool:
