@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import orbax.checkpoint as ocp
 
-
-def _has_v1() -> bool:
-    """Whether there is a v1 whose contexts name the handlers of checkpointables."""
-    try:
-        from orbax.checkpoint import v1
-    except ImportError:
-        return False
-    return hasattr(v1, "save") and hasattr(v1.Context, "checkpointables")
-
-
-HAS_V1 = _has_v1()
 ORBAX_VERSION = ocp.__version__
+# whether there is a v1 whose contexts name the handlers of checkpointables
+HAS_V1 = False
+with suppress(ImportError):
+    from orbax.checkpoint import v1
+
+    HAS_V1 = hasattr(v1, "save") and hasattr(v1.Context, "checkpointables")

@@ -296,14 +296,11 @@ class UniversalTarget(Target[CopyBlock]):
         if not is_committed(self.path.folder()):
             ledger.discard()
 
-    def _store(self, coordinator: Coordinator) -> ZarrStore:
-        files = coordinator.opened.files(str(self.path))
-        return ZarrStore(files, self.plan.arrays, self.plan.chunks)
-
     def write(self, work: Work[CopyBlock]) -> None:
         """Write the blocks that the ledger, or the disk, does not have as recorded."""
         plan, is_here = self.plan, work.coordinator.is_here
-        self._written = store = self._store(work.coordinator)
+        files = work.coordinator.opened.files(str(self.path))
+        self._written = store = ZarrStore(files, plan.arrays, plan.chunks)
         count = len(plan.packs)
         packs = [(number, group) for number, group in work.groups if number < count]
         alone = [block for number, group in work.groups if number >= count for block in group]
@@ -314,13 +311,14 @@ class UniversalTarget(Target[CopyBlock]):
         mine = (key for key in plan.arrays if key not in plan.packed and work.owns(key))
         small_files = ((0, job) for job in (*(partial(store.create, key) for key in mine), *beside))
         with ThreadPoolExecutor(1) as meanwhile:
-            is_remote = store.directory.is_remote
-            described = meanwhile.submit(run_bounded, small_files, plan.budget_bytes, is_remote)
+            described = meanwhile.submit(
+                run_bounded, small_files, plan.budget_bytes, files.is_remote
+            )
             # Elsewhere a task is durable when it is done.
-            tasks = self._tasks(work, packs, alone, store.directory)
-            work.run(tasks, plan.budget_bytes, store.directory, not is_here)
+            tasks = self._tasks(work, packs, alone, files)
+            work.run(tasks, plan.budget_bytes, files, not is_here)
             described.result()
-        store.directory.sync()
+        files.sync()
 
     def _tasks(
         self,
@@ -449,40 +447,31 @@ class CopyTask:
         """
         files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
-        if self.pack is None:
-            for block, noted in zip(self.blocks, self.noted, strict=True):
-                self._write(opened, store, [(block, noted)])
-        else:
-            if any(self.noted):
-                store.place_pack(self.pack, [block.place for block in self.blocks])
-            self._write(opened, store, list(zip(self.blocks, self.noted, strict=True)))
-        if opened.is_elsewhere:
-            files.sync()
-        return [store.written[block.key][str(block.box)] for block in self.blocks]
-
-    def _write(
-        self,
-        opened: OpenedJob,
-        store: ZarrStore,
-        blocks: Sequence[tuple[CopyBlock, Written | None]],
-    ) -> None:
-        """Write the blocks of one file, unless all of them are on disk as they were noted."""
-        there = [
-            (block, noted) for block, noted in blocks if noted and store.holds(*block.place, noted)
-        ]
-        if len(there) == len(blocks):
-            for block, noted in there:
-                store.written[block.key][str(block.box)] = noted
-            return
-        proofs = opened.proofs  # they observe every read from here on
-        places = [block.place for block, _ in blocks]
-        if self.pack is not None:
-            store.write_pack(self.pack, places, _read_together(opened, places))
-            return
-        for key, box in places:
+        pairs = list(zip(self.blocks, self.noted, strict=True))
+        if self.pack is not None and any(self.noted):
+            store.place_pack(self.pack, [block.place for block in self.blocks])
+        for of_file in [[pair] for pair in pairs] if self.pack is None else [pairs]:
+            places = [block.place for block, _ in of_file]
+            there = [
+                (place, noted)
+                for place, (_, noted) in zip(places, of_file, strict=True)
+                if noted and store.holds(*place, noted)
+            ]
+            if len(there) == len(of_file):
+                for (key, box), noted in there:
+                    store.written[key][str(box)] = noted
+                continue
+            if self.pack is not None:
+                store.write_pack(self.pack, places, _read_together(opened, places))
+                continue
+            proofs = opened.proofs  # they observe every read from here on
+            ((key, box),) = places
             data = opened.contents.arrays.read(key, box)
             proofs.require_sound_so_far()
             store.write(key, box, data, durable=False)
+        if opened.is_elsewhere:
+            files.sync()
+        return [store.written[block.key][str(block.box)] for block in self.blocks]
 
 
 def _read_together(opened: OpenedJob, places: Sequence[tuple[str, Box]]) -> Iterator[np.ndarray]:
