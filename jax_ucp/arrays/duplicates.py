@@ -11,9 +11,10 @@ from jax_ucp.arrays.checks import Check, Extent
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import elements_of, locate, split, tiles, unequal_replicas
 from jax_ucp.arrays.proof import Proof
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.value import Array
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
+from jax_ucp.layout.samples import sample_boxes
 
 # What a sum of some numbers in fp32, divided by how many they are, may differ from their mean, as a
 # part of it.
@@ -58,11 +59,9 @@ class Duplicate(Proof):
     def _after(self) -> tuple[int, ...]:
         return tuple(i + 1 for i in self.at)
 
-    def nbytes(self, extent: Extent) -> int:
-        whole, copy = self.array.info, self.copy.info
-        most = RUNS * RUN_ELEMENTS * (whole.dtype.itemsize + copy.dtype.itemsize)
-        every = copy.nbytes + copy.nbytes // copy.dtype.itemsize * whole.dtype.itemsize
-        return every if extent == "full" else min(most, every)
+    @property
+    def infos(self) -> Sequence[ArrayInfo]:
+        return [ArrayInfo(self.copy.info.shape, self.array.info.dtype), self.copy.info]
 
     def checks(self, leaves: frozenset[str], extent: Extent) -> Iterable[Check]:
         whole, copy = self.array.info, self.copy.info
@@ -135,13 +134,9 @@ class Mean(Proof):
     copies: Mapping[str, Array]
     stored: str  # where the mean is stored
 
-    def nbytes(self, extent: Extent) -> int:
-        infos = [array.info for array in (self.array, *self.copies.values())]
-        most = RUNS * RUN_ELEMENTS
-        return sum(
-            info.nbytes if extent == "full" else min(info.nbytes, most * info.dtype.itemsize)
-            for info in infos
-        )
+    @property
+    def infos(self) -> Sequence[ArrayInfo]:
+        return [array.info for array in (self.array, *self.copies.values())]
 
     def sample(self) -> Sequence[Box]:
         return sample_boxes(tiles(self.array), tiles(next(iter(self.copies.values()))))
@@ -174,11 +169,9 @@ class Replicas(Proof):
     label: str
     array: Array
 
-    def nbytes(self, extent: Extent) -> int:
-        return 2 * self.array.info.nbytes
-
-    def sample(self) -> Sequence[Box]:
-        return sample_boxes(tiles(self.array))
+    @property
+    def infos(self) -> Sequence[ArrayInfo]:
+        return [self.array.info] * 2
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
         """The first box of which two copies differ, with where they are stored."""

@@ -11,6 +11,7 @@ from jax_ucp.arrays.checks import Check, Extent
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import read, split
 from jax_ucp.arrays.proof import Proof
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.value import Array, Computed, Joined, Rule
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.box import Box
@@ -119,8 +120,9 @@ class Tied(Proof):
     tied: Sequence[Joined]
     names: Sequence[str]
 
-    def nbytes(self, extent: Extent) -> int:
-        return 2 * self.array.info.nbytes
+    @property
+    def infos(self) -> Sequence[ArrayInfo]:
+        return [self.array.info] * 2
 
     def sample(self) -> Sequence[Box]:
         return sample_boxes(*(list(one.layout.replicas) for one in self.tied))

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jax_ucp.arrays.budget import batches
 from jax_ucp.arrays.checks import CHECK_BYTES, Check, Extent
-from jax_ucp.arrays.evaluate import elements_of, split
+from jax_ucp.arrays.evaluate import elements_of, split, tiles
+from jax_ucp.arrays.protocol import TOGETHER, ArrayInfo
 from jax_ucp.arrays.value import Array
 from jax_ucp.arrays.watched import BoxWatcher
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.samples import sample_boxes
+from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
 
 
 class Proof(ABC):
@@ -30,15 +32,24 @@ class Proof(ABC):
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
         """The first fault in elements of boxes, one box after the other; None if there is none."""
 
-    @abstractmethod
     def sample(self) -> Sequence[Box]:
         """The boxes that a check of extent "sample" reads: a few elements, spread so that they very
         likely differ if the files are of different saves.
         """
+        return sample_boxes(tiles(self.array))
 
-    @abstractmethod
+    @property
+    def infos(self) -> Sequence[ArrayInfo]:
+        """The shape and dtype of each array that is read to prove it."""
+        return [self.array.info]
+
     def nbytes(self, extent: Extent) -> int:
         """About how many bytes are read to prove it."""
+        most = RUNS * RUN_ELEMENTS
+        return sum(
+            info.nbytes if extent == "full" else min(info.nbytes, most * info.dtype.itemsize)
+            for info in self.infos
+        )
 
     @property
     def area(self) -> Box:
@@ -85,12 +96,6 @@ class Zeros(Proof):
     array: Array
     fault: str
 
-    def nbytes(self, extent: Extent) -> int:
-        return self.array.info.nbytes
-
-    def sample(self) -> Sequence[Box]:
-        return sample_boxes([Box.whole(self.array.info.shape)])
-
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
         """The first box that is not all zeros."""
         found = (box for box, part in zip(boxes, split(elements, boxes), strict=True) if part.any())
@@ -124,12 +129,16 @@ class _ProofWatcher(BoxWatcher):
     def see(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
         if self._ended or self._fault:
             return
-        for group, passing in _groups(self._proof, boxes, arrays):
-            if fault := self._proof.fault_in(group, passing):
+        size = self._proof.itemsize
+        passing = _passing(self._proof, boxes, arrays)
+        for group in batches(passing, lambda each: each[0].size * size, CHECK_BYTES, TOGETHER):
+            seen, parts = zip(*group, strict=True)
+            elements = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            if fault := self._proof.fault_in(seen, elements):
                 self._fault = fault
                 self.alarm()
                 return
-            super().see(group, [passing])
+            super().see(seen, [elements])
 
 
 def pieces(area: Box, itemsize: int) -> Iterator[Box]:
@@ -138,25 +147,11 @@ def pieces(area: Box, itemsize: int) -> Iterator[Box]:
         yield box.shift(area.start)
 
 
-def _groups(
+def _passing(
     proof: Proof, boxes: Sequence[Box], arrays: Sequence[np.ndarray]
-) -> Iterator[tuple[list[Box], np.ndarray]]:
-    """The elements of a proof's area that were read, in groups small enough to compare at once."""
-    group: list[Box] = []
-    passing: list[np.ndarray] = []
-    nbytes = 0
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """The elements of a proof's area that were read, in pieces small enough to compare at once."""
     for box, array in zip(boxes, arrays, strict=True):
         hit = box.intersect(proof.area)
         for piece in pieces(hit, proof.itemsize) if hit else ():
-            if group and nbytes + piece.size * proof.itemsize > CHECK_BYTES:
-                yield group, _joined(passing)
-                group, passing, nbytes = [], [], 0
-            group.append(piece)
-            passing.append(array[piece.relative_to(box).index].reshape(-1))
-            nbytes += piece.size * proof.itemsize
-    if group:
-        yield group, _joined(passing)
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            yield piece, array[piece.relative_to(box).index].reshape(-1)

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Extent
-from jax_ucp.arrays.evaluate import locate, tiles
+from jax_ucp.arrays.evaluate import locate
 from jax_ucp.arrays.proof import Proof
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.value import Array, Computed, Rule
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
 
 _MASTER = np.dtype(np.float32)
 
@@ -67,14 +65,6 @@ class WholeNumbers(Proof):
 
     label: str
     array: Array
-
-    def nbytes(self, extent: Extent) -> int:
-        info = self.array.info
-        most = RUNS * RUN_ELEMENTS * info.dtype.itemsize
-        return info.nbytes if extent == "full" else min(most, info.nbytes)
-
-    def sample(self) -> Sequence[Box]:
-        return sample_boxes(tiles(self.array))
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
         with np.errstate(invalid="ignore"):  # no 16-bit number is NaN
