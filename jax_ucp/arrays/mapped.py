@@ -34,9 +34,6 @@ class Scaled(Rule):
     def elementwise(self) -> Sequence[str]:
         return ["x"]
 
-    def boxes(self, box: Box) -> Mapping[str, Box]:
-        return {"x": box}
-
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         data = parts["x"]
         if (self.scale, self.add) != (1, 0):
@@ -66,9 +63,6 @@ class Agreed(Rule):
     @property
     def elementwise(self) -> Sequence[str]:
         return self.arrays
-
-    def boxes(self, box: Box) -> Mapping[str, Box]:
-        return dict.fromkeys(self.arrays, box)
 
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """The elements. Raises CorruptData where two arrays differ."""

@@ -47,9 +47,6 @@ class Halves(Rule):
     def elementwise(self) -> Sequence[str]:
         return ["low", "weights"]
 
-    def boxes(self, box: Box) -> Mapping[str, Box]:
-        return {"low": box, "weights": box}
-
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         return joined_halves(parts["weights"], parts["low"])
 

@@ -83,13 +83,13 @@ class Rule(Protocol):
         """A name for people, where an element rests on more than elements at its place."""
         return ""
 
-    @abstractmethod
     def boxes(self, box: Box) -> Mapping[str, Box]:
-        """The box of each input, by role, whose elements a box of the result is computed from.
+        """The box of each input, by role, whose elements a box of the result is computed from: the
+        same box of `elementwise` inputs.
 
         It may have more elements than are used. The roles are the same for every box.
         """
-        ...
+        return dict.fromkeys(self.elementwise, box)
 
     @abstractmethod
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:

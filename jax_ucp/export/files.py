@@ -10,7 +10,7 @@ import itertools
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files
 from jax_ucp.jobs.ledger import WRITER_FILE, Blocks, Written, is_control_file
-from jax_ucp.jobs.run import Block
+from jax_ucp.jobs.run import AnyBlock, Target
 from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, OpenedJob
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
@@ -38,6 +38,10 @@ Bytes = tuple[int, bytes]
 Tail = Callable[[Sequence[int]], Sequence[Bytes]]
 
 _READ_BYTES = 1 << 20
+
+
+def no_progress(nbytes: int) -> None:
+    """The default progress callback: does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,14 +271,33 @@ def require_whole(folder: Files, files: Sequence[File]) -> None:
         )
 
 
-def identity_of(contents: Contents, files: Sequence[File], blocks: Iterable[Block]) -> str:
-    """A digest of source, files and blocks, on which all processes of an export agree."""
-    planned = [
-        (file.name, file.size, section.tensors, section.literals)
-        for file in files
-        for section in file.sections
-    ]
-    return digest(repr((contents.identity(), planned, [block.place for block in blocks])).encode())
+class ExportTarget(Target[AnyBlock]):
+    """Files in a new folder; `on_bytes` is called with numbers of tensor bytes that are written."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        files: Sequence[File],
+        budget_bytes: int,
+        path: FilePath,
+        on_bytes: Callable[[int], None] = no_progress,
+    ):
+        self.contents, self.path, self.place = contents, path, path
+        self.again = f"Nothing is at {path}: export again, with a new executor."
+        self._files, self._budget, self._on_bytes = files, budget_bytes, on_bytes
+
+    def identity(self) -> str:
+        """A digest of source, files and blocks, on which all processes of an export agree."""
+        planned = [
+            (file.name, file.size, section.tensors, section.literals)
+            for file in self._files
+            for section in file.sections
+        ]
+        places = [block.place for group in self.groups(1) for block in group]
+        return digest(repr((self.contents.identity(), planned, places)).encode())
+
+    def progress(self, block: AnyBlock, is_found: bool) -> None:
+        self._on_bytes(block.nbytes)
 
 
 def lost(folder: Files, files: Sequence[File]) -> list[str]:

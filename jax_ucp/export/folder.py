@@ -13,12 +13,13 @@ from pathlib import Path
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.export.files import (
     BlockRun,
+    ExportTarget,
     File,
     TensorTask,
     check_free,
     complete_files,
     create,
-    identity_of,
+    no_progress,
     plan_runs,
     require_whole,
     require_written,
@@ -26,12 +27,12 @@ from jax_ucp.export.files import (
 from jax_ucp.files.local import LocalFiles, remove, sync_file_system
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.jobs.ledger import LEDGER_FILE, RESULT_FILE, Blocks, Ledger, is_noted
-from jax_ucp.jobs.run import Target, Work
+from jax_ucp.jobs.run import Work
 from jax_ucp.jobs.work import Coordinator
 from jax_ucp.universal.copy import require_outside
 
 
-class FolderTarget(Target[BlockRun]):
+class FolderTarget(ExportTarget[BlockRun]):
     """An export into a new folder, written hidden beside it; shares write inside that one."""
 
     def __init__(
@@ -40,20 +41,15 @@ class FolderTarget(Target[BlockRun]):
         files: Sequence[File],
         budget_bytes: int,
         path: FilePath,
-        on_bytes: Callable[[int], None] = lambda nbytes: None,
+        on_bytes: Callable[[int], None] = no_progress,
     ):
-        self.contents, self.path = contents, path
-        self.again = f"Nothing is at {path}: export again, with a new executor."
+        super().__init__(contents, files, budget_bytes, path, on_bytes)
         self._target = Path(str(path))
         self.place = file_path(shared_folder(self._target))
-        self._files, self._budget, self._on_bytes = files, budget_bytes, on_bytes
 
     @cached_property
     def _runs(self) -> Sequence[BlockRun]:
         return list(plan_runs(self._files, self.contents.arrays, self._budget))
-
-    def identity(self) -> str:
-        return identity_of(self.contents, self._files, self._runs)
 
     def groups(self, count: int) -> Sequence[Sequence[BlockRun]]:
         return [[run] for run in self._runs]
@@ -70,9 +66,6 @@ class FolderTarget(Target[BlockRun]):
     def joined(self) -> AbstractContextManager[object]:
         """Context that keeps an export by one process away."""
         return being_written(partial_folder(self._target), self._target, fcntl.LOCK_SH)
-
-    def progress(self, block: BlockRun, is_found: bool) -> None:
-        self._on_bytes(block.nbytes)
 
     def _folder(self, is_shared: bool) -> Path:
         return shared_folder(self._target) if is_shared else partial_folder(self._target)

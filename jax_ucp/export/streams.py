@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from jax_ucp.arrays.budget import in_order
-from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import CorruptData, StoreError
 from jax_ucp.export.files import (
+    ExportTarget,
     File,
     Section,
     Tensor,
@@ -22,14 +22,13 @@ from jax_ucp.export.files import (
     block_bytes,
     blocks_of,
     check_free,
-    identity_of,
     lost,
+    no_progress,
     require_whole,
     require_written,
 )
 from jax_ucp.files.crc import SummedBytes, crc_of
 from jax_ucp.files.in_flight import each_file
-from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, file_size, read_bytes
 from jax_ucp.jobs.ledger import (
     LEDGER_FILE,
@@ -42,7 +41,7 @@ from jax_ucp.jobs.ledger import (
     is_noted,
     require_unclaimed,
 )
-from jax_ucp.jobs.run import Target, Work
+from jax_ucp.jobs.run import Work
 from jax_ucp.jobs.work import Coordinator, OpenedJob
 from jax_ucp.layout.box import Box
 from jax_ucp.universal.copy import require_outside
@@ -54,10 +53,6 @@ READ_BYTES = 16 << 20  # at once, of a file that another process wrote
 
 Buffers = list[tuple[int, bytes | memoryview]]  # by their offsets in the file
 OnBytes = Callable[[int], None]
-
-
-def no_progress(nbytes: int) -> None:
-    """The default progress callback: does nothing."""
 
 
 @dataclass(frozen=True)
@@ -131,25 +126,10 @@ def _crc_of(folder: Files, file: File) -> Written | None:
     return as_written(crc)
 
 
-class BucketTarget(Target[Upload]):
+class BucketTarget(ExportTarget[Upload]):
     """An export into a folder of a bucket; the last file commits it, when all is proved."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        files: Sequence[File],
-        budget_bytes: int,
-        path: FilePath,
-        on_bytes: OnBytes = no_progress,
-    ):
-        self.contents, self.path, self.place = contents, path, path
-        self.again = f"Nothing is at {path}: export again, with a new executor."
-        self._files, self._budget, self._on_bytes = files, budget_bytes, on_bytes
-        self._reports_here = False
-
-    def identity(self) -> str:
-        uploads = itertools.chain.from_iterable(self.groups(1))
-        return identity_of(self.contents, self._files, uploads)
+    _reports_here = False
 
     def groups(self, count: int) -> Sequence[Sequence[Upload]]:
         infos = self.contents.arrays.arrays()
@@ -196,7 +176,7 @@ class BucketTarget(Target[Upload]):
 
     def progress(self, block: Upload, is_found: bool) -> None:
         if is_found or not self._reports_here:
-            self._on_bytes(block.nbytes)
+            super().progress(block, is_found)
 
     def write(self, work: Work[Upload]) -> None:
         """Upload files, each whole or not at all, in about the budget, or a store's least part."""
