@@ -24,7 +24,7 @@ from jax_ucp.export.files import (
     require_whole,
     require_written,
 )
-from jax_ucp.files.local import LocalFiles, remove, sync_file_system
+from jax_ucp.files.local import LocalFiles, remove, sync_file_system, sync_folder
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.jobs.ledger import LEDGER_FILE, RESULT_FILE, Blocks, Ledger, is_noted
 from jax_ucp.jobs.run import Work
@@ -176,15 +176,7 @@ def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
 def put_in_place(handle: int, partial: Path, target: Path) -> None:
     """Rename `partial` to `target`, durably. `handle` of it was opened before it was written."""
     for folder, _, _ in os.walk(partial):
-        _sync(Path(folder))
+        sync_folder(folder)
     sync_file_system(handle, str(partial))
     os.rename(partial, target)  # onto an empty folder too, and onto nothing else
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(target.parent)

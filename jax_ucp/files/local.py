@@ -252,7 +252,7 @@ class LocalFiles(Files):
                 _libc.sync_file_range(handle, *whole, _SYNC_FILE_RANGE_WRITE)
         if durable:
             os.replace(first, path)
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
 
     def create(self, name: str, data: bytes) -> None:
         path = self.path(name)
@@ -267,7 +267,7 @@ class LocalFiles(Files):
             _link(first, path)
         finally:
             os.unlink(first)
-        _sync_folder(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
 
     def sync(self) -> None:
         """Make everything durable that was written here, with one wait for the disk.
@@ -335,7 +335,8 @@ def _info(name: str, status: os.stat_result | None) -> FileInfo:
     return FileInfo(name, 0, "", "folder" if is_folder else "other")
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

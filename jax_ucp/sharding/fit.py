@@ -74,8 +74,10 @@ def _misfit(
     return f"{n} does not divide by {parts}" if n % parts else None
 
 
-def check_rules(rules: Sequence[Rule]) -> None:
-    """Raise ValueError for a rule that is malformed, or has a tuple in place of a PartitionSpec."""
+def check_rules(rules: Sequence[Rule], leaves: Sequence[Leaf] = ()) -> None:
+    """Raise ValueError for a rule that is malformed, has a tuple in place of a PartitionSpec, or is
+    on a logical axis and must be meant for the label of one of the leaves.
+    """
     for rule in rules:
         match rule:
             case (str(pattern), PartitionSpec()):
@@ -98,10 +100,6 @@ def check_rules(rules: Sequence[Rule]) -> None:
                     f"the rule {rule!r:.120} is not a pair of a regular expression and a"
                     " PartitionSpec, or of a logical axis and mesh axes"
                 )
-
-
-def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError for a rule on a logical axis that must be meant for labels."""
     logical = _logical_names(leaves)
     for name, axes in rules:
         # Rules of a family of models name axes that this one does not have.

@@ -22,7 +22,6 @@ from jax_ucp.sharding.fit import (
     ON_DEVICES,
     Fit,
     Rule,
-    check_logical_rules,
     check_rules,
     fit_axes,
     fit_on_host,
@@ -184,8 +183,7 @@ def planned_reads(arrays: Iterable[PlannedArray], mesh: HostMesh) -> HostReads:
 
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
     """The reads of a restore onto a mesh, of first replicas. Raises ValueError for rules."""
-    check_rules(rules)
-    check_logical_rules(rules, contents.leaves)
+    check_rules(rules, contents.leaves)
     counts = Counter(
         _planned(contents, leaf, planned_fit(leaf, mesh, rules).spec)
         for leaf in contents.leaves
@@ -238,8 +236,7 @@ def mesh_cells(
     leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 ) -> dict[str, Shape]:
     """By array, the block that one host writes; no chunk crosses it. Raises ValueError."""
-    check_rules(rules)
-    check_logical_rules(rules, leaves)
+    check_rules(rules, leaves)
     return {
         leaf.name: planned_cell(
             leaf.shape, np.dtype(leaf.dtype).itemsize, planned_fit(leaf, mesh, rules).spec, mesh

@@ -37,7 +37,6 @@ from jax_ucp.sharding.fit import (
     Fit,
     Rule,
     axis_names,
-    check_logical_rules,
     check_rules,
     fit_leaf,
     fit_on_host,
@@ -225,7 +224,7 @@ def plan_restore(leaves: Sequence[Leaf], request: RestoreRequest) -> RestorePlan
             _LeafRequest(leaf, kind_of(node), node.value, node.axes) for node, leaf in matched.pairs
         ]
     ruled = [*leaves, *map(_ruled, wanted)]
-    check_logical_rules(rules, ruled)
+    check_rules(rules, ruled)
     notes = unused_rules(rules, ruled)
     placements = [_place(each, request) for each in wanted]
     faults = [f"{p.leaf.label}: {fault}" for p in placements for fault in _device_faults(p)]
