@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 from zlib import crc32
 
 from jax_ucp.arrays.checks import Check
@@ -113,7 +113,9 @@ class Work(Generic[AnyBlock]):
         """Write blocks to `files`. If `is_durable`, the blocks of a task are durable when it is
         done; otherwise they are durable when the files are synced.
         """
-        written, waiting = self.ledger.written, _Waiting(0 if is_durable else GROUP_BYTES)
+        written, lock = self.ledger.written, threading.Lock()
+        waiting: list[AnyBlock] = []
+        waiting_bytes = 0
 
         def finish(task: BlockTask[AnyBlock], results: Sequence[Written]) -> None:
             fresh: list[AnyBlock] = []
@@ -124,12 +126,17 @@ class Work(Generic[AnyBlock]):
                     self.progress(block, True)
                 else:
                     fresh.append(block)
-            settle(waiting.add(fresh))
+            settle(fresh, 0 if is_durable else GROUP_BYTES)
 
-        def settle(group: Sequence[AnyBlock]) -> None:
-            """Wait for the disk, and only then record the blocks in the ledger."""
-            if not group:
-                return
+        def settle(fresh: Sequence[AnyBlock], nbytes: int) -> None:
+            """Record blocks in the ledger, once the disk has them, if so many bytes wait."""
+            nonlocal waiting, waiting_bytes
+            with lock:
+                waiting += fresh
+                waiting_bytes += sum(block.nbytes for block in fresh)
+                if not waiting or waiting_bytes < nbytes:
+                    return
+                group, waiting, waiting_bytes = waiting, [], 0
             if not is_durable:
                 files.sync()
             self.ledger.note([block.place for block in group])
@@ -137,26 +144,7 @@ class Work(Generic[AnyBlock]):
                 self.progress(block, False)
 
         self.coordinator.run(tasks, finish, budget_bytes, files.is_remote)
-        settle(waiting.blocks)
-
-
-class _Waiting:
-    """Blocks that wait for the disk, until they have `max_bytes` together."""
-
-    def __init__(self, max_bytes: int):
-        self.blocks: list[Any] = []
-        self._nbytes, self._max_bytes = 0, max_bytes
-        self._lock = threading.Lock()
-
-    def add(self, blocks: Sequence[Block]) -> Sequence[Any]:
-        """The blocks to be synced now: all that wait, if they have `max_bytes`; else none."""
-        with self._lock:
-            self.blocks += blocks
-            self._nbytes += sum(block.nbytes for block in blocks)
-            if self._nbytes < self._max_bytes:
-                return ()
-            ready, self.blocks, self._nbytes = self.blocks, [], 0
-        return ready
+        settle((), 0)
 
 
 class Target(Protocol[AnyBlock]):

@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -114,24 +113,6 @@ def read_at_once(
         yield request.array_of(dict(zip(request.boxes, data, strict=True)))
 
 
-class OutputBuffers(Protocol):
-    """The memory for all boxes of an array, filled block by block from several threads."""
-
-    def fill(self, block: Box) -> None: ...
-
-    def array(self) -> np.ndarray | jax.Array: ...
-
-
-def output_buffers(request: ReadRequest) -> OutputBuffers | None:
-    """Output buffers for reading in blocks, or None for an accelerator's host memory."""
-    if request.in_place:
-        return HostBuffers(request)
-    assert request.sharding is not None
-    device = next(iter(request.sharding.addressable_devices))
-    usual = request.sharding.memory_kind in (None, device.default_memory().kind)
-    return DeviceBuffers(request, request.sharding) if usual else None
-
-
 class HostBuffers:
     """Buffers in host memory, which CPU devices use without a copy."""
 
@@ -185,6 +166,20 @@ class DeviceBuffers:
         return jax.make_array_from_single_device_arrays(
             shape, self._sharding, arrays, dtype=self._request.dtype
         )
+
+
+# The memory for all boxes of an array, filled block by block from several threads.
+OutputBuffers = HostBuffers | DeviceBuffers
+
+
+def output_buffers(request: ReadRequest) -> OutputBuffers | None:
+    """Output buffers for reading in blocks, or None for an accelerator's host memory."""
+    if request.in_place:
+        return HostBuffers(request)
+    assert request.sharding is not None
+    device = next(iter(request.sharding.addressable_devices))
+    usual = request.sharding.memory_kind in (None, device.default_memory().kind)
+    return DeviceBuffers(request, request.sharding) if usual else None
 
 
 def _cast(key: str, data: np.ndarray, dtype: np.dtype) -> np.ndarray:
