@@ -28,7 +28,6 @@ from jax_ucp.files.local import LocalFiles, remove, sync_file_system, sync_folde
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.jobs.ledger import LEDGER_FILE, RESULT_FILE, Blocks, Ledger, is_noted
 from jax_ucp.jobs.run import Work
-from jax_ucp.jobs.work import Coordinator
 from jax_ucp.universal.copy import require_outside
 
 
@@ -82,13 +81,7 @@ class FolderTarget(ExportTarget[BlockRun]):
         tasks = (TensorTask(str(folder), run, work.noted([run]), by_others) for run in runs)
         work.run(tasks, self._budget, LocalFiles(folder), is_durable=True)
 
-    def commit(
-        self,
-        coordinator: Coordinator,
-        written: Blocks,
-        require_sound: Callable[[], None],
-        note: bytes | None,
-    ) -> None:
+    def commit(self, written: Blocks, prove: Callable[[], None], note: bytes | None) -> None:
         """Write all bytes but tensors'; `alone`, or of shares this call, renames the folder."""
         folder = self._folder(note is not None)
         handle = os.open(folder, os.O_RDONLY)
@@ -96,7 +89,7 @@ class FolderTarget(ExportTarget[BlockRun]):
             for file in self._files if note is not None else ():
                 create(folder / file.name, file.size, is_shared=True)
             complete_files(folder, self._files, self._runs, written)
-            require_sound()
+            prove()
             if note is not None:
                 LocalFiles(folder).write(RESULT_FILE, [note], durable=True)
             require_written(LocalFiles(folder), self._files)

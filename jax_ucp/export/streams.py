@@ -42,7 +42,7 @@ from jax_ucp.jobs.ledger import (
     require_unclaimed,
 )
 from jax_ucp.jobs.run import Work
-from jax_ucp.jobs.work import Coordinator, OpenedJob
+from jax_ucp.jobs.work import OpenedJob
 from jax_ucp.layout.box import Box
 from jax_ucp.universal.copy import require_outside
 
@@ -180,7 +180,8 @@ class BucketTarget(ExportTarget[Upload]):
 
     def write(self, work: Work[Upload]) -> None:
         """Upload files, each whole or not at all, in about the budget, or a store's least part."""
-        folder = work.coordinator.opened.files(str(self.path))
+        self._opened = work.coordinator.opened
+        folder = self._opened.files(str(self.path))
         if work.share is not None:
             # an export by one process first reserves the folder, and then looks for the ledger
             try:
@@ -203,20 +204,14 @@ class BucketTarget(ExportTarget[Upload]):
         )
         work.run(tasks, self._budget, folder, is_durable=True)
 
-    def commit(
-        self,
-        coordinator: Coordinator,
-        written: Blocks,
-        require_sound: Callable[[], None],
-        note: bytes | None,
-    ) -> None:
+    def commit(self, written: Blocks, prove: Callable[[], None], note: bytes | None) -> None:
         *others, last = self._files
-        opened, room = coordinator.opened, share_of(self._budget, [last])
+        opened, room = self._opened, share_of(self._budget, [last])
         folder = opened.files(str(self.path))
 
         def sound_parts() -> Iterator[bytes | memoryview]:
             yield from file_parts(opened, last, room, self._on_bytes)
-            require_sound()
+            prove()
             require_written(folder, others)
 
         if note is not None:

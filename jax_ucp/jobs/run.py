@@ -191,15 +191,9 @@ class Target(Protocol[AnyBlock]):
         ...
 
     @abstractmethod
-    def commit(
-        self,
-        coordinator: Coordinator,
-        written: Blocks,
-        require_sound: Callable[[], None],
-        note: bytes | None,
-    ) -> None:
-        """Complete the target, whose blocks are all written. `require_sound` is called when all is
-        read. A note is written to the folder, and names the job.
+    def commit(self, written: Blocks, prove: Callable[[], None], note: bytes | None) -> None:
+        """Complete the target, whose blocks are all written. `prove` is called when all is read. A
+        note is written to the folder, and names the job.
 
         Raises CorruptData if a file that was written is lost.
         """
@@ -243,13 +237,13 @@ def run(target: Target[AnyBlock], executor: Executor | None = None) -> None:
         undo = partial(target.discard, ledger)
         with proved(coordinator.opened.proofs, undo) as require_proved:
 
-            def require_sound() -> None:
+            def prove() -> None:
                 require_proved()
                 contents.files.require_unchanged()
 
             groups = list(enumerate(target.groups(1)))
             target.write(Work(groups, {}, None, coordinator, ledger, target.progress))
-            target.commit(coordinator, ledger.written, require_sound, None)
+            target.commit(ledger.written, prove, None)
 
 
 def run_share(
@@ -314,8 +308,8 @@ def _do_share(
                         again = f"Delete it, if it is there, and run share {each} again."
                         for key, blocks in read_complete(files, each, identity, again).items():
                             written.setdefault(key, {}).update(blocks)
-                    require_sound = contents.files.require_unchanged
-                    target.commit(coordinator, written, require_sound, result_note(identity))
+                    prove = contents.files.require_unchanged
+                    target.commit(written, prove, result_note(identity))
         except CorruptData:
             if not target.is_result(identity):
                 raise  # else another process has committed it, and removed its ledgers

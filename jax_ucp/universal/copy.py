@@ -41,7 +41,7 @@ from jax_ucp.jobs.ledger import (
     result_note,
 )
 from jax_ucp.jobs.run import Target, Work, run
-from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, Coordinator, OpenedJob
+from jax_ucp.jobs.work import TASK_BOXES, TASK_BYTES, OpenedJob
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -348,14 +348,8 @@ class UniversalTarget(Target[CopyBlock]):
                 number,
             )
 
-    def commit(
-        self,
-        coordinator: Coordinator,
-        written: Blocks,
-        require_sound: Callable[[], None],
-        note: bytes | None,
-    ) -> None:
-        require_sound()
+    def commit(self, written: Blocks, prove: Callable[[], None], note: bytes | None) -> None:
+        prove()
         store, is_shared = self._written, note is not None
         if self._is_noted:
             note = result_note(self._identity)
