@@ -83,13 +83,8 @@ class Snapshot(MakesArrays):
 
     def block(self, key: str, box: Box) -> np.ndarray:
         """The elements of an outer chunk, of an array or of a stack."""
-        if key not in self.stacks:
-            return self.read(key, box)
-        names = self.stacks[key][box.start[0] : box.stop[0]]
-        out = np.empty(box.shape, self.infos[names[0]].dtype)
-        for part, name in zip(out, names, strict=True):
-            part[...] = self.read(name, Box(box.start[1:], box.stop[1:]))
-        return out
+        parts = [self.read(*part) for part in _unstacked([(key, box)], self.stacks)]
+        return np.stack(parts) if key in self.stacks else parts[0]
 
     def read(self, key: str, box: Box) -> np.ndarray:
         data = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
