@@ -137,7 +137,7 @@ class Ledger:
         Raises FormatError for a ledger of another job, or if another process has it open.
         """
         files, path = directory.folder(), directory / name
-        ledger = _BucketLedger(files, name) if files.is_remote else _LocalLedger(Path(str(path)))
+        ledger = BucketLedger(files, name) if files.is_remote else LocalLedger(Path(str(path)))
         try:
             lines = ledger.begin(result_note(identity) + b"\n")
             if lines:
@@ -268,7 +268,7 @@ def clear(files: Files, count: int) -> None:
     def clear_share(share: Share) -> None:
         files.delete(share.complete)
         if files.is_remote:
-            log = _BucketLedger(files, share.ledger)
+            log = BucketLedger(files, share.ledger)
             log.read()
             log.remove()
         else:
@@ -333,7 +333,7 @@ def require_unclaimed(directory: Files) -> None:
         ) from None
 
 
-class _LocalLedger(Ledger):
+class LocalLedger(Ledger):
     """A ledger in a file of the local disk, which one process at a time has open."""
 
     def __init__(self, path: Path):
@@ -395,7 +395,7 @@ class _LocalLedger(Ledger):
         self._file.close()
 
 
-class _BucketLedger(Ledger):
+class BucketLedger(Ledger):
     """A ledger in objects of a bucket, which cannot be appended to: the first line is one object,
     and each addition is another, by number. They are found by name, not by listing.
     """

@@ -31,7 +31,7 @@ from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.jobs.ledger import LEDGER_FILE, Ledger
+from jax_ucp.jobs.ledger import LEDGER_FILE, LocalLedger
 from jax_ucp.layout import patterns
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
@@ -391,7 +391,7 @@ def test_a_checkpoint_that_was_finished_is_not_thrown_away(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "remove", stop)
+        patch.setattr(LocalLedger, "remove", stop)
         with pytest.raises(KeyboardInterrupt):
             copy(source, plan, file_path(tmp_path / "out"))
     store.data["f:copy"][0, 0] = 99999

@@ -31,7 +31,7 @@ import jax_ucp as ucp
 from jax_ucp.cli.main import main as jax_ucp_command
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.formats.exporting import EXPORT_FORMATS
-from jax_ucp.jobs.ledger import Ledger
+from jax_ucp.jobs.ledger import LocalLedger
 from jax_ucp.universal.store import ZarrStore
 
 STEPS = (1, 2)
@@ -42,7 +42,7 @@ _SYSTEM_CALLS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.t
 _METHODS = (
     (LocalFiles, ("write", "create", "delete")),
     (ZarrStore, ("create", "write")),
-    (Ledger, ("note", "remove")),
+    (LocalLedger, ("note", "remove")),
 )
 
 
