@@ -24,10 +24,6 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     arguments.
 
     Several are not joined: what one leaves out has its model's default, and not what another says.
-    Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
-    arguments), so `query_groups` says how many there are: as many as heads then. Of its
-    `moe_layer_freq` `dense_layers` says how many layers come before the first with experts, or null
-    where one follows it that has none.
     """
     config: dict[str, Any] = {}
     for item, records in sorted(extras.items(), key=lambda item: item[0] != CONFIG):
@@ -39,14 +35,25 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(fields, dict) and fields:
                 config = dict(fields)
                 break
-    if "num_query_groups" in config and "num_attention_heads" in config:
-        grouped = config.get("group_query_attention", False)
-        config.setdefault(
-            "query_groups", config["num_query_groups" if grouped else "num_attention_heads"]
+    return _with_counts(config)
+
+
+def _with_counts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, and of Megatron's arguments the counts that follow from several.
+
+    `num_query_groups` is 1 where there are no groups (`group_query_attention`), so `query_groups`
+    says how many there are: as many as heads then. Of `moe_layer_freq` `dense_layers` says how many
+    layers come before the first with experts, or null where one follows it that has none.
+    """
+    counted = dict(config)
+    if "num_query_groups" in counted and "num_attention_heads" in counted:
+        grouped = counted.get("group_query_attention", False)
+        counted.setdefault(
+            "query_groups", counted["num_query_groups" if grouped else "num_attention_heads"]
         )
-    if "moe_layer_freq" in config and "num_layers" in config:
-        config.setdefault("dense_layers", _dense_layers(config["moe_layer_freq"]))
-    return config
+    if "moe_layer_freq" in counted and "num_layers" in counted:
+        counted.setdefault("dense_layers", _dense_layers(counted["moe_layer_freq"]))
+    return counted
 
 
 def _dense_layers(frequency: object) -> int | None:
@@ -128,11 +135,11 @@ def is_length(value: object) -> bool:
 
 
 def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A config as a dict, from a dict, a JSON file, or a folder with a config.json. Raises
+    """A config with its counts, from a dict, a JSON file, or a folder with a config.json. Raises
     FormatError for a bad file.
     """
     if isinstance(config, Mapping):
-        return dict(config)
+        return _with_counts(config)
     path = local_path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -145,7 +152,7 @@ def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
         raise FormatError(
             f"{path} is not a model's config, a JSON object of at most {_MAX_BYTES >> 20} MiB"
         )
-    return content
+    return _with_counts(content)
 
 
 def joined(

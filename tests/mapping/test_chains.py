@@ -319,6 +319,17 @@ def test_a_run_with_buffers_goes_back_into_files_of_megatron(tmp_path):
     assert_same(arrays_of(back.export(tmp_path / "run", "megatron")), arrays_of(original))
 
 
+def test_counts_that_follow_from_arguments_follow_from_given_ones_too(tmp_path):
+    case, first, _ = DEEPSEEK3
+    original = Case(case).open(weights_only=True)
+    weights = {label.partition("/")[2]: array for label, array in arrays_of(original).items()}
+    write_safetensors(tmp_path / "w.safetensors", weights)
+    config = dict(original.config)
+    del config["dense_layers"], config["query_groups"]
+    given = ucp.open(tmp_path / "w.safetensors").map(first, config=config)
+    assert given.config == original.map(first).config
+
+
 def test_layers_that_predict_further_tokens_are_left_with_a_reason(tmp_path):
     case, first, _ = DEEPSEEK3
     original = Case(case).open(weights_only=True)
