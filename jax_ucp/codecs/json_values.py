@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Iterator
-from functools import singledispatch
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -63,117 +61,54 @@ def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> An
     what it was made from; a tensor that cannot be read is `!left_out`, the reason.
     """
 
-    def read_whole(tensor: StoredTensor) -> np.ndarray:
-        return read(f"{file}:{tensor.key}", Box.whole(tensor.shape))
+    def convert(value: Any) -> Any:
+        match value:
+            case np.ndarray() | np.generic():  # of which some are a float, str or bytes too
+                if value.dtype.kind in "US":
+                    return convert(value.tolist())
+                return _array(np.asarray(value))
+            case None | bool() | int():
+                return value
+            case str():
+                if is_encodable(value):
+                    return value
+                data = value.encode(errors="surrogatepass")
+                return {"!wtf8": base64.b64encode(data).decode()}
+            case float():
+                return value if math.isfinite(value) else {"!float": repr(value)}
+            case dict():
+                if all(isinstance(key, str) and is_encodable(key) for key in value):
+                    return {key: convert(item) for key, item in value.items()}
+                return {"!dict": [[convert(key), convert(item)] for key, item in value.items()]}
+            case list():
+                return list(map(convert, value))
+            case tuple():
+                return {"!tuple": list(map(convert, value))}
+            case set() | frozenset():
+                return {"!set": list(map(convert, sorted(value, key=repr)))}
+            case complex():
+                return {"!complex": [value.real, value.imag]}
+            case bytes() | bytearray():
+                return {"!bytes": base64.b64encode(bytes(value)).decode()}
+            case np.dtype():
+                return {"!dtype": value.name}
+            case StoredTensor():
+                return _array(read(f"{file}:{value.key}", Box.whole(value.shape)))
+            case RefusedTensor() | Storage() | DTensor():
+                return {"!left_out": unreadable(value)}
+            case Record():
+                args, fields = convert(list(value.args)), convert(value.fields)
+                return {"!record": value.type, "args": args, "fields": fields}
+            case Opaque():
+                parts = {"args": value.args, "state": value.state, "items": value.items}
+                parts |= {"entries": value.entries, "left_out": value.closed}
+                kept = {name: convert(part) for name, part in parts.items() if not _is_empty(part)}
+                return {"!opaque": value.type, "args": [], **kept}
+            case Unknown():
+                return {"!opaque": value.name}
+        return {"!text": str(value)}
 
-    return _json(value, read_whole)
-
-
-Read = Callable[[StoredTensor], np.ndarray]
-
-
-@singledispatch
-def _json(value: Any, read: Read) -> Any:
-    return {"!text": str(value)}
-
-
-@_json.register(NoneType)
-@_json.register(bool)
-@_json.register(int)
-def _(value: Any, read: Read) -> Any:
-    return value
-
-
-@_json.register
-def _(value: str, read: Read) -> Any:
-    if is_encodable(value):
-        return value
-    return {"!wtf8": base64.b64encode(value.encode(errors="surrogatepass")).decode()}
-
-
-@_json.register
-def _(value: float, read: Read) -> Any:
-    return value if math.isfinite(value) else {"!float": repr(value)}
-
-
-@_json.register
-def _(value: complex, read: Read) -> Any:
-    return {"!complex": [value.real, value.imag]}
-
-
-@_json.register(bytes)
-@_json.register(bytearray)
-def _(value: bytes | bytearray, read: Read) -> Any:
-    return {"!bytes": base64.b64encode(bytes(value)).decode()}
-
-
-@_json.register
-def _(value: dict, read: Read) -> Any:
-    if all(isinstance(key, str) and is_encodable(key) for key in value):
-        return {key: _json(item, read) for key, item in value.items()}
-    return {"!dict": [[_json(key, read), _json(item, read)] for key, item in value.items()]}
-
-
-@_json.register
-def _(value: list, read: Read) -> Any:
-    return [_json(item, read) for item in value]
-
-
-@_json.register
-def _(value: tuple, read: Read) -> Any:
-    return {"!tuple": [_json(item, read) for item in value]}
-
-
-@_json.register(set)
-@_json.register(frozenset)
-def _(value: set | frozenset, read: Read) -> Any:
-    return {"!set": [_json(item, read) for item in sorted(value, key=repr)]}
-
-
-@_json.register(np.ndarray)
-@_json.register(np.generic)
-@_json.register(np.str_)  # which is a str first, as np.bytes_ is bytes
-@_json.register(np.bytes_)
-def _(value: np.ndarray | np.generic, read: Read) -> Any:
-    if value.dtype.kind in "US":
-        return _json(value.tolist(), read)
-    return _array(np.asarray(value))
-
-
-@_json.register
-def _(value: np.dtype, read: Read) -> Any:
-    return {"!dtype": value.name}
-
-
-@_json.register
-def _(value: StoredTensor, read: Read) -> Any:
-    return _array(read(value))
-
-
-@_json.register(RefusedTensor)
-@_json.register(Storage)
-@_json.register(DTensor)
-def _(value: RefusedTensor | Storage | DTensor, read: Read) -> Any:
-    return {"!left_out": unreadable(value)}
-
-
-@_json.register
-def _(value: Record, read: Read) -> Any:
-    args = _json(list(value.args), read)
-    return {"!record": value.type, "args": args, "fields": _json(value.fields, read)}
-
-
-@_json.register
-def _(value: Opaque, read: Read) -> Any:
-    parts = {"args": value.args, "state": value.state, "items": value.items}
-    parts |= {"entries": value.entries, "left_out": value.closed}
-    kept = {name: _json(part, read) for name, part in parts.items() if not _is_empty(part)}
-    return {"!opaque": value.type, "args": [], **kept}
-
-
-@_json.register
-def _(value: Unknown, read: Read) -> Any:
-    return {"!opaque": value.name}
+    return convert(value)
 
 
 def _is_empty(part: object) -> bool:

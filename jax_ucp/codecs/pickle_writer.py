@@ -7,12 +7,12 @@ protocol 2: `Lib/pickletools.py`; tensors: `_rebuild_tensor_v2`, `_rebuild_tenso
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -83,123 +83,78 @@ class _Pickler:
         self.storage = storage
 
     def write(self, *values: Any) -> None:
+        """Append the opcodes that make values. Raises TypeError for a class that has none."""
         for value in values:
-            _write(value, self)
+            self._write(value)
 
+    def _write(self, value: Any) -> None:
+        match value:
+            case None:
+                self.out += pickle.NONE
+            case bool():
+                self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
+            case int() if -(1 << 31) <= value < 1 << 31:
+                self.out += pickle.BININT + struct.pack("<i", value)
+            case int():
+                data = pickle.encode_long(value)
+                if len(data) > _MAX_LONG1:
+                    self.out += pickle.LONG4 + struct.pack("<i", len(data)) + data
+                else:  # the only one of the two that `torch.load` with `weights_only` takes
+                    self.out += pickle.LONG1 + bytes([len(data)]) + data
+            case float():
+                self.out += pickle.BINFLOAT + struct.pack(">d", value)
+            case str():
+                data = value.encode("utf-8", "surrogatepass")
+                self.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+            case tuple():
+                self.out += pickle.MARK
+                self.write(*value)
+                self.out += pickle.TUPLE
+            case list():
+                self.out += pickle.EMPTY_LIST + pickle.MARK
+                self.write(*value)
+                self.out += pickle.APPENDS
+            case dict():
+                self.out += pickle.EMPTY_DICT + pickle.MARK
+                self.write(*itertools.chain.from_iterable(value.items()))
+                self.out += pickle.SETITEMS
+            case complex():
+                self.write(Call(Global("builtins", "complex"), (value.real, value.imag)))
+            case bytes():
+                self.write(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
+            case set():
+                self.write(Call(Global("builtins", "set"), (sorted(value, key=repr),)))
+            case Global():
+                self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+            case Call():
+                self.write(value.function, value.args)
+                self.out += pickle.REDUCE
+            case Instance():
+                self.write(value.of, ())
+                self.out += pickle.NEWOBJ
+                self.write(value.state)
+                self.out += pickle.BUILD
+            case Tensor() | np.ndarray():
+                self._write_tensor(value)
+            case _:
+                raise TypeError(f"{type(value).__name__} has no pickle here")
 
-@singledispatch
-def _write(value: Any, to: _Pickler) -> None:
-    """Append the opcodes that make a value. Raises TypeError for a class that has none."""
-    raise TypeError(f"{type(value).__name__} has no pickle here")
-
-
-@_write.register
-def _(value: None, to: _Pickler) -> None:
-    to.out += pickle.NONE
-
-
-@_write.register
-def _(value: bool, to: _Pickler) -> None:
-    to.out += pickle.NEWTRUE if value else pickle.NEWFALSE
-
-
-@_write.register
-def _(value: int, to: _Pickler) -> None:
-    if -(1 << 31) <= value < 1 << 31:
-        to.out += pickle.BININT + struct.pack("<i", value)
-    else:
-        data = pickle.encode_long(value)
-        if len(data) > _MAX_LONG1:
-            to.out += pickle.LONG4 + struct.pack("<i", len(data)) + data
-        else:  # the only one of the two that `torch.load` with `weights_only` takes
-            to.out += pickle.LONG1 + bytes([len(data)]) + data
-
-
-@_write.register
-def _(value: float, to: _Pickler) -> None:
-    to.out += pickle.BINFLOAT + struct.pack(">d", value)
-
-
-@_write.register
-def _(value: complex, to: _Pickler) -> None:
-    to.write(Call(Global("builtins", "complex"), (value.real, value.imag)))
-
-
-@_write.register
-def _(value: str, to: _Pickler) -> None:
-    data = value.encode("utf-8", "surrogatepass")
-    to.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-
-
-@_write.register
-def _(value: bytes, to: _Pickler) -> None:
-    to.write(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
-
-
-@_write.register
-def _(value: tuple, to: _Pickler) -> None:
-    to.out += pickle.MARK
-    to.write(*value)
-    to.out += pickle.TUPLE
-
-
-@_write.register
-def _(value: list, to: _Pickler) -> None:
-    to.out += pickle.EMPTY_LIST + pickle.MARK
-    to.write(*value)
-    to.out += pickle.APPENDS
-
-
-@_write.register
-def _(value: dict, to: _Pickler) -> None:
-    to.out += pickle.EMPTY_DICT + pickle.MARK
-    for key, item in value.items():
-        to.write(key, item)
-    to.out += pickle.SETITEMS
-
-
-@_write.register
-def _(value: set, to: _Pickler) -> None:
-    to.write(Call(Global("builtins", "set"), (sorted(value, key=repr),)))
-
-
-@_write.register
-def _(value: Global, to: _Pickler) -> None:
-    to.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
-
-
-@_write.register
-def _(value: Call, to: _Pickler) -> None:
-    to.write(value.function, value.args)
-    to.out += pickle.REDUCE
-
-
-@_write.register
-def _(value: Instance, to: _Pickler) -> None:
-    to.write(value.of, ())
-    to.out += pickle.NEWOBJ
-    to.write(value.state)
-    to.out += pickle.BUILD
-
-
-@_write.register(Tensor)
-@_write.register(np.ndarray)
-def _(value: Tensor | np.ndarray, to: _Pickler) -> None:
-    """torch's call for a tensor of a typed storage, or of an untyped one and a dtype."""
-    shape = tuple(value.target_shape if isinstance(value, Tensor) else value.shape)
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    view = (0, shape, strides, False, Call(Global("collections", "OrderedDict")))
-    dtype = torch_dtype(value.dtype)
-    if typed := _STORAGES.get(value.dtype.name):
-        rebuild = Global("torch._utils", "_rebuild_tensor_v2")
-        kind, count = Global("torch", f"{typed}Storage"), value.size
-    else:
-        rebuild = Global("torch._utils", "_rebuild_tensor_v3")
-        kind, count = Global("torch.storage", "UntypedStorage"), value.nbytes
-        view += (dtype,)
-    to.write(rebuild)
-    to.out += pickle.MARK
-    to.write(("storage", kind, to.storage(value), "cpu", count))
-    to.out += pickle.BINPERSID
-    to.write(*view)
-    to.out += pickle.TUPLE + pickle.REDUCE
+    def _write_tensor(self, value: Tensor | np.ndarray) -> None:
+        """Append torch's call for a tensor of a typed storage, or of an untyped one and a dtype."""
+        shape = tuple(value.target_shape if isinstance(value, Tensor) else value.shape)
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        view = (0, shape, strides, False, Call(Global("collections", "OrderedDict")))
+        dtype = torch_dtype(value.dtype)
+        if typed := _STORAGES.get(value.dtype.name):
+            rebuild = Global("torch._utils", "_rebuild_tensor_v2")
+            kind, count = Global("torch", f"{typed}Storage"), value.size
+        else:
+            rebuild = Global("torch._utils", "_rebuild_tensor_v3")
+            kind, count = Global("torch.storage", "UntypedStorage"), value.nbytes
+            view += (dtype,)
+        self.write(rebuild)
+        self.out += pickle.MARK
+        self.write(("storage", kind, self.storage(value), "cpu", count))
+        self.out += pickle.BINPERSID
+        self.write(*view)
+        self.out += pickle.TUPLE + pickle.REDUCE

@@ -47,12 +47,6 @@ class StridedBlock(NamedTuple):
         """The same bytes in an array in which the box is elsewhere."""
         return self._replace(box=self.box.shift(by))
 
-    def is_run(self, itemsize: int) -> bool:
-        """Whether the elements follow one another in the row-major order of the box."""
-        dense = row_major(self.box.shape, itemsize)
-        sides = zip(self.box.shape, self.strides, dense, strict=True)
-        return all(n == 1 or stride == want for n, stride, want in sides)
-
 
 class RunGrid(NamedTuple):
     """A grid of an array: the shape of its chunks, which divides that of the array, the axes of a
