@@ -81,10 +81,12 @@ def _a_scale_for_each_row(codes: tuple[int, ...], scales: tuple[int, ...]) -> bo
 
 
 _NF4 = (
-    ".nested_absmax",
-    ".nested_quant_map",
-    ".quant_state.bitsandbytes__nf4",
-    ".quant_state.bitsandbytes__fp4",
+    *(".nested_absmax", ".nested_quant_map"),
+    *(".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
+)
+_TORCHAO = (
+    *("_zero_point", "_per_tensor_scale", "_act_pre_scale"),
+    *("_act_quant_scale", "_act_quant_zero_point", "_act_per_tensor_scale"),
 )
 _SCALED = "fp8, int8 or NVFP4 with scales"
 _MORE = ("_scale_2", "_global_scale", "_zero_point", "_g_idx", "_shape")
@@ -99,43 +101,16 @@ SCHEMES = (
     Scheme("compressed-tensors, packed", "_packed", "", (("_scale",),), _MORE, _PACKED),
     Scheme(_SCALED, "", "", (("_scale", "_scales"),), _MORE),
     Scheme(_SCALED, ".weight", ".weight", ((".scale",),), (".zero_point",)),
-    Scheme(
-        "GPTQ or AWQ",
-        ".qweight",
-        ".weight",
-        ((".scales",),),
-        (".qzeros", ".g_idx", ".scaled_zeros"),
-        _PACKED,
-    ),
+    Scheme("GPTQ or AWQ", ".qweight", ".weight", ((".scales",),),
+           (".qzeros", ".g_idx", ".scaled_zeros"), _PACKED),
     Scheme("MXFP4", "_blocks", "", (("_scales",),), (), ("uint8",), fits=_a_scale_for_each_row),
     Scheme("MXFP4", ".blocks", "", ((".scales",),), (), ("uint8",), fits=_a_scale_for_each_row),
-    Scheme(
-        "MLX",
-        ".weight",
-        ".weight",
-        ((".scales",),),
-        (".biases", ".global_scale"),
-        ("uint32",),
-        fits=lambda codes, scales: len(codes) > 1 and codes[:-1] == scales[:-1],
-    ),
+    Scheme("MLX", ".weight", ".weight", ((".scales",),), (".biases", ".global_scale"), ("uint32",),
+           fits=lambda codes, scales: len(codes) > 1 and codes[:-1] == scales[:-1]),
     Scheme("quanto", "._data", "", (("._scale",),), ("._shift",), _ANY),
     Scheme("HQQ", ".W_q", ".weight", ((".scale", ".meta.scale"),), (".zero", ".meta.zero"), _ANY),
-    Scheme(
-        "torchao",
-        "_qdata",
-        "",
-        (("_scale", "_scale_and_zero"),),
-        (
-            "_zero_point",
-            "_per_tensor_scale",
-            "_act_pre_scale",
-            "_act_quant_scale",
-            "_act_quant_zero_point",
-            "_act_per_tensor_scale",
-        ),
-        _ANY,
-    ),
-)
+    Scheme("torchao", "_qdata", "", (("_scale", "_scale_and_zero"),), _TORCHAO, _ANY),
+)  # fmt: skip
 
 # llm-compressor's `save_pretrained` with save_compressed=False writes the parameters of a module as
 # they are (compressed-tensors 0.20 `quantization/lifecycle/initialize.py`). Where nobody speaks of

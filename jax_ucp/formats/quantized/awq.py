@@ -18,12 +18,16 @@ _PACKING = Packing(4, 32, 0, order=_ORDER)
 
 def interleaved(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scales", "qzeros")
-    _check(stored)
-    words = stored.info("codes").shape
-    if len(words) != 2 or not all(words):
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, and is not a matrix")
+    settings = stored.settings
+    version = settings.get("version") or settings.get("format") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        stored.unknown(f"version={version!r:.40} has another order, which is not known here")
+    bits = settings.get("bits", settings.get("w_bit"))
+    if bits != 4:
+        stored.unknown(f"bits={bits!r:.20} in the config; AWQ has 4")
+    words = stored.rows_and_columns()
     shape = words[1] * 8, words[0]
-    size = stored.settings.get("group_size", stored.settings.get("q_group_size"))
+    size = settings.get("group_size", settings.get("q_group_size"))
     size = words[0] if size == -1 else size
     if type(size) is not int or size < 1 or words[0] % size:
         stored.fault(f"group_size={size!r:.20} in the config does not divide {words[0]} inputs")
@@ -36,13 +40,3 @@ def interleaved(stored: StoredWeight) -> Dequantizer:
     codes = Codes(_PACKING)
     affine = Affine("AWQ", shape, parts, codes, Grid((1, size)), zero_codes=codes)
     return TurnedParts(affine)
-
-
-def _check(stored: StoredWeight) -> None:
-    settings = stored.settings
-    version = settings.get("version") or settings.get("format") or "gemm"
-    if not isinstance(version, str) or version.lower() != "gemm":
-        stored.unknown(f"version={version!r:.40} has another order, which is not known here")
-    bits = settings.get("bits", settings.get("w_bit"))
-    if bits != 4:
-        stored.unknown(f"bits={bits!r:.20} in the config; AWQ has 4")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import Packing
-from jax_ucp.formats.quantized.stored import StoredWeight, is_finite, leading
+from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 
@@ -38,9 +38,7 @@ def rows_or_runs(stored: StoredWeight) -> Dequantizer:
 def _rows(stored: StoredWeight) -> Dequantizer:
     """int8 with a scale for each row, in the order of rows."""
     stored.only("codes", "SCB", "weight_format")
-    shape = stored.info("codes").shape
-    if len(shape) != 2 or not all(shape):
-        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
+    shape = stored.rows_and_columns()
     if stored.has("weight_format"):
         order = stored.read("weight_format").reshape(-1).tolist()
         if order != [0]:
@@ -182,16 +180,10 @@ def _flat(
     stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple[str, ...]
 ) -> WeightPart:
     """A part of so many elements, which is stored flat; numbers in it are finite."""
-    info = stored.info(role)
-    label = stored.weight.parts[role]
-    if info.dtype.name not in dtypes:
-        stored.fault(f"{label} is {info.dtype.name}, and not {' or '.join(dtypes)}")
     # Codes of shape (1, n) are those of a weight that `dequantize_4bit` turns.
-    if leading(info.shape) != leading([math.prod(shape)]):
-        stored.fault(f"{label} has shape {list(info.shape)}, and not {math.prod(shape)} elements")
-    if role == "codes" or info.dtype == np.uint8:
-        return WeightPart(label, stored.arrays[role], shape)
-    return WeightPart(label, stored.arrays[role], shape, is_finite, "a finite number")
+    flat, is_codes = (math.prod(shape),), role == "codes" or dtypes == ("uint8",)
+    part = (stored.part if is_codes else stored.scale)(role, flat, dtypes)
+    return replace(part, shape=shape)
 
 
 def _state(stored: StoredWeight) -> Mapping[str, Any]:

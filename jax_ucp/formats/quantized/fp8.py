@@ -41,7 +41,7 @@ def block_fp8(stored: StoredWeight) -> Dequantizer:
     block = _block(stored, shape, size)
     for length, side in zip(shape, block, strict=True):
         stored.require_block(length, side, f"weight_block_size={size} in the config")
-    return _scaled(stored, role, Grid(block))
+    return scaled(stored, role, Grid(block), _SCALES)
 
 
 def _fp4(stored: StoredWeight, role: str) -> Dequantizer:
@@ -70,13 +70,13 @@ def row_fp8(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scale")
     shape = stored.matrix()
     if len(shape) == 2:
-        return _scaled(stored, "scale", Grid((1, shape[1] or 1)))
+        return scaled(stored, "scale", Grid((1, shape[1] or 1)), _SCALES)
     grid = Grid((1, shape[1] or 1, 1))
     match stored.name.rpartition(".")[2]:
         case "gate_up_proj" if len(shape) == 3:
-            return _scaled(stored, "scale", grid)
+            return scaled(stored, "scale", grid, _SCALES)
         case "down_proj" if len(shape) == 3:
-            return _scaled(stored, "scale", grid, (shape[0], shape[2], 1))
+            return scaled(stored, "scale", grid, _SCALES, (shape[0], shape[2], 1))
     stored.unknown("of experts in one array gate_up_proj and down_proj of Llama 4 are known")
 
 
@@ -90,12 +90,16 @@ def _block(stored: StoredWeight, shape: Sequence[int], size: object) -> tuple[in
     stored.unknown(f"weight_block_size={size!r:.80} in the config is not a pair of lengths")
 
 
-def _scaled(
-    stored: StoredWeight, role: str, grid: Grid, stored_as: tuple[int, ...] | None = None
-) -> Dequantizer:
+def scaled(
+    stored: StoredWeight,
+    role: str,
+    grid: Grid,
+    dtypes: Sequence[str],
+    stored_as: tuple[int, ...] | None = None,
+) -> Affine:
     """The weight; `stored_as` is the shape of its scales, where it is not that of the grid."""
     shape = stored.info("codes").shape
     small = grid.shape(shape)
-    scale = stored.scale(role, stored_as or small, _SCALES)
+    scale = stored.scale(role, stored_as or small, dtypes)
     parts = {"codes": stored.part("codes", shape, FP8), "scale": replace(scale, shape=small)}
     return Affine(stored.weight.scheme, shape, parts, Codes(), grid)

@@ -230,9 +230,12 @@ def _seven_signs(words: np.ndarray) -> np.ndarray:
     return _EVEN[_fields(words, (0, 7, 14, 21), 127)]
 
 
-def _odd(scale: np.ndarray, numbers: np.ndarray, unit: float) -> np.ndarray:
-    """Scales of parts: odd multiples of the block's. Each product is exact."""
-    return scale * ((2 * numbers.astype(np.float32) + 1) * np.float32(unit))
+def _odd(
+    blocks: np.ndarray, numbers: np.ndarray, unit: float, scale: np.ndarray | None = None
+) -> np.ndarray:
+    """Scales of parts: odd multiples of `scale`, or the block's first float16. All are exact."""
+    multiples = (2 * numbers.astype(np.float32) + 1) * np.float32(unit)
+    return (_float16(0)(blocks) if scale is None else scale) * multiples
 
 
 def _iq2_xxs_codes(blocks: np.ndarray) -> np.ndarray:
@@ -271,10 +274,6 @@ def _iq1_s_codes(blocks: np.ndarray) -> np.ndarray:
     return _iq1(blocks[:, 2:34], _fields(high, (0, 3, 6, 9), 7), np.repeat(high >> 15, 4, axis=1))
 
 
-def _iq1_s_scales(blocks: np.ndarray) -> np.ndarray:
-    return _odd(_float16(0)(blocks), _words(blocks, 34, 50, "<u2") >> 12 & 7, 0.125)
-
-
 def _iq1_m_codes(blocks: np.ndarray) -> np.ndarray:
     high = _fields(blocks[:, 32:48], (0, 4), 15)
     return _iq1(blocks[:, :32], high & 7, high >> 3)
@@ -285,7 +284,7 @@ def _iq1_m_scales(blocks: np.ndarray) -> np.ndarray:
     words = _words(blocks, 48, 56, "<u2")
     whole = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), axis=1)
     scale = whole.astype("<u2").view("<f2").astype(np.float32)[:, None]
-    return _odd(scale, _fields(words, (0, 3, 6, 9), 7), 0.125)
+    return _odd(blocks, _fields(words, (0, 3, 6, 9), 7), 0.125, scale)
 
 
 def _tq1_0_codes(blocks: np.ndarray) -> np.ndarray:
@@ -314,71 +313,41 @@ def _added(part: _Part) -> _Part:
     return lambda blocks: -part(blocks)
 
 
+# The elements of a block, its bytes, its codes, the scales of its parts, and their minima.
 TYPES: Mapping[str, BlockType] = {
     "Q4_0": BlockType(32, 18, _nibbles(2, 16, 8), _float16(0)),
     "Q4_1": BlockType(32, 20, _nibbles(4, 16), _float16(0), _added(_float16(2))),
     "Q5_0": BlockType(32, 22, _five_bits(2, 6, 16), _float16(0)),
     "Q5_1": BlockType(32, 24, _five_bits(4, 8), _float16(0), _added(_float16(2))),
-    "Q8_0": BlockType(32, 34, lambda blocks: blocks[:, 2:].view(np.int8), _float16(0)),
-    "Q2_K": BlockType(
-        256,
-        84,
-        lambda blocks: _planes(blocks, 16, 80, 2, 32),
-        lambda blocks: _float16(80)(blocks) * (blocks[:, :16] & 15),
-        lambda blocks: _float16(82)(blocks) * (blocks[:, :16] >> 4),
-    ),
+    "Q8_0": BlockType(32, 34, lambda b: b[:, 2:].view(np.int8), _float16(0)),
+    "Q2_K": BlockType(256, 84, lambda b: _planes(b, 16, 80, 2, 32),
+                      lambda b: _float16(80)(b) * (b[:, :16] & 15),
+                      lambda b: _float16(82)(b) * (b[:, :16] >> 4)),
     "Q3_K": BlockType(256, 110, _q3_k_codes, _q3_k_scales),
-    "Q4_K": BlockType(
-        256, 144, lambda blocks: _planes(blocks, 16, 144, 4, 32), _k_scales, _k_minima
-    ),
+    "Q4_K": BlockType(256, 144, lambda b: _planes(b, 16, 144, 4, 32), _k_scales, _k_minima),
     "Q5_K": BlockType(256, 176, _q5_k_codes, _k_scales, _k_minima),
-    "Q6_K": BlockType(
-        256,
-        210,
-        _q6_k_codes,
-        lambda blocks: _float16(208)(blocks) * blocks[:, 192:208].view(np.int8),
-    ),
+    "Q6_K": BlockType(256, 210, _q6_k_codes,
+                      lambda b: _float16(208)(b) * b[:, 192:208].view(np.int8)),
     "IQ4_NL": BlockType(32, 18, _by_table(2, _NL4), _float16(0)),
     "IQ4_XS": BlockType(256, 136, _by_table(8, _NL4), _iq4_xs_scales),
     "MXFP4": BlockType(32, 17, _by_table(1, _TWICE_FP4), _exponent),
-    "IQ2_XXS": BlockType(
-        256,
-        66,
-        _iq2_xxs_codes,
-        lambda b: _odd(_float16(0)(b), _words(b, 2, 66, "<u4")[:, 1::2] >> 28, 0.125),
-    ),
-    "IQ2_XS": BlockType(
-        256,
-        74,
-        _iq2_xs_codes,
-        lambda b: _odd(_float16(0)(b), _fields(b[:, 66:74], (0, 4), 15), 0.125),
-    ),
-    "IQ2_S": BlockType(
-        256,
-        82,
-        _iq2_s_codes,
-        lambda b: _odd(_float16(0)(b), _fields(b[:, 74:82], (0, 4), 15), 0.125),
-    ),
-    "IQ3_XXS": BlockType(
-        256,
-        98,
-        _iq3_xxs_codes,
-        lambda b: _odd(_float16(0)(b), _words(b, 66, 98, "<u4") >> 28, 0.25),
-    ),
-    "IQ3_S": BlockType(
-        256,
-        110,
-        _iq3_s_codes,
-        lambda b: _odd(_float16(0)(b), _fields(b[:, 106:110], (0, 4), 15), 1),
-    ),
-    "IQ1_S": BlockType(256, 50, _iq1_s_codes, _iq1_s_scales),
+    "IQ2_XXS": BlockType(256, 66, _iq2_xxs_codes,
+                         lambda b: _odd(b, _words(b, 2, 66, "<u4")[:, 1::2] >> 28, 0.125)),
+    "IQ2_XS": BlockType(256, 74, _iq2_xs_codes,
+                        lambda b: _odd(b, _fields(b[:, 66:74], (0, 4), 15), 0.125)),
+    "IQ2_S": BlockType(256, 82, _iq2_s_codes,
+                       lambda b: _odd(b, _fields(b[:, 74:82], (0, 4), 15), 0.125)),
+    "IQ3_XXS": BlockType(256, 98, _iq3_xxs_codes,
+                         lambda b: _odd(b, _words(b, 66, 98, "<u4") >> 28, 0.25)),
+    "IQ3_S": BlockType(256, 110, _iq3_s_codes,
+                       lambda b: _odd(b, _fields(b[:, 106:110], (0, 4), 15), 1)),
+    "IQ1_S": BlockType(256, 50, _iq1_s_codes,
+                       lambda b: _odd(b, _words(b, 34, 50, "<u2") >> 12 & 7, 0.125)),
     "IQ1_M": BlockType(256, 56, _iq1_m_codes, _iq1_m_scales),
     "TQ1_0": BlockType(256, 54, _tq1_0_codes, _float16(52)),
-    "TQ2_0": BlockType(
-        256, 66, lambda blocks: _less(_planes(blocks, 0, 64, 2, 32), 1), _float16(64)
-    ),
+    "TQ2_0": BlockType(256, 66, lambda b: _less(_planes(b, 0, 64, 2, 32), 1), _float16(64)),
     "NVFP4": BlockType(64, 36, _by_table(4, _TWICE_FP4, 8), _nvfp4_scales),
-}
+}  # fmt: skip
 
 
 def blocks(stored: StoredWeight) -> Dequantizer:

@@ -28,8 +28,8 @@ def grouped(stored: StoredWeight) -> Dequantizer:
     format = stored.settings.get("checkpoint_format") or stored.settings.get("format") or "gptq"
     if format not in _FORMATS:
         stored.unknown(f"checkpoint_format={format!r:.40} is not known here: {_FORMATS} are")
-    rows, outputs = _matrix(stored, "codes")
-    groups = _matrix(stored, "scales")[0]
+    rows, outputs = stored.rows_and_columns()
+    groups, _ = stored.rows_and_columns("scales")
     bits, inputs = _bits(stored, rows)
     packing = Packing(bits, 32, 0)
     grid = _grid(stored, inputs, groups)
@@ -79,10 +79,3 @@ def _grid(stored: StoredWeight, inputs: int, groups: int) -> Grid | Gathered:
         stored.fault(f"group_size={size!r:.20} in the config does not give {groups} groups")
     stored.require_block(inputs, size, f"group_size={size} in the config")
     return Grid((1, size))
-
-
-def _matrix(stored: StoredWeight, role: str) -> tuple[int, int]:
-    shape = stored.info(role).shape
-    if len(shape) != 2 or not all(shape):
-        stored.fault(f"{stored.weight.parts[role]} has shape {list(shape)}, and is not a matrix")
-    return shape[0], shape[1]

@@ -16,9 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer
+from jax_ucp.formats.quantized import fp8
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import FP4, Packing
-from jax_ucp.formats.quantized.stored import FP8, StoredWeight
+from jax_ucp.formats.quantized.stored import StoredWeight
 
 MIXED = "MIXED_PRECISION"
 _SIDE = 128  # of a block of fp8
@@ -77,11 +78,7 @@ def _fp8(
     stored_as: tuple[int, ...] | None = None,
 ) -> Dequantizer:
     stored.only("codes", role)
-    shape = stored.matrix()
-    small = grid.shape(shape)
-    scale = stored.scale(role, stored_as or small, scales)
-    parts = {"codes": stored.part("codes", shape, FP8), "scale": replace(scale, shape=small)}
-    return Affine(_name(stored), shape, parts, Codes(), grid)
+    return replace(fp8.scaled(stored, role, grid, scales, stored_as), scheme=_name(stored))
 
 
 def _nvfp4(stored: StoredWeight) -> Dequantizer:

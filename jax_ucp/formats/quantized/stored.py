@@ -77,6 +77,13 @@ class StoredWeight:
             self.fault(f"{self.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
         return shape
 
+    def rows_and_columns(self, role: str = "codes") -> tuple[int, int]:
+        """The shape of a part. Raises FormatError where it is not one matrix with elements."""
+        shape = self.info(role).shape
+        if len(shape) != 2 or not all(shape):
+            self.fault(f"{self.weight.parts[role]} has shape {list(shape)}, and is not a matrix")
+        return shape[0], shape[1]
+
     def require_block(self, length: int, size: int, what: str) -> None:
         """Raise FormatError where scales of an axis do not show their blocks' length.
 
