@@ -52,10 +52,48 @@ INERT = frozenset(
 )
 
 
-def _codecs_encode(args: tuple) -> object:
-    match args:
-        case (str(text), "latin1" | "latin-1"):
+def _call(name: str, holds_keys: bool = False) -> Constructor:
+    """The `Constructor` of plain values, by its dotted name."""
+    return Constructor(name, lambda args: _value(name, args), holds_keys=holds_keys)
+
+
+def _value(name: str, args: tuple) -> object:
+    match name, args:
+        case "builtins.bytes", ():
+            return b""
+        case "builtins.bytearray", ():
+            return bytearray()
+        case "builtins.bytearray", (bytes(data),):
+            return bytearray(data)
+        case "builtins.bytearray", (str(text), "latin1" | "latin-1"):
+            return bytearray(_latin1(text))
+        case "_codecs.encode", (str(text), "latin1" | "latin-1"):
             return _latin1(text)
+        case "builtins.set", (list(items),):
+            return set(items)
+        case "builtins.frozenset", (list(items),):
+            return frozenset(items)
+        case "builtins.complex", (float(real), float(imaginary)):
+            return complex(real, imaginary)
+        # a member of an enum, as Python 3.11.0 to 3.11.3 write it; at protocol 2 an inner class
+        case "builtins.getattr", (Unknown(of), str(member)) if is_plain_name(member):
+            return (
+                Unknown(f"{of}.{member}") if len(of) + len(member) < MAX_GLOBAL else NotImplemented
+            )
+        case "builtins.getattr", (Constructor(inert=True) as enum, str(member)):
+            return Record(enum.name, (member,))
+        case "collections.Counter", (dict(counts),):
+            return dict(counts)
+        case "collections.Counter", ():
+            return {}
+        case "collections.defaultdict", () | (None | Name(),):
+            return {}
+        case (("pathlib.PosixPath" | "pathlib._local.PosixPath"), _) if {*map(type, args)} <= {str}:
+            return str(PurePosixPath(*args))
+        case "numpy._core.multiarray.scalar", (np.dtype() as dtype, bytes(data)):
+            return np.frombuffer(data, dtype)[0] if len(data) == dtype.itemsize else NotImplemented
+        case "numpy._core.multiarray.scalar", (Opaque(type="numpy.dtype"), _):
+            return Opaque("numpy.generic", args)
     return NotImplemented
 
 
@@ -67,52 +105,6 @@ def _latin1(text: str) -> bytes:
         raise FormatError(f"bytes in the pickle are not bytes: {error.reason}") from error
 
 
-def _bytes(args: tuple) -> object:
-    return NotImplemented if args else b""
-
-
-def _bytearray(args: tuple) -> object:
-    match args:
-        case ():
-            return bytearray()
-        case (bytes(data),):
-            return bytearray(data)
-        case (str(text), "latin1" | "latin-1"):
-            return bytearray(_latin1(text))
-    return NotImplemented
-
-
-def _set(args: tuple) -> object:
-    match args:
-        case (list(items),):
-            return set(items)
-    return NotImplemented
-
-
-def _frozenset(args: tuple) -> object:
-    match args:
-        case (list(items),):
-            return frozenset(items)
-    return NotImplemented
-
-
-def _complex(args: tuple) -> object:
-    match args:
-        case (float(real), float(imaginary)):
-            return complex(real, imaginary)
-    return NotImplemented
-
-
-def _getattr(args: tuple) -> object:
-    """A member of an enum, as Python 3.11.0 to 3.11.3 write it; at protocol 2 an inner class."""
-    match args:
-        case (Unknown(name), str(member)) if len(name) + len(member) < MAX_GLOBAL:
-            return Unknown(f"{name}.{member}") if is_plain_name(member) else NotImplemented
-        case (Constructor(inert=True) as enum, str(member)):
-            return Record(enum.name, (member,))
-    return NotImplemented
-
-
 def _empty_dict(args: tuple) -> object:
     return NotImplemented if args else {}
 
@@ -120,26 +112,6 @@ def _empty_dict(args: tuple) -> object:
 def _drop_attributes(made: object, state: object) -> object:
     """Nothing is kept: torch has `_metadata`, versions of modules, in an OrderedDict."""
     return None if isinstance(state, dict) else NotImplemented
-
-
-def _counter(args: tuple) -> object:
-    match args:
-        case (dict(counts),):
-            return dict(counts)
-    return _empty_dict(args)
-
-
-def _defaultdict(args: tuple) -> object:
-    match args:
-        case () | (None | Name(),):
-            return {}
-    return NotImplemented
-
-
-def _path(args: tuple) -> object:
-    return (
-        str(PurePosixPath(*args)) if all(isinstance(part, str) for part in args) else NotImplemented
-    )
 
 
 # numpy's own letters for plain numbers, and texts of a fixed length; "O" would hold pickled
@@ -169,15 +141,6 @@ def _check_dtype(made: object, state: object) -> object:
     return NotImplemented
 
 
-def _scalar(args: tuple) -> object:
-    match args:
-        case (np.dtype() as dtype, bytes(data)) if len(data) == dtype.itemsize:
-            return np.frombuffer(data, dtype)[0]
-        case (Opaque(type="numpy.dtype"), _):
-            return Opaque("numpy.generic", args)
-    return NotImplemented
-
-
 def _empty_array(args: tuple) -> object:
     match args:
         case (Name("numpy.ndarray"), (0,), b"b"):
@@ -202,12 +165,8 @@ def _fill_array(made: Any, state: object) -> object:
 
 
 _BUILTINS = (
-    Constructor("builtins.bytes", _bytes),
-    Constructor("builtins.bytearray", _bytearray),
-    Constructor("builtins.set", _set, holds_keys=True),
-    Constructor("builtins.frozenset", _frozenset, holds_keys=True),
-    Constructor("builtins.complex", _complex),
-    Constructor("builtins.getattr", _getattr),
+    *map(_call, ("builtins.bytes", "builtins.bytearray", "builtins.complex", "builtins.getattr")),
+    *(_call(f"builtins.{kind}", holds_keys=True) for kind in ("set", "frozenset")),
     *(
         Name(f"builtins.{name}")
         for name in ("dict", "list", "int", "float", "str", "bool", "tuple")
@@ -215,7 +174,7 @@ _BUILTINS = (
 )
 
 _NUMPY_MULTIARRAY = (
-    Constructor("numpy._core.multiarray.scalar", _scalar),
+    _call("numpy._core.multiarray.scalar"),
     Constructor("numpy._core.multiarray._reconstruct", _empty_array, _fill_array),
 )
 
@@ -226,12 +185,9 @@ NAMES: dict[str, object] = {
     "__builtin__.long": Name("builtins.int"),
     "__builtin__.unicode": Name("builtins.str"),
     **table(
-        Constructor("_codecs.encode", _codecs_encode),
         Constructor("collections.OrderedDict", _empty_dict, _drop_attributes),
-        Constructor("collections.Counter", _counter),
-        Constructor("collections.defaultdict", _defaultdict),
-        Constructor("pathlib.PosixPath", _path),
-        Constructor("pathlib._local.PosixPath", _path),  # Python 3.13
+        *map(_call, ("_codecs.encode", "collections.Counter", "collections.defaultdict")),
+        *map(_call, ("pathlib.PosixPath", "pathlib._local.PosixPath")),  # the second of Python 3.13
         # Python up to 3.11.3 pickles a signal by its own name. Megatron-LM, `--exit-signal`, offers
         # these.
         *(Name(f"signal.{name}") for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")),

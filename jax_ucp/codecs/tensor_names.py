@@ -57,19 +57,10 @@ _NO_NUMPY_DTYPE = (
 )
 
 STORAGE_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexDouble": "complex128",
-    "ComplexFloat": "complex64",
-}
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+    "Bool": "bool", "ComplexDouble": "complex128", "ComplexFloat": "complex64",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -355,26 +346,19 @@ def _rebuild_device_tensor(args: tuple) -> object:
     return NotImplemented
 
 
-def _size(args: tuple) -> object:
-    match args:
-        case (tuple(shape),) if all(isinstance(n, int) for n in shape):
+def _call(name: str) -> Constructor:
+    """The `Constructor` of a shape, or of the text of a device or a layout, by its dotted name."""
+    return Constructor(name, lambda args: _value(name, args))
+
+
+def _value(name: str, args: tuple) -> object:
+    match name, args:
+        case "torch.Size", (tuple(shape),) if all(isinstance(n, int) for n in shape):
             return shape
-    return NotImplemented
-
-
-def _device(args: tuple) -> object:
-    match args:
-        case (str(kind),):
-            return kind
-        case (str(kind), int(index)):
-            return f"{kind}:{index}"
-    return NotImplemented
-
-
-def _text(args: tuple) -> object:
-    match args:
-        case (str(text),):
+        case (("torch.device" | "torch.serialization._get_layout"), (str(text),)):
             return text
+        case "torch.device", (str(kind), int(index)):
+            return f"{kind}:{index}"
     return NotImplemented
 
 
@@ -409,15 +393,8 @@ _REFUSED_REBUILD = (
     ),
 )
 _REBUILD = frozenset(_PLAIN_REBUILD + _REFUSED_REBUILD)
-_TENSOR_TYPES = frozenset(
-    Name(name)
-    for name in (
-        "torch.Tensor",
-        "torch._tensor.Tensor",
-        "torch.nn.parameter.Parameter",
-        "torch.nn.parameter.Buffer",
-    )
-)
+_PARAMETERS = ("nn.parameter.Parameter", "nn.parameter.Buffer")
+_TENSOR_TYPES = frozenset(Name(f"torch.{n}") for n in ("Tensor", "_tensor.Tensor", *_PARAMETERS))
 
 _FLOAT8_WEIGHT = Name("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor")
 
@@ -446,9 +423,7 @@ NAMES: dict[str, object] = {
         Constructor("torch._tensor._rebuild_from_type_v2", _rebuild_from_type_v2),
         StorageClass("torch.storage.UntypedStorage", np.dtype(np.uint8)),
         StorageClass("torch.storage._UntypedStorage", np.dtype(np.uint8)),  # torch 1.11 and 1.12
-        Constructor("torch.Size", _size),
-        Constructor("torch.device", _device),
-        Constructor("torch.serialization._get_layout", _text),
+        *map(_call, ("torch.Size", "torch.device", "torch.serialization._get_layout")),
         *(Name(f"torch.{name}") for name in _NO_NUMPY_DTYPE),
         *(
             Name(f"torch.{name}")

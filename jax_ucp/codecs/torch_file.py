@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -258,7 +258,12 @@ class _Archive:
 
 def _archive(file: ByteRange) -> _Archive:
     members = zip_members(file)
-    root = _root(members)
+    roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
+    if len(roots) != 1:
+        raise FormatError(
+            f"a zip file with {len(roots)} members <root>/data.pkl; a file of torch.save has one"
+        )
+    (root,) = roots
     if f"{root}/constants.pkl" in members:
         raise FormatError(
             "a TorchScript archive (constants.pkl), which holds code; save its state_dict() instead"
@@ -280,15 +285,6 @@ def _archive(file: ByteRange) -> _Archive:
     return _Archive(root, storages, data, pickled.stored_size, order == b"big")
 
 
-def _root(members: Iterable[str]) -> str:
-    roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
-    if len(roots) != 1:
-        raise FormatError(
-            f"a zip file with {len(roots)} members <root>/data.pkl; a file of torch.save has one"
-        )
-    return roots[0]
-
-
 def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
     faults = [f"{path!r}: {reason}" for path, reason in reasons.items()]
     return FormatError("tensors that cannot be read:", faults)
@@ -302,11 +298,18 @@ class TreeContents:
         self.tensors: dict[str, StoredTensor] = {}
         self.unknown: set[str] = set()
         self.refused: dict[str, str] = {}
-        self._keyed: set[StoredTensor] = set()
-        self._repeats: Counter[str] = Counter()
+        keyed: set[StoredTensor] = set()
+        repeats: Counter[str] = Counter()
         for labels, node in safe_pickle.walk(tree):
             if isinstance(node, StoredTensor):
-                self._add_tensor(labels, node)
+                if node not in keyed:
+                    path = key = _path(labels)
+                    while key in self.tensors:
+                        repeats[path] += 1
+                        key = f"{path}#{repeats[path] + 1}"
+                    object.__setattr__(node, "key", key)
+                    keyed.add(node)
+                    self.tensors[key] = node
             elif (reason := unreadable(node)) and _path(labels[:-1]) not in self.refused:
                 self.refused[_path(labels)] = reason
             if isinstance(node, Opaque):
@@ -318,17 +321,6 @@ class TreeContents:
         self.infos = {
             key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()
         }
-
-    def _add_tensor(self, labels: tuple[str, ...], tensor: StoredTensor) -> None:
-        if tensor in self._keyed:
-            return
-        path = key = _path(labels)
-        while key in self.tensors:
-            self._repeats[path] += 1
-            key = f"{path}#{self._repeats[path] + 1}"
-        object.__setattr__(tensor, "key", key)
-        self._keyed.add(tensor)
-        self.tensors[key] = tensor
 
 
 def _path(labels: tuple[str, ...]) -> str:

@@ -136,13 +136,24 @@ def files_of(tree: Mapping[Steps, Tensor | Chunked | Any], folder: str = "") -> 
     at = 0
     for path, value in tree.items():
         name = joined(path)
-        whole = _one_chunk(value) if isinstance(value, Tensor) else value
-        entries[name] = (
-            _tensor_entry(whole)
-            if isinstance(whole, Chunked)
-            else _instance("BytesStorageMetadata")
-        )
-        chunks = whole.chunks if isinstance(whole, Chunked) else [(None, value)]
+        if isinstance(value, Tensor):  # all of it is one chunk
+            value = Chunked(value.shape, value.dtype, [((0,) * len(value.shape), value)])
+        chunks: Sequence[tuple[Shape | None, Any]] = [(None, value)]
+        entries[name] = _instance("BytesStorageMetadata")
+        if isinstance(value, Chunked):
+            chunks = value.chunks
+            sizes = [t.target_shape if isinstance(t, Tensor) else t.shape for _, t in value.chunks]
+            starts = [start for start, _ in value.chunks]
+            properties = (torch_dtype(value.dtype), _STRIDED, False, _CONTIGUOUS, False)
+            entries[name] = _instance(
+                "TensorStorageMetadata",
+                properties=Instance(Global(f"{_DCP}.metadata", "TensorProperties"), properties),
+                size=_size(value.shape),
+                chunks=[
+                    _instance("ChunkStorageMetadata", offsets=_size(start), sizes=_size(own))
+                    for start, own in zip(starts, sizes, strict=True)
+                ],
+            )
         for start, content in chunks:
             zips.append((at, made := TorchZip(content)))
             offset = None if start is None else _size(start)
@@ -162,27 +173,6 @@ def files_of(tree: Mapping[Steps, Tensor | Chunked | Any], folder: str = "") -> 
     )
     data = File(folder + DATA_FILE, at, [made.section(start) for start, made in zips])
     return [data, File.literal(folder + METADATA_FILE, dumps(metadata))]
-
-
-def _one_chunk(tensor: Tensor) -> Chunked:
-    return Chunked(tensor.shape, tensor.dtype, [((0,) * len(tensor.shape), tensor)])
-
-
-def _tensor_entry(tensor: Chunked) -> Instance:
-    properties = (torch_dtype(tensor.dtype), _STRIDED, False, _CONTIGUOUS, False)
-    return _instance(
-        "TensorStorageMetadata",
-        properties=Instance(Global(f"{_DCP}.metadata", "TensorProperties"), properties),
-        size=_size(tensor.shape),
-        chunks=[
-            _instance("ChunkStorageMetadata", offsets=_size(start), sizes=_size(_sizes(chunk)))
-            for start, chunk in tensor.chunks
-        ],
-    )
-
-
-def _sizes(chunk: Tensor | np.ndarray) -> Shape:
-    return chunk.target_shape if isinstance(chunk, Tensor) else chunk.shape
 
 
 def _instance(kind: str, **fields: Any) -> Instance:

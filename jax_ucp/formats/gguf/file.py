@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,15 +13,6 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.formats.gguf.header import GGUFTensor, Head, read_head
 from jax_ucp.formats.gguf.types import IN_BLOCKS, PLAIN
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor as it is stored: in blocks, `info` is that of the bytes of its rows."""
-
-    name: str
-    info: ArrayInfo
-    begin: int
 
 
 class GGUFFile(ExtentTable):
@@ -37,18 +27,18 @@ class GGUFFile(ExtentTable):
         data = FileRange(path, file=path.file())
         with naming(path):
             self.head = read_head(data)
-            tensors = [_tensor(entry) for entry in self.head.tensors]
-            _require_tiled(self.head, tensors, data.size)
+            tensors = self.head.tensors
+            infos = {tensor.name: _info(tensor) for tensor in tensors}
+            _require_tiled(self.head, infos, data.size)
         file = StoredFile(path, data)
-        super().__init__(
-            {tensor.name: tensor.info for tensor in tensors},
-            {tensor.name: StoredArray(file, self.head.data + tensor.begin) for tensor in tensors},
-        )
-        types = {entry.name: entry.type for entry in self.head.tensors}
+        begin = self.head.data
+        super().__init__(infos, {t.name: StoredArray(file, begin + t.offset) for t in tensors})
+        types = {tensor.name: tensor.type for tensor in tensors}
         self.in_blocks = {n: IN_BLOCKS[type][0] for n, type in types.items() if type in IN_BLOCKS}
 
 
-def _tensor(entry: GGUFTensor) -> _Tensor:
+def _info(entry: GGUFTensor) -> ArrayInfo:
+    """The array of a tensor; of one in blocks, that of the bytes of its rows."""
     shape = tuple(reversed(entry.lengths))
     label = f"{entry.name!r:.80}"
     if entry.type not in PLAIN and entry.type not in IN_BLOCKS:
@@ -56,7 +46,7 @@ def _tensor(entry: GGUFTensor) -> _Tensor:
     if any(n < 1 for n in shape):
         raise FormatError(f"{label} has the shape {list(shape)}")
     if entry.type in PLAIN:
-        return _Tensor(entry.name, ArrayInfo(shape, np.dtype(PLAIN[entry.type])), entry.offset)
+        return ArrayInfo(shape, np.dtype(PLAIN[entry.type]))
     type, elements, nbytes = IN_BLOCKS[entry.type]
     if not shape or shape[-1] % elements:
         raise FormatError(
@@ -64,20 +54,20 @@ def _tensor(entry: GGUFTensor) -> _Tensor:
             f" {elements}"
         )
     rows = (*shape[:-1], shape[-1] // elements * nbytes)
-    return _Tensor(entry.name, ArrayInfo(rows, np.dtype(np.uint8)), entry.offset)
+    return ArrayInfo(rows, np.dtype(np.uint8))
 
 
-def _require_tiled(head: Head, tensors: Iterable[_Tensor], size: int) -> None:
+def _require_tiled(head: Head, infos: Mapping[str, ArrayInfo], size: int) -> None:
     """Raise unless tensors, each at the next aligned byte, fill a file of so many bytes."""
     at = 0
-    for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
+    for tensor in sorted(head.tensors, key=lambda tensor: tensor.offset):
         begin = _aligned(at, head.alignment)
-        if tensor.begin != begin:
+        if tensor.offset != begin:
             raise FormatError(
                 f"{tensor.name!r:.80} should begin at byte {begin} of the tensors, the next one"
-                f" that is free and aligned to {head.alignment}, and begins at byte {tensor.begin}"
+                f" that is free and aligned to {head.alignment}, and begins at byte {tensor.offset}"
             )
-        at = begin + tensor.info.nbytes
+        at = begin + infos[tensor.name].nbytes
     end = head.data + at if at else min(head.data, size)
     if end > size:
         raise CorruptData(

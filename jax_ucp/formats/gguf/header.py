@@ -24,18 +24,9 @@ _MAX_AXES = 4
 _FIRST_BYTES = 1 << 20
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_NUMBERS: Mapping[int, np.dtype] = {
-    0: np.dtype("u1"),
-    1: np.dtype("i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
-}
+_KINDS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"}
+_KINDS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_NUMBERS: Mapping[int, np.dtype] = {code: np.dtype(kind) for code, kind in _KINDS.items()}
 # The least that a key with its value, and a tensor, take.
 _LEAST_KEY, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 
