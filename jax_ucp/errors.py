@@ -27,7 +27,8 @@ code which knows nothing of us catches them where it would expect to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 from jax_ucp.text import fault_lines
@@ -106,6 +107,16 @@ class UnsafePickle(FormatError):
 
 class CorruptData(FormatError):
     """Bytes differ from their checksum, from their duplicate, or from their recorded size."""
+
+
+@contextmanager
+def naming(path: object = "", item: str = "", way_out: str = "") -> Iterator[None]:
+    """A context that says of an error about files or shards where it was met, as `UCPError.at`."""
+    try:
+        yield
+    except (FormatError, LayoutError) as error:
+        error.at(path, item, way_out)
+        raise
 
 
 class NotACheckpoint(UCPError, FileNotFoundError):

@@ -7,7 +7,6 @@ GGUF or msgpack, a chunk file, an item of DCP.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from jax_ucp.arrays.checks import SAMPLE_BYTES, Check, Extent, LeafClaim
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.arrays.watched import Watcher, watchers
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.crc import Summed, SummedBytes, Tally
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import ByteRange
@@ -34,16 +33,6 @@ class StoredFile(NamedTuple):
     path: FilePath
     data: ByteRange
     swapped: bool = False
-
-
-@contextmanager
-def naming(path: FilePath) -> Iterator[None]:
-    """Name a file in a FormatError of what is read of it."""
-    try:
-        yield
-    except FormatError as error:
-        error.at(path)
-        raise
 
 
 class Region(NamedTuple):

@@ -37,7 +37,7 @@ from jax_ucp.arrays.value import (
 from jax_ucp.codecs.json_values import MentionedTensors, as_json
 from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.unpickle import walk
-from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -121,11 +121,8 @@ class ContentsBuilder:
         """The array `name`, whose shards are the stored tensors `keys`. Raises LayoutError if their
         shapes or dtypes do not fit the layout.
         """
-        try:
+        with naming(self.path):
             return joined(name, layout, list(map(self.array, keys)))
-        except LayoutError as error:
-            error.at(self.path)
-            raise
 
     # The tree.
 
@@ -298,6 +295,11 @@ class ContentsBuilder:
         """Skip something that was not asked for: it is not read, not even to verify it."""
         self.skip(where, what, reason)
         self._left.add(where)
+
+    def leave_out(self, where: str, what: str, error: UnsafePickle) -> None:
+        """Skip an object whose pickle asks for more than data, with a note on `what` it is."""
+        self.skip(where, "object", f"not read, because it asks for more than data: {error}")
+        self.notes.append(f"{what} was left out: {error}")
 
     # The result.
 

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jax_ucp.arrays.checks import checks_of
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
 from jax_ucp.codecs.torch_file import TorchFile, cannot_be_read
 from jax_ucp.codecs.unpickle import Name, walk
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.states.opaque import WeightsPlace, closed_tensors, tensor_holders
@@ -100,6 +101,17 @@ def keep_extras(imported: ContentsBuilder, name: str, file: TorchFile) -> None:
         rest = without_tensors(value)
         if rest is not GONE:
             imported.extra(name, str(key), rest)
+
+
+def keep_proved(
+    imported: ContentsBuilder, name: str, file: TorchFile, source: TorchFile | None = None
+) -> None:
+    """Keep all of a file as extras, tensors too. Raises CorruptData where a CRC does not fit."""
+    for fault in filter(None, (check.run() for check in checks_of(file.claims(), "full"))):
+        raise CorruptData(fault, way_out="weights_only")
+    tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
+    for key, value in tree.items():
+        imported.extra(name, str(key), value, source)
 
 
 def _entries(node: object) -> list[tuple[str | int, object]] | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from jax_ucp.arrays.checks import checks_of
 from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
-from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
+from jax_ucp.errors import FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.facts import COUNTS, Facts
+from jax_ucp.formats.state_dicts import keep_proved
 from jax_ucp.formats.weight_files import read_json
 
 _NUMBER = re.compile(r"\d+")
@@ -33,17 +33,12 @@ def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Fac
 def _keep_torch(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
     try:
         file = TorchFile(path, lenient=True)
-        for fault in filter(None, (check.run() for check in checks_of(file.claims(), "full"))):
-            raise CorruptData(fault)
+        keep_proved(imported, name, file, file)
     except UnsafePickle as error:
-        imported.skip(name, "object", f"not read, because it asks for more than data: {error}")
-        imported.notes.append(f"{name} was left out: {error}")
+        imported.leave_out(name, name, error)
         return
     except FormatError as error:
         error.at(path, way_out="weights_only")
         raise
     facts.state_all(file, name, _NUMBER.sub("*", name), file.tree, only=("step", *COUNTS))
     imported.unknown |= file.unknown
-    tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
-    for key, value in tree.items():
-        imported.extra(name, str(key), value, file)

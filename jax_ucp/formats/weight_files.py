@@ -193,8 +193,13 @@ def refuse_part(path: FilePath) -> None:
     if is_ranks_part(path.name):
         raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
     numbers = _NUMBERED_PART.fullmatch(path.name)
-    if numbers and int(numbers["parts"]) > 1:
-        raise _one_part(path, int(numbers["part"]), int(numbers["parts"]))
+    parts = int(numbers["parts"]) if numbers else 1
+    if numbers and parts > 1:
+        first = min(int(numbers["part"]), 1)
+        others = [numbered(path.name, n) for n in range(first, first + min(parts, 1000))]
+        absent = [name for name in others if not (path.parent / name).is_file()]
+        are = f"of which {len(absent)} are missing: {listed(absent)}" if absent else "all beside it"
+        raise FormatError(f"{path} is one of {parts} parts of a model, {are}: open its folder")
     beside = filter(FilePath.is_file, path.parent.children())
     for index in sorted(file for file in beside if model_of_index(file.name)):
         try:
@@ -215,16 +220,6 @@ def one_ranks(path: FilePath) -> FormatError:
     """The error for a file of DeepSpeed's or Megatron's ranks; Megatron has a folder for each."""
     whole = path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
     return FormatError(f"{path} is what one rank wrote of a checkpoint: open {whole}")
-
-
-def _one_part(path: FilePath, part: int, parts: int) -> FormatError:
-    first = 0 if part == 0 else 1
-    others = [numbered(path.name, n) for n in range(first, first + min(parts, 1000))]
-    absent = [name for name in others if not (path.parent / name).is_file()]
-    others_are = "all beside it"
-    if absent:
-        others_are = f"of which {len(absent)} are missing: {listed(absent)}"
-    return FormatError(f"{path} is one of {parts} parts of a model, {others_are}: open its folder")
 
 
 def refuse_rank(path: FilePath) -> None:

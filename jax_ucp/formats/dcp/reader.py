@@ -31,7 +31,6 @@ from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.dcp.metadata import (
     DcpMetadata,
     Span,
-    TensorEntry,
     metadata_files,
     read_metadata,
 )
@@ -163,7 +162,26 @@ def _tensors(
     left = places.in_optimizers if options.weights_only else frozenset[str]()
     for save in saves:
         for fqn, tensor in save.metadata.tensors.items():
-            _tensor(imported, save, fqn, tensor, places.at[fqn], fqn in left)
+            state, name = places.at[fqn]
+            keys = [save.prefix + chunk_key(fqn, chunk) for chunk in tensor.chunks]
+            if fqn in left:
+                for key in keys:
+                    imported.leave(key, "", f"{state} of {name}: only weights were asked for")
+            elif keys:
+                reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
+                if len(keys) > 1:
+                    reason += f", one of {len(keys)} chunks"
+                whole = imported.joined(f"{state}.{name}", tensor.layout(), keys)
+                imported.parameter(state, name, whole, reason)
+            elif math.prod(tensor.shape):
+                raise FormatError(
+                    f"{imported.path}: {fqn} has shape {list(tensor.shape)}, but by the metadata no"
+                    " chunk of it is in any file: that of a rank is missing, or it is damaged"
+                )
+            else:  # a tensor without elements, of which no rank wrote a chunk
+                empty = np.empty(tensor.shape, tensor.dtype)
+                table = save.prefix + save.metadata.files[0]
+                imported.constant(state, name, empty, f"{table}:{fqn}")
     imported.notes += places.notes
     if coded := [fqn for save in saves for fqn, _ in save.metadata.short]:
         imported.notes.append(_CODED.format(len({*coded}), min(coded)))
@@ -173,36 +191,6 @@ def _tensors(
             "no paths were recorded, so nothing tells weights from other tensors: all tensors of"
             " the flat state dict are under `param`, by the names it had"
         )
-
-
-def _tensor(
-    imported: ContentsBuilder,
-    save: DcpSave,
-    fqn: str,
-    tensor: TensorEntry,
-    place: tuple[str, str],
-    is_left: bool,
-) -> None:
-    """Give a tensor its place, the state of a parameter, or leave it aside."""
-    state, name = place
-    keys = [save.prefix + chunk_key(fqn, chunk) for chunk in tensor.chunks]
-    if is_left:
-        for key in keys:
-            imported.leave(key, "", f"{state} of {name}: only weights were asked for")
-    elif keys:
-        reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
-        if len(tensor.chunks) > 1:
-            reason += f", one of {len(tensor.chunks)} chunks"
-        whole = imported.joined(f"{state}.{name}", tensor.layout(), keys)
-        imported.parameter(state, name, whole, reason)
-    elif math.prod(tensor.shape):
-        raise FormatError(
-            f"{imported.path}: {fqn} has shape {list(tensor.shape)}, but by the metadata no chunk"
-            " of it is in any file: that of a rank is missing, or it is damaged"
-        )
-    else:  # a tensor without elements, of which no rank wrote a chunk
-        empty = np.empty(tensor.shape, tensor.dtype)
-        imported.constant(state, name, empty, f"{save.prefix}{save.metadata.files[0]}:{fqn}")
 
 
 def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
@@ -241,8 +229,7 @@ def read_object(imported: ContentsBuilder, fqn: str, span: Span, save: DcpSave) 
             return None
         if not isinstance(error, UnsafePickle):
             raise
-        imported.skip(item, "object", f"not read, because it asks for more than data: {error}")
-        imported.notes.append(f"the object {fqn} was left out: {error}")
+        imported.leave_out(item, f"the object {fqn}", error)
         return None
     nbytes = tensor_bytes(file.tree)
     if nbytes > MAX_EXTRA_BYTES:

@@ -18,7 +18,7 @@ from jax_ucp.codecs.coded_states import CodedState
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
 from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.codecs.zstd import inflate
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import CorruptData, FormatError, naming
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
@@ -200,11 +200,8 @@ class DcpSource(ExtentTable):
 
 def _inflated(path: FilePath, span: Span, max_bytes: int) -> bytes:
     data = path.read_range(span.offset, span.offset + span.length)
-    try:
+    with naming(path, f"the item of {span.length} bytes at {span.offset}"):
         return inflate(data, max_bytes)
-    except FormatError as error:
-        error.at(path, f"the item of {span.length} bytes at {span.offset}")
-        raise
 
 
 def chunk_key(fqn: str, chunk: Chunk) -> str:

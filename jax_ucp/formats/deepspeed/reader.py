@@ -26,7 +26,7 @@ from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
 from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
-from jax_ucp.formats.deepspeed.swapped import Swapped, with_swapped
+from jax_ucp.formats.deepspeed.swapped import with_swapped
 from jax_ucp.options import Options
 
 _SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
@@ -66,11 +66,7 @@ def open_deepspeed(path: FilePath, options: Options) -> Contents:
                 raise
             files = replace(files, ranks=[[] for _ in files.ranks], unusable=str(error))
     check_facts(files, options.weights_only)
-    return _read(files, swapped, options)
-
-
-def _read(files: TagFiles, swapped: Swapped, options: Options) -> Contents:
-    """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
+    # first slices, then parameters of them, then the rest
     slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
     builder, has_optimizer = slices.builder, any(files.ranks)
     builder.about = _about(files)

@@ -12,7 +12,7 @@ Facts: `ds_to_universal.py` (`merge_tp_slices`, `_save_optimizer_state`) and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
@@ -273,23 +273,18 @@ def _how_to_cut(
 
     parted = [parts[pattern] for pattern in matching if pattern in parts]
     sub = min(parted, key=itemgetter(0))[1] if parted else None
-    cut = _cut(tensor, sub, matches)
+    cut: dict[str, Any] = {"cat_dim": int(matches("parameter_with_row_parallelism_patterns"))}
+    if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
+        cut = {}
+    elif matches("parameter_with_2_sub_params_cat_dim_0"):
+        cut = {"cat_dim": 0, "param_n_sub_params": 2}
+    elif sub is not None:
+        cut = {"sub_param_shape": _sub_param_shape(sub, tensor)}
     if matches("vocabulary_parameter_patterns"):
         cut["vocab_tensor"] = True
     if matches("expert_parameter_patterns"):
         cut |= {"is_expert_param": True, "ep_num_experts": tensor.shape[0]}
     return cut
-
-
-def _cut(tensor: Tensor, sub: Any, matches: Callable[[str], bool]) -> dict[str, Any]:
-    """The axis, or the parts `sub`, that a parameter is cut along; empty for a replica."""
-    if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
-        return {}
-    if matches("parameter_with_2_sub_params_cat_dim_0"):
-        return {"cat_dim": 0, "param_n_sub_params": 2}
-    if sub is not None:
-        return {"sub_param_shape": _sub_param_shape(sub, tensor)}
-    return {"cat_dim": 1 if matches("parameter_with_row_parallelism_patterns") else 0}
 
 
 def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,11 +35,6 @@ class RankFiles:
             return "verl"
         return "SkyRL" if "fsdp_strategy" in self.fsdp_config else "verl or SkyRL"
 
-    @property
-    def fsdp_version(self) -> int | None:
-        version = self.fsdp_config.get("FSDP_version")
-        return version if isinstance(version, int) else None
-
 
 def is_rank_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None

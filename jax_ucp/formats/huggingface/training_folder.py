@@ -21,17 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import checks_of
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.huggingface import packed_experts
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
-from jax_ucp.formats.state_dicts import Tree, keep_extras
+from jax_ucp.formats.state_dicts import Tree, keep_extras, keep_proved
 from jax_ucp.formats.weight_files import CONFIG, keep_configs, read_json
 from jax_ucp.formats.weight_names import WeightSave
 from jax_ucp.options import HF_DECAY, MODULE_ORDER, Options, rule_of
@@ -226,16 +225,13 @@ def _place(
 
 
 def _opened(path: FilePath) -> TorchFile:
-    try:
+    with naming(path, way_out="weights_only"):
         if not path.is_file() or not is_torch_file(path):
             why = stand_in(path) if path.is_file() else why_missing(path.parent, path.name)
             raise FormatError(
                 f"{path}: {why or 'it is not a file of torch.save, as its name says'}"
             )
         return TorchFile(path, lenient=True)
-    except FormatError as error:
-        error.at(path, way_out="weights_only")
-        raise
 
 
 def weights_of(imported: ContentsBuilder, model: str) -> dict[str, StateTensor]:
@@ -344,13 +340,9 @@ def _keep(imported: ContentsBuilder, path: FilePath) -> None:
         return
     file = _opened(path)
     imported.add_files({name: file})
-    tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
-    for key, value in tree.items():
-        imported.extra(name, str(key), value)
+    keep_proved(imported, name, file)
     if name != _ARGUMENTS:  # which is an object of a class, always
         imported.unknown |= file.unknown
-    for fault in filter(None, (check.run() for check in checks_of(file.claims(), "full"))):
-        raise CorruptData(fault, way_out="weights_only")
 
 
 def _global_step(imported: ContentsBuilder) -> Any:

@@ -24,7 +24,7 @@ from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.unpickle import walk
-from jax_ucp.errors import FormatError, UnsafePickle
+from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.dcp.metadata import METADATA_FILE
@@ -65,7 +65,7 @@ from jax_ucp.formats.megatron.parameters import (
     has_remainders,
     unpadded,
 )
-from jax_ucp.formats.megatron.run import about, naming, require_folder
+from jax_ucp.formats.megatron.run import about, require_folder
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.options import Options
 from jax_ucp.text import listed
@@ -233,9 +233,7 @@ def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:
         try:
             opened = stored.load()
         except UnsafePickle as error:
-            reason = f"not read, because it asks for more than data: {error}"
-            importer.skip(item, "object", reason)
-            importer.notes.append(f"the object {key} was left out: {error}")
+            importer.leave_out(item, f"the object {key}", error)
             continue
         importer.unknown |= opened.unknown
         tree = opened.tree

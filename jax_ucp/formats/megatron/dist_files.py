@@ -22,7 +22,7 @@ from jax_ucp.arrays.protocol import ArraySource
 from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.codecs.unpickle import what_is
-from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
+from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, read_metadata
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
@@ -262,11 +262,8 @@ def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> StoredItems:
         boxes = entry.shape, tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
         if boxes not in proved and not leave(fqn):
             proved.add(boxes)
-            try:
+            with naming(folder / METADATA_FILE, fqn):
                 entry.layout().check()
-            except LayoutError as error:
-                error.at(folder / METADATA_FILE, fqn)
-                raise
         runs = tuple(StoredRun(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
         tensors[fqn] = DistTensor(entry.shape, entry.dtype, runs)
     left: list[str] = []

@@ -32,7 +32,7 @@ import numpy as np
 from jax_ucp.arrays.value import Array, cut, joined
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.codecs.unpickle import what_is
-from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.errors import FormatError, LayoutError, naming
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.megatron.buffers import (
     FlatBuffer,
@@ -110,14 +110,11 @@ def buffer_states(
     inside: Mapping[str, TorchFile],
 ) -> BufferStates:
     """The states in flat buffers of `inside`. Raises FormatError or LayoutError."""
-    try:
+    with naming(way_out="weights_only"):
         if has_flat_buffers(files):
             return _states(importer, files, tensors, inside)
         is_joined = any(map(is_fully_reshardable, files.tensors))
         return BufferStates(causes=_moved(files, tensors) if is_joined else {})
-    except (FormatError, LayoutError) as error:
-        error.at(way_out="weights_only")
-        raise
 
 
 def _states(
@@ -321,11 +318,8 @@ def _rank_tensors(files: DistFiles, tensors: TensorStates) -> _RankTensors:
         ranks = files.args.degree("tensor_model_parallel_size")
         if is_expert(name):
             ranks = files.args.expert_ranks
-        try:
+        with naming(item=name):
             cuts[name] = cut_of(states["weight"].info.shape, tensors.boxes[name], ranks)
-        except LayoutError as error:
-            error.at(item=name)
-            raise
     copies = copies_of_embedding(files.args, cuts)
     dtypes = dict(tensors.dtypes)
     if files.args.is_layer_wise:

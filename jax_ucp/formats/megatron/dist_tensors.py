@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from jax_ucp.arrays.value import Array, cut, joined
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, naming
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_names import (
@@ -74,7 +74,10 @@ def tensor_states(importer: ContentsBuilder, files: DistFiles, weights_only: boo
     layout = cache(run_layout)  # experts by the thousand have few, each of which is proved once
     for state, params in by_state.items():
         for name, (shape, runs) in join_gated(params).items():
-            arrays = [stored_run(importer, run) for run in runs]
+            arrays = [  # a stored tensor, or a part of one
+                cut(f"{run.key} from {run.start}", array, run.start, run.target.shape)
+                for run, array in ((run, importer.array(run.key)) for run in runs)
+            ]
             targets = tuple(run.target for run in runs)
             whole = joined(f"{state}.{name}", layout(tuple(shape), targets), arrays)
             states.setdefault(name, {})[state] = whole
@@ -90,11 +93,8 @@ def _unstacked(files: DistFiles, key: str, model: str) -> Blocks:
     tensor, shape = files.tensors[key], files.tensors[model].shape
     runs: Sequence[StoredRun] = tensor.runs
     if tensor.shape != shape:
-        try:
+        with naming(files.folder, key):
             runs = list(flattened_runs(shape, tensor.shape, tensor.runs))
-        except FormatError as error:
-            error.at(files.folder, key)
-            raise
     layers = files.args.get("num_layers") if bare_name(model).startswith("decoder.") else None
     counts = {"layers": layers, "experts": files.args.get("num_experts")}
     for axis, what in enumerate(stacks_of(model)):  # on leading axes, where args tell of them
@@ -105,12 +105,6 @@ def _unstacked(files: DistFiles, key: str, model: str) -> Blocks:
                 " run, or the metadata is damaged"
             )
     return unstacked(model, shape, runs)
-
-
-def stored_run(importer: ContentsBuilder, run: StoredRun) -> Array:
-    """The elements of a run: a stored tensor, or a part of one."""
-    array, label = importer.array(run.key), f"{run.key} from {run.start}"
-    return cut(label, array, run.start, run.target.shape)
 
 
 def run_layout(shape: Shape, boxes: Sequence[Box]) -> ParamLayout:

@@ -22,7 +22,7 @@ import numpy as np
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.value import Array, Constant
 from jax_ucp.codecs.torch_file import StoredTensor
-from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.errors import FormatError, LayoutError, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
@@ -63,7 +63,6 @@ from jax_ucp.formats.megatron.run import (
     about,
     args_of,
     check_iteration,
-    naming,
     require_folder,
 )
 from jax_ucp.layout.box import Box
@@ -298,11 +297,8 @@ def _block(metadata: DcpMetadata, fqn: str) -> tuple[Shape, list[StoredRun]]:
     table, entry = metadata.folder / metadata.files[0], metadata.tensors.get(fqn)
     if entry is None:
         raise FormatError(f"{table}: {fqn} should be a tensor, but is an object")
-    try:
+    with naming(table, fqn):
         entry.layout().check()
-    except LayoutError as error:
-        error.at(table, fqn)
-        raise
     return entry.shape, [StoredRun(chunk_key(fqn, c), 0, c.box) for c in entry.chunks]
 
 
@@ -342,33 +338,6 @@ def _name(args: Args, local: str) -> str:
     return part.name
 
 
-def _states_found(
-    importer: ContentsBuilder, metadata: DcpMetadata, stored: Saved, weights: Mapping[str, str]
-) -> list[tuple[str, str, Any]]:
-    """The parameter, the state, and the tensor or number of everything that optimizers have.
-
-    Numbered states of which nothing says whose they are, are kept apart.
-    """
-    found = [(local, state, leaf) for (local, state), leaf in stored.named.items()]
-    for local, settings in stored.settings.items():
-        if "step" in settings:
-            found.append((local, "step", settings["step"]))
-    trained = {local: fqn for local, fqn in weights.items() if not local.endswith(BUFFERS)}
-    modules = [Module(local, _tensor(metadata, fqn), []) for local, fqn in trained.items()]
-    table = metadata.folder / metadata.files[0]
-    try:
-        numbered = stored.numbered and list(numbered_states(table, stored.numbered, modules, False))
-    except Undecided as error:
-        numbered, fqns = [], metadata.tensors.keys()
-        apart = [fqn for fqn in fqns if metadata.paths[fqn][0] == "optimizer"]
-        tensors = {fqn: _joined(importer, fqn, *_block(metadata, fqn)) for fqn in apart}
-        keep_apart(importer, tensors, str(error))
-    for module, state in numbered:
-        leaf = _tensor(metadata, state.key) if state.key else state.value
-        found.append((module.local, state.state, leaf))
-    return found
-
-
 def _fill_states(
     importer: ContentsBuilder,
     metadata: DcpMetadata,
@@ -377,8 +346,24 @@ def _fill_states(
     weights: Mapping[str, str],
     states: Mapping[str, dict[str, Array]],
 ) -> None:
-    """Add the optimizer's states to parameters' of `weights`. Raises FormatError."""
-    found = _states_found(importer, metadata, stored, weights)
+    """Add the optimizer's states to parameters' of `weights`; numbered ones of which nothing says
+    whose they are, are kept apart. Raises FormatError.
+    """
+    # the parameter, the state, and the tensor or number of all that optimizers have
+    found = [(local, state, leaf) for (local, state), leaf in stored.named.items()]
+    steps = {local: own["step"] for local, own in stored.settings.items() if "step" in own}
+    found += [(local, "step", step) for local, step in steps.items()]
+    trained = {local: fqn for local, fqn in weights.items() if not local.endswith(BUFFERS)}
+    modules = [Module(local, _tensor(metadata, fqn), []) for local, fqn in trained.items()]
+    table = metadata.folder / metadata.files[0]
+    try:
+        for module, state in numbered_states(table, stored.numbered, modules, False):
+            leaf = _tensor(metadata, state.key) if state.key else state.value
+            found.append((module.local, state.state, leaf))
+    except Undecided as error:
+        apart = [fqn for fqn in metadata.tensors if metadata.paths[fqn][0] == "optimizer"]
+        tensors = {fqn: _joined(importer, fqn, *_block(metadata, fqn)) for fqn in apart}
+        keep_apart(importer, tensors, str(error))
 
     def add(name: str, state: str, value: Array) -> None:
         if name not in states:

@@ -23,7 +23,7 @@ from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.value import Array, cut, items_of, joined, label
 from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.codecs.unpickle import what_is
-from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.megatron.checks import sizes_of, uses_gtp
@@ -64,7 +64,7 @@ from jax_ucp.formats.megatron.parameters import (
     keep_apart,
     number,
 )
-from jax_ucp.formats.megatron.run import TRACKER, Args, about, iteration_folder, naming
+from jax_ucp.formats.megatron.run import TRACKER, Args, about, iteration_folder
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import Part
 from jax_ucp.layout.patterns import Replicated
@@ -224,11 +224,8 @@ def _modules(
             raise FormatError(
                 f"{rank.model.path}: {chunk}/{local} is not a tensor, but {what_is(tensor)}"
             )
-        try:
+        with naming(rank.model.path):
             parts = parts_of(local, tensor.shape, first_layer, experts, hidden)
-        except FormatError as error:
-            error.at(rank.model.path)
-            raise
         modules.append(Module(local, tensor, parts))
     return modules
 

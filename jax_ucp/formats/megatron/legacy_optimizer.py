@@ -112,7 +112,8 @@ def _flat_states(
     args: Args, rank: LegacyRank, buffers: Mapping[Any, Any], chunks: Sequence[Sequence[Module]]
 ) -> Iterator[tuple[Module, ModuleState]]:
     """States in the flat buffers of a distributed optimizer: one per chunk and dtype of weights."""
-    path = rank.folder / OPTIM_FILE
+    path, tied = rank.folder / OPTIM_FILE, args.copies_embedding
+    dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
     if strays := [key for key in buffers if key not in range(len(chunks))]:
         raise FormatError(f"{path}: buffers {strays} for {len(chunks)} model chunks")
     numel = sum(module.numel for module in itertools.chain(*chunks))
@@ -129,39 +130,27 @@ def _flat_states(
                 raise FormatError(f"{path}: several buffers for weights of {dtype}")
             for module in own:
                 del missing[module.local]
-            yield from _buffer_states(args, rank, c, numel, own, buffer)
+            sizes = [module.numel for module in own]
+            shared = [tied and module.local in (EMBEDDING, TIED) for module in own]
+            limit = bucket_limit(args, rank.pp, c, dp, numel)
+            starts, buckets = buffer_walk(sizes, shared, dp, limit)
+            states = stored_tensors(buffer)
+            if "param" not in states:
+                raise FormatError(
+                    f"{path}: the buffer of chunk {c} has no masters, only {list(states)}"
+                )
+            lengths = {"numel_unpadded": (buffer.get("numel_unpadded"),), **shapes_of(buffer)}
+            for what, length in lengths.items():
+                if length != (sum(buckets),):
+                    raise FormatError(
+                        f"{path}: {what} of chunk {c} is {list(length)}, but {len(own)} parameters"
+                        f" in {len(buckets)} buckets take {sum(buckets)}: some parameters were"
+                        " frozen, the buckets had another size than args say, or the file belongs"
+                        " to another run or rank. weights_only leaves the optimizer aside"
+                    )
+            for state, tensor in states.items():
+                key = f"{rank.optim_name}:{tensor.key}"
+                for module, start in zip(own, starts, strict=True):
+                    yield module, ModuleState(state, key, module.tensor.shape, start, flat=True)
         if missing:
             raise FormatError(f"{path}: no buffer holds {next(iter(missing))}")
-
-
-def _buffer_states(
-    args: Args,
-    rank: LegacyRank,
-    c: int,
-    numel: int,
-    modules: Sequence[Module],
-    buffer: Mapping[str, Any],
-) -> Iterator[tuple[Module, ModuleState]]:
-    """States of the modules in one buffer; `numel` are the elements of all of the rank."""
-    path = rank.folder / OPTIM_FILE
-    tied = args.copies_embedding
-    shared = [tied and m.local in (EMBEDDING, TIED) for m in modules]
-    dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
-    limit = bucket_limit(args, rank.pp, c, dp, numel)
-    starts, buckets = buffer_walk([m.numel for m in modules], shared, dp, limit)
-    states = stored_tensors(buffer)
-    if "param" not in states:
-        raise FormatError(f"{path}: the buffer of chunk {c} has no masters, only {list(states)}")
-    lengths = {"numel_unpadded": (buffer.get("numel_unpadded"),), **shapes_of(buffer)}
-    for what, length in lengths.items():
-        if length != (sum(buckets),):
-            raise FormatError(
-                f"{path}: {what} of chunk {c} is {list(length)}, but {len(modules)} parameters in"
-                f" {len(buckets)} buckets take {sum(buckets)}: some parameters were frozen, the"
-                " buckets had another size than args say, or the file belongs to another run or"
-                " rank. weights_only leaves the optimizer aside"
-            )
-    for state, tensor in states.items():
-        key = f"{rank.optim_name}:{tensor.key}"
-        for module, start in zip(modules, starts, strict=True):
-            yield module, ModuleState(state, key, module.tensor.shape, start, flat=True)

@@ -89,45 +89,36 @@ def numbered_states(
         if isinstance(step, int):
             yield from itertools.product(own, [ModuleState("step", value=step)])
         for (number, states), module in zip(group.states.items(), own, strict=True):
+            shape = module.tensor.shape
             for name, value in states.items():
-                if isinstance(value, StoredTensor):
-                    yield module, _state(where, module, number, name, value)
-                elif value is not None:
-                    yield module, ModuleState(name, value=value)
-        if group.masters is not None:
-            yield from _masters(where, group.masters, own)
-
-
-def _state(
-    where: FilePath, module: Module, number: int, name: str, tensor: StoredTensor
-) -> ModuleState:
-    """A tensor of the module's shape; the number of steps has none."""
-    shape = module.tensor.shape
-    if tensor.shape != shape and (name, tensor.shape) != ("step", ()):
-        raise FormatError(
-            f"{where}: {name} of parameter {number} has shape {tensor.shape}, but {module.local},"
-            f" which is that parameter, has {shape}; such a state is not read, weights_only leaves"
-            " the optimizer aside"
-        )
-    return ModuleState(name, tensor.key, tensor.shape)
-
-
-def _masters(
-    where: FilePath, tensors: Sequence[StoredTensor], modules: Sequence[Module]
-) -> Iterator[tuple[Module, ModuleState]]:
-    """The masters of 16-bit weights, in a group's order; fp32 weights are their own."""
-    rounded = [module for module in modules if module.tensor.dtype != np.float32]
-    if len(rounded) != len(tensors):
-        raise FormatError(
-            f"{where}: {len(tensors)} masters for {len(rounded)} 16-bit weights; {_OTHER_FILE}"
-        )
-    for module, tensor in zip(rounded, tensors, strict=True):
-        if tensor.shape != module.tensor.shape:
+                if not isinstance(value, StoredTensor):
+                    if value is not None:
+                        yield module, ModuleState(name, value=value)
+                    continue
+                # the number of steps has no shape
+                if value.shape != shape and (name, value.shape) != ("step", ()):
+                    raise FormatError(
+                        f"{where}: {name} of parameter {number} has shape {value.shape}, but"
+                        f" {module.local}, which is that parameter, has {shape}; such a state is"
+                        " not read, weights_only leaves the optimizer aside"
+                    )
+                yield module, ModuleState(name, value.key, value.shape)
+        if group.masters is None:
+            continue
+        # masters of 16-bit weights are in the group's order; fp32 weights are their own
+        rounded = [module for module in own if module.tensor.dtype != np.float32]
+        if len(rounded) != len(group.masters):
             raise FormatError(
-                f"{where}: the master at {tensor.key} has shape {tensor.shape}, but {module.local}"
-                f" has {module.tensor.shape}; {_OTHER_FILE}"
+                f"{where}: {len(group.masters)} masters for {len(rounded)} 16-bit weights;"
+                f" {_OTHER_FILE}"
             )
-        yield module, ModuleState("param", tensor.key, tensor.shape)
+        for module, tensor in zip(rounded, group.masters, strict=True):
+            if tensor.shape != module.tensor.shape:
+                raise FormatError(
+                    f"{where}: the master at {tensor.key} has shape {tensor.shape}, but"
+                    f" {module.local} has {module.tensor.shape}; {_OTHER_FILE}"
+                )
+            yield module, ModuleState("param", tensor.key, tensor.shape)
 
 
 def param_groups(where: FilePath, inner: Mapping[str, Any]) -> list[dict[str, Any]]:

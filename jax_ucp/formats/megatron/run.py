@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax_ucp.arrays.contents import About
 from jax_ucp.codecs.unpickle import Record, known, what_is
-from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
+from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 
 # No run has so many model-parallel ranks, times the chunks of each: what lies where is listed for
@@ -159,13 +158,3 @@ def check_iteration(file: FilePath, folder: FilePath, iteration: Any) -> None:
     named = folder.name.startswith("iter_") and isinstance(iteration, int)
     if named and folder.name != f"iter_{iteration:07d}":
         raise FormatError(f"{file} is of iteration {iteration}, but its folder is {folder.name}")
-
-
-@contextmanager
-def naming(folder: FilePath) -> Iterator[None]:
-    """Tell errors that are raised meanwhile in which folder they were met."""
-    try:
-        yield
-    except (FormatError, LayoutError) as error:
-        error.at(folder)
-        raise

@@ -112,7 +112,9 @@ def megatron_files(
         for group in groups:
             if run.is_distributed or "bias_correction" in group:
                 group["step"] = type(before)(step)
-        content["optimizer"] = run.optimizer(groups, step, _scaler(extras))
+        named = itertools.chain.from_iterable(file.items() for file in extras.values())
+        scalers = [value for name, value in named if name.endswith("/grad_scaler")]
+        content["optimizer"] = run.optimizer(groups, step, next(iter(scalers), None))
 
     if args:
         content["args"] = Instance(Global("argparse", "Namespace"), written_args)
@@ -261,34 +263,26 @@ class _Run:
                     f" are {len(parts)}, of shapes {sorted(shapes)}"
                 )
             [shape] = shapes
-            yield prefix + key, self._chunked(key, counts, shape, parts, notes)
-
-    def _chunked(
-        self,
-        key: str,
-        counts: tuple[int, ...],
-        shape: tuple[int, ...],
-        parts: Mapping[tuple[int, ...], Tensor],
-        notes: list[str],
-    ) -> Chunked:
-        ones, zeros = (1,) * len(counts), (0,) * len(shape)
-        chunks: list[tuple[tuple[int, ...], Tensor | np.ndarray]] = [
-            ((*place, *zeros), replace(tensor, stored=(*ones, *shape)))
-            for place, tensor in sorted(parts.items())
-        ]
-        dtype = next(iter(parts.values())).dtype
-        padded = self.args.get("padded_vocab_size") if key in (EMBEDDING, TIED) else None
-        if isinstance(padded, int) and shape[0] != padded:
-            rows, *rest = shape
-            if rows > padded:
-                raise TreeMismatch(f"{key} has {rows} rows, but args.padded_vocab_size is {padded}")
-            chunks.append(((rows, *zeros[1:]), np.zeros((padded - rows, *rest), dtype)))
-            shape = (padded, *rest)
-            notes.append(
-                f"rows {rows} to {padded - 1} of the padded vocabulary are zeros, which take part"
-                " in the softmax: a checkpoint opened without sizes keeps those of the run"
-            )
-        return Chunked((*counts, *shape), dtype, chunks)
+            ones, zeros = (1,) * len(counts), (0,) * len(shape)
+            chunks: list[tuple[tuple[int, ...], Tensor | np.ndarray]] = [
+                ((*place, *zeros), replace(tensor, stored=(*ones, *shape)))
+                for place, tensor in sorted(parts.items())
+            ]
+            dtype = next(iter(parts.values())).dtype
+            padded = self.args.get("padded_vocab_size") if key in (EMBEDDING, TIED) else None
+            if isinstance(padded, int) and shape[0] != padded:
+                rows, *rest = shape
+                if rows > padded:
+                    raise TreeMismatch(
+                        f"{key} has {rows} rows, but args.padded_vocab_size is {padded}"
+                    )
+                chunks.append(((rows, *zeros[1:]), np.zeros((padded - rows, *rest), dtype)))
+                shape = (padded, *rest)
+                notes.append(
+                    f"rows {rows} to {padded - 1} of the padded vocabulary are zeros, which take"
+                    " part in the softmax: a checkpoint opened without sizes keeps those of the run"
+                )
+            yield prefix + key, Chunked((*counts, *shape), dtype, chunks)
 
     def extra_states(self, tensors: Mapping[str, Chunked]) -> Iterator[str]:
         """The keys of the objects that TransformerEngine's modules ask for: None without FP8."""
@@ -376,11 +370,6 @@ def _check_optimizer(args: Mapping[str, Any], trained: Mapping[str, Mapping[str,
             "nothing says what the run's arguments are, by which its optimizer goes on",
             remedy=f"Give like=, a checkpoint of the run or its arguments. {_WEIGHTS_ALONE}",
         )
-
-
-def _scaler(extras: Mapping[str, Mapping[str, Any]]) -> Any:
-    named = itertools.chain.from_iterable(file.items() for file in extras.values())
-    return next((value for name, value in named if name.endswith("/grad_scaler")), None)
 
 
 def _groups(

@@ -164,7 +164,16 @@ class ZarrArrays(MakesArrays):
             chunk = tuple(int(n or 1) for n in array.chunk_layout.read_chunk.shape or ())
             self._infos[name] = ArrayInfo(tuple(array.shape), array.dtype.numpy_dtype, chunk)
             if storage.is_unmerged:
-                _check_complete(storage, stored[name], array, self._specs[name])
+                # a chunk may be in no database as it is zeros, or as a database is missing
+                written = [int(n or 1) for n in array.chunk_layout.write_chunk.shape or ()]
+                chunks = math.prod(grid_shape(array.shape, written))
+                there = len(self._specs[name]["kvstore"]["layers"]) - 1
+                if there != chunks:
+                    raise FormatError(
+                        f"{storage.folder}: of {chunks} chunks of {stored[name]!r:.200} the"
+                        f" databases of processes have {there}: they were never merged, so that"
+                        " nothing says whether a database is missing"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_handles": {}, "_decoded": None, "_lock": None}
@@ -227,23 +236,20 @@ def _array_fault(array: Any) -> str | None:
 
 def _specs(storage: ZarrFolder, stored: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     layers = _process_layers(storage) if storage.is_unmerged else {}
-    return {
-        name: {
+    specs: dict[str, dict[str, Any]] = {}
+    for name, at in stored.items():
+        kvstore = {"driver": "ocdbt", "base": storage.folder.spec(), "path": f"{at}/"}
+        if not storage.databases:
+            kvstore = storage.folder.spec(at)
+        elif storage.is_unmerged:
+            kvstore = {"driver": "kvstack", "layers": layers.get(at, [])}
+        specs[name] = {
             "driver": "zarr3" if storage.zarr3 else "zarr",
-            "kvstore": _kvstore(storage, at, layers),
+            "kvstore": kvstore,
             "recheck_cached_data": "open",
             "fill_missing_data_reads": not storage.complete and not storage.is_unmerged,
         }
-        for name, at in stored.items()
-    }
-
-
-def _kvstore(storage: ZarrFolder, name: str, layers: Mapping[str, Any]) -> dict[str, Any]:
-    if not storage.databases:
-        return storage.folder.spec(name)
-    if storage.is_unmerged:
-        return {"driver": "kvstack", "layers": layers.get(name, [])}
-    return {"driver": "ocdbt", "base": storage.folder.spec(), "path": f"{name}/"}
+    return specs
 
 
 def _process_layers(storage: ZarrFolder) -> dict[str, list[dict[str, Any]]]:
@@ -288,15 +294,3 @@ def _array_and_file(key: str) -> tuple[str, str]:
 
 def _differ(values: Any, others: Any, key: str) -> bool:
     return values.read(key).result().value != others.read(key).result().value
-
-
-def _check_complete(storage: ZarrFolder, name: str, array: Any, spec: Mapping[str, Any]) -> None:
-    """Raise FormatError where a chunk is in no database: zeros left out, or one is missing."""
-    chunk = array.chunk_layout.write_chunk.shape or ()
-    chunks = math.prod(grid_shape(array.shape, chunk))
-    there = len(spec["kvstore"]["layers"]) - 1
-    if there != chunks:
-        raise FormatError(
-            f"{storage.folder}: of {chunks} chunks of {name!r:.200} the databases of processes have"
-            f" {there}: they were never merged, so that nothing says whether a database is missing"
-        )

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -163,7 +164,17 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
     names = leaf_names(paths)
     values = list(map(files.packed_value, paths, entries))
     leaves = list(map(files.leaf, paths, names, entries, values))
-    _require_own_places(directory, entries, leaves)
+    places = [_stock_name(entry) for entry in entries]
+    counts = Counter(
+        place
+        for place, leaf in zip(places, leaves, strict=True)
+        if leaf.kind not in ("none", "empty")  # which have no value
+    )
+    if twice := next((place for place, count in counts.items() if count > 1), None):
+        raise FormatError(
+            f"{directory}/{TREE_FILE}: {twice} is the name of two leaves: Orbax wrote both to one"
+            " place and kept the last"
+        )
     packed = {name: value for name, value in zip(names, values, strict=True) if is_packed(value)}
     in_arrays = {
         leaf.name: entry
@@ -253,23 +264,6 @@ def _key_impls(directory: Files) -> dict[str, str]:
                 impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
                 impls[entry.array_metadata.param_name] = impl if isinstance(impl, str) else ""
     return impls
-
-
-def _require_own_places(
-    directory: Files, entries: Sequence[_TreeEntry], leaves: Sequence[Leaf]
-) -> None:
-    """Raises FormatError where two leaves with a value have one name."""
-    seen: set[str] = set()
-    for entry, leaf in zip(entries, leaves, strict=True):
-        if leaf.kind in ("none", "empty"):
-            continue
-        name = _stock_name(entry)
-        if name in seen:
-            raise FormatError(
-                f"{directory}/{TREE_FILE}: {name} is the name of two leaves: Orbax wrote both to"
-                " one place and kept the last"
-            )
-        seen.add(name)
 
 
 def _stock_name(entry: _TreeEntry) -> str:

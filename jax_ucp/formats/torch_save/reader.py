@@ -12,7 +12,7 @@ has buffers and tied weights too. Everything that is no tensor is an extra.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jax_ucp.arrays.combined import Combined
@@ -37,7 +37,6 @@ from jax_ucp.formats.weight_files import (
 )
 from jax_ucp.options import Options
 from jax_ucp.states.opaque import weights_place
-from jax_ucp.states.state_pairing import StateTensor
 from jax_ucp.states.state_paths import Places
 
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
@@ -95,7 +94,12 @@ def read_weights(
             imported.notes.append(f"{name} is a checkpoint of {writer} at step {step}")
             imported.about = About(writer, step if isinstance(step, int) else None)
     tensors, objects = tree.described()
-    places = imported.placed(_owned_by_optimizers(tensors, files), objects, options)
+    if imported.about.writer != "torch.save":  # Lightning's callbacks are no optimizer's
+        tensors = {
+            label: replace(stored, trainable=stored.trainable and stored.path[0] != "callbacks")
+            for label, stored in tensors.items()
+        }
+    places = imported.placed(tensors, objects, options)
     paths = {label: tensor.path for label, tensor in tree.tensors.items()}
     tree.check(imported, weights_place(paths, places.at, places.in_optimizers))
     _place(imported, tree, places, options)
@@ -112,18 +116,6 @@ def refuse_distributed(path: FilePath) -> None:
             "_experimental (checkpoint_RANK.pt) and torch_checkpointing (NAME_RANK.pt) write them:"
             " these formats are not read. Save with torch.distributed.checkpoint.save"
         )
-
-
-def _owned_by_optimizers(
-    tensors: Mapping[str, StateTensor], files: Mapping[str, TorchFile]
-) -> Mapping[str, StateTensor]:
-    """The tensors without those of Lightning's callbacks, which are no optimizer's."""
-    if not any(isinstance(f.tree, dict) and LIGHTNING in f.tree for f in files.values()):
-        return tensors
-    return {
-        label: replace(stored, trainable=stored.trainable and stored.path[0] != "callbacks")
-        for label, stored in tensors.items()
-    }
 
 
 def _place(imported: ContentsBuilder, tree: Tree, places: Places, options: Options) -> None:
