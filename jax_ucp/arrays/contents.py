@@ -10,15 +10,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jax_ucp.arrays.checks import Check, Extent, LeafClaim, checks_of, verdicts
+from jax_ucp.arrays.checks import Check, Extent, LeafClaim, checks_of, passed_on, verdicts
 from jax_ucp.arrays.digests import digest_checks
+from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArraySource, Piece
+from jax_ucp.arrays.value import Array, users
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.layout.box import Box
-from jax_ucp.tree import Key, Leaf
+from jax_ucp.tree import Key, Leaf, leaf_names
 
 Status = Literal["mapped", "extra", "skipped"]
 
@@ -128,6 +130,24 @@ class Contents:
         }
         said = {name: value for name, value in about.items() if value not in ("", None, {})}
         return said | (dict(self.source) or {"format": self.format, "name": Path(self.path).name})
+
+    def with_leaves(
+        self, leaves: Sequence[tuple[Leaf, Array | None]], stored: Mapping[str, Array]
+    ) -> Contents:
+        """The checkpoint with other leaves, whose names follow from their paths, and their arrays.
+
+        These are made of arrays of `stored`, which has those here by name: the claims on which
+        the leaves rest go with them.
+        """
+        names = leaf_names([leaf.path for leaf, _ in leaves])
+        named = list(zip(names, leaves, strict=True))
+        arrays = {name: array for name, (_, array) in named if array is not None}
+        return replace(
+            self,
+            leaves=[replace(leaf, name=name) for name, (leaf, _) in named],
+            arrays=Evaluated(arrays),
+            claims=passed_on(self.claims, users(arrays, stored)),
+        )
 
     def checks(self, extent: Extent) -> Iterator[Check]:
         """The work of proving what the files state, of a sample or of all that they hold."""

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jax_ucp.arrays.checks import passed_on
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.arrays.evaluate import Evaluated, expressions
+from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_fault
+from jax_ucp.tree import Key, Leaf, Path, tree_fault
 
 _MOST_LABELS = 32  # at which a mapping is tried
 PARAM: Path = (Key("dict", "param"),)
@@ -219,14 +218,6 @@ def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
 
 def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:
     """A checkpoint with these of its leaves alone, at other paths."""
-    names = dict(zip(at, leaf_names(list(at)), strict=True))
-    users: dict[str, set[str]] = defaultdict(set)
-    for path, leaf in at.items():
-        users[leaf.name].add(names[path])
     stored = expressions(contents.arrays)
-    return replace(
-        contents,
-        leaves=[replace(leaf, path=path, name=names[path]) for path, leaf in at.items()],
-        arrays=Evaluated({names[path]: stored[leaf.name] for path, leaf in at.items()}),
-        claims=passed_on(contents.claims, users),
-    )
+    placed = [(replace(leaf, path=path), stored[leaf.name]) for path, leaf in at.items()]
+    return contents.with_leaves(placed, stored)

@@ -17,12 +17,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jax_ucp.arrays.checks import passed_on
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.arrays.evaluate import Evaluated, expressions
-from jax_ucp.arrays.value import Array, cut, users
+from jax_ucp.arrays.evaluate import expressions
+from jax_ucp.arrays.value import Array, cut
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.tree import Key, Leaf, leaf_names
+from jax_ucp.tree import Key, Leaf
 
 # Model type -> the modules of gate, up and down, and what begins their names differently in memory.
 _LINEAR = ("gate_proj", "up_proj", "down_proj")
@@ -120,14 +119,7 @@ def with_own_scales(contents: Contents, block: Sequence[int]) -> Contents:
             path = (*leaf.path[:-1], Key(leaf.path[-1].kind, part.name))
             own = replace(leaf, path=path, shape=part.shape)
             made.append((own, part.of(stored[leaf.name])))
-    names = leaf_names([leaf.path for leaf, _ in made])
-    arrays = {n: array for n, (_, array) in zip(names, made, strict=True) if array is not None}
-    return replace(
-        contents,
-        leaves=[replace(leaf, name=n) for n, (leaf, _) in zip(names, made, strict=True)],
-        arrays=Evaluated(arrays),
-        claims=passed_on(contents.claims, users(arrays, stored)),
-    )
+    return contents.with_leaves(made, stored)
 
 
 def _own_scales(

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import passed_on
 from jax_ucp.arrays.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
-from jax_ucp.arrays.evaluate import Evaluated, expressions
-from jax_ucp.arrays.value import users
+from jax_ucp.arrays.evaluate import expressions
+from jax_ucp.arrays.value import Array
 from jax_ucp.formats.huggingface import conv1d, packed_experts
 from jax_ucp.formats.quantized import ggml
 from jax_ucp.formats.quantized.schemes import why_unread
@@ -32,7 +31,7 @@ from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
 from jax_ucp.json_text import decode_json
 from jax_ucp.options import Dequantize
-from jax_ucp.tree import Key, Leaf, leaf_names
+from jax_ucp.tree import Key, Leaf
 
 # Dtypes, by how their names begin: codes of a few bits, codes packed into wider integers, numbers.
 _FEW_BITS = ("float8_", "float6_", "float4_", "int8", "uint8", "int4", "uint4", "int2", "uint2")
@@ -404,21 +403,16 @@ def _without_cache_scales(contents: Contents, weights: Sequence[QuantizedWeight]
     if not out:
         return contents
     labels = {leaf.label for leaf in out}
-    leaves = [leaf for leaf in contents.leaves if leaf.label not in labels]
+    left = [leaf for leaf in contents.leaves if leaf.label not in labels]
     stored = expressions(contents.arrays)
-    arrays = {leaf.name: stored[leaf.name] for leaf in leaves if leaf.has_array}
     places = {f"{piece.file}:{piece.item}" for leaf in out for piece in contents.locate(leaf)}
     reason = "a scale of a quantised cache of keys and values: it changes no weight"
-    return replace(
-        contents,
-        leaves=leaves,
-        arrays=Evaluated(arrays),
-        inventory=[
-            replace(item, status="skipped", reason=reason) if item.where in places else item
-            for item in contents.inventory
-        ],
-        claims=passed_on(contents.claims, users(arrays, stored)),
-    )
+    inventory = [
+        replace(item, status="skipped", reason=reason) if item.where in places else item
+        for item in contents.inventory
+    ]
+    without = contents.with_leaves([(leaf, stored.get(leaf.name)) for leaf in left], stored)
+    return replace(without, inventory=inventory)
 
 
 def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequence[Item]:
@@ -444,24 +438,13 @@ def _kept(contents: Contents) -> Contents:
     if not _imported(contents):
         return kept
     parts = {label for weight in contents.quantized for label in weight.parts.values()}
-    paths = [
-        (Key("dict", STORED), *leaf.path[1:])
-        if leaf.label in parts and leaf.path[0].name == "param"
-        else leaf.path
-        for leaf in contents.leaves
-    ]
-    before = dict(zip(leaf_names(paths), contents.leaves, strict=True))
-    leaves = [
-        replace(leaf, path=path, name=name)
-        for path, (name, leaf) in zip(paths, before.items(), strict=True)
-    ]
     stored = expressions(contents.arrays)
-    arrays = {name: stored[leaf.name] for name, leaf in before.items() if leaf.has_array}
+    leaves: list[tuple[Leaf, Array | None]] = []
+    for leaf in contents.leaves:
+        array = stored.get(leaf.name)
+        if leaf.label in parts and leaf.path[0].name == "param":
+            leaf = replace(leaf, path=(Key("dict", STORED), *leaf.path[1:]))
+        leaves.append((leaf, array))
     name = contents.path.rpartition("/")[2]
     source = dict(contents.source) or {"format": contents.format, "name": name}
-    return replace(
-        kept,
-        leaves=leaves,
-        arrays=Evaluated(arrays),
-        source={**source, "dequantize": False},
-    )
+    return replace(kept.with_leaves(leaves, stored), source={**source, "dequantize": False})

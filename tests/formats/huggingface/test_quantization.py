@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -23,14 +24,16 @@ from dcp_writer import Writer
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.formats.huggingface.quantization import declared, settle
+from jax_ucp.formats.registry import open_contents
 from jax_ucp.layout.box import Box
+from jax_ucp.options import Options
 from safetensors_writer import write_safetensors as write
 from torch_writer import save as torch_save
 
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 
 
-def of(dtype: object, *shape: int) -> np.ndarray:
+def of(dtype: Any, *shape: int) -> np.ndarray:
     size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
     return (np.arange(size, dtype=np.uint8) % 63 + 1).view(dtype).reshape(shape)
 
@@ -139,6 +142,15 @@ def test_every_scheme_is_refused_at_every_door_and_its_parts_are_kept_on_request
     (tmp_path / "out").mkdir()
     write(tmp_path / "c" / "model.safetensors", {**parts, **PLAIN})
     assert_refused_and_kept(tmp_path / "c", weight, parts, tmp_path / "out")
+
+
+def test_what_the_files_state_of_parts_is_stated_of_the_leaves_that_they_are_kept_as(tmp_path):
+    kept = open_contents(
+        in_torch(tmp_path, SCHEMES["int8 with scales"][1]), Options(dequantize=False)
+    )
+    assert frozenset().union(*(claim.leaves for claim in kept.claims)) == {
+        leaf.name for leaf in kept.leaves
+    }
 
 
 # The same tensors in other formats.
