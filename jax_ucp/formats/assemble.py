@@ -322,12 +322,22 @@ class ContentsBuilder:
         settings = {
             name: of for name, of in self._settings.items() if _path("param", name) in names
         }
+        infos = {name: array.info for name, array in values.items()}
+        leaves = [
+            Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name)
+            for path, name in names.items()
+        ]
+        unknown = "skipped", "not understood"
+        items = [
+            Item(key, _type_of(info), *self._statuses.get(key, unknown))
+            for key, info in self.stored.items()
+        ]
         return Contents(
             self.format,
             str(self.path),
-            [_leaf(path, name, values[name].info) for path, name in names.items()],
+            leaves,
             Evaluated(values),
-            inventory=list(self._inventory()),
+            inventory=[*items, *self._items],
             extras=self.extras,
             groups=groups_of(settings),
             notes=self.notes,
@@ -339,12 +349,6 @@ class ContentsBuilder:
             about=self.about,
             companions=self.companions,
         )
-
-    def _inventory(self) -> Iterator[Item]:
-        for key, info in self.stored.items():
-            status, reason = self._statuses.get(key, ("skipped", "not understood"))
-            yield Item(key, _type_of(info), status, reason)
-        yield from self._items
 
     def _settle_copies(self) -> None:
         """Decide which copies are compared: all of them, or, with `on_conflict`, none.
@@ -475,10 +479,6 @@ class _Twice:
 def _type_of(info: ArrayInfo) -> str:
     """The dtype and the shape of a stored array, for people."""
     return f"{info.dtype} {list(info.shape)}"
-
-
-def _leaf(path: TreePath, name: str, info: ArrayInfo) -> Leaf:
-    return Leaf(path, name, "array", info.shape, info.dtype.name)
 
 
 def _path(state: str, name: str) -> TreePath:

@@ -110,7 +110,15 @@ class TensorParallel:
         )
         listed = (self._cutting, self._lists[_PIPELINE], self.maps, self._unsupported)
         self._patterns = NamePatterns(list(chain(*listed)), path)
-        self.widths_recorded = self._version(affine_map) >= 0.4
+        version = self.info.get("universal_checkpoint_version", 0.0)
+        affine = affine_map.get("version", _AFFINE_VERSION)
+        if version > _VERSION or affine > _AFFINE_VERSION:
+            raise FormatError(
+                f"{path}: universal_checkpoint_info has version {version} and affine maps of"
+                f" version {affine}; {_VERSION} and {_AFFINE_VERSION} are the newest known here."
+                f" {_SPEC}"
+            )
+        self.widths_recorded = version >= 0.4
         if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, _LISTS))):
             raise FormatError(
                 f"{path} was written by {tp} tensor-parallel ranks, but has no"
@@ -119,24 +127,22 @@ class TensorParallel:
                 " (Megatron-DeepSpeed's --universal-checkpoint does)."
             )
 
-    def _version(self, affine_map: Mapping[str, Any]) -> float:
-        version = self.info.get("universal_checkpoint_version", 0.0)
-        affine = affine_map.get("version", _AFFINE_VERSION)
-        if version > _VERSION or affine > _AFFINE_VERSION:
-            raise FormatError(
-                f"{self.path}: universal_checkpoint_info has version {version} and affine maps of"
-                f" version {affine}; {_VERSION} and {_AFFINE_VERSION} are the newest known here."
-                f" {_SPEC}"
-            )
-        return version
-
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
         """The parameter that the slices form. Raises LayoutError where they do not fit."""
         if (affine := self._hit(self.maps, name, "affine_map")) is not None:
             return affine_layout(
                 self.maps[affine], slices, f"{self.path}: the affine map of {name}"
             )
-        pattern = self._pattern(name, slices)
+        listed = {key for key in _LISTS if self._hit(self._lists[key], name, key) is not None}
+        pattern = self._cut(name, slices, listed)
+        if _VOCABULARY in listed:
+            vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
+            if not isinstance(vocab, int):
+                raise FormatError(
+                    f"{self.path} calls {name} a vocabulary, but has no original_vocab_size; give"
+                    ' it: sizes={"vocab": N}, --size vocab=N'
+                )
+            pattern = Padded(pattern, axis=0, size=vocab)
         try:
             return pattern.join(slices)
         except LayoutError as error:
@@ -172,19 +178,6 @@ class TensorParallel:
                 f"{self.path}: universal_checkpoint_info has patterns that match no parameter:"
                 f" {unused}. What they were meant for would be joined on its first axis. {_SPEC}"
             )
-
-    def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
-        listed = {key for key in _LISTS if self._hit(self._lists[key], name, key) is not None}
-        pattern = self._cut(name, slices, listed)
-        if _VOCABULARY not in listed:
-            return pattern
-        vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
-        if not isinstance(vocab, int):
-            raise FormatError(
-                f"{self.path} calls {name} a vocabulary, but has no original_vocab_size; give it: "
-                'sizes={"vocab": N}, --size vocab=N'
-            )
-        return Padded(pattern, axis=0, size=vocab)
 
     def _cut(self, name: str, slices: Sequence[Shape], listed: Collection[str]) -> Pattern:
         """How a parameter in these lists is cut, in DeepSpeed's order of precedence."""

@@ -113,7 +113,13 @@ def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
     if fault := next(_optimizer_faults(universal), None):
         raise FormatError(f"{path} {fault}: {_NOT_OF_ONE_RUN}")
     _check_states(universal)
-    _check_steps(universal)
+    # parameters of a group step together
+    facts = Facts(folder)
+    for stage, index, shapes in universal.groups():
+        for name in shapes:
+            if file := universal.states(name).get("step"):
+                what = f"step of group {index}"
+                facts.state_all(file, f"zero/{name}/step.pt", what, file.tree, (stage, index))
     return universal
 
 
@@ -199,16 +205,6 @@ def _check_states(universal: UniversalFiles) -> None:
                     f" state, as {other}/{state}.pt, which may be too much if it is the only one."
                     " weights_only opens the parameters without it"
                 )
-
-
-def _check_steps(universal: UniversalFiles) -> None:
-    """Raise FormatError where parameters of a group, which step together, differ in their step."""
-    facts = Facts(universal.files.folder)
-    for stage, index, shapes in universal.groups():
-        for name in shapes:
-            if file := universal.states(name).get("step"):
-                what = f"step of group {index}"
-                facts.state_all(file, f"zero/{name}/step.pt", what, file.tree, (stage, index))
 
 
 def check_forms(universal: UniversalFiles, owned: Mapping[str, Owned]) -> None:

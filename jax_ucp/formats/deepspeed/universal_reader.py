@@ -41,7 +41,7 @@ from jax_ucp.formats.deepspeed.universal_files import (
     ranks_of,
 )
 from jax_ucp.formats.deepspeed.zero import param_shapes
-from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique, flat_layouts
 from jax_ucp.options import Options
 from jax_ucp.shard_spec.rules import SpecShard
@@ -129,7 +129,14 @@ class _UniversalReader:
                         self.builder.skip(f"{atom.name}:{key}", "layout", _HOW_TO_CUT)
                 if isinstance(value, StoredTensor) and (value.shape or label == "param"):
                     stored = self.builder.array(atom.key(value))
-                    layout = _layout_of(atom.file, name, value, shape)
+                    layout = Unique().join([value.shape])
+                    if shape is not None and value.shape != shape:  # flat
+                        if not shape or value.shape != (math.prod(shape),):
+                            raise FormatError(
+                                f"{atom.file.path} has shape {value.shape}, but by the model states"
+                                f" {name} has {shape}"
+                            )
+                        layout = flat_layouts({name: shape}, value.shape)[name]
                     array = joined(f"{label}.{name}", layout, [stored])
                     self.builder.parameter(label, name, array, f"{label} of {name}")
                     tensors[label, name] = stored
@@ -264,16 +271,3 @@ class _UniversalReader:
             beside += items_beside(folder / "zero" / name, files, f"zero/{name}/")
         for item in beside:
             self.builder.skip(item.where, item.what, item.reason)
-
-
-def _layout_of(
-    file: TorchFile, name: str, tensor: StoredTensor, shape: Shape | None
-) -> ParamLayout:
-    """How an atom forms its parameter: as it is, or flat; `shape` is None of a fused one."""
-    if shape is None or tensor.shape == shape:
-        return Unique().join([tensor.shape])
-    if shape and tensor.shape == (math.prod(shape),):
-        return flat_layouts({name: shape}, tensor.shape)[name]
-    raise FormatError(
-        f"{file.path} has shape {tensor.shape}, but by the model states {name} has {shape}"
-    )

@@ -73,7 +73,12 @@ def deepspeed_files(
     Raises UnsupportedLeaf, naming every parameter, for dtypes that torch lacks, names that a folder
     cannot have, and steps that differ in a group of the loader, or in ZeRO-3 at all.
     """
-    _check(params)
+    of_buffers = {name: {"buffer": tensor} for name, tensor in params.buffers.items()}
+    named = chain(params.states.items(), of_buffers.items())
+    if problems := [fault for name, states in named for fault in _faults(name, states)]:
+        remedy = "Export with another dtype, or rename them."
+        title = "DeepSpeed's universal folder cannot hold:"
+        raise UnsupportedLeaf(title, problems, remedy=remedy)
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
     stage = zero_stage if zero_stage is not None else max(1, int(_zero(model).get("stage", 1)))
     owned = _owned(params)
@@ -222,20 +227,6 @@ def _rank_0(extras: Extras, pattern: re.Pattern[str]) -> Mapping[str, Any]:
 
 def _zero(model: Mapping[str, Any]) -> Mapping[str, Any]:
     return as_dict(as_dict(model.get("ds_config")).get("zero_optimization"))
-
-
-def _check(params: Parameters) -> None:
-    problems: list[str] = []
-    for name, states in params.states.items():
-        problems += _faults(name, states)
-    for name, tensor in params.buffers.items():
-        problems += _faults(name, {"buffer": tensor})
-    if problems:
-        raise UnsupportedLeaf(
-            "DeepSpeed's universal folder cannot hold:",
-            problems,
-            remedy="Export with another dtype, or rename them.",
-        )
 
 
 def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:

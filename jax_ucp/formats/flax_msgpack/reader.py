@@ -49,7 +49,7 @@ from jax_ucp.formats.orbax.arrays import (
 from jax_ucp.formats.orbax.reader import NO_CHECKSUMS, UNMERGED, note_files
 from jax_ucp.formats.orbax.tree import shardings
 from jax_ucp.options import Options
-from jax_ucp.tree import Leaf, SavedSharding, leaf_names, tree_fault
+from jax_ucp.tree import Leaf, leaf_names, tree_fault
 from jax_ucp.tree import Path as TreePath
 from jax_ucp.universal.orbax_tree import SHARDING_FILE, TREE_FILE
 from jax_ucp.universal.validation import leaf_fault
@@ -104,7 +104,12 @@ def recognise(path: FilePath) -> bool:
 def open_flax(path: FilePath, options: Options) -> Contents:
     """The tree of a msgpack file, or of the folder that has one. Raises FormatError."""
     save = _read(path)
-    values = _values(save)
+    try:
+        values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
+    except _NotOfT5X as error:
+        raise FormatError(f"{save.file} has a TensorStore spec that {error}") from None
+    if fault := tree_fault(values):
+        raise FormatError(f"{save.file} is not a tree: {fault}")
     names = dict(zip(values, leaf_names(list(values)), strict=True))
     found = {at: save.dialect.pointer(value) for at, value in values.items()}
     pointers = {at: pointer for at, pointer in found.items() if pointer is not None}
@@ -112,7 +117,19 @@ def open_flax(path: FilePath, options: Options) -> Contents:
     packed = {names[at]: value for at, value in values.items() if is_packed(value)}
     source = packed_table(save.file, packed)
     arrays, storage = _with_folders(save, source, stored) if stored else (source, None)
-    leaves = _leaves(save, values, names, pointers, arrays.arrays())
+    saved = shardings(save.folder.folder()) if save.dialect is _ORBAX else {}
+    leaves: list[Leaf] = []
+    for at, value in values.items():
+        if at in pointers:
+            leaf = _pointed(save, at, names[at], pointers[at], arrays.arrays()[names[at]])
+            sharding = saved.get(pointers[at].name)
+            leaves.append(replace(leaf, kind="jax", sharding=sharding) if sharding else leaf)
+        elif not isinstance(value, bytes):
+            leaf_of = packed_leaf if is_packed(value) else plain_leaf
+            leaf = leaf_of(at, names[at], value)
+            if fault := leaf_fault(leaf):
+                raise FormatError(f"{save.file} says of {leaf.label!r:.200} that it is {fault}")
+            leaves.append(leaf)
     extras = dict(save.extras)
     for at, value in values.items():
         if isinstance(value, bytes):
@@ -122,37 +139,17 @@ def open_flax(path: FilePath, options: Options) -> Contents:
     inventory += [Item(at, "value", "extra", "kept as JSON") for at in extras]
     inventory += _beside(path, save, storage, stored)
     kept = {name: extras} if extras else {}
-    notes = _notes(save, storage)
+    notes = [NO_CHECKSUMS if save.dialect is _ORBAX else _NO_CHECKSUMS]
+    if storage and storage.is_unmerged:
+        notes.append(UNMERGED)
+    if save.dialect is _ORBAX:
+        notes.append(
+            f"{TREE_FILE} is missing, as Orbax up to 0.2 left it: the tree is that of {name}, in"
+            " which dicts stand for nodes with fields"
+        )
     return Contents(
         save.dialect.format, str(path), leaves, arrays, inventory, extras=kept, notes=notes
     )
-
-
-def _values(save: _Save) -> dict[TreePath, Any]:
-    try:
-        values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
-    except _NotOfT5X as error:
-        raise FormatError(f"{save.file} has a TensorStore spec that {error}") from None
-    if fault := tree_fault(values):
-        raise FormatError(f"{save.file} is not a tree: {fault}")
-    return values
-
-
-def _leaves(
-    save: _Save,
-    values: Mapping[TreePath, Any],
-    names: Mapping[TreePath, str],
-    pointers: Mapping[TreePath, _Pointer],
-    arrays: Mapping[str, ArrayInfo],
-) -> list[Leaf]:
-    saved = shardings(save.folder.folder()) if save.dialect is _ORBAX else {}
-    leaves: list[Leaf] = []
-    for at, value in values.items():
-        if at in pointers:
-            leaves.append(_pointed(save, at, names[at], pointers[at], arrays, saved))
-        elif not isinstance(value, bytes):
-            leaves.append(_plain(save, at, names[at], value))
-    return leaves
 
 
 def _read(path: FilePath) -> _Save:
@@ -190,16 +187,8 @@ def _with_folders(
     return joined(source, zarr), storage
 
 
-def _pointed(
-    save: _Save,
-    at: TreePath,
-    name: str,
-    pointer: _Pointer,
-    arrays: Mapping[str, ArrayInfo],
-    saved: Mapping[str, SavedSharding],
-) -> Leaf:
+def _pointed(save: _Save, at: TreePath, name: str, pointer: _Pointer, info: ArrayInfo) -> Leaf:
     """The leaf of an array elsewhere. Raises FormatError where it is not what the file says."""
-    info = arrays[name]
     leaf = Leaf(at, name, "array", info.shape, info.dtype.name)
     if pointer.shape not in (None, info.shape) or pointer.dtype not in (None, info.dtype.name):
         raise FormatError(
@@ -211,14 +200,6 @@ def _pointed(
             f"{save.file} has {leaf.label} in uint16, which T5X up to its version 2 used for"
             " bfloat16, and no longer reads: nothing says which it is"
         )
-    sharding = saved.get(pointer.name)
-    return replace(leaf, kind="jax", sharding=sharding) if sharding else leaf
-
-
-def _plain(save: _Save, at: TreePath, name: str, value: Any) -> Leaf:
-    leaf = packed_leaf(at, name, value) if is_packed(value) else plain_leaf(at, name, value)
-    if fault := leaf_fault(leaf):
-        raise FormatError(f"{save.file} says of {leaf.label!r:.200} that it is {fault}")
     return leaf
 
 
@@ -230,18 +211,6 @@ def _beside(
         items = items_beside(save.folder, arrays, f"{save.folder.name}/") if storage else []
         return items + (items_beside(path, {save.file.name, *MARKERS}) if path.is_dir() else [])
     return items_beside(save.folder, arrays | save.own)
-
-
-def _notes(save: _Save, storage: ZarrFolder | None) -> list[str]:
-    notes = [NO_CHECKSUMS if save.dialect is _ORBAX else _NO_CHECKSUMS]
-    if storage and storage.is_unmerged:
-        notes.append(UNMERGED)
-    if save.dialect is _ORBAX:
-        notes.append(
-            f"{TREE_FILE} is missing, as Orbax up to 0.2 left it: the tree is that of"
-            f" {save.file.name}, in which dicts stand for nodes with fields"
-        )
-    return notes
 
 
 # How the three say that an array lies elsewhere

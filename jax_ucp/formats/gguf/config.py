@@ -159,14 +159,10 @@ def model_config(
         rope = {"full_attention": rope, "sliding_attention": local}
     config["rope_parameters"] = rope
     config["architectures"] = [_CLASSES[config["model_type"]]]
-    return config, _note(architecture)
-
-
-def _note(architecture: str) -> str:
     note = f"config.json is made of the keys of the architecture {architecture}"
     if architecture == "llama":
         note += ", which models of Mistral have too; a window of theirs is stored nowhere"
-    return note
+    return config, note
 
 
 def _unknown(architecture: str, metadata: Mapping[str, Any]) -> str:

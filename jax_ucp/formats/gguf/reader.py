@@ -9,8 +9,7 @@ gguf-py 0.19 and `tools/gguf-split` of llama.cpp for split files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents, QuantizedWeight
@@ -63,7 +62,10 @@ def open_gguf(path: FilePath, options: Options) -> Contents:
     for name, file in files.items():
         _keep(imported, name, file, tensors)
     values = first.head.values
-    imported.about = About(writer=_writer(first.head.version, values))
+    type = values.get("general.file_type")
+    called = FILE_TYPES.get(type, "") if isinstance(type, int) else ""
+    said = f"GGUF v{first.head.version}", values.get("general.architecture", ""), called
+    imported.about = About(writer=", ".join([str(part) for part in said if part]))
     config, note = model_config(values, {k: f for f in files.values() for k in f.arrays()})
     if config:
         imported.extras[CONFIG] = {"config": config}
@@ -86,13 +88,6 @@ def _keep(imported: ContentsBuilder, name: str, file: GGUFFile, tensors: Collect
         imported.quantized.append(QuantizedWeight(SCHEME + type, label, parts, fault))
     for key, value in file.head.values.items():
         imported.extra(name, key, value)
-
-
-def _writer(version: int, values: Mapping[str, Any]) -> str:
-    type = values.get("general.file_type")
-    called = FILE_TYPES.get(type, "") if isinstance(type, int) else ""
-    said = f"GGUF v{version}", values.get("general.architecture", ""), called
-    return ", ".join([str(part) for part in said if part])
 
 
 def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:

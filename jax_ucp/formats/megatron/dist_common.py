@@ -41,19 +41,16 @@ def check_args(files: DistFiles, shapes: Mapping[str, Shape], dtypes: Mapping[st
     if not files.args.fields:
         return
     check_gtp(files.args, files.common.path, shapes)
-    comparisons = itertools.chain(
-        of_model(files.args, shapes), _of_ranks(files), _of_optimizer(files, dtypes)
-    )
-    refuse_difference(files.common.path, comparisons)
-
-
-def _of_ranks(files: DistFiles) -> Iterator[Comparison]:
+    of_ranks: list[Comparison] = []
     for key in files.objects:
         grid = key.rpartition("_")[2].split(".")
         if key.startswith("rng_state/") and len(grid) > 1:
             for kind, stored in zip(("pipeline", "tensor"), grid, strict=False):
                 degree = files.args.degree(f"{kind}_model_parallel_size")
-                yield f"{kind} parallelism", str(degree), stored
+                of_ranks.append((f"{kind} parallelism", str(degree), stored))
+    of_optimizer = _of_optimizer(files, dtypes)
+    comparisons = itertools.chain(of_model(files.args, shapes), of_ranks, of_optimizer)
+    refuse_difference(files.common.path, comparisons)
 
 
 def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[Comparison]:

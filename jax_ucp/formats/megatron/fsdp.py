@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -249,7 +249,12 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
         add_parameter(importer, args, name, whole, remainders=False)
     for local, settings in stored.settings.items():
         importer.hyperparameters(_name(args, local), settings)
-    _keep_beside(importer, metadata, stored.beside)
+    for fqn in stored.beside:  # tensors of neither, such as states of generators, are extras
+        if entry := metadata.tensors.get(fqn):
+            for chunk in entry.chunks:
+                file, _, item = chunk_key(fqn, chunk).partition(":")
+                tensor = StoredTensor(item, chunk.sizes, entry.dtype, "", 0, ())
+                importer.extra(file, fqn, tensor)
     kind = "Megatron-FSDP (fsdp_dtensor)" if stored.named else "torch's FSDP2 (torch_dcp)"
     importer.notes.append(f"saved by Megatron with {kind}")
     rows = shapes[EMBEDDING][0] if EMBEDDING in shapes else None
@@ -258,16 +263,6 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
     add_notes(importer, args, options, rows, optimizer, [NUMBERED_ALONE] * alone)
     account_for_files(importer, save)
     return importer.contents()
-
-
-def _keep_beside(importer: ContentsBuilder, metadata: DcpMetadata, beside: Iterable[str]) -> None:
-    """Keep as extras the tensors of neither model nor optimizer, such as states of generators."""
-    for fqn in beside:
-        if entry := metadata.tensors.get(fqn):
-            for chunk in entry.chunks:
-                file, _, item = chunk_key(fqn, chunk).partition(":")
-                tensor = StoredTensor(item, chunk.sizes, entry.dtype, "", 0, ())
-                importer.extra(file, fqn, tensor)
 
 
 def check_settings(metadata: DcpMetadata, objects: Mapping[str, Any]) -> None:

@@ -125,7 +125,10 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     has_states = not options.weights_only and _add_states(importer, args, modules, params)
     by_name = _layouts(folder, args, options, params)
     with naming(folder):
-        groups = _groups(ranks) if has_states else []
+        groups: list[dict[str, Any]] = []  # of every optimizer of every rank
+        for rank in ranks if has_states else ():
+            for part in optimizer_parts(rank.tree.get("optimizer") or []):
+                groups += param_groups(rank.model.path, part.get("optimizer", part))
         _add_parameters(folder, importer, args, by_name, params, groups)
     if has_states and args.get("use_distributed_optimizer"):
         tied = _is_tied(args, by_name)
@@ -354,15 +357,6 @@ def _add_parameters(
                 importer.hyperparameters(name, settings_of(args, groups, name, states))
     if tied:
         _add_tied_copy(folder, importer, args, by_name, params)
-
-
-def _groups(ranks: Sequence[LegacyRank]) -> list[dict[str, Any]]:
-    """The parameter groups of every optimizer of every rank, one after the other."""
-    groups: list[dict[str, Any]] = []
-    for rank in ranks:
-        for part in optimizer_parts(rank.tree.get("optimizer") or []):
-            groups += param_groups(rank.model.path, part.get("optimizer", part))
-    return groups
 
 
 def _add_tied_copy(

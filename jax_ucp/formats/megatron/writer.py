@@ -77,7 +77,8 @@ def megatron_files(
     goes on.
     """
     _, common = common_of(extras)
-    args = _fields(common.get("args"))
+    stored_args = common.get("args")
+    args = dict(as_dict(stored_args.state)) if isinstance(stored_args, Instance) else {}
     run = _Run(args, params)
     notes: list[str] = []
     weights = {name: replace(t, dtype=run.dtype(name, t)) for name, t in params.model.items()}
@@ -327,10 +328,6 @@ class _Run:
         if not of_experts:
             return one(list(groups))
         return {0: one([group for group in groups if group not in of_experts]), 1: one(of_experts)}
-
-
-def _fields(args: Any) -> dict[str, Any]:
-    return dict(as_dict(args.state)) if isinstance(args, Instance) else {}
 
 
 def _step(trained: Iterable[str], steps: Mapping[str, np.ndarray]) -> float:

@@ -266,7 +266,9 @@ def _process_layers(storage: ZarrFolder) -> dict[str, list[dict[str, Any]]]:
                 if key not in owners:
                     owners[key] = values
                     layers[name].append({"base": {**base, "path": key}, "exact": file})
-                elif file not in (_V2_FILE, _V3_FILE) or _differ(values, owners[key], key):
+                    continue
+                same = {of.read(key).result().value for of in (values, owners[key])}
+                if file not in (_V2_FILE, _V3_FILE) or len(same) > 1:
                     raise FormatError(
                         f"{storage.folder}: {database} has {key!r:.200}, which the database of"
                         " another process has too: they are of two saves"
@@ -290,7 +292,3 @@ def _array_and_file(key: str) -> tuple[str, str]:
     if parts[first] != "c":
         first = len(parts) - 1
     return "/".join(parts[:first]), "/".join(parts[first:])
-
-
-def _differ(values: Any, others: Any, key: str) -> bool:
-    return values.read(key).result().value != others.read(key).result().value

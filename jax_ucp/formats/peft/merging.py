@@ -60,7 +60,10 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     shapes = {name: leaf.shape for name, leaf in params.items()}
     stored = expressions(base.arrays)
     read = [_adapter(contents, shapes) for contents in adapters]
-    changed = _changed(read)
+    changed: dict[str, list[_Step]] = defaultdict(list)  # of each weight, in the adapters' order
+    for adapter in read:
+        for change in adapter.changes:
+            changed[change.weight].append((adapter, change))
     extras = _untied(base, changed)
     made = {
         name: _merged_weight(params.get(name), stored, steps) for name, steps in changed.items()
@@ -77,6 +80,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     sources = [(base, stored), *((adapter.contents, adapter.arrays) for adapter in read)]
     resting = [passed_on(contents.claims, users(arrays, of)) for contents, of in sources]
     new = [name for name in made if name not in params]
+    before = base.source.get("merged", ())
     return replace(
         base,
         leaves=leaves,
@@ -84,19 +88,10 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         extras=extras,
         inventory=[*base.inventory, *itertools.chain.from_iterable(map(_items, read))],
         notes=[*base.notes, *_notes(read, new), *_UNTIED * (extras is not base.extras)],
-        source=_source(base, read),
+        source={**base.origin, "merged": [*before, *(adapter.name for adapter in read)]},
         claims=Claims(partial(itertools.chain.from_iterable, resting)),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
     )
-
-
-def _changed(adapters: Sequence[_Adapter]) -> Mapping[str, Sequence[_Step]]:
-    """The steps that adapters apply to each weight, in the order of the adapters."""
-    changed: dict[str, list[_Step]] = defaultdict(list)
-    for adapter in adapters:
-        for change in adapter.changes:
-            changed[change.weight].append((adapter, change))
-    return changed
 
 
 def _leaves(
@@ -185,8 +180,17 @@ def _merged_weight(
     adding = [step for step in steps if not step[1].replaced]
     name = steps[0][1].weight
     # raises FormatError where the changes of several adapters are not one sum
-    if whole:
-        _require_one_replacement(name, [adapter for adapter, _ in whole], adding)
+    if len(whole) > 1:
+        raise FormatError(
+            f"{name} is replaced by {' and by '.join(adapter.name for adapter, _ in whole)}"
+        )
+    for first, _ in whole:
+        if any(adapter is not first for adapter, _ in adding):
+            raise FormatError(
+                f"{name} is replaced by {first.name}, and another adapter has factors for it,"
+                " which are to be added to what that was trained with: merge them one after the"
+                " other"
+            )
     if len(adding) > 1 and any(change.magnitude for _, change in adding):
         raise FormatError(
             f"{name} has a DoRA among {len(adding)} adapters: merge them one after the other"
@@ -207,34 +211,14 @@ def _merged_weight(
             part = adapter.part(tensor)
             parts[roles[tensor]] = replace(part, shape=change.shapes[tensor])
         terms.append(Term(change.scale, b, a))
-    shape, dtype = _form(leaf, whole)
+    if leaf is None:  # new: of the form of what takes its place
+        adapter, change = whole[0]
+        leaf = adapter.leaves[change.replaced]
+    dtype = np.dtype(leaf.dtype)
     if dtype.name not in _DTYPES:
         raise LayoutError(f"{name} has dtype {dtype}: only {', '.join(_DTYPES)} are merged")
     out_axis, experts = (adding[0][1].out_axis, adding[0][1].experts) if adding else (0, False)
-    return MergedWeight(shape, dtype, parts, tuple(terms), out_axis, experts)
-
-
-def _require_one_replacement(
-    name: str, replacing: Sequence[_Adapter], adding: Sequence[_Step]
-) -> None:
-    first, *others = replacing
-    if others:
-        raise FormatError(
-            f"{name} is replaced by {' and by '.join(adapter.name for adapter in replacing)}"
-        )
-    if any(adapter is not first for adapter, _ in adding):
-        raise FormatError(
-            f"{name} is replaced by {first.name}, and another adapter has factors for it,"
-            " which are to be added to what that was trained with: merge them one after the other"
-        )
-
-
-def _form(leaf: Leaf | None, whole: Sequence[_Step]) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and the dtype of a merged weight: those of the base, or of what is new."""
-    if leaf is None:
-        adapter, change = whole[0]
-        leaf = adapter.leaves[change.replaced]
-    return leaf.shape, np.dtype(leaf.dtype)
+    return MergedWeight(leaf.shape, dtype, parts, tuple(terms), out_axis, experts)
 
 
 def _items(adapter: _Adapter) -> Iterator[Item]:
@@ -260,8 +244,3 @@ def _notes(adapters: Sequence[_Adapter], new: Sequence[str]) -> Iterator[str]:
             f"{len(new)} parameters are new, the first {new[0]}: a config of the base says nothing"
             " of them"
         )
-
-
-def _source(base: Contents, adapters: Sequence[_Adapter]) -> Mapping[str, Any]:
-    before = list(base.source.get("merged", ()))
-    return {**base.origin, "merged": [*before, *(adapter.name for adapter in adapters)]}

@@ -93,7 +93,9 @@ def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightCha
         attempt(lambda module=module, several=several: reader.of_parameters(module, several))
     for name, tensor in others.items():
         attempt(lambda name=name, tensor=tensor: [reader.replaced(name, tensor)])
-    faults += [f"{name} is changed twice" for name in _twice(found)]
+    counts = Counter((change.weight, bool(change.replaced)) for change in found)
+    twice = sorted({name for (name, _), count in counts.items() if count > 1})
+    faults += [f"{name} is changed twice" for name in twice]
     if faults:
         raise FormatError(
             f"{config.where}: the adapter does not fit the base, in {len(faults)} places:", faults
@@ -112,7 +114,15 @@ def _sorted(
         name = tensor.removeprefix(PREFIX)
         match = _ROLE.fullmatch(name)
         if name == tensor or (not match and _UNKNOWN.search(f".{name}")):
-            faults.append(f"{tensor} {_why_unknown(name)}")
+            why = "is not a tensor of a LoRA adapter that is known here"
+            # `get_peft_model_state_dict` of peft 0.21.2 takes every name with that of the embedding
+            if name.endswith((".modules_to_save.weight", ".original_module.weight")):
+                why = (
+                    "is what peft writes of a module to save whose vocabulary was resized, beside"
+                    " its new value (save_embedding_layers), and is not read here:"
+                    f" {_MERGED_BY_PEFT}"
+                )
+            faults.append(f"{tensor} {why}")
         elif match:
             modules[match["module"]][match["role"]] = tensor
         else:
@@ -120,26 +130,11 @@ def _sorted(
     return modules, others, faults
 
 
-def _why_unknown(name: str) -> str:
-    # `get_peft_model_state_dict` of peft 0.21.2 takes every name with that of the embedding in it.
-    if name.endswith((".modules_to_save.weight", ".original_module.weight")):
-        return (
-            "is what peft writes of a module to save whose vocabulary was resized, beside its new"
-            f" value (save_embedding_layers), and is not read here: {_MERGED_BY_PEFT}"
-        )
-    return "is not a tensor of a LoRA adapter that is known here"
-
-
 def _is_wrapper(module: str, base: Shapes) -> bool:
     """Whether factors are for a parameter of a module that is no `weight`."""
     return f"{module}.weight" not in base and (
         module.endswith(_WRAPPED) or any(name.startswith(f"{module}.") for name in base)
     )
-
-
-def _twice(found: Sequence[WeightChange]) -> list[str]:
-    counts = Counter((change.weight, bool(change.replaced)) for change in found)
-    return sorted({name for (name, _), count in counts.items() if count > 1})
 
 
 def _fit(ways: int, names: str) -> str:

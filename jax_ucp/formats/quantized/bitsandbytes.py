@@ -171,8 +171,10 @@ def _runs(stored: StoredWeight) -> Dequantizer:
         parts["nested_quant_map"] = _flat(
             stored, "nested_quant_map", (_NESTED_CODES,), ("float32",)
         )
-        offset = _offset(stored, state)
-        made = Runs(scheme, (rows, columns), parts, block, width, nested, offset)
+        offset = state.get("nested_offset")
+        if not isinstance(offset, float | int) or not math.isfinite(offset):
+            stored.fault(f"its quant_state says nested_offset={offset!r:.40}")
+        made = Runs(scheme, (rows, columns), parts, block, width, nested, float(offset))
     return made if is_matrix else Reshaped(made, shape)
 
 
@@ -214,10 +216,3 @@ def _length(stored: StoredWeight, state: Mapping[str, Any], name: str) -> int:
     if type(length) is not int or not 0 < length < 1 << 20:
         stored.fault(f"its quant_state says {name}={length!r:.40}")
     return length
-
-
-def _offset(stored: StoredWeight, state: Mapping[str, Any]) -> float:
-    offset = state.get("nested_offset")
-    if not isinstance(offset, float | int) or not math.isfinite(offset):
-        stored.fault(f"its quant_state says nested_offset={offset!r:.40}")
-    return float(offset)

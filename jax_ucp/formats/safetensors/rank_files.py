@@ -47,13 +47,28 @@ def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Si
     ranks = ranks_of(files)
     if not ranks:
         return None
-    _require_counted(folder, files)
+    names = list(filter(None, map(_SHARD_FILE.fullmatch, sorted(files))))
+    counted = max(int(name[3]) for name in names)
+    present = {int(name[2]) for name in names}
+    if missing := next((part for part in range(1, counted + 1) if part not in present), None):
+        raise FormatError(
+            f"{folder}: {names[0][0]} says by its name that ranks have {counted} files, but none"
+            f" has one called model-{missing:05}-of-{counted:05}: the model is not whole without it"
+        )
     said = sizes.of(["ranks"]).get("ranks")
+    if said not in (None, len(ranks)):
+        shown = listed([str(rank) for rank in ranks])
+        raise FormatError(
+            f"{folder}: sizes says ranks={said}, and there are files of {len(ranks)}: {shown}."
+            f" Copy the others; if those had nothing to write, such as replicas, say"
+            f" ranks={len(ranks)}"
+        )
     if said is not None:
-        return _said(folder, said, ranks)
+        return f"{said} ranks wrote parts of tensors, as sizes says: nothing in the files proves it"
     gap = next((rank for rank, there in enumerate(ranks, start=1) if rank != there), None)
     if gap is not None:
-        _refuse(folder, len(ranks), f"that of rank {gap} is not there ({_pattern(gap)})")
+        file = f"shard-{gap:05}-model-*.safetensors"
+        _refuse(folder, len(ranks), f"that of rank {gap} is not there ({file})")
     cuts = {
         name: [
             (int(match[1]), box) for file, box in parts if (match := _SHARD_FILE.fullmatch(file))
@@ -104,28 +119,6 @@ def require_total(
         )
 
 
-def _require_counted(folder: FilePath, files: Iterable[str]) -> None:
-    names = list(filter(None, map(_SHARD_FILE.fullmatch, sorted(files))))
-    parts = max(int(name[3]) for name in names)
-    present = {int(name[2]) for name in names}
-    if missing := next((part for part in range(1, parts + 1) if part not in present), None):
-        raise FormatError(
-            f"{folder}: {names[0][0]} says by its name that ranks have {parts} files, but none has"
-            f" one called model-{missing:05}-of-{parts:05}: the model is not whole without it"
-        )
-
-
-def _said(folder: FilePath, said: int, ranks: Sequence[int]) -> str:
-    if said != len(ranks):
-        shown = listed([str(rank) for rank in ranks])
-        raise FormatError(
-            f"{folder}: sizes says ranks={said}, and there are files of {len(ranks)}: {shown}."
-            f" Copy the others; if those had nothing to write, such as replicas, say"
-            f" ranks={len(ranks)}"
-        )
-    return f"{said} ranks wrote parts of tensors, as sizes says: nothing in the files proves it"
-
-
 def _refuse(folder: FilePath, ranks: int, why: str) -> NoReturn:
     raise FormatError(
         f"{folder} has files of {ranks} ranks with parts of tensors, and a file may be missing:"
@@ -133,10 +126,6 @@ def _refuse(folder: FilePath, ranks: int, why: str) -> NoReturn:
         f" ranks wrote files, say sizes={{'ranks': {ranks}}} (--size ranks={ranks}); else copy the"
         " others"
     )
-
-
-def _pattern(rank: int) -> str:
-    return f"shard-{rank:05}-model-*.safetensors"
 
 
 @dataclass(frozen=True)
