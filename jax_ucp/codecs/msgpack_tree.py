@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile
-from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
+from jax_ucp.arrays.value import joined
 from jax_ucp.codecs.msgpack import ChunkedArray, PackedArray
-from jax_ucp.errors import CorruptData
 from jax_ucp.files.path import FilePath
-from jax_ucp.files.ranges import ByteRange, FileRange
+from jax_ucp.files.ranges import FileRange
+from jax_ucp.layout.patterns import flat_layouts
 from jax_ucp.tree import Key, KeyKind, Leaf, LeafKind
 from jax_ucp.tree import Path as TreePath
 
@@ -28,20 +29,32 @@ _KINDS: dict[type, LeafKind] = {
 }
 
 
-def packed_table(file: FilePath, values: Mapping[str, Packed]) -> ExtentTable:
+def packed_table(file: FilePath, values: Mapping[str, Packed]) -> ArraySource:
     """The arrays of a file by name: each in one piece, in chunks, or a number."""
-    data = FileRange(file)
-    stored: dict[str, StoredArray | np.ndarray] = {}
-    for key, value in values.items():
-        match value:
-            case PackedArray(start):
-                stored[key] = StoredArray(StoredFile(file, data), start)
-            case ChunkedArray(chunks=chunks):
-                stored[key] = StoredArray(StoredFile(file, _JoinedBytes(data, chunks)), 0)
-            case number:
-                stored[key] = np.asarray(number)
-    infos = {key: array_info(value) for key, value in values.items()}
-    return ExtentTable(infos, stored, file.name)
+    bytes_of = StoredFile(file, FileRange(file))
+    chunked = {key: value for key, value in values.items() if isinstance(value, ChunkedArray)}
+    pieces = {
+        f"{key}, chunk {i}": chunk
+        for key, value in chunked.items()
+        for i, chunk in enumerate(value.chunks)
+    }
+    whole = {key: value for key, value in values.items() if key not in chunked} | pieces
+    stored = {
+        key: StoredArray(bytes_of, value.start)
+        if isinstance(value, PackedArray)
+        else np.asarray(value)
+        for key, value in whole.items()
+    }
+    table = ExtentTable({key: array_info(value) for key, value in whole.items()}, stored, file.name)
+    if not chunked:
+        return table
+    arrays = dict(expressions(table))
+    for key, value in chunked.items():
+        chunks = [arrays.pop(f"{key}, chunk {i}") for i in range(len(value.chunks))]
+        lengths = [chunk.info.shape[0] for chunk in chunks]
+        layout = flat_layouts({key: value.info.shape}, lengths)[key]
+        arrays[key] = joined(key, layout, chunks)
+    return Evaluated({key: arrays[key] for key in values})
 
 
 def array_info(value: Packed) -> ArrayInfo:
@@ -49,37 +62,6 @@ def array_info(value: Packed) -> ArrayInfo:
     if isinstance(value, PackedArray | ChunkedArray):
         return value.info
     return ArrayInfo((), np.asarray(value).dtype)
-
-
-class _JoinedBytes(ByteRange):
-    """The bytes of chunks, one after the other."""
-
-    def __init__(self, file: ByteRange, chunks: Sequence[PackedArray]):
-        self._file = file
-        self._starts = [chunk.start for chunk in chunks]
-        lengths = [chunk.info.nbytes for chunk in chunks]
-        self._edges = list(itertools.accumulate(lengths, initial=0))
-        self.size = self._edges[-1]
-
-    def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
-        for start, out in reads:
-            if start < 0 or start + out.nbytes > self.size:
-                raise CorruptData(f"bytes {start} to {start + out.nbytes} of {self.size}")
-            flat = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-            self._file.read_into(list(self._runs(start, flat.reshape(-1).view(np.uint8))))
-            if flat is not out:
-                out[...] = flat
-
-    def _runs(self, start: int, data: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        first = np.searchsorted(self._edges, start, side="right") - 1
-        done = 0
-        for i in range(int(first), len(self._starts)):
-            if done == len(data):
-                return
-            skip = start + done - self._edges[i]
-            length = min(len(data) - done, self._edges[i + 1] - start - done)
-            yield self._starts[i] + skip, data[done : done + length]
-            done += length
 
 
 def leaf_values(

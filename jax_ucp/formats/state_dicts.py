@@ -1,22 +1,31 @@
-"""Nested dicts and lists in files of torch.save: tensors, other objects, and extras."""
+"""Nested dicts and lists in files of torch.save: tensors, other objects, and extras; and the files
+that a trainer leaves beside the weights, which are extras too and decide nothing.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jax_ucp.arrays.checks import checks_of
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
-from jax_ucp.codecs.torch_file import TorchFile, cannot_be_read
+from jax_ucp.codecs.torch_file import TorchFile, cannot_be_read, is_torch_file
 from jax_ucp.codecs.unpickle import Name, walk
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.facts import COUNTS, Facts
+from jax_ucp.formats.weight_files import read_json
 from jax_ucp.states.opaque import WeightsPlace, closed_tensors, tensor_holders
 from jax_ucp.states.optimizer_dicts import Steps, joined
 from jax_ucp.states.state_pairing import StateTensor, is_trainable
 
+_NUMBER = re.compile(r"\d+")
+MAX_TEXT_BYTES = 1 << 20
+_SAVED = (".pt", ".pth", ".bin", ".pkl")  # how trainers call files of torch.save
+_TEXTS = (".yaml", ".yml", ".txt")
 BARE = "tensor"  # what a tensor is called that is all its file holds
 
 
@@ -112,6 +121,32 @@ def keep_proved(
     tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
     for key, value in tree.items():
         imported.extra(name, str(key), value, source)
+
+
+def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
+    """Keep a file as extras of `name`, or as unread. Raises FormatError if it does not fit."""
+    if path.suffix == ".json":
+        imported.extra(name, "content", read_json(path))
+    elif path.suffix in _TEXTS and path.size() <= MAX_TEXT_BYTES:
+        imported.extra(name, "content", path.read_text())
+    elif path.suffix in _SAVED or is_torch_file(path):
+        _keep_torch(imported, name, path, facts)
+    else:
+        imported.skip(name, f"{path.size()} bytes", "lies beside the weights; not read")
+
+
+def _keep_torch(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
+    try:
+        file = TorchFile(path, lenient=True)
+        keep_proved(imported, name, file, file)
+    except UnsafePickle as error:
+        imported.leave_out(name, name, error)
+        return
+    except FormatError as error:
+        error.at(path, way_out="weights_only")
+        raise
+    facts.state_all(file, name, _NUMBER.sub("*", name), file.tree, only=("step", *COUNTS))
+    imported.unknown |= file.unknown
 
 
 def _entries(node: object) -> list[tuple[str | int, object]] | None:

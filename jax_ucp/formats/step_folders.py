@@ -26,8 +26,8 @@ from jax_ucp.formats.dcp.metadata import metadata_files
 from jax_ucp.formats.dcp.reader import open_saves
 from jax_ucp.formats.dtensor_ranks.files import has_rank_files
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.state_dicts import keep_beside
 from jax_ucp.formats.steps import Open, Run, chosen_model
-from jax_ucp.formats.trainer_files import keep_beside
 from jax_ucp.options import Options
 from jax_ucp.text import listed
 

@@ -36,7 +36,7 @@ from jax_ucp.formats.dcp.metadata import (
 )
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
-from jax_ucp.formats.trainer_files import keep_beside
+from jax_ucp.formats.state_dicts import keep_beside
 from jax_ucp.options import Options
 from jax_ucp.states.opaque import in_optimizer
 from jax_ucp.states.optimizer_dicts import Steps, optimizer_paths

@@ -22,8 +22,7 @@ import msgspec
 
 from jax_ucp.arrays.beside import MARKERS, items_beside
 from jax_ucp.arrays.contents import Contents, Item
-from jax_ucp.arrays.extents import ExtentTable
-from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.codecs.json_values import as_json
 from jax_ucp.codecs.msgpack import decode, is_map_of_names
 from jax_ucp.codecs.msgpack_tree import (
@@ -37,7 +36,6 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import read_bytes
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE, placeholder
 from jax_ucp.formats.orbax.arrays import (
     ZarrArrays,
     ZarrFolder,
@@ -47,7 +45,7 @@ from jax_ucp.formats.orbax.arrays import (
     names_beside,
 )
 from jax_ucp.formats.orbax.reader import NO_CHECKSUMS, UNMERGED, note_files
-from jax_ucp.formats.orbax.tree import shardings
+from jax_ucp.formats.orbax.tree import AGGREGATE_FILE, placeholder, shardings
 from jax_ucp.options import Options
 from jax_ucp.tree import Leaf, leaf_names, tree_fault
 from jax_ucp.tree import Path as TreePath
@@ -173,7 +171,7 @@ def _read(path: FilePath) -> _Save:
 
 
 def _with_folders(
-    save: _Save, source: ExtentTable, stored: Mapping[str, str]
+    save: _Save, source: ArraySource, stored: Mapping[str, str]
 ) -> tuple[Any, ZarrFolder]:
     """The arrays of the file together with those in folders, or in a database."""
     if not save.folder.is_dir():

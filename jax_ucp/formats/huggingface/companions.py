@@ -49,39 +49,34 @@ def kind_of(name: str) -> str:
 
 def keep_companions(imported: ContentsBuilder, folder: FilePath) -> set[str]:
     """The names in a folder of files that go with the model: kept, or too large and noted."""
-    room, met = MAX_BYTES, set[str]()
-    for file in _files(folder):
-        what = f"{kind_of(file.key)}, {file.name}"
+    met: set[str] = set()
+    for file, fault in _files(folder):
         met.add(file.key.partition("/")[0])
-        fault = _fault(file, room)
         if fault:
             imported.skip(file.key, "file", fault)
             imported.notes.append(f"{file.key} is left out: {fault}")
             continue
-        info = file.file()
-        note(file.files, info)
-        room -= info.size
+        note(file.files, file.file())
+        what = f"{kind_of(file.key)}, {file.name}"
         imported.companion(file, f"goes with the model ({what}): its bytes are kept")
     return met
 
 
 def companions_in(folder: FilePath) -> dict[str, FilePath]:
     """The files in a folder that go with the model and can be kept, by name; none of a file."""
-    kept: dict[str, FilePath] = {}
-    room = MAX_BYTES
-    for file in _files(folder):
-        if not _fault(file, room):
-            kept[file.key] = file
-            room -= file.size()
-    return kept
+    return {file.key: file for file, fault in _files(folder) if not fault}
 
 
-def _files(folder: FilePath) -> Iterator[FilePath]:
-    files = folder.folder()
+def _files(folder: FilePath) -> Iterator[tuple[FilePath, str]]:
+    """The files that go with the model, each with the reason why it cannot be kept, or ""."""
+    files, room = folder.folder(), MAX_BYTES
     for inside in ("", _TEMPLATES):
         for info in files.list(inside):
             if info.kind != "folder" and kind_of(info.name):
-                yield FilePath(files, info.name)
+                file = FilePath(files, info.name)
+                fault = _fault(file, room)
+                room -= 0 if fault else file.size()
+                yield file, fault
 
 
 def _fault(file: FilePath, room: int) -> str:

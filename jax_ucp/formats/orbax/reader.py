@@ -13,7 +13,6 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, require_small
 from jax_ucp.files.source_files import note
-from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE
 from jax_ucp.formats.orbax.arrays import (
     ZarrArrays,
     ZarrFolder,
@@ -22,7 +21,7 @@ from jax_ucp.formats.orbax.arrays import (
     joined,
     names_beside,
 )
-from jax_ucp.formats.orbax.tree import OrbaxTree, read_orbax_tree
+from jax_ucp.formats.orbax.tree import AGGREGATE_FILE, OrbaxTree, read_orbax_tree
 from jax_ucp.options import Options
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.orbax_tree import SHARDING_FILE, STRINGS_FILE, TREE_FILE

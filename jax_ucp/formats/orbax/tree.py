@@ -15,16 +15,18 @@ from __future__ import annotations
 import base64
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from jax_ucp.codecs.msgpack_tree import Packed, is_packed, packed_leaf, plain_leaf
+from jax_ucp.codecs.msgpack import decode
+from jax_ucp.codecs.msgpack_tree import Packed, is_packed, leaf_values, packed_leaf, plain_leaf
 from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, read_bytes
-from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE, placeholder, read_aggregate
+from jax_ucp.files.ranges import FileRange
 from jax_ucp.tree import (
     MAX_TREE_DEPTH,
     Axes,
@@ -47,6 +49,9 @@ from jax_ucp.universal.orbax_tree import (
 from jax_ucp.universal.validation import sharding_fault
 
 T = TypeVar("T")
+
+AGGREGATE_FILE = "checkpoint"  # of Orbax up to 0.5
+_PLACEHOLDER = "PLACEHOLDER://"
 
 _KINDS: Mapping[str, tuple[LeafKind, Any]] = {
     **{"jax.Array": ("jax", None), "np.ndarray": ("numpy", None), "string": ("str", None)},
@@ -159,7 +164,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
         shardings(directory),
         _json(directory, STRINGS_FILE, dict[str, str], {}),
         _key_impls(directory),
-        read_aggregate(directory, paths),
+        _read_aggregate(directory, paths),
     )
     names = leaf_names(paths)
     values = list(map(files.packed_value, paths, entries))
@@ -253,6 +258,36 @@ class _TreeFiles:
                 )
         sharding = self.shardings.get(stock_name)
         return Leaf(path, name, kind, value=value, key_impl=impl, sharding=sharding)
+
+
+def placeholder(value: Any) -> str | None:
+    """The name of the array that a value stands for; None of any other value.
+
+    Source: `leaf_placeholder`, `utils.py` of orbax-checkpoint 0.5.20.
+    """
+    if isinstance(value, str) and value.startswith(_PLACEHOLDER):
+        return value.removeprefix(_PLACEHOLDER)
+    return None
+
+
+def _read_aggregate(directory: Files, paths: Collection[TreePath]) -> Mapping[TreePath, Any]:
+    """The values in the file by leaf of the tree; Raises FormatError for another tree."""
+    path = FilePath(directory, AGGREGATE_FILE)
+    # the files of others that are called so are texts, which begin below 0x80
+    if not path.is_file() or path.read_range(0, 1) < b"\x80":
+        return {}
+    tree = decode(FileRange(path), str(path))
+    by_name = {_names(at): value for at, value in leaf_values(tree, lambda value: False)}
+    if by_name.keys() != {_names(at) for at in paths}:
+        raise FormatError(
+            f"{path} has another tree than the _METADATA beside it: they are of two saves"
+        )
+    return {at: by_name[_names(at)] for at in paths}
+
+
+def _names(path: TreePath) -> tuple[str, ...]:
+    """Keys as text: the file has dicts where the tree has lists."""
+    return tuple(map(str, path))
 
 
 def _key_impls(directory: Files) -> dict[str, str]:

@@ -5,6 +5,10 @@ Rule: fp4 * 2 ** (scale - 127), which is exact in bfloat16. Source: `convert_moe
 transformers 5.23 `integrations/mxfp4.py`, whose layout the result has: inputs before outputs, the
 other way round than the blocks. An exponent of 255 is NaN by the OCP's specification, and a number
 beyond all others there; here it is refused.
+
+F4 of safetensors has the same elements, as numbers without a scale: two E2M1 codes are in a byte,
+the first in its low half, as in torch's `float4_e2m1fn_x2`, which safetensors writes as F4. No
+library writes F6, and nothing says in which order its bits are: it is refused.
 """
 
 from __future__ import annotations
@@ -31,3 +35,12 @@ def blocks(stored: StoredWeight) -> Dequantizer:
     }
     codes = Codes(Packing(4, 8, len(weight) - 1), table=FP4, row=_BYTES)
     return Transposed(Affine(stored.weight.scheme, weight, parts, codes, grid))
+
+
+def fp4(stored: StoredWeight) -> Dequantizer:
+    stored.only("codes")
+    words = stored.info("codes").shape
+    shape = (*words[:-1], 2 * words[-1])
+    parts = {"codes": stored.part("codes", words, ("uint8",))}
+    codes = Codes(Packing(4, 8, len(shape) - 1), table=FP4)
+    return Affine("F4", shape, parts, codes, Grid((1,) * len(shape)))

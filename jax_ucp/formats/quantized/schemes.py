@@ -17,7 +17,6 @@ from jax_ucp.formats.quantized import (
     mlx,
     modelopt,
     mxfp4,
-    narrow,
     torchao,
 )
 from jax_ucp.formats.quantized.stored import StoredWeight
@@ -70,4 +69,4 @@ def _maker(method: str, weight: QuantizedWeight) -> Callable[[StoredWeight], Deq
         return SCHEMES.get(method) or _BY_ALGORITHM.get(method)
     if weight.scheme.startswith(ggml.SCHEME):
         return ggml.blocks
-    return narrow.fp4 if weight.scheme == _FP4 else None
+    return mxfp4.fp4 if weight.scheme == _FP4 else None
