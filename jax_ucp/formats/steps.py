@@ -53,7 +53,16 @@ def open_run(run: Run, options: Options, open_contents: Open) -> Contents:
     unfinished = f"; not finished: {listed(run.unfinished)}" if run.unfinished else ""
     number = options.step
     if number is None:
-        number = _tracked(run) if run.tracker else max(run.steps, default=-1)
+        number = max(run.steps, default=-1)
+        tracker = run.folder / run.tracker if run.tracker else None
+        if tracker and tracker.is_file():
+            text = tracker.read_pointer().strip()
+            if not text.isdecimal() or int(text) not in run.steps:
+                raise NotACheckpoint(
+                    f"{tracker} names the step {text!r:.40}, which is not there, or not whole;"
+                    f" there are {run.names}: open one of them, or say step="
+                )
+            number = int(text)
     if number not in run.steps:
         asked = "" if options.step is None else f" {options.step}"
         there = f"; it has {run.names}" if run.steps else ""
@@ -76,19 +85,6 @@ def open_run(run: Run, options: Options, open_contents: Open) -> Contents:
         notes=[note, *contents.notes],
         about=about,
     )
-
-
-def _tracked(run: Run) -> int:
-    tracker = run.folder / run.tracker
-    if not tracker.is_file():
-        return max(run.steps)
-    text = tracker.read_pointer().strip()
-    if not text.isdecimal() or int(text) not in run.steps:
-        raise NotACheckpoint(
-            f"{tracker} names the step {text!r:.40}, which is not there, or not whole; there are"
-            f" {run.names}: open one of them, or say step="
-        )
-    return int(text)
 
 
 def chosen_model(

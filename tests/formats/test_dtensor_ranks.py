@@ -22,7 +22,7 @@ from formats.huggingface.test_training_folders import next_losses
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
 from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats.dtensor_ranks.flat import ElementRange, flat_layout, flat_parameters
+from jax_ucp.formats.dtensor_ranks.flat import flat_layout, flat_parameters
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
 from jax_ucp.layout.box import Box
@@ -304,9 +304,8 @@ def test_a_parameter_of_a_flat_one_is_a_run_of_its_elements(shape, before, parts
     total = before + math.prod(shape)
     length = -(-total // parts)
     flat = np.arange(length * parts)
-    layout = flat_layout(
-        tuple(shape), before, [ElementRange(i * length, length) for i in range(parts)]
-    )
+    ranges = [range(i * length, (i + 1) * length) for i in range(parts)]
+    layout = flat_layout(tuple(shape), before, ranges)
     layout.check()
     got = np.empty(shape, np.int64)
     for part in layout.parts:

@@ -162,19 +162,15 @@ class DcpSource(ExtentTable):
             error.at(item=f"{key} (whose file may be of another rank or save)")
             raise
         with self._lock:
-            return self._keep(span, file)
-
-    def _keep(self, span: Span, file: TorchFile) -> TorchFile:
-        """Keep an opened item, or take the one that another thread has opened meanwhile."""
-        if span in self._files:
-            return self._files[span]
-        self._inflated += file.in_memory
-        self._files[span] = file
-        while len(self._files) > KEPT_FILES or (
-            self._inflated > KEPT_BYTES and len(self._files) > 1
-        ):
-            self._inflated -= self._files.popitem(last=False)[1].in_memory
-        return file
+            if span in self._files:  # another thread has opened it meanwhile
+                return self._files[span]
+            self._inflated += file.in_memory
+            self._files[span] = file
+            while len(self._files) > KEPT_FILES or (
+                self._inflated > KEPT_BYTES and len(self._files) > 1
+            ):
+                self._inflated -= self._files.popitem(last=False)[1].in_memory
+            return file
 
     def _opened(self, span: Span, max_bytes: int) -> TorchFile:
         path = self._paths[span.file]

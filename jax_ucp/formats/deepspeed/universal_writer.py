@@ -88,7 +88,22 @@ def deepspeed_files(
     counted = model.get("global_steps")
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
-    files = list(_atoms(f"{tag}/zero", owned, steps, _cutting(model), stage))
+    # a file for each state of each parameter, but for the step of ZeRO-3
+    info, files = _cutting(model), list[File]()
+    lists = {key: frozenset(_list(info, key)) for key in _LISTS}
+    parts: dict[str, tuple[int, Any]] = {}  # numbered: the first has precedence
+    for sub in info.get("parameter_with_sub_params") or ():
+        for pattern in _list({"patterns": _attributes(sub)["patterns"]}, "patterns"):
+            parts.setdefault(pattern, (len(parts), sub))
+    patterns = NamePatterns(chain(*lists.values(), parts), "universal_checkpoint_info")
+    for name, states in owned.items():
+        cut = _how_to_cut(states["param"], lists, parts, patterns.matching(name))
+        for state, tensor in states.items():
+            path = f"{tag}/zero/{name}/{'fp32' if state == 'param' else state}.pt"
+            if state != "step":
+                files.append(torch_file(path, {"param": tensor, **cut}))
+            elif stage != 3:
+                files.append(torch_file(path, _number(steps[name])))
     files.append(
         torch_file(
             f"{tag}/zero/optimizer_state.pt", _optimizer_state(optimizer, groups, step, stage)
@@ -115,31 +130,6 @@ def _check_steps(
     if stage != 3:
         return None
     return _one_step(steps, "ZeRO-3 has one step for all parameters", "Export for ZeRO-1 or 2")
-
-
-def _atoms(
-    folder: str,
-    owned: Mapping[str, Mapping[str, Tensor]],
-    steps: Mapping[str, np.ndarray],
-    info: Mapping[str, Any],
-    stage: int,
-) -> Iterable[File]:
-    """A file for each state of each parameter; the step of ZeRO-3 is in zero/optimizer_state.pt."""
-    lists = {key: frozenset(_list(info, key)) for key in _LISTS}
-    parts: dict[str, tuple[int, Any]] = {}  # numbered: the first has precedence
-    for sub in info.get("parameter_with_sub_params") or ():
-        for pattern in _list({"patterns": _attributes(sub)["patterns"]}, "patterns"):
-            parts.setdefault(pattern, (len(parts), sub))
-    patterns = NamePatterns(chain(*lists.values(), parts), "universal_checkpoint_info")
-    for name, states in owned.items():
-        cut = _how_to_cut(states["param"], lists, parts, patterns.matching(name))
-        for state, tensor in states.items():
-            if state == "param":
-                yield torch_file(f"{folder}/{name}/fp32.pt", {"param": tensor, **cut})
-            elif state != "step":
-                yield torch_file(f"{folder}/{name}/{state}.pt", {"param": tensor, **cut})
-            elif stage != 3:
-                yield torch_file(f"{folder}/{name}/step.pt", _number(steps[name]))
 
 
 def _owned(params: Parameters) -> dict[str, Mapping[str, Tensor]]:

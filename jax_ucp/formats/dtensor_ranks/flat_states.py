@@ -11,11 +11,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.dtensor_ranks.flat import (
-    ElementRange,
-    flat_layout,
-    flat_parameters,
-)
+from jax_ucp.formats.dtensor_ranks.flat import flat_layout, flat_parameters
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated
@@ -40,7 +36,7 @@ class FlatStates:
 
     states: Mapping[int, Mapping[str, Sequence[FlatShard]]]
     groups: Sequence[tuple[Sequence[int], Mapping[str, Any]]]
-    parts: Mapping[int, Sequence[ElementRange] | None]
+    parts: Mapping[int, Sequence[range] | None]
     shards: int
 
     @classmethod
@@ -62,13 +58,13 @@ class FlatStates:
         """Whether these are of flat parameters: all ranks have parts of each, of equal length."""
         for number, of_number in self.states.items():
             ranks = {part.shard for part in next(iter(of_number.values()))}
-            lengths = {part.length for part in self.parts[number] or ()}
+            lengths = {len(part) for part in self.parts[number] or ()}
             if len(ranks) != self.shards or len(lengths) > 1:
                 return False
         return True
 
 
-def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[ElementRange] | None:
+def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[range] | None:
     """The parts of the parameter with these states. Raises FormatError for unlike replicas."""
     stored = next((stored for stored in states.values() if stored[0].shape), None)
     if stored is None:
@@ -79,10 +75,10 @@ def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[ElementRange] | No
     if any(len(set(lengths)) != 1 for lengths in of_shard.values()):
         raise FormatError(f"{stored[0].key} has another length in a replica")
     # the parts lie one behind the other
-    ranges: list[ElementRange] = []
+    ranges: list[range] = []
     start = 0
     for shard in sorted(of_shard):
-        ranges += [ElementRange(start, length) for length in of_shard[shard]]
+        ranges += [range(start, start + length) for length in of_shard[shard]]
         start += of_shard[shard][0]
     return ranges
 
@@ -135,7 +131,7 @@ def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if flat.are_flat:
         parts = [flat.parts.get(number) for number in numbers]
-        units = flat_parameters(shapes, flat.shards, [p[0].length if p else None for p in parts])
+        units = flat_parameters(shapes, flat.shards, [len(p[0]) if p else None for p in parts])
         starts = [itertools.accumulate([0, *map(sizes.__getitem__, unit)]) for unit in units]
         of_unit = [dict(zip(*pair, strict=False)) for pair in zip(units, starts, strict=True)]
         return dict(zip(numbers, of_unit, strict=True))
@@ -154,13 +150,13 @@ def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str
     return {number: {name: 0} for number, name in names.items()}
 
 
-def _total(parts: Sequence[ElementRange] | None) -> int | None:
+def _total(parts: Sequence[range] | None) -> int | None:
     """The number of elements of a parameter with these parts; None of one without states."""
-    return max(part.start + part.length for part in parts) if parts else None
+    return max(part.stop for part in parts) if parts else None
 
 
 def _layout(
-    stored: Sequence[FlatShard], shape: Shape, start: int, parts: Sequence[ElementRange] | None
+    stored: Sequence[FlatShard], shape: Shape, start: int, parts: Sequence[range] | None
 ) -> ParamLayout:
     """The layout of a state of the parameter at `start` of a flat one; numbers are in all ranks."""
     if stored[0].shape:

@@ -22,7 +22,7 @@ import msgspec
 
 from jax_ucp.arrays.beside import MARKERS, items_beside
 from jax_ucp.arrays.contents import Contents, Item
-from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.codecs.json_values import as_json
 from jax_ucp.codecs.msgpack import decode, is_map_of_names
 from jax_ucp.codecs.msgpack_tree import (
@@ -113,8 +113,19 @@ def open_flax(path: FilePath, options: Options) -> Contents:
     pointers = {at: pointer for at, pointer in found.items() if pointer is not None}
     stored = {names[at]: pointer.name for at, pointer in pointers.items()}
     packed = {names[at]: value for at, value in values.items() if is_packed(value)}
-    source = packed_table(save.file, packed)
-    arrays, storage = _with_folders(save, source, stored) if stored else (source, None)
+    arrays, storage = packed_table(save.file, packed), None
+    if stored:  # in folders, or in a database
+        if not save.folder.is_dir():
+            raise FormatError(
+                f"{save.file} has arrays in the folder {save.folder}, which is missing"
+            )
+        directory = save.folder.folder()
+        note_files(directory)
+        there = databases(directory, None) if save.dialect is _ORBAX else ()
+        storage = ZarrFolder(directory, save.file.name, there)
+        zarr = ZarrArrays(storage, stored)
+        check_size(storage, zarr.arrays())
+        arrays = joined(arrays, zarr)
     saved = shardings(save.folder.folder()) if save.dialect is _ORBAX else {}
     leaves: list[Leaf] = []
     for at, value in values.items():
@@ -168,21 +179,6 @@ def _read(path: FilePath) -> _Save:
         return _Save(file, tree, _ORBAX, file.parent, own, {})
     folder = file.with_name(file.name + _GDA_SUFFIX)
     return _Save(file, tree, _FLAX, folder, frozenset(), {})
-
-
-def _with_folders(
-    save: _Save, source: ArraySource, stored: Mapping[str, str]
-) -> tuple[Any, ZarrFolder]:
-    """The arrays of the file together with those in folders, or in a database."""
-    if not save.folder.is_dir():
-        raise FormatError(f"{save.file} has arrays in the folder {save.folder}, which is missing")
-    directory = save.folder.folder()
-    note_files(directory)
-    there = databases(directory, None) if save.dialect is _ORBAX else ()
-    storage = ZarrFolder(directory, save.file.name, there)
-    zarr = ZarrArrays(storage, stored)
-    check_size(storage, zarr.arrays())
-    return joined(source, zarr), storage
 
 
 def _pointed(save: _Save, at: TreePath, name: str, pointer: _Pointer, info: ArrayInfo) -> Leaf:

@@ -123,7 +123,12 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
     keep_configs(imported, path)
     read = keep_companions(imported, path)
     if training is not None:
-        others = _others(path, models, training.model, options)
+        # of the models that are not read, as an optimizer may be theirs
+        plain = replace(options, model=None, optimizer_groups=None)
+        others: dict[str, StateTensor] = {}
+        for name, save in models.items():
+            if name != training.model and save.whole:
+                others |= weights_of(_read(path, save, plain), name)
         add_training(imported, training, others, options)
     read |= training.files if training else set()
     _inventory(imported, choice, read, options)
@@ -156,18 +161,6 @@ def _chosen(path: FilePath, options: Options) -> tuple[Choice, Mapping[str, Weig
             f" {', '.join(models)}"
         )
     return choose(str(path), saves, models[options.model].name), models
-
-
-def _others(
-    path: FilePath, models: Mapping[str, WeightSave], model: str, options: Options
-) -> dict[str, StateTensor]:
-    """The weights of the models that are not read: an optimizer may be theirs."""
-    plain = replace(options, model=None, optimizer_groups=None)
-    others: dict[str, StateTensor] = {}
-    for name, save in models.items():
-        if name != model and save.whole:
-            others |= weights_of(_read(path, save, plain), name)
-    return others
 
 
 def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -123,7 +123,18 @@ def _leaves(
     dtype: Dtype,
 ) -> tuple[list[Leaf], dict[str, Array]]:
     """The leaves, with weights where their codes were, and their arrays by name."""
-    placed = list(_placed(contents, weights, made))
+    by_codes = {
+        weight.parts["codes"]: (weight, make) for weight, make in zip(weights, made, strict=True)
+    }
+    parts = {label for weight in weights for label in weight.parts.values()}
+    # leaves that stay, and codes of weights, with paths and how weights are made
+    placed: list[tuple[TreePath, Leaf, Dequantizer | None]] = []
+    for leaf in contents.leaves:
+        if leaf.label in by_codes:
+            weight, make = by_codes[leaf.label]
+            placed.append((_path(weight, leaf), leaf, make))
+        elif leaf.label not in parts:
+            placed.append((leaf.path, leaf, None))
     paths = [path for path, _, _ in placed]
     met: set[TreePath] = set()
     for path in paths:
@@ -144,22 +155,6 @@ def _leaves(
         if leaf.has_array:
             arrays[name] = stored[leaf.name]
     return leaves, arrays
-
-
-def _placed(
-    contents: Contents, weights: Sequence[QuantizedWeight], made: Sequence[Dequantizer]
-) -> Iterator[tuple[TreePath, Leaf, Dequantizer | None]]:
-    """The leaves that stay, and codes of weights, with paths and how weights are made."""
-    by_codes = {
-        weight.parts["codes"]: (weight, make) for weight, make in zip(weights, made, strict=True)
-    }
-    parts = {label for weight in weights for label in weight.parts.values()}
-    for leaf in contents.leaves:
-        if leaf.label in by_codes:
-            weight, make = by_codes[leaf.label]
-            yield _path(weight, leaf), leaf, make
-        elif leaf.label not in parts:
-            yield leaf.path, leaf, None
 
 
 def _path(weight: QuantizedWeight, codes: Leaf) -> TreePath:

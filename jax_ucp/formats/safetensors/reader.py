@@ -174,7 +174,16 @@ def read_weights(
             parts[key].append((name, box))
         for key in file.metadata.keys() & {*COUNTS}:
             facts.state(name, key, file.metadata[key])
-        _keep_header(imported, name, file)
+        for key, value in file.metadata.items():
+            if key == MARK:
+                reason = "says which part is where; its content is in the tree's shapes"
+                imported.skip(f"{name}:__metadata__/{key}", "metadata", reason)
+            else:
+                imported.extra(name, key, value, above="__metadata__/")
+        for key, dtype in file.packed.items():
+            label, scheme = f"param/{key}", f"{dtype}, several to a byte"
+            fault = "" if key in file.packed_rows else "a byte has elements of two of its rows"
+            imported.quantized.append(QuantizedWeight(scheme, label, {"codes": label}, fault))
     if any(MARK in file.metadata for file in files.values()):
         require_total(path, index or {}, files)
     if note := require_every_rank(folder, parts, sizes):
@@ -185,20 +194,6 @@ def read_weights(
         whole = imported.joined(f"param.{key}", layout_of(key, keyed), [part for part, _ in keyed])
         imported.parameter("param", key, whole, f"the parameter {key}{several}")
     return imported
-
-
-def _keep_header(imported: ContentsBuilder, name: str, file: SafetensorsFile) -> None:
-    for key, value in file.metadata.items():
-        if key == MARK:
-            reason = "says which part is where; its content is in the tree's shapes"
-            imported.skip(f"{name}:__metadata__/{key}", "metadata", reason)
-        else:
-            imported.extra(name, key, value, above="__metadata__/")
-    for key, dtype in file.packed.items():
-        label = f"param/{key}"
-        scheme = f"{dtype}, several to a byte"
-        fault = "" if key in file.packed_rows else "a byte has elements of two of its rows"
-        imported.quantized.append(QuantizedWeight(scheme, label, {"codes": label}, fault))
 
 
 @dataclass(frozen=True, slots=True)
