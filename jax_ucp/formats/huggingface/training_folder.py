@@ -103,42 +103,8 @@ def add_training(
         _keep(imported, folder.path / name)
     imported.notes.insert(0, _writer(imported, folder))
     imported.about = _about(imported, folder)
-    if folder.optimizers:
-        _add_optimizers(imported, folder, others, options)
-
-
-def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
-    """A checkpoint with what the Trainer or accelerate saved beside it as extras."""
-    names = [child.name for child in path.children() if child.is_file()]
-    folder = parse(path, names)
-    if not folder.kept:
-        return contents
-    beside = ContentsBuilder(contents.format, path, Combined.of_files({}))
-    for name in folder.kept:
-        _keep(beside, path / name)
-    keep_configs(beside, path)
-    kept = beside.contents()
-    about, trainer = contents.about, _about(beside, folder)
-    writer = ", by ".join(filter(None, [about.writer, trainer.writer]))
-    step = trainer.step if about.step is None else about.step
-    return replace(
-        contents,
-        extras={**contents.extras, **kept.extras},
-        inventory=[*contents.inventory, *kept.inventory],
-        notes=[_writer(beside, folder), *contents.notes, *kept.notes],
-        about=About(writer, step, about.parallelism),
-    )
-
-
-# The optimizer.
-
-
-def _add_optimizers(
-    imported: ContentsBuilder,
-    folder: TrainingFolder,
-    others: Mapping[str, StateTensor],
-    options: Options,
-) -> None:
+    if not folder.optimizers:
+        return
     files = {name: _opened(folder.path / name) for name in folder.optimizers.values()}
     imported.add_files(files)
     tree = Tree()
@@ -178,6 +144,32 @@ def _add_optimizers(
     tree.check(
         imported, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers))
     )
+
+
+def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
+    """A checkpoint with what the Trainer or accelerate saved beside it as extras."""
+    names = [child.name for child in path.children() if child.is_file()]
+    folder = parse(path, names)
+    if not folder.kept:
+        return contents
+    beside = ContentsBuilder(contents.format, path, Combined.of_files({}))
+    for name in folder.kept:
+        _keep(beside, path / name)
+    keep_configs(beside, path)
+    kept = beside.contents()
+    about, trainer = contents.about, _about(beside, folder)
+    writer = ", by ".join(filter(None, [about.writer, trainer.writer]))
+    step = trainer.step if about.step is None else about.step
+    return replace(
+        contents,
+        extras={**contents.extras, **kept.extras},
+        inventory=[*contents.inventory, *kept.inventory],
+        notes=[_writer(beside, folder), *contents.notes, *kept.notes],
+        about=About(writer, step, about.parallelism),
+    )
+
+
+# The optimizer.
 
 
 def _packed(

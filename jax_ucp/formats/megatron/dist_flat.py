@@ -111,42 +111,35 @@ def buffer_states(
 ) -> BufferStates:
     """The states in flat buffers of `inside`. Raises FormatError or LayoutError."""
     with naming(way_out="weights_only"):
-        if has_flat_buffers(files):
-            return _states(importer, files, tensors, inside)
-        is_joined = any(map(is_fully_reshardable, files.tensors))
-        return BufferStates(causes=_moved(files, tensors) if is_joined else {})
-
-
-def _states(
-    importer: ContentsBuilder,
-    files: DistFiles,
-    tensors: TensorStates,
-    inside: Mapping[str, TorchFile],
-) -> BufferStates:
-    if uses_gtp(files.args):
-        raise FormatError(
-            f"{files.folder}: flat buffers of ranks that each have a shard of a weight"
-            " (generalized tensor parallelism) are not read"
-        )
-    stored = _stored_buffers(files, inside)
-    ranks = _rank_tensors(files, tensors)
-    buffers = _in_proved_order(files, ranks, stored)
-    shards: dict[str, dict[str, dict[int, Array]]] = {}  # by parameter, state and rank
-    for placed in buffers:
-        for state, pieces in placed.stored.pieces.items():
-            arrays = [(start, importer.array(key)) for start, _, key in pieces]
-            for start, part in placed.buffer.parts:
-                label = f"{state} of {part.name} in {placed.stored.name}"
-                by_rank = shards.setdefault(part.name, {}).setdefault(state, {})
-                by_rank[placed.rank.rank] = part_of(label, part, start, arrays)
-    states: dict[str, dict[str, Array]] = {}
-    for name, by_state in shards.items():
-        states[name] = {
-            state: joined(f"{state}.{name}", ranks.cuts[name], [own[i] for i in range(len(own))])
-            for state, own in by_state.items()
-        }
-    gaps = [gap for placed in buffers for gap in placed.gaps]
-    return BufferStates(states, gaps, ranks.copies, dict.fromkeys(states, _NOT_OF_WEIGHTS))
+        if not has_flat_buffers(files):
+            is_joined = any(map(is_fully_reshardable, files.tensors))
+            return BufferStates(causes=_moved(files, tensors) if is_joined else {})
+        if uses_gtp(files.args):
+            raise FormatError(
+                f"{files.folder}: flat buffers of ranks that each have a shard of a weight"
+                " (generalized tensor parallelism) are not read"
+            )
+        stored = _stored_buffers(files, inside)
+        ranks = _rank_tensors(files, tensors)
+        buffers = _in_proved_order(files, ranks, stored)
+        shards: dict[str, dict[str, dict[int, Array]]] = {}  # by parameter, state and rank
+        for placed in buffers:
+            for state, pieces in placed.stored.pieces.items():
+                arrays = [(start, importer.array(key)) for start, _, key in pieces]
+                for start, part in placed.buffer.parts:
+                    label = f"{state} of {part.name} in {placed.stored.name}"
+                    by_rank = shards.setdefault(part.name, {}).setdefault(state, {})
+                    by_rank[placed.rank.rank] = part_of(label, part, start, arrays)
+        states: dict[str, dict[str, Array]] = {}
+        for name, by_state in shards.items():
+            states[name] = {
+                state: joined(
+                    f"{state}.{name}", ranks.cuts[name], [own[i] for i in range(len(own))]
+                )
+                for state, own in by_state.items()
+            }
+        gaps = [gap for placed in buffers for gap in placed.gaps]
+        return BufferStates(states, gaps, ranks.copies, dict.fromkeys(states, _NOT_OF_WEIGHTS))
 
 
 def part_of(label: str, part: ParamPart, start: int, pieces: Sequence[tuple[int, Array]]) -> Array:

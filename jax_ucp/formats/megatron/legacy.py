@@ -355,23 +355,12 @@ def _add_parameters(
             add_parameter(importer, args, name, states, copies)
             if states.keys() != {"weight"}:
                 importer.hyperparameters(name, settings_of(args, groups, name, states))
-    if tied:
-        _add_tied_copy(folder, importer, args, by_name, params)
-
-
-def _add_tied_copy(
-    folder: FilePath,
-    importer: ContentsBuilder,
-    args: Args,
-    by_name: Mapping[str, ParamLayout],
-    params: Mapping[str, RankShards],
-) -> None:
-    """Add the last pipeline stage's copy of the word embedding, and of its optimizer states, as
-    duplicates, which `verify` compares with the first stage's.
-    """
+    if not tied:
+        return
+    # `verify` compares the last pipeline stage's copy of the embedding, and of its states
     of_embedding = _states(folder, EMBEDDING, by_name[EMBEDDING], params[EMBEDDING])
+    copy_of = f"the last pipeline stage's copy of {EMBEDDING}"
     for state, shards in params[TIED].shards.items():
-        copy_of = f"the last pipeline stage's copy of {EMBEDDING}"
         if state == "weight" and has_remainders(args, of_embedding):
             reason = f"{copy_of}, of which the low 16 bits of the masters are compared"
             for key in itertools.chain(*map(items_of, itertools.chain(*shards.values()))):

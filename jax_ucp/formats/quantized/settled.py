@@ -47,39 +47,11 @@ def dequantized(
     """The checkpoint with weights for parts. Raises QuantizedWeights or FormatError."""
     by_label = {leaf.label: leaf for leaf in contents.leaves}
     stored = expressions(contents.arrays)
-    made = _dequantizers(contents, stored, weights, declared, by_label)
-    leaves, arrays = _leaves(contents, stored, weights, made, dtype)
-    schemes = dict.fromkeys(weight.scheme for weight in weights)
-    note = (
-        f"{len(weights)} weights are stored quantised ({', '.join(schemes)}), and are"
-        f" dequantised to {dtype} as they are read"
-    )
-    name = contents.path.rpartition("/")[2]
-    source = dict(contents.source) or {"format": contents.format, "name": name}
-    return replace(
-        contents,
-        leaves=leaves,
-        arrays=Evaluated(arrays),
-        inventory=_inventory(contents, weights, by_label),
-        notes=[*contents.notes, note],
-        source={**source, "dequantize": dtype},
-        claims=passed_on(contents.claims, users(arrays, stored)),
-        quantized=(),
-    )
-
-
-def _dequantizers(
-    contents: Contents,
-    stored: Mapping[str, Array],
-    weights: Sequence[QuantizedWeight],
-    declared: Declared,
-    leaves: Mapping[str, Leaf],
-) -> list[Dequantizer]:
-    """How each weight is made. Raises with every weight of which that is not known."""
+    # how each weight is made; all of which that is not known are named
     made: list[Dequantizer] = []
     faults: list[UCPError] = []
     for weight in weights:
-        arrays = {role: stored[leaves[label].name] for role, label in weight.parts.items()}
+        arrays = {role: stored[by_label[label].name] for role, label in weight.parts.items()}
         said = declared.weights.get(weight.name.rpartition("/")[2], {})
         parts = StoredWeight(weight, arrays, declared.settings, said)
         try:
@@ -88,7 +60,7 @@ def _dequantizers(
             faults.append(error)
     # parts of quantised weights that belong to none of the weights
     claimed = {label for weight in weights for label in weight.parts.values()}
-    for label, leaf in leaves.items():
+    for label, leaf in by_label.items():
         is_part = label.endswith(_LEFT_ALONE) or leaf.dtype == _EXPONENTS
         if leaf.has_array and label not in claimed and is_part:
             faults.append(
@@ -112,7 +84,24 @@ def _dequantizers(
             f"{contents.path}: {len(faults)} of the quantised weights cannot be read:",
             list(map(str, faults)),
         )
-    return made
+    leaves, arrays = _leaves(contents, stored, weights, made, dtype)
+    schemes = dict.fromkeys(weight.scheme for weight in weights)
+    note = (
+        f"{len(weights)} weights are stored quantised ({', '.join(schemes)}), and are"
+        f" dequantised to {dtype} as they are read"
+    )
+    name = contents.path.rpartition("/")[2]
+    source = dict(contents.source) or {"format": contents.format, "name": name}
+    return replace(
+        contents,
+        leaves=leaves,
+        arrays=Evaluated(arrays),
+        inventory=_inventory(contents, weights, by_label),
+        notes=[*contents.notes, note],
+        source={**source, "dequantize": dtype},
+        claims=passed_on(contents.claims, users(arrays, stored)),
+        quantized=(),
+    )
 
 
 def _leaves(
