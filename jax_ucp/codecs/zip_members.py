@@ -98,8 +98,10 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
             wide = _zip64(memoryview(head)[extra_at:length])
             size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
         name_in_header = head[LOCAL.size : extra_at]
-        local = _ZipEntry(name_in_header, flags, method, crc, stored_size, size, at)
-        if not _agree(local, entry):
+        if flags & _SIZES_FOLLOW:  # which allows zeros for sizes and CRC
+            crc, stored_size = crc or entry.crc, stored_size or entry.stored_size
+            size = size or entry.size
+        if entry != _ZipEntry(name_in_header, flags, method, crc, stored_size, size, at):
             raise FormatError(
                 f"zip member {name!r}: its local header and the zip directory disagree"
             )
@@ -131,28 +133,25 @@ def member_bytes(file: ByteRange, member: Member, max_bytes: int = _MAX_INFLATED
         raise FormatError(
             f"zip member {member.name!r} has {member.size} bytes, more than the {max_bytes} allowed"
         )
-    raw = file.read(member.offset, member.offset + member.stored_size)
-    data = _inflate(raw, member) if member.deflated else raw
+    data = file.read(member.offset, member.offset + member.stored_size)
+    if member.deflated:
+        if member.size > _MAX_RATIO * member.stored_size:
+            raise FormatError(
+                f"zip member {member.name!r} would inflate {member.stored_size} bytes to"
+                f" {member.size}"
+            )
+        inflater = zlib.decompressobj(wbits=-15)
+        try:
+            data = inflater.decompress(data, member.size + 1)
+        except zlib.error as error:
+            raise CorruptData(f"zip member {member.name!r} cannot be inflated: {error}") from error
+        if len(data) != member.size or not inflater.eof or inflater.unused_data:
+            raise CorruptData(
+                f"zip member {member.name!r} does not inflate to the {member.size} bytes it claims"
+            )
     if member.crc and zlib.crc32(data) != member.crc:
         raise CorruptData(
             f"the bytes of zip member {member.name!r} differ from their CRC: the file is damaged"
-        )
-    return data
-
-
-def _inflate(raw: bytes, member: Member) -> bytes:
-    if member.size > _MAX_RATIO * member.stored_size:
-        raise FormatError(
-            f"zip member {member.name!r} would inflate {member.stored_size} bytes to {member.size}"
-        )
-    inflater = zlib.decompressobj(wbits=-15)
-    try:
-        data = inflater.decompress(raw, member.size + 1)
-    except zlib.error as error:
-        raise CorruptData(f"zip member {member.name!r} cannot be inflated: {error}") from error
-    if len(data) != member.size or not inflater.eof or inflater.unused_data:
-        raise CorruptData(
-            f"zip member {member.name!r} does not inflate to the {member.size} bytes it claims"
         )
     return data
 
@@ -246,17 +245,6 @@ def _entry(directory: memoryview, at: int, start: int) -> tuple[_ZipEntry, int]:
             f"zip member {_text(name)!r}: method {method}, {stored_size} bytes stored for {size}"
         )
     return _ZipEntry(name, flags, method, crc, stored_size, size, header), stop
-
-
-def _agree(local: _ZipEntry, entry: _ZipEntry) -> bool:
-    """Whether both say the same; flag bit 3 allows zeros for sizes and CRC in `local`."""
-    if not local.flags & _SIZES_FOLLOW:
-        return local == entry
-    return entry == local._replace(
-        crc=local.crc or entry.crc,
-        stored_size=local.stored_size or entry.stored_size,
-        size=local.size or entry.size,
-    )
 
 
 def _zip64(extra: memoryview) -> list[int]:

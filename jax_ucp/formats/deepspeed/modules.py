@@ -148,27 +148,23 @@ def _add_experts(slices: Slices, add: Callable[[ModuleTensor], None]) -> set[str
                     row, copy = experts.index(expert), slices.builder.array(key)
                     slices.compare(place, "param", fused, copy, reason, at=(row,))
     for (mp, name), experts in rows.items():
-        _stack_experts(slices, mp, name, experts)
+        # a parameter without a master is as its experts' files have it, in their order
+        model = files.models[mp][0]
+        if files.tp > 1:
+            raise moe.cut_twice(files, name)
+        numbers = sorted(itertools.chain(*moe.placement(name, model).values()))
+        if sorted(experts) != numbers:
+            raise FormatError(
+                f"{model.file.path} says that {name} has the experts {numbers}, but there are files"
+                f" with the experts {sorted(experts)}: a file is missing, or belongs to another run"
+            )
+        of_name = [experts[number] for number in numbers]
+        slabs = [cut(name, expert, 0, (1, *expert.info.shape)) for expert in of_name]
+        layout = Sharded(0).join([slab.info.shape for slab in slabs])
+        slices.add(slices.place(mp), "param", name, layout, slabs)
+        reason = f"an expert of {name}, of which the optimizer has no second copy"
+        slices.builder.mapped(slabs, reason)
     return fused_names
-
-
-def _stack_experts(slices: Slices, mp: int, name: str, experts: Mapping[int, Array]) -> None:
-    """Add a parameter that has no master as its experts' files have it, in their order."""
-    model = slices.files.models[mp][0]
-    if slices.files.tp > 1:
-        raise moe.cut_twice(slices.files, name)
-    numbers = sorted(itertools.chain(*moe.placement(name, model).values()))
-    if sorted(experts) != numbers:
-        raise FormatError(
-            f"{model.file.path} says that {name} has the experts {numbers}, but there are files"
-            f" with the experts {sorted(experts)}: a file is missing, or belongs to another run"
-        )
-    of_name = [experts[number] for number in numbers]
-    rows = [cut(name, expert, 0, (1, *expert.info.shape)) for expert in of_name]
-    layout = Sharded(0).join([row.info.shape for row in rows])
-    slices.add(slices.place(mp), "param", name, layout, rows)
-    reason = f"an expert of {name}, of which the optimizer has no second copy"
-    slices.builder.mapped(rows, reason)
 
 
 def add_model_states(

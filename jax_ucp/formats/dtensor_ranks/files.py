@@ -59,8 +59,21 @@ def rank_files(folder: FilePath) -> RankFiles:
             " lie in it. Put those that are not meant into another folder"
         )
     ((world_size, of_kind),) = ranks.items()
-    names = {kind: _in_order(folder, kind, world_size, found) for kind, found in of_kind.items()}
-    if "model" not in names:
+    in_order: dict[str, Sequence[str]] = {}
+    for kind, found in of_kind.items():
+        if missing := [rank for rank in range(world_size) if rank not in found]:
+            name = f"{kind}_world_size_{world_size}_rank_{missing[0]}.pt"
+            raise FormatError(
+                f"{folder / name} is missing: each of {world_size} ranks wrote one, and"
+                f" {len(missing)} are not there"
+            )
+        if extra := sorted(found.keys() - set(range(world_size))):
+            raise FormatError(
+                f"{folder / found[extra[0]]} is of rank {extra[0]}, but the ranks are 0 to"
+                f" {world_size - 1}"
+            )
+        in_order[kind] = [found[rank] for rank in range(world_size)]
+    if "model" not in in_order:
         raise FormatError(
             f"{folder} has no model_world_size_{world_size}_rank_0.pt: the weights of the model"
             " were not saved, or not copied"
@@ -74,23 +87,4 @@ def rank_files(folder: FilePath) -> RankFiles:
             f"{path} says that {config['world_size']!r:.20} ranks saved, but the files are of"
             f" {world_size}: they are of two saves"
         )
-    return RankFiles(folder, world_size, names, config)
-
-
-def _in_order(
-    folder: FilePath, kind: str, world_size: int, found: Mapping[int, str]
-) -> Sequence[str]:
-    """The files of the ranks. Raises FormatError where one is missing, or too many."""
-    missing = [rank for rank in range(world_size) if rank not in found]
-    if missing:
-        name = f"{kind}_world_size_{world_size}_rank_{missing[0]}.pt"
-        raise FormatError(
-            f"{folder / name} is missing: each of {world_size} ranks wrote one, and {len(missing)}"
-            " are not there"
-        )
-    if extra := sorted(found.keys() - set(range(world_size))):
-        raise FormatError(
-            f"{folder / found[extra[0]]} is of rank {extra[0]}, but the ranks are 0 to"
-            f" {world_size - 1}"
-        )
-    return [found[rank] for rank in range(world_size)]
+    return RankFiles(folder, world_size, in_order, config)

@@ -316,10 +316,6 @@ def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> No
     for _, name, file in saved.of("extra_state"):
         keep_proved(imported, name, file)
         imported.unknown |= file.unknown
-    _account_for_files(imported, saved, options)
-
-
-def _account_for_files(imported: ContentsBuilder, saved: _Saved, options: Options) -> None:
     for child in sorted(imported.path.children()):
         if child.name == FSDP_CONFIG:
             imported.extra(child.name, "config", dict(saved.ranks.fsdp_config))

@@ -58,7 +58,18 @@ class Head:
 def read_head(file: ByteRange) -> Head:
     """The head of a file. Raises FormatError where it breaks a rule of the format."""
     reader = _HeaderReader(file)
-    version = _version(reader)
+    magic, version = reader.number("4s"), reader.number("<I")
+    if magic != MAGIC:
+        raise FormatError(
+            f"it begins with {magic!r}, and not with {MAGIC!r}: it is not a GGUF file"
+        )
+    if version not in (2, 3):
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3):
+            raise FormatError(
+                "it is big-endian, which is not read here: convert it with gguf_convert_endian of"
+                " gguf-py"
+            )
+        raise FormatError(f"it is of version {version}; versions 2 and 3 are read")
     tensors, keys = reader.number("<q"), reader.number("<q")
     reader.require_room(tensors, _LEAST_TENSOR, "tensors")
     reader.require_room(keys, _LEAST_KEY, "keys")
@@ -161,23 +172,6 @@ class _HeaderReader:
         if np.any(values > 1):
             raise FormatError(f"{key} has a boolean that is neither 0 nor 1")
         return values.astype(bool).tolist()
-
-
-def _version(reader: _HeaderReader) -> int:
-    magic, version = reader.number("4s"), reader.number("<I")
-    if magic != MAGIC:
-        raise FormatError(
-            f"it begins with {magic!r}, and not with {MAGIC!r}: it is not a GGUF file"
-        )
-    if version not in (2, 3):
-        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-        if swapped in (2, 3):
-            raise FormatError(
-                "it is big-endian, which is not read here: convert it with gguf_convert_endian of"
-                " gguf-py"
-            )
-        raise FormatError(f"it is of version {version}; versions 2 and 3 are read")
-    return version
 
 
 def _tensor(reader: _HeaderReader) -> tuple[str, GGUFTensor]:

@@ -89,7 +89,19 @@ def _leaf(directory: Files, tree: OrbaxTree, leaf: Leaf, arrays: Mapping[str, Ar
     if leaf.has_array:
         info = arrays[leaf.name]
         leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
-        _check_written(directory, tree, leaf, info)
+        # what a device wrote a part of, in such chunks
+        written, chunk = tree.written.get(leaf.name), info.chunk or info.shape
+        if written is not None:
+            is_part = len(written) == len(info.shape) and all(
+                w <= n and w % max(1, c) == 0
+                for w, n, c in zip(written, info.shape, chunk, strict=True)
+            )
+            if not is_part:
+                raise FormatError(
+                    f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of"
+                    f" {chunk}, but by {TREE_FILE} a device wrote {written} of it: the array is"
+                    " that of another leaf, or of another save"
+                )
         like_a_key = leaf.dtype == "uint32" and leaf.shape[-1:] in ((2,), (4,))
         if like_a_key and leaf.name in tree.undescribed:
             raise FormatError(
@@ -100,20 +112,3 @@ def _leaf(directory: Files, tree: OrbaxTree, leaf: Leaf, arrays: Mapping[str, Ar
     if fault := leaf_fault(leaf):
         raise FormatError(f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}")
     return leaf
-
-
-def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
-    """Raise FormatError where an array is not what a device wrote a part of, in such chunks."""
-    written = tree.written.get(leaf.name)
-    if written is None:
-        return
-    chunk = info.chunk or info.shape
-    same_axes = len(written) == len(info.shape)
-    lengths = zip(written, info.shape, chunk, strict=True) if same_axes else ()
-    if same_axes and all(w <= n and w % max(1, c) == 0 for w, n, c in lengths):
-        return
-    raise FormatError(
-        f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of {chunk}, but by"
-        f" {TREE_FILE} a device wrote {written} of it: the array is that of another leaf, or of"
-        " another save"
-    )

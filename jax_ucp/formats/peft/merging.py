@@ -68,8 +68,16 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     made = {
         name: _merged_weight(params.get(name), stored, steps) for name, steps in changed.items()
     }
-    leaves, names = _leaves(base, params, made)
-    # new parameters come last
+    # the leaves of the base, and those of new parameters, which come last
+    leaves = list(base.leaves)
+    for name, weight in made.items():
+        if name not in params:
+            path = Key("dict", "param"), Key("dict", name)
+            leaves.append(Leaf(path, "", "array", weight.shape, weight.dtype.name))
+    named = zip(leaves, leaf_names([leaf.path for leaf in leaves]), strict=True)
+    leaves = [replace(leaf, name=name) for leaf, name in named]
+    of_params = [leaf for leaf in leaves if leaf.path[0].name == "param"]
+    names = {str(leaf.path[1]): leaf.name for leaf in of_params}
     arrays = {
         leaf.name: stored[before.name]
         for leaf, before in zip(leaves, base.leaves, strict=False)
@@ -92,21 +100,6 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         claims=Claims(partial(itertools.chain.from_iterable, resting)),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
     )
-
-
-def _leaves(
-    base: Contents, params: Mapping[str, Leaf], made: Mapping[str, MergedWeight]
-) -> tuple[list[Leaf], dict[str, str]]:
-    """The leaves of the base and of new parameters; and the array of each merged weight."""
-    leaves = list(base.leaves)
-    for name, weight in made.items():
-        if name not in params:
-            path = Key("dict", "param"), Key("dict", name)
-            leaves.append(Leaf(path, "", "array", weight.shape, weight.dtype.name))
-    names = leaf_names([leaf.path for leaf in leaves])
-    named = [replace(leaf, name=name) for leaf, name in zip(leaves, names, strict=True)]
-    of_params = [leaf for leaf in named if leaf.path[0].name == "param"]
-    return named, {str(leaf.path[1]): leaf.name for leaf in of_params if str(leaf.path[1]) in made}
 
 
 def _parameters(base: Contents) -> dict[str, Leaf]:
