@@ -321,6 +321,23 @@ def flat_layouts(
     return layouts
 
 
+def flat_layout(shape: Shape, start: int, parts: Sequence[range]) -> ParamLayout:
+    """The layout of an array whose elements are those of a flat one from `start` on, of which the
+    shards have these ranges.
+
+    >>> layout = flat_layout((2, 2), 3, [range(0, 4), range(4, 8)])
+    >>> [(f.input, str(f.source_box), str(f.target_box)) for f in layout.parts]
+    [(0, '[3:4]', '[0:1, 0:1]'), (1, '[0:1]', '[0:1, 1:2]'), (1, '[1:3]', '[1:2, 0:2]')]
+    """
+    found: list[Part] = []
+    stop = start + math.prod(shape)
+    for i, part in enumerate(parts):
+        first, last = max(start, part.start), min(stop, part.stop)
+        if first < last:
+            found += range_parts(i, first - part.start, shape, first - start, last - start)
+    return ParamLayout(shape, tuple((len(part),) for part in parts), tuple(found))
+
+
 def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, ParamLayout]:
     """The layouts of parameters that are each cut into `ranks` equal flat pieces, with padding.
 

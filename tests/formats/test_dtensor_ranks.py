@@ -22,12 +22,13 @@ from formats.huggingface.test_training_folders import next_losses
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
 from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats.dtensor_ranks.flat import flat_layout, flat_parameters
+from jax_ucp.formats.dtensor_ranks.flat import flat_parameters
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import box_part
+from jax_ucp.layout.patterns import flat_layout
 from jax_ucp.states.pairing import Undecided
 
 DATA = CASES_DATA / "dtensors"

@@ -19,30 +19,12 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import Part, Shape, range_parts
+from jax_ucp.layout.parts import Shape
 from jax_ucp.states.pairing import Undecided
 
 MAX_WAYS = 1 << 16
 _NUMBER = re.compile(r"\d+")
 Units = list[list[str]]  # the names of the parameters in each flat one, in order
-
-
-def flat_layout(shape: Shape, start: int, parts: Sequence[range]) -> ParamLayout:
-    """Where the elements of a parameter are that begins at `start` of a flat one, of which stored
-    arrays have these ranges.
-
-    >>> layout = flat_layout((2, 2), 3, [range(0, 4), range(4, 8)])
-    >>> [(f.input, str(f.source_box), str(f.target_box)) for f in layout.parts]
-    [(0, '[3:4]', '[0:1, 0:1]'), (1, '[0:1]', '[0:1, 1:2]'), (1, '[1:3]', '[1:2, 0:2]')]
-    """
-    found: list[Part] = []
-    stop = start + math.prod(shape)
-    for i, part in enumerate(parts):
-        first, last = max(start, part.start), min(stop, part.stop)
-        if first < last:
-            found += range_parts(i, first - part.start, shape, first - start, last - start)
-    return ParamLayout(shape, tuple((len(part),) for part in parts), tuple(found))
 
 
 def flat_parameters(

@@ -11,10 +11,10 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.dtensor_ranks.flat import flat_layout, flat_parameters
+from jax_ucp.formats.dtensor_ranks.flat import flat_parameters
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.layout.fragments import ParamLayout, Shape
-from jax_ucp.layout.patterns import Replicated
+from jax_ucp.layout.patterns import Replicated, flat_layout
 from jax_ucp.options import MODULE_ORDER, Options, remedy, word_note
 from jax_ucp.states.assign import Slot, SlotGroup, assign
 from jax_ucp.states.optimizer_dicts import Steps, joined

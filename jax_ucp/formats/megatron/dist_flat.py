@@ -54,7 +54,7 @@ from jax_ucp.formats.megatron.numbered import stored_tensors
 from jax_ucp.formats.megatron.parameters import BF16, are_remainders
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import Part, range_parts
+from jax_ucp.layout.patterns import flat_layout
 
 _BUCKET = re.compile(
     r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.([^.]+)"
@@ -147,22 +147,13 @@ def part_of(label: str, part: ParamPart, start: int, pieces: Sequence[tuple[int,
 
     `pieces` are the buffer's flat arrays by start, ascending and without holes.
     """
-    first, numel = start + part.start, math.prod(part.shape)
+    first, stop = start + part.start, start + part.start + math.prod(part.shape)
     at = max(0, bisect.bisect_right(pieces, first, key=lambda piece: piece[0]) - 1)
-    used: list[Array] = []
-    parts: list[Part] = []
-    while at < len(pieces) and pieces[at][0] < first + numel:
-        piece_start, array = pieces[at]
-        begin = max(piece_start, first)
-        end = min(piece_start + array.info.shape[0], first + numel)
-        if begin > end:
-            break  # the buffer ends before the part
-        offset = begin - piece_start
-        parts += range_parts(len(used), offset, part.shape, begin - first, end - first)
-        used.append(array)
-        at += 1
-    shards = tuple(array.info.shape for array in used)
-    whole = joined(label, ParamLayout(part.shape, shards, tuple(parts)), used)
+    inside = itertools.islice(pieces, at, None)
+    used = list(itertools.takewhile(lambda piece: piece[0] < stop, inside))
+    ranges = [range(begin, begin + array.info.shape[0]) for begin, array in used]
+    layout = flat_layout(part.shape, first, ranges)
+    whole = joined(label, layout, [array for _, array in used])
     return cut(label, whole, 0, part.shape, transposed=True) if part.transposed else whole
 
 
