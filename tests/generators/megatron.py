@@ -17,11 +17,6 @@ stand-ins compute nothing. Those named `next_`, likewise, are made by Megatron's
 tokens instead of noise; after the save they go on for three more, whose losses and tokens they have.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportGeneralTypeIssues=false, reportIncompatibleVariableOverride=false
-# pyright: reportOptionalMemberAccess=false, reportReturnType=false
-# What it calls is not installed where types are checked, and much of it is replaced.
-
 from __future__ import annotations
 
 import argparse
