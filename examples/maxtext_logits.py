@@ -97,6 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
     "mixtral_window": ("Mixtral", {**EXPERTS, "num_local_experts": 4, "sliding_window": 8}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True, "head_dim": 8}),
+    "seed_oss": ("SeedOss", {"num_attention_heads": 6}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3_moe_unscaled": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False}),
@@ -160,7 +161,12 @@ BLOCKS = {
 BLOCKS |= {"qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek", "deepseek_v2": "deepseek"}
 BLOCKS |= {"qwen3_next": "qwen3_next", "gemma": "gemma", "olmo2": "olmo3", "olmo3": "olmo3"}
-BLOCKS |= {"qwen3_5_moe_text": "qwen3_5", "gemma4_text": "gemma4", "llama4_text": "llama4"}
+BLOCKS |= {
+    "qwen3_5_moe_text": "qwen3_5",
+    "gemma4_text": "gemma4",
+    "llama4_text": "llama4",
+    "seed_oss": "qwen2",
+}
 # What MaxText does by the name of a model alone
 NAMES = {"gemma3_text": "gemma3-4b", "gemma4_text": "gemma4-31b", "deepseek_v3": "deepseek3-671b"}
 NAMES |= {"deepseek_v2": "deepseek2-16b", "olmo2": "olmo3-7b", "olmo3": "olmo3-7b"}
@@ -173,7 +179,8 @@ RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_
 RECORDED += ("qwen3_moe_unscaled",)
 PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
 PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3", "qwen3_next")
-PROVED += ("qwen35_moe", "gemma4_apart", "gemma4_moe")
+PROVED += ("qwen35_moe", "gemma4_apart", "gemma4_moe", "llama4")
+PROVED += ("llama4_maverick", "seed_oss")
 
 # The same weights as the text model of one that sees, by the name of the text's.
 RELEASED = {"qwen35_moe": "Qwen3_5Moe", "qwen3": "Qwen3VL", "qwen3_moe": "Qwen3VLMoe"}
@@ -391,7 +398,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_max_timescale": int(rope["rope_theta"]),
         "logits_via_embedding": config["tie_word_embeddings"],
         "normalize_embedding_logits": False,
-        "attention_bias": config["model_type"] in ("qwen2", "gpt_oss"),
+        "attention_bias": config["model_type"] in ("qwen2", "gpt_oss", "seed_oss"),
         "use_qk_norm": config["model_type"] in QK_NORMS,
     }
     said["rope_linear_scaling_factor"] = rope["factor"] if rope["rope_type"] == "linear" else 1.0

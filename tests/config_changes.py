@@ -24,16 +24,15 @@ CASES = {
     "torch/hf_gemma_mha": ["hf-gemma-7b-to-tunix", "hf-gemma-to-maxtext"],
     "maxtext/gemma2": ["hf-gemma2-to-maxtext", "hf-gemma2-to-tunix"],
     "maxtext/gemma3": ["hf-gemma3-to-maxtext", "hf-gemma3-to-tunix"],
+    "maxtext/llama4": ["hf-llama4-to-maxtext"],
     "maxtext/gemma4_apart": ["hf-gemma4-to-maxtext"],
     "maxtext/deepseek2": ["hf-deepseek2-to-maxtext"],
     "maxtext/deepseek3": ["hf-deepseek3-to-maxtext"],
     "maxtext/gpt_oss": ["hf-gpt-oss-to-maxtext"],
     "torch/hf_gpt2": ["hf-gpt2-to-flax"],
 }
-SINCE_5 = (
-    "maxtext/qwen35_moe",
-    "maxtext/gemma4_apart",
-)  # transformers 4 does not have these models
+# Transformers 4 does not have these models, or has them since late and was not tried.
+SINCE_5 = ("maxtext/qwen35_moe", "maxtext/gemma4_apart", "maxtext/llama4")
 # Of these transformers 5 too reads configs of its own style alone.
 ONE_STYLE = ("maxtext/gemma4_apart",)
 ABSENT = "absent"  # what a change has for a key that the config shall not have

@@ -51,6 +51,8 @@ CASES = [
     ("maxtext/gemma3_linear", "hf-gemma3-to-maxtext", []),
     ("maxtext/gemma4_apart", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_moe", "hf-gemma4-to-maxtext", []),
+    ("maxtext/llama4", "hf-llama4-to-maxtext", []),
+    ("maxtext/llama4_maverick", "hf-llama4-to-maxtext", []),
     ("maxtext/gemma", "hf-gemma-to-maxtext", []),
     ("maxtext/olmo2", "hf-olmo2-to-maxtext", []),
     ("maxtext/olmo3", "hf-olmo3-to-maxtext", []),
@@ -64,7 +66,7 @@ CASES = [
 ]
 # Those that tests/decoder.py does not run: their trees are the very ones that MaxText ran.
 NOT_DECODED = ("maxtext/gemma", "maxtext/gpt_oss", "maxtext/deepseek", "maxtext/kimi_k2")
-NOT_DECODED += ("maxtext/olmo", "maxtext/qwen3_next", "maxtext/qwen35_moe")
+NOT_DECODED += ("maxtext/llama4", "maxtext/olmo", "maxtext/qwen3_next", "maxtext/qwen35_moe")
 ACCEPTED = [(case, mapping) for case, mapping, unmet in CASES if not unmet]
 # What MaxText itself gave, by the model and the mapping that made its tree.
 PROVED = [

@@ -387,6 +387,7 @@ REQUIREMENTS = {
     "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
     "hf-gpt2-to-flax": "1628ce7b71f89e4e", "hf-llama-to-maxtext": "47113e84c36f385d",
     "hf-llama-to-tunix": "7c97939be21d3f66", "hf-llama2-to-maxtext": "15b6351fae7a1413",
+    "hf-llama4-to-maxtext": "53a5c4d55b7d282d",
     "hf-mistral-to-maxtext": "c2d1e57550edfde8", "hf-mixtral-to-maxtext": "f0526fde23b85910",
     "hf-olmo2-to-maxtext": "8e06d9f90df8342c", "hf-olmo3-to-maxtext": "9a6a6ef5c84fb023",
     "hf-qwen2-to-maxtext": "8ff51d8fc291efa6", "hf-qwen2-to-tunix": "212360a80fee2e59",
@@ -398,7 +399,8 @@ REQUIREMENTS = {
     "megatron-llama-to-hf": "e631232e8a33eb61", "megatron-mixtral-to-hf": "3caadd865031181b",
     "megatron-qwen2-to-hf": "41199c38c248f8b2", "megatron-qwen3-moe-to-hf": "8186d041e966be4b",
     "megatron-qwen3-to-hf": "16ecfcf49a3dabe0", "vlm-qwen3-vl-to-hf": "a232703a6e5f1920",
-    "vlm-gemma4-to-hf": "7eb898da8559497c", "vlm-qwen3-vl-moe-to-hf": "2e0a5a2a85551d43",
+    "vlm-gemma4-to-hf": "7eb898da8559497c", "vlm-llama4-to-hf": "71a33f57653d14ab",
+    "vlm-qwen3-vl-moe-to-hf": "2e0a5a2a85551d43",
     "vlm-qwen3.5-moe-to-hf": "223720f1cd91acca",
 }  # fmt: skip
 

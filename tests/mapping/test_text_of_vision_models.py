@@ -29,6 +29,8 @@ CASES = [
     ("qwen3_moe", "vlm-qwen3-vl-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
     ("qwen3_moe", "vlm-qwen3-vl-moe-to-hf", "hf-qwen3-moe-to-maxtext:unscanned"),
     ("qwen3_moe", "vlm-qwen3-vl-moe-to-hf", "hf-qwen3-moe-to-tunix"),
+    ("llama4", "vlm-llama4-to-hf", "hf-llama4-to-maxtext"),
+    ("llama4", "vlm-llama4-to-hf", "hf-llama4-to-maxtext:unscanned"),
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext"),
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext:unscanned"),
 ]
