@@ -14,6 +14,7 @@ CASES = {
     "maxtext/mistral": ["hf-mistral-to-maxtext"],
     "maxtext/mixtral": ["hf-mixtral-to-maxtext"],
     "maxtext/qwen2": ["hf-qwen2-to-maxtext", "hf-qwen2-to-tunix"],
+    "maxtext/seed_oss": ["hf-seed-oss-to-maxtext"],
     "maxtext/qwen3": ["hf-qwen3-to-maxtext", "hf-qwen3-to-tunix"],
     "maxtext/qwen3_moe": ["hf-qwen3-moe-to-maxtext", "hf-qwen3-moe-to-tunix"],
     "maxtext/qwen3_next": ["hf-qwen3-next-to-maxtext"],
@@ -32,7 +33,7 @@ CASES = {
     "torch/hf_gpt2": ["hf-gpt2-to-flax"],
 }
 # Transformers 4 does not have these models, or has them since late and was not tried.
-SINCE_5 = ("maxtext/qwen35_moe", "maxtext/gemma4_apart", "maxtext/llama4")
+SINCE_5 = ("maxtext/qwen35_moe", "maxtext/gemma4_apart", "maxtext/llama4", "maxtext/seed_oss")
 # Of these transformers 5 too reads configs of its own style alone.
 ONE_STYLE = ("maxtext/gemma4_apart",)
 ABSENT = "absent"  # what a change has for a key that the config shall not have

@@ -51,6 +51,7 @@ CASES = [
     ("maxtext/gemma3_linear", "hf-gemma3-to-maxtext", []),
     ("maxtext/gemma4_apart", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_moe", "hf-gemma4-to-maxtext", []),
+    ("maxtext/seed_oss", "hf-seed-oss-to-maxtext", []),
     ("maxtext/llama4", "hf-llama4-to-maxtext", []),
     ("maxtext/llama4_maverick", "hf-llama4-to-maxtext", []),
     ("maxtext/gemma", "hf-gemma-to-maxtext", []),

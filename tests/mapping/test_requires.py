@@ -387,7 +387,7 @@ REQUIREMENTS = {
     "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
     "hf-gpt2-to-flax": "1628ce7b71f89e4e", "hf-llama-to-maxtext": "47113e84c36f385d",
     "hf-llama-to-tunix": "7c97939be21d3f66", "hf-llama2-to-maxtext": "15b6351fae7a1413",
-    "hf-llama4-to-maxtext": "53a5c4d55b7d282d",
+    "hf-llama4-to-maxtext": "53a5c4d55b7d282d", "hf-seed-oss-to-maxtext": "0ebbde1a5b1158ef",
     "hf-mistral-to-maxtext": "c2d1e57550edfde8", "hf-mixtral-to-maxtext": "f0526fde23b85910",
     "hf-olmo2-to-maxtext": "8e06d9f90df8342c", "hf-olmo3-to-maxtext": "9a6a6ef5c84fb023",
     "hf-qwen2-to-maxtext": "8ff51d8fc291efa6", "hf-qwen2-to-tunix": "212360a80fee2e59",
