@@ -48,6 +48,13 @@ def open_below(folder: Path) -> list[str]:
     return [file for file in links if Path(file).is_relative_to(folder.resolve())]
 
 
+def flip_bit(file: Path, at: int = -1, bit: int = 0) -> None:
+    """Flip a bit of one byte of a file, of the last one by default: the file keeps its size."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << bit
+    file.write_bytes(data)
+
+
 class MemoryStore(MakesArrays):
     """Arrays in a dict; a source and a store whose contents a test can look at."""
 

@@ -14,6 +14,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
+from helpers import flip_bit
 from jax_ucp.arrays import budget
 from jax_ucp.errors import CorruptData
 from large_sources import SOURCES, STATES
@@ -131,9 +132,7 @@ def test_a_bit_that_flipped_in_any_file_of_tensors_is_found_by_that_one_reading(
     assert largest
     for path in [path for path in largest if path.suffix != ".safetensors"]:
         whole = path.read_bytes()
-        data = bytearray(whole)
-        data[2 * len(data) // 5] ^= 0x10
-        path.write_bytes(data)
+        flip_bit(path, 2 * len(whole) // 5, bit=4)
         with pytest.raises(CorruptData, match=r"contradicts itself in [12] places"):
             TARGETS[job](ucp.open(copied), tmp_path / "out")
         assert not (tmp_path / "out").exists()

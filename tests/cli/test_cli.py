@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from commands import invoke, run, run_json
+from helpers import flip_bit
 from safetensors_writer import write_safetensors
 
 CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "z2_bf16_dp3"
@@ -229,10 +230,7 @@ def test_a_conversion_for_a_mesh_is_read_there_without_a_byte_in_vain(tmp_path):
 
 def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_path):
     shutil.copytree(converted, tmp_path / "damaged")
-    file = tmp_path / "damaged" / "param.head.bias" / "c.0"
-    data = bytearray(file.read_bytes())
-    data[10] ^= 1
-    file.write_bytes(bytes(data))
+    flip_bit(tmp_path / "damaged" / "param.head.bias" / "c.0", 10)
     found = run_json("verify", tmp_path / "damaged", code=1)
     assert len(found["faults"]) == 1
     assert "param.head.bias" in found["faults"][0]
@@ -261,6 +259,7 @@ def test_a_path_that_is_nothing_is_refused_without_a_traceback(
     (("convert", CASE, "out", "--rule", "kernel=data"), "give --mesh too"),
     (("plan", CASE, "--rule", "(=data"), "is not a regular expression"),
     (("convert", CASE), "Missing argument 'TARGET'"),
+    (("mappings", "--config", "config.json"), "--config goes with SOURCE"),
     (("verify", CASE, "--on-conflict", "me"), "'me' is not one of 'master', 'copy'"),
 ])  # fmt: skip
 def test_a_wrong_command_line_exits_with_2_and_says_what_is_right(options, message):

@@ -8,6 +8,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA, Case
+from helpers import flip_bit
 from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
@@ -94,13 +95,6 @@ def test_the_hubs_cache_opens_like_a_folder(model, tmp_path):
 SHARD = "model-00002-of-00004.safetensors"
 
 
-def flipped(path: Path) -> None:
-    """Change the last bit of a file in its place: it keeps its size and, for the hub, its hash."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def test_files_of_the_hub_are_compared_with_its_hashes(model, at_hub, monkeypatch):
     with web.hub(model) as address:
         at_hub(address)
@@ -109,7 +103,7 @@ def test_files_of_the_hub_are_compared_with_its_hashes(model, at_hub, monkeypatc
         assert [label for label in labels if "config.json against its hash" in label]
         said = web.stored(model / SHARD)
         commit = web.commit(model)
-        flipped(model / SHARD)
+        flip_bit(model / SHARD)  # it keeps its size and, for the hub, its hash
         monkeypatch.setattr(web, "commit", lambda root: commit)
         real = web.stored
         monkeypatch.setattr(web, "stored", lambda path: said if path.name == SHARD else real(path))
@@ -136,7 +130,7 @@ def test_blobs_of_a_cache_are_compared_with_their_names(model, tmp_path):
     hashed = [label for label in found if label.endswith("against its hash")]
     assert {Path(label.partition(" ")[0]).name for label in hashed} >= {SHARD, "config.json"}
     assert not any(found.values())
-    flipped(snapshot / SHARD)
+    flip_bit(snapshot / SHARD)
     with (snapshot / "config.json").open("a") as config:
         config.write(" ")
     text = "\n".join(fault for _, fault in ucp.open(snapshot).verify() if fault)

@@ -5,6 +5,7 @@ The cases are written by `tests/generators/torch_folders.py`; that of torch 2.4 
 `distribute_tensor`.
 """
 
+import itertools
 import math
 import shutil
 from pathlib import Path
@@ -22,7 +23,7 @@ from formats.huggingface.test_training_folders import next_losses
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
 from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats.dtensor_ranks.flat import flat_parameters
+from jax_ucp.formats.dtensor_ranks.flat import _subsets, flat_parameters
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
 from jax_ucp.layout.box import Box
@@ -298,6 +299,15 @@ def test_flat_parameters_are_those_of_the_wrapped_modules_or_undecided(layers, p
     assert found == units
     with pytest.raises(Undecided, match="no way"):
         flat_parameters(shapes, parts, [*lengths, 10_000])
+
+
+@given(st.lists(st.integers(1, 4), max_size=6), st.integers(0, 12))
+def test_choices_of_kinds_are_all_that_have_as_many_modules_or_one_fewer_each_once(sizes, most):
+    kinds = {str(i): size for i, size in enumerate(sizes)}
+    choices = [itertools.combinations(kinds, count) for count in range(len(kinds) + 1)]
+    every = itertools.chain.from_iterable(choices)
+    want = [each for each in every if most - 1 <= sum(map(kinds.__getitem__, each)) <= most]
+    assert sorted(map(tuple, _subsets([*kinds.items()], most))) == sorted(want)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 9), st.integers(1, 5))

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jax_ucp as ucp
+from jax_ucp.text import html_table
 
 CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "z1_bf16_dp2"
 
@@ -55,3 +56,8 @@ def test_a_table_of_many_rows_says_how_many_it_leaves_out():
     shown = checkpoint.plan()._repr_html_()
     assert "the first 500 of 600 rows" in shown
     assert shown.count("<tr>") == 501
+
+
+@pytest.mark.parametrize(("rows", "beside"), [(500, ""), (501, ", the first 500 of 501 rows")])
+def test_a_table_that_is_shown_whole_says_nothing_of_rows(rows, beside):
+    assert html_table("leaves", ["name"], [["w"]] * rows).startswith(f"<b>leaves{beside}</b>")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
-from helpers import boxes_in, boxes_of_hosts, mesh_of, numbered
+from helpers import boxes_in, boxes_of_hosts, flip_bit, mesh_of, numbered
 from jax_ucp.errors import CorruptData
 from jax_ucp.files import remote
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes
@@ -99,10 +99,7 @@ def test_small_arrays_of_packs_are_converted_by_a_few_requests(tmp_path):
 
 def test_damage_in_a_pack_is_told_of_the_array_that_has_it(tmp_path):
     saved_in_packs(tmp_path / "saved", [(4, 4)] * 1000)
-    pack = tmp_path / "saved" / "ucp.pack_0"
-    data = bytearray(pack.read_bytes())
-    data[500 * (64 + 4) + 3] ^= 1
-    pack.write_bytes(data)
+    flip_bit(tmp_path / "saved" / "ucp.pack_0", 500 * (64 + 4) + 3)
     with counted(), pytest.raises(CorruptData, match=r"saved/w0500: .*ucp.pack_0 is damaged"):
         ucp.open(f"counted://{tmp_path}/saved").restore()
 

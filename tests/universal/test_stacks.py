@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
-from helpers import mesh_of
+from helpers import flip_bit, mesh_of
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout import blocks
 from jax_ucp.layout.box import Box
@@ -130,25 +130,19 @@ def test_a_checkpoint_of_stacks_is_copied_and_inspected_leaf_by_leaf(tmp_path):
         assert not leaf.has_array or (covered == 1).all()
 
 
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 4
-    file.write_bytes(data)
-
-
 @pytest.mark.parametrize("far", [False, True])
 def test_a_flipped_bit_is_an_error_to_who_reads_it_and_in_the_index_to_verify(tmp_path, far):
     path = save(tmp_path, tree())
     file = next(path.glob("ucp.stack_1/c.*"))
     data = file.read_bytes()
     with counted():
-        flip(file, 1000)
+        flip_bit(file, 1000, bit=2)
         checkpoint = ucp.open(f"counted://{path}" if far else path)
         with pytest.raises(CorruptData, match="does not have the crc32c that is stored"):
             checkpoint.restore()
         assert [check for check, fault in checkpoint.verify() if fault] == [DAMAGED]
         file.write_bytes(data)
-        flip(file, len(data) - 50)
+        flip_bit(file, len(data) - 50, bit=2)
         checkpoint = ucp.open(f"counted://{path}" if far else path)
         checkpoint.restore()
         assert [check for check, fault in checkpoint.verify() if fault] == [DAMAGED]
