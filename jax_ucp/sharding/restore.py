@@ -326,7 +326,10 @@ class _Reading:
             yield check.memory, partial(require, check)
         in_blocks: list[tuple[int, ReadRequest]] = []
         most = min(TOGETHER_BYTES, self._budget_bytes // threads())
-        for group in self._groups():
+        single, groups = self._groups()
+        for whole in self._at_once(single, in_blocks):
+            yield whole[2], partial(self._read_together, [whole])
+        for group in groups:
             wholes = self._at_once(group, in_blocks)
             for batch in batches(wholes, operator.itemgetter(2), most, TOGETHER):
                 yield sum(cost for _, _, cost in batch), partial(self._read_together, batch)
@@ -355,7 +358,7 @@ class _Reading:
             self._buffers[i] = place
             in_blocks.append((i, request))
 
-    def _groups(self) -> Iterable[Sequence[int]]:
+    def _groups(self) -> tuple[Sequence[int], Iterable[Sequence[int]]]:
         """The numbers of this process's own placements, in groups that are read together."""
         groups: dict[str, list[int]] = {}
         for i, placement in enumerate(self._plan.placements):
@@ -363,7 +366,8 @@ class _Reading:
                 name = placement.leaf.name
                 group = self._source.lies_in(name) if self._remote else name
                 groups.setdefault(group, []).append(i)
-        return groups.values()
+        single = [group[0] for group in groups.values() if len(group) == 1]
+        return single, [group for group in groups.values() if len(group) > 1]
 
     @property
     def _block_bytes(self) -> int:

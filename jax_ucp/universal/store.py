@@ -185,7 +185,19 @@ class ZarrStore(ArraySource):
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array, and every inner chunk of them once."""
-        self._read_together(key, [(key, boxes, outs)])
+        with self._telling(key):
+            shards = self._shards(key, boxes, outs)
+            # of a pack many arrays are read, one after the other
+            is_packed = bool(shards) and shards[0].offset is not None
+            if not is_packed or self.chunks[key].is_stack:
+                shards = read_at_once(self.directory, shards)
+            for shard in shards:
+                self._read_shard(shard)
+        self._show(key, boxes, outs)
+
+    def _show(self, key: str, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+        for watcher in watchers((id(self), key)):
+            watcher.see(boxes, arrays)
 
     def lies_in(self, key: str) -> str:
         """The pack that has the first chunk of an array, or the key of the array without one."""
@@ -198,35 +210,31 @@ class ZarrStore(ArraySource):
         for want in wants:
             groups[self.lies_in(want[0])].append(want)
         for name, group in groups.items():
-            self._read_together(name if len(group) > 1 else group[0][0], group)
+            if len(group) == 1:
+                self.read_into(*group[0])
+            else:
+                self._read_together(name, group)
 
     def _read_together(self, name: str, wants: Sequence[Want]) -> None:
-        """Read an array, or several of the pack with that name, by requests of which none waits for
-        another.
-        """
+        """Read arrays of the pack with that name, by requests of which none waits for another."""
         look = functools.cache(self._file)
+        shards = [(want[0], shard) for want in wants for shard in self._shards(*want, look)]
         with self._telling(name):
-            shards = [(want[0], shard) for want in wants for shard in self._shards(*want, look)]
-            left = [shard for _, shard in shards]
-            # of a pack many arrays are read, one after the other
-            is_packed = bool(left) and left[0].offset is not None
-            if len(wants) > 1 or not is_packed or self.chunks[name].is_stack:
-                left = read_at_once(self.directory, left)
+            left = read_at_once(self.directory, [shard for _, shard in shards])
         faulty = set(map(id, left))
         for key, shard in shards:
             if id(shard) in faulty:
                 with self._telling(key):
                     self._read_shard(shard)
-        for key, boxes, outs in wants:
-            for watcher in watchers((id(self), key)):
-                watcher.see(boxes, outs)
+        for want in wants:
+            self._show(*want)
 
     def _shards(
         self,
         key: str,
         boxes: Sequence[Box],
         outs: Sequence[np.ndarray],
-        look: Callable[[str], FileInfo],
+        look: Callable[[str], FileInfo] | None = None,
     ) -> list[OuterChunk]:
         """The outer chunks with wanted boxes; `look` gives files' infos. Raises IndexError."""
         shape, outer = self._arrays[key].shape, self.chunks[key].outer
@@ -235,7 +243,7 @@ class ZarrStore(ArraySource):
                 raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
         return [
-            self._shard(key, chunk, wanted, self.recorded(key, chunk), look)
+            self._shard(key, chunk, wanted, self.recorded(key, chunk), look or self._file)
             for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
         ]
 
