@@ -2,9 +2,6 @@
 them. Clusters are processes of this machine here.
 """
 
-# What Dask says of its types is of clusters that are awaited.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
-
 import os
 import subprocess
 import sys

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
+import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from config_changes import ABSENT, CASES, DATA, ONE_STYLE, SINCE_5, changed, v4_style

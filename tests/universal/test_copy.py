@@ -1,8 +1,5 @@
 """Copies in blocks: within the budget, each chunk once, taken up where they stopped."""
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportOptionalMemberAccess=false
-
 import itertools
 import math
 import os
