@@ -72,6 +72,11 @@ def open_index(path: FilePath, options: Options, open_contents: Open) -> Content
             opened = open_contents(str(at), options, listed)
         except UCPError as error:
             opened = error
+        except FileNotFoundError as error:
+            opened = FormatError(
+                f"{path} says of {error.filename} that it is there, and that it is not. Make the"
+                " index again (jax-ucp index)."
+            )
         listing.close()
         if changes := list(files.changes()):
             title = f"{path} is an index of files that have changed since: {len(changes)} of them"

@@ -140,6 +140,17 @@ def test_an_answer_that_no_files_give_is_refused(listing, tmp_path):
         ucp.open(tmp_path / "a.ucp-index")
 
 
+def test_an_index_whose_answers_disagree_is_refused(tmp_path):
+    folder, index = DATA / "torch" / "dcp_named_optimizer" / "ckpt", tmp_path / "a.ucp-index"
+    ucp.open(folder).save_index(index)
+    body = msgspec.msgpack.decode(zlib.decompress(index.read_bytes()[len(saved_index.MAGIC) :]))
+    listing = Listing.decode(body["listing"])
+    del listing.folders[str(folder)]["__0_0.distcp"]  # and it was asked for by itself, too
+    index.write_bytes(index_of(str(folder), listing))
+    with pytest.raises(FormatError, match=r"distcp that it is there, and that it is not"):
+        ucp.open(index)
+
+
 def test_an_index_that_inflates_to_too_much_is_refused(tmp_path):
     bomb = saved_index.MAGIC + zlib.compress(bytes(saved_index.SMALL_BYTES + 1))
     (tmp_path / "a.ucp-index").write_bytes(bomb)
