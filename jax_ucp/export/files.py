@@ -282,7 +282,7 @@ class ExportTarget(Target[AnyBlock]):
         path: FilePath,
         on_bytes: Callable[[int], None] = no_progress,
     ):
-        self.contents, self.path, self.place = contents, path, path
+        self.contents, self.path = contents, path
         self.again = f"Nothing is at {path}: export again, with a new executor."
         self._files, self._budget, self._on_bytes = files, budget_bytes, on_bytes
 

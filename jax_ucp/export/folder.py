@@ -10,16 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from jax_ucp.arrays.contents import Contents
 from jax_ucp.export.files import (
     BlockRun,
     ExportTarget,
-    File,
     TensorTask,
     check_free,
     complete_files,
     create,
-    no_progress,
     plan_runs,
     require_whole,
     require_written,
@@ -34,17 +31,13 @@ from jax_ucp.universal.copy import require_outside
 class FolderTarget(ExportTarget[BlockRun]):
     """An export into a new folder, written hidden beside it; shares write inside that one."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        files: Sequence[File],
-        budget_bytes: int,
-        path: FilePath,
-        on_bytes: Callable[[int], None] = no_progress,
-    ):
-        super().__init__(contents, files, budget_bytes, path, on_bytes)
-        self._target = Path(str(path))
-        self.place = file_path(shared_folder(self._target))
+    @property
+    def _target(self) -> Path:
+        return Path(str(self.path))
+
+    @property
+    def place(self) -> FilePath:
+        return file_path(shared_folder(self._target))
 
     @cached_property
     def _runs(self) -> Sequence[BlockRun]:

@@ -152,8 +152,12 @@ class Target(Protocol[AnyBlock]):
 
     contents: Contents
     path: FilePath  # the result
-    place: FilePath  # where its blocks and its ledgers are until it is committed
     again: str  # what to do when a worker's process has ended
+
+    @property
+    def place(self) -> FilePath:
+        """The folder of its blocks and ledgers until it is committed."""
+        return self.path
 
     @abstractmethod
     def identity(self) -> str:

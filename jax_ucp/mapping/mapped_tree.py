@@ -144,12 +144,12 @@ class _Tree:
         label, of_weights = label_of(state, name), state == self.states.params
         layouts = _complete_layouts(form, params, label)
         if (form.scaled or form.buffer) and not of_weights:
-            why = (
-                f"{name} is scaled: its {label_of(state)} would be that of other values, and"
-                " moments do not scale with them"
-            )
-            if form.buffer:
-                why = f"{name} is a buffer, which no optimizer changes"
+            why = f"{name} is a buffer, which no optimizer changes"
+            if not form.buffer:
+                why = (
+                    f"{name} is scaled: its {label_of(state)} would be that of other values, and"
+                    " moments do not scale with them"
+                )
             self.left |= {label_of(state, param): why for param in params}
             self.notes.append(f"{label_of(state, name)} is left out: {why}")
             return None

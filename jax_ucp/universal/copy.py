@@ -233,7 +233,7 @@ class UniversalTarget(Target[CopyBlock]):
         on_block: Callable[[CopyBlock], object] = lambda block: None,
         is_noted: bool = False,
     ):
-        self.contents, self.plan, self.path, self.place = contents, plan, path, path
+        self.contents, self.plan, self.path = contents, plan, path
         self._on_block, self._is_noted = on_block, is_noted
         self.again = (
             f"{path} is not a checkpoint yet: the same call with a new executor continues it."
