@@ -362,14 +362,15 @@ def opened_below(root: Path) -> Iterator[tuple[Path, Any]]:
             yield Path(checkpoint.path), checkpoint.restore()
 
 
+@pytest.mark.parametrize("job", ["save", pytest.param("save in stages", marks=pytest.mark.slow)])
 def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_opens(
-    tmp_path, trees
+    tmp_path, trees, job
 ):
     """Real SIGKILLs, at 20 times drawn uniformly over the duration of two asynchronous saves with
     `CheckpointManager`, and at each step of the second commit: before and after each file of it
     that we write, and before each file that Orbax writes, renames or removes.
     """
-    kills = killed("save", tmp_path)
+    kills = killed(job, tmp_path)
     outcomes = Counter()
     for root, moment in kills:
         whole = set()

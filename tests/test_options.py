@@ -601,14 +601,14 @@ TABLE: dict[str, dict[str, str]] = {
     "Checkpoint.export": {"path": "used", "format": "used", "dtype": "noted", "max_shard_bytes": "refused",
         "zero_stage": "refused", "config": "refused", "adapter_config": "refused", "like": "refused", "budget_bytes": "used",
         "progress": "used", "executor": "used"},
-    "args.Save": {"item": "used", "budget_bytes": "used"},
+    "args.Save": {"item": "used", "budget_bytes": "used", "snapshot_bytes": "harmless: on CPU nothing is copied"},
     "args.Restore": {"item": "used", "mesh": "noted", "rules": "noted", "cast": "refused", "partial": "refused",
         "missing": "refused",
         "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
         "verify": "harmless: nothing is stored twice there, nor has a checksum", "budget_bytes": "used",
         "narrow_integers": "harmless: integers that JAX has as they are stay so"},
-    "CheckpointHandler": {"budget_bytes": "used"},
-    "handler_registry": {"budget_bytes": "used"},
+    "CheckpointHandler": {"budget_bytes": "used", "snapshot_bytes": "harmless: on CPU nothing is copied"},
+    "handler_registry": {"budget_bytes": "used", "snapshot_bytes": "harmless: on CPU nothing is copied"},
     "orbax_context": {"context": "used"},
 }
 # fmt: on

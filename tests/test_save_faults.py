@@ -9,7 +9,15 @@ import pytest
 
 from joined import said_by
 
-WAYS = ("v0", "v0 in the background", "v0 without a manager", "v1", "v1 in the background")
+WAYS = (
+    "v0",
+    "v0 in the background",
+    "v0 without a manager",
+    "v1",
+    "v1 in the background",
+    "v0 in stages",
+    "v1 in stages",
+)
 NO_SPACE = "[Errno 28] No space left on device: 'a file'"
 UNSUPPORTED = (
     "bad is a builtins.object, which is not an array, number, string or None. "

@@ -68,6 +68,16 @@ class NotedCommit(CommitFutureAwaitingContractedSignals):
         finally:
             self._is_heard = True
 
+    def is_running(self) -> bool:
+        """Whether it is not written yet, nor has failed."""
+        try:
+            super().result(0)
+        except TimeoutError:
+            return True
+        except BaseException:  # which `result` raises
+            pass
+        return False
+
     def is_over(self) -> bool:
         return self._is_heard or (self._thread is not None and not self._thread.is_alive())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.save import (
     Description,
     Snapshot,
+    Staging,
     commit_snapshot,
     content,
     describe,
@@ -45,6 +46,9 @@ class Save(ocp.args.CheckpointArgs):
     Args:
         item: arrays, numbers, strings and None in any registered containers.
         budget_bytes: bounds what is in flight while it is written; None leaves it to the handler.
+        snapshot_bytes: bounds what of it is copied from devices to the host and not written yet, or
+            is what two blocks need, if that is more: a save in the background begins when all that
+            is left fits. None leaves it to the handler. On CPU nothing is copied.
 
     Raises:
         UnsupportedLeaf: for a leaf that could not be restored as what it was. Among several
@@ -54,6 +58,7 @@ class Save(ocp.args.CheckpointArgs):
 
     item: Any
     budget_bytes: int | None = None
+    snapshot_bytes: int | None = None
     described: Callable[[], Description] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,8 +67,9 @@ class Save(ocp.args.CheckpointArgs):
         self.described = attempt(self._describe)
 
     def _describe(self) -> Description:
-        if self.budget_bytes is not None:
-            whole_number("budget_bytes", self.budget_bytes)
+        for name in ("budget_bytes", "snapshot_bytes"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
         return describe(self.item)
 
 
@@ -108,6 +114,20 @@ class SnapshottedSave:
     directory: Files
     budget_bytes: Callable[[], int]
 
+    def wait_for_host(self, is_running: Callable[[], bool]) -> None:
+        """Return when all that `finish` copies is on the host, or it has ended."""
+        while self._staging and not self._staging.is_copied.wait(0.1) and is_running():
+            pass
+
+    @property
+    def is_staged(self) -> bool:
+        return self._staging is not None
+
+    @property
+    def _staging(self) -> Staging | None:
+        with suppress(Exception):  # which `finish` raises
+            return self.snapshot().staging
+
     def finish(self) -> None:
         url = self.directory.url()
         if UNFINISHED_STEP in url and url.startswith(_WITHOUT_RENAMES):
@@ -126,16 +146,27 @@ class SnapshottedSave:
             )
 
 
-def begin(path: os.PathLike[str], made: Callable[[], Save], budget_bytes: int) -> SnapshottedSave:
-    """Copy this process's part of the tree to host memory; the rest is `finish`.
+def begin(
+    path: os.PathLike[str],
+    made: Callable[[], Save],
+    budget_bytes: int,
+    snapshot_bytes: int | None = None,
+) -> SnapshottedSave:
+    """Copy this process's part of the tree to host memory, but what `snapshot_bytes` do not hold;
+    the rest is `finish`.
 
     `made` gives the arguments. Where one process among several cannot make them, all raise.
     """
     args = attempt(made)
     directory = file_path(path).folder()
     shared = SharedSave(directory.url())
-    snapshot = attempt(lambda: take_snapshot(args().described()))
-    return SnapshottedSave(shared, snapshot, directory, lambda: _budget(args(), budget_bytes))
+
+    def snapshot() -> Snapshot:
+        asked = args().snapshot_bytes
+        return take_snapshot(args().described(), snapshot_bytes if asked is None else asked)
+
+    taken = attempt(snapshot)
+    return SnapshottedSave(shared, taken, directory, lambda: _budget(args(), budget_bytes))
 
 
 def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:

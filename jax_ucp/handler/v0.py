@@ -13,7 +13,7 @@ from etils import epath
 from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.handler.at_exit import NotedCommit, note
-from jax_ucp.handler.items import Restore, Save, begin, restore
+from jax_ucp.handler.items import Restore, Save, SnapshottedSave, begin, restore
 from jax_ucp.handler.stock_args import RESTORE_ARGS, SAVE_ARGS, restore_args, save_args
 from jax_ucp.universal.step import STOCK_HANDLER
 
@@ -30,9 +30,11 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
     Args:
         budget_bytes: bounds what is in flight in either direction, where the arguments of a save or
             a restore do not.
+        snapshot_bytes: bounds what a save holds of the tree on the host, where its arguments do
+            not, as `ucp.args.Save` says; by default it may be all that this process writes.
 
     Raises:
-        ValueError: for a budget that is none.
+        ValueError: for a bound that is none.
 
     Example:
         >>> import jax_ucp as ucp, orbax.checkpoint as ocp
@@ -40,8 +42,11 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         ...     "/tmp/run", item_handlers=ucp.CheckpointHandler())  # doctest: +SKIP
     """
 
-    def __init__(self, budget_bytes: int = DEFAULT_BUDGET):
+    def __init__(self, budget_bytes: int = DEFAULT_BUDGET, snapshot_bytes: int | None = None):
         self._budget_bytes = whole_number("budget_bytes", budget_bytes)
+        if snapshot_bytes is not None:
+            whole_number("snapshot_bytes", snapshot_bytes)
+        self._snapshot_bytes = snapshot_bytes
         # Orbax keeps one class per name in its registry, and asks the instance for the name that
         # goes on disk: the class has its own, and every instance says it is stock.
         self.typestr = lambda: STOCK_HANDLER
@@ -60,9 +65,10 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         Returns:
             One future, for which Orbax waits.
         """
-        pending = begin(directory, partial(save_args, args), self._budget_bytes)
+        pending = self._begin(directory, args)
         commit = NotedCommit(pending.directory.url(), asyncio.to_thread(pending.finish))
         note(commit)
+        await asyncio.to_thread(pending.wait_for_host, commit.is_running)
         return [commit]
 
     def save(self, directory: os.PathLike[str], args: Any) -> None:
@@ -72,7 +78,11 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
             directory: of the item.
             args: as for `async_save`.
         """
-        begin(directory, partial(save_args, args), self._budget_bytes).finish()
+        self._begin(directory, args).finish()
+
+    def _begin(self, directory: os.PathLike[str], args: Any) -> SnapshottedSave:
+        made = partial(save_args, args)
+        return begin(directory, made, self._budget_bytes, self._snapshot_bytes)
 
     def restore(self, directory: os.PathLike[str], args: Any = None) -> Any:
         """The tree in a directory, ours or stock Orbax's.
@@ -103,7 +113,7 @@ ocp.args.register_with_handler(CheckpointHandler, for_save=True)(Save)
 ocp.args.register_with_handler(CheckpointHandler, for_restore=True)(Restore)
 
 
-def handler_registry(budget_bytes: int = DEFAULT_BUDGET) -> Any:
+def handler_registry(budget_bytes: int = DEFAULT_BUDGET, snapshot_bytes: int | None = None) -> Any:
     """A registry for `CheckpointManager(handler_registry=...)`, for programs that give arguments of
     stock Orbax.
 
@@ -113,6 +123,7 @@ def handler_registry(budget_bytes: int = DEFAULT_BUDGET) -> Any:
 
     Args:
         budget_bytes: as for `CheckpointHandler`.
+        snapshot_bytes: as there.
 
     Returns:
         A new registry.
@@ -123,7 +134,7 @@ def handler_registry(budget_bytes: int = DEFAULT_BUDGET) -> Any:
         ...     "/tmp/run", handler_registry=ucp.handler_registry())  # doctest: +SKIP
     """
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    handler = CheckpointHandler(budget_bytes)
+    handler = CheckpointHandler(budget_bytes, snapshot_bytes)
     for args in (*SAVE_ARGS, *RESTORE_ARGS):
         registry.add(None, args, handler)
     return registry

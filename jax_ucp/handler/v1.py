@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,7 +38,15 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
         pending = begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
         noted = NotedLoop(pending.directory.url())
         note(noted)
-        return noted.run(self._finish(directory, pending))
+        if not pending.is_staged:
+            return noted.run(self._finish(directory, pending))
+        with pending.shared.telling():
+            await directory.await_creation()
+        pool = ThreadPoolExecutor(1)  # outlives this event loop
+        written = pool.submit(pending.finish)
+        pool.shutdown(wait=False)
+        await asyncio.to_thread(pending.wait_for_host, lambda: not written.done())
+        return noted.run(_result(written))
 
     async def _finish(
         self, directory: v1.path.PathAwaitingCreation, pending: SnapshottedSave
@@ -69,6 +78,10 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
         return isinstance(abstract_checkpointable, Restore)
 
 
+async def _result(written: Future[None]) -> None:
+    await asyncio.wrap_future(written)
+
+
 v1.handlers.register_handler(CheckpointableHandler)
 
 
@@ -86,7 +99,8 @@ class PyTreeHandler(CheckpointableHandler):
     ) -> Awaitable[None]:
         args = checkpointable
         if not isinstance(args, Save):
-            args = Save(checkpointable, self._memory.write_concurrent_bytes)
+            bounds = self._memory.write_concurrent_bytes, self._memory.transfer_concurrent_bytes
+            args = Save(checkpointable, *bounds)
         return await super().save(directory, args)
 
     async def load(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_ucp.arrays.budget import DEFAULT_BUDGET, batches, run_bounded
+from jax_ucp.arrays.budget import DEFAULT_BUDGET, batches, in_order, run_bounded
 from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.arrays.protocol import ArrayInfo, MakesArrays
 from jax_ucp.arrays.value import Constant
@@ -39,7 +40,7 @@ from jax_ucp.layout.blocks import (
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
-from jax_ucp.sharding.transfer import to_host
+from jax_ucp.sharding.transfer import host_bytes, to_host
 from jax_ucp.sharding.trees import TreeNode, empty_kind, kind_of, walk
 from jax_ucp.text import is_encodable
 from jax_ucp.tree import Leaf, SavedSharding, ambiguous_paths, leaf_names
@@ -56,14 +57,34 @@ from jax_ucp.universal.store import (
     require_storable,
 )
 
+# The name of an array or a stack, and a box of it.
+Block = tuple[str, Box]
+
+# The elements that a device each holds, by the names of arrays and the boxes there.
+Parts = Mapping[str, Mapping[Box, np.ndarray | jax.Array]]
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Parts of arrays that go to host memory in stages, each when there is room for it: at most
+    `max_bytes`, or what one block needs, are there at once.
+
+    `is_copied` is set when all were there: the devices' memory may be donated then.
+    """
+
+    parts: dict[str, Mapping[Box, np.ndarray | jax.Array]]
+    max_bytes: int
+    is_copied: threading.Event = field(default_factory=threading.Event)
+
 
 @dataclass(frozen=True)
 class Snapshot(MakesArrays):
-    """A tree copied to host memory by this process, ready to be written.
+    """A tree as this process copies it to host memory, to be written.
 
     `leaves` and `chunks` are the same on all processes. `blocks` are the outer chunks that this
-    process writes; `data` has the parts of each array that it needs for them, by name. A stack of
-    several arrays has chunks and blocks of its own, and its arrays have none.
+    process writes; `data` has the parts of each array that it needs for them, by name, but for
+    those that are copied while it is written, `staging`. A stack of several arrays has chunks and
+    blocks of its own, and its arrays have none.
     """
 
     leaves: Sequence[Leaf]
@@ -72,6 +93,7 @@ class Snapshot(MakesArrays):
     blocks: Sequence[tuple[str, Box]]
     data: Mapping[str, Mapping[Box, np.ndarray]]
     stacks: Stacks = field(default_factory=dict)
+    staging: Staging | None = None
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self.infos
@@ -140,8 +162,12 @@ def describe(tree: Any) -> Description:
 
 
 @gc_paused()
-def take_snapshot(described: Description) -> Snapshot:
-    """This process's part of the tree, copied from devices: the tree may change then."""
+def take_snapshot(described: Description, max_bytes: int | None = None) -> Snapshot:
+    """This process's part of the tree, copied from devices: the tree may change then.
+
+    What takes more than `max_bytes` of host memory is copied while it is written; the tree may
+    change when its `staging.is_copied`.
+    """
     arrays = described.arrays
     infos = {name: ArrayInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
 
@@ -168,8 +194,12 @@ def take_snapshot(described: Description) -> Snapshot:
             written_bytes[owner] += box.size * info.dtype.itemsize
             if owner == jax.process_index():
                 blocks.append((key, box))
-    data = _to_host(arrays, _unstacked(blocks, stacks))
-    return Snapshot(described.leaves, infos, chunks, blocks, data, stacks)
+    parts = _needed(arrays, _unstacked(blocks, stacks))
+    snapshot = Snapshot(described.leaves, infos, chunks, blocks, {}, stacks)
+    nbytes = sum(host_bytes(part) for of in parts.values() for part in of.values())
+    if max_bytes is None or nbytes <= max_bytes:
+        return replace(snapshot, data=_to_host(parts))
+    return replace(snapshot, staging=Staging(parts, max_bytes))
 
 
 def _unstacked(blocks: Sequence[tuple[str, Box]], stacks: Stacks) -> Iterator[tuple[str, Box]]:
@@ -204,7 +234,16 @@ def write_snapshot(
         commit = _commit(snapshot)
     if found.result() is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
-    run_bounded(_write_jobs(snapshot, store, commit), budget_bytes, directory.is_remote)
+    copies, max_bytes = [(0, lambda: snapshot)], 0
+    if snapshot.staging:
+        max_bytes = snapshot.staging.max_bytes
+        copies = _copies(snapshot, snapshot.staging, commit.packed)
+    left, numbers = len(copies), itertools.count(jax.process_index(), jax.process_count())
+    for copied in in_order(copies, max_bytes):
+        left -= 1
+        jobs = _write_jobs(copied, store, commit, numbers, is_last=not left)
+        run_bounded(jobs, budget_bytes, directory.is_remote)
+        del copied, jobs  # a later stage has their memory
     directory.sync()
     if jax.process_index() != 0:
         write_complete(directory, _part(jax.process_index()), "", store.written)
@@ -215,48 +254,101 @@ def _part(process: int) -> Share:
     return Share(process, jax.process_count())
 
 
+def _copies(
+    snapshot: Snapshot, staging: Staging, packed: frozenset[str]
+) -> list[tuple[int, Callable[[], Snapshot]]]:
+    """The stages of a snapshot: the bytes that each takes on the host, and what copies it, which
+    returns a snapshot of some of the blocks.
+    """
+    stages = _stages(snapshot, staging, packed)
+    left = list(stages)
+
+    def copy(blocks: Sequence[Block], places: Iterable[Block]) -> Snapshot:
+        parts: dict[str, dict[Box, np.ndarray | jax.Array]] = {
+            name: {} for name, _ in _unstacked(blocks, snapshot.stacks)
+        }
+        for name, box in places:
+            parts[name][box] = staging.parts[name][box]
+        data = _to_host(parts)
+        left.pop()
+        if not left:
+            staging.parts.clear()
+            staging.is_copied.set()
+        return replace(snapshot, blocks=blocks, data=data, staging=None)
+
+    return [(sum(parts.values()), partial(copy, blocks, parts)) for blocks, parts in stages]
+
+
+def _stages(
+    snapshot: Snapshot, staging: Staging, packed: frozenset[str]
+) -> list[tuple[list[Block], dict[Block, int]]]:
+    """The blocks in stages, each with the parts that it needs and their bytes on the host: half of
+    what may be there, so that two stages may, or what one block needs.
+
+    Arrays that go into packs come first, and blocks of one part together, which are of one stage.
+    """
+    order = {key: (key not in packed, i) for i, (key, _) in enumerate(snapshot.blocks)}
+
+    def rank(need: tuple[Block, dict[Block, int]]) -> tuple[Any, ...]:
+        (key, _), parts = need
+        return *order[key], min((box.start for _, box in parts), default=())
+
+    needs = [(block, _part_bytes(snapshot, staging.parts, block)) for block in snapshot.blocks]
+    stages: list[tuple[list[Block], dict[Block, int]]] = []
+    nbytes = 0
+    for block, parts in sorted(needs, key=rank):
+        held = stages[-1][1] if stages else {}
+        more = {place: n for place, n in parts.items() if place not in held}
+        nbytes += sum(more.values())
+        if not stages or (more and nbytes > staging.max_bytes // 2):
+            more, nbytes = parts, sum(parts.values())
+            stages.append(([], {}))
+        stages[-1][0].append(block)
+        stages[-1][1].update(more)
+    return stages
+
+
+def _part_bytes(snapshot: Snapshot, parts: Parts, block: Block) -> dict[Block, int]:
+    """The parts that a block needs, with their bytes on the host."""
+    return {
+        (name, place): host_bytes(part)
+        for name, box in _unstacked([block], snapshot.stacks)
+        for place, part in parts[name].items()
+        if place.intersect(box) is not None
+    }
+
+
 def _write_jobs(
-    snapshot: Snapshot, store: ZarrStore, commit: Commit
+    snapshot: Snapshot, store: ZarrStore, commit: Commit, numbers: Iterator[int], is_last: bool
 ) -> Iterator[tuple[int, Callable[[], object]]]:
-    """The writes of this process, each with the bytes in flight while it runs."""
+    """The writes of a snapshot, each with the bytes in flight while it runs; with the last, what is
+    beside the chunks. Packs have the next numbers.
+    """
     in_pack = [(name, box) for name, box in snapshot.blocks if name in commit.packed]
-    boxes: dict[str, list[Box]] = defaultdict(list)
-    for name, box in snapshot.blocks:
-        boxes[name].append(box)
-
-    def write(name: str, box: Box) -> None:
-        store.write(name, box, snapshot.block(name, box), durable=False)
-
-    for number, pack in _packs(in_pack, store):
-        parts = store.pack_parts(number, pack, itertools.starmap(snapshot.read, pack))
-        data = functools.reduce(operator.iadd, parts, bytearray())
-        write_pack = partial(
-            store.directory.write, pack_name(number), [memoryview(data)], durable=False
-        )
-        yield len(data), write_pack  # while it is sent, the next one is made
-    if jax.process_count() == 1:  # else the places of others' chunks are not known yet
-        yield 0, partial(commit.prepare, store)
-    for name, info in store.arrays().items():
-        if name in commit.packed:
-            continue
-        if jax.process_index() == 0:
-            yield 0, partial(store.create, name)
-        for box in boxes[name]:
-            yield 2 * box.size * info.dtype.itemsize, partial(write, name, box)
-
-
-def _packs(
-    blocks: Sequence[tuple[str, Box]], store: ZarrStore
-) -> Iterator[tuple[int, Sequence[tuple[str, Box]]]]:
-    """The blocks of each pack of this process, with numbers that no other process has."""
     infos = store.arrays()
 
     def nbytes(block: tuple[str, Box]) -> int:
         name, box = block
         return box.size * infos[name].dtype.itemsize
 
-    packs = batches(blocks, nbytes, SAVED_PACK_BYTES, len(blocks))
-    return zip(itertools.count(jax.process_index(), jax.process_count()), packs, strict=False)
+    def write(name: str, box: Box) -> None:
+        store.write(name, box, snapshot.block(name, box), durable=False)
+
+    for pack in batches(in_pack, nbytes, SAVED_PACK_BYTES, len(in_pack)):
+        number = next(numbers)
+        parts = store.pack_parts(number, pack, itertools.starmap(snapshot.read, pack))
+        data = functools.reduce(operator.iadd, parts, bytearray())
+        write_pack = partial(
+            store.directory.write, pack_name(number), [memoryview(data)], durable=False
+        )
+        yield len(data), write_pack  # while it is sent, the next one is made
+    if is_last and jax.process_count() == 1:  # else the places of others' chunks are not known yet
+        yield 0, partial(commit.prepare, store)
+    if is_last and jax.process_index() == 0:
+        yield from ((0, partial(store.create, name)) for name in infos if name not in commit.packed)
+    for block in snapshot.blocks:
+        if block[0] not in commit.packed:
+            yield 2 * nbytes(block), partial(write, *block)
 
 
 def commit_snapshot(written: tuple[ZarrStore, Commit]) -> Metadata:
@@ -385,14 +477,18 @@ def _leaf(node: TreeNode, name: str) -> tuple[Leaf, np.ndarray | jax.Array | Non
     return leaf, value
 
 
-def _to_host(
+def _needed(
     arrays: Mapping[str, np.ndarray | jax.Array], blocks: Iterable[tuple[str, Box]]
-) -> dict[str, dict[Box, np.ndarray]]:
-    """The parts of each array that the blocks need, by their boxes, as host arrays."""
+) -> dict[str, Mapping[Box, np.ndarray | jax.Array]]:
+    """The parts of each array that the blocks need, where they are."""
     needed: dict[str, list[Box]] = defaultdict(list)
     for name, box in blocks:
         needed[name].append(box)
-    parts = {name: _parts(arrays[name], tuple(boxes)) for name, boxes in needed.items()}
+    return {name: _parts(arrays[name], tuple(boxes)) for name, boxes in needed.items()}
+
+
+def _to_host(parts: Parts) -> dict[str, dict[Box, np.ndarray]]:
+    """The parts as host arrays."""
     on_devices = [part for of in parts.values() for part in of.values()]
     copied = iter(to_host([part for part in on_devices if isinstance(part, jax.Array)]))
     return {

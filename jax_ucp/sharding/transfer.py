@@ -9,6 +9,7 @@ has 64 GB of it at most. So arrays pass through it in pieces, and stay in ordina
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -32,6 +33,9 @@ PINNED_BYTES = 256 << 20
 # Of less than this, a call takes longer than the copy, and pinned memory gains nothing.
 PINNED_FROM_BYTES = 1 << 20
 
+# Of several that copy at once one takes pinned memory at a time.
+_pinned_memory = threading.Lock()
+
 
 def to_host(parts: Sequence[jax.Array]) -> list[np.ndarray]:
     """The elements of arrays of one device each: copies, but on CPU views of the device's memory.
@@ -45,10 +49,17 @@ def to_host(parts: Sequence[jax.Array]) -> list[np.ndarray]:
             part.copy_to_host_async()
     pinned = [(part, out) for part, out in zip(parts, arrays, strict=True) if out is not None]
     if pinned:
-        run_bounded((job for pair in pinned for job in _pieces(*pair)), PINNED_BYTES)
+        with _pinned_memory:
+            run_bounded((job for pair in pinned for job in _pieces(*pair)), PINNED_BYTES)
     return [
         np.asarray(part) if out is None else out for part, out in zip(parts, arrays, strict=True)
     ]
+
+
+def host_bytes(part: np.ndarray | jax.Array) -> int:
+    """The bytes of host memory that `to_host` takes for an array; 0 for one that is there."""
+    is_here = not isinstance(part, jax.Array) or _device(part).platform == "cpu"
+    return 0 if is_here else part.nbytes
 
 
 def to_device(data: np.ndarray, device: Device) -> jax.Array:

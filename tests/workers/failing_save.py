@@ -27,6 +27,7 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.handler import items as handler
+from jax_ucp.sharding import save as sharding_save
 from jax_ucp.sharding import shared_save
 
 root, rank = Path(sys.argv[1]), jax.process_index()
@@ -51,24 +52,30 @@ def manager(path: Path, asynchronous: bool) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(path, item_handlers=ucp.CheckpointHandler(), options=options)
 
 
-def by_v0(asynchronous: bool, path: Path, step: int) -> None:
-    manager(path, asynchronous).save(step, args=ucp.args.Save(SAVED["tree"]))
+def asked(snapshot_bytes: int | None = None) -> ucp.args.Save:
+    return ucp.args.Save(SAVED["tree"], snapshot_bytes=snapshot_bytes)
+
+
+def by_v0(asynchronous: bool, path: Path, step: int, **bound: int) -> None:
+    manager(path, asynchronous).save(step, args=asked(**bound))
     manager(path, asynchronous).wait_until_finished()
 
 
 def by_checkpointer(path: Path, step: int) -> None:
-    ocp.Checkpointer(ucp.CheckpointHandler()).save(
-        path / str(step) / "default", args=ucp.args.Save(SAVED["tree"])
-    )
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(path / str(step) / "default", args=asked())
 
 
-def by_v1(asynchronous: bool, path: Path, step: int) -> None:
+def by_v1(asynchronous: bool, path: Path, step: int, **bound: int) -> None:
     if asynchronous:
-        v1.save_checkpointables_async(
-            path / str(step), {"default": ucp.args.Save(SAVED["tree"])}
-        ).result()
+        v1.save_checkpointables_async(path / str(step), {"default": asked(**bound)}).result()
     else:
-        v1.save_checkpointables(path / str(step), {"default": ucp.args.Save(SAVED["tree"])})
+        v1.save_checkpointables(path / str(step), {"default": asked(**bound)})
+
+
+def in_stages(save: Callable[..., None], path: Path, step: int) -> None:
+    """As from devices with a memory of their own, of which 64 KiB are copied at once."""
+    with patch.object(sharding_save, "host_bytes", lambda part: part.nbytes):
+        save(path, step, snapshot_bytes=64 << 10)
 
 
 def replicated() -> jax.Array:
@@ -84,6 +91,10 @@ WAYS: dict[str, Way] = {
     "v0 without a manager": by_checkpointer,
     "v1": functools.partial(by_v1, False),
     "v1 in the background": functools.partial(by_v1, True),
+}
+WAYS |= {
+    f"{way} in stages": functools.partial(in_stages, WAYS[f"{way} in the background"])
+    for way in ("v0", "v1")
 }
 
 

@@ -32,6 +32,7 @@ from jax_ucp.cli.main import main as jax_ucp_command
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.formats.exporting import EXPORT_FORMATS
 from jax_ucp.jobs.ledger import LocalLedger
+from jax_ucp.sharding import save as sharding_save
 from jax_ucp.universal.store import ZarrStore
 
 STEPS = (1, 2)
@@ -69,12 +70,17 @@ def tree_of_step(step: int) -> Any:
     }
 
 
-def saving(root: str, source: str) -> Callable[[], None]:
-    """Asynchronous saves of all `STEPS` with `CheckpointManager`; the trees are made before."""
+def saving(root: str, source: str, bound: int | None = None) -> Callable[[], None]:
+    """Asynchronous saves of all `STEPS` with `CheckpointManager`; the trees are made before. With a
+    bound in stages, as from devices with a memory of their own.
+    """
     trees = {step: tree_of_step(step) for step in STEPS}
+    if bound:
+        sharding_save.host_bytes = lambda part: part.nbytes
 
     def save() -> None:
-        manager = ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler())
+        handler = ucp.CheckpointHandler(snapshot_bytes=bound)
+        manager = ocp.CheckpointManager(root, item_handlers=handler)
         for step, tree in trees.items():
             manager.save(step, args=ucp.args.Save(tree))
         manager.wait_until_finished()
@@ -95,7 +101,11 @@ def exporting(root: str, source: str, format: str) -> Callable[[], None]:
     return lambda: jax_ucp_command(command, standalone_mode=False)
 
 
-JOBS = {"save": saving, "convert": converting}
+JOBS = {
+    "save": saving,
+    "save in stages": functools.partial(saving, bound=1 << 19),
+    "convert": converting,
+}
 JOBS |= {
     f"export {format}": functools.partial(exporting, format=format) for format in EXPORT_FORMATS
 }
