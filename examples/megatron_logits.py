@@ -3,8 +3,8 @@
     python examples/megatron_logits.py
 
 Needs torch and transformers 5. Megatron's model gave the logits when it saved the checkpoint
-(`tests/generators/megatron.py`). As a control, heads, experts and the biases of experts' scores are
-exchanged.
+(`tests/generators/megatron.py`). As a control, heads, experts, the biases of experts' scores, and
+keys with values are exchanged.
 """
 
 import tempfile
@@ -25,6 +25,7 @@ CASES = [
     ("megatron_logits/qwen2", "megatron-qwen2-to-hf"),
     ("megatron/dist_tp2_gqa_swiglu_qknorm_fp32", "megatron-qwen3-to-hf"),
     ("megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron-mixtral-to-hf"),
+    ("megatron_logits/mixtral", "megatron-mixtral-to-hf"),
     ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf"),
     ("megatron_logits/qwen3_moe_unscaled", "megatron-qwen3-moe-to-hf"),
     ("megatron_logits/deepseek3", "megatron-deepseek3-to-hf"),
@@ -72,6 +73,26 @@ def _differences(case: str, mapping: str) -> Iterator[str]:
         yield f"{what} exchanged {off()}"
         for weight in weights:
             _turn(weight, rows)
+    for keys, values in _keys_and_values(tensors, model.config):
+        kept = keys.clone()
+        keys.copy_(values)
+        values.copy_(kept)
+    yield f"keys and values exchanged {off()}"
+
+
+def _keys_and_values(
+    tensors: dict[str, torch.Tensor], config: transformers.PretrainedConfig
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of weights and biases, not copied, that make keys and values."""
+    for name, tensor in tensors.items():
+        if ".k_proj." in name:
+            yield tensor.data, tensors[name.replace(".k_proj.", ".v_proj.")].data
+        elif ".c_attn." in name:
+            _, keys, values = tensor.data.chunk(3, -1)
+            yield keys, values
+        elif name.endswith("kv_b_proj.weight"):  # here keys are as wide as values
+            keys, values = tensor.data.unflatten(0, (-1, 2, config.v_head_dim)).unbind(1)
+            yield keys, values
 
 
 def _turn(weight: torch.Tensor, rows: int) -> None:

@@ -34,6 +34,7 @@ CHAINS = [
     ("megatron/dist_tp2_gqa_swiglu_qknorm_fp32", "megatron-qwen3-to-hf", "hf-qwen3-to-maxtext"),
     ("megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron-mixtral-to-hf", "hf-mixtral-to-maxtext"),
     ("megatron/dist_ep2_moe_grouped_bf16", "megatron-mixtral-to-hf", "hf-mixtral-to-maxtext"),
+    ("megatron_logits/mixtral", "megatron-mixtral-to-hf", "hf-mixtral-to-maxtext"),
     ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
     ("megatron_logits/deepseek3", "megatron-deepseek3-to-hf:own_norms", "hf-deepseek3-to-maxtext"),
 ]
@@ -44,7 +45,13 @@ GPT2 = [
 ]
 EVERY = [*CHAINS, *GPT2]
 QWEN3 = CHAINS[4]
-# Case -> the mappings from Hugging Face's names by which its run goes on, and one that scales the query.
+# Those that scale the query, with whose moments no run goes on, and the same without.
+SCALED = [
+    ("megatron_next/llama", "megatron-llama-to-hf", "hf-llama2-to-maxtext"),
+    ("megatron_next/mixtral", "megatron-mixtral-to-hf", "hf-mixtral-to-maxtext"),
+]
+WITHOUT_SCALES = [(case, first, f"{second} without scales") for case, first, second in SCALED]
+# Case -> the mappings from Hugging Face's names by which its run goes on.
 NEXT = [
     ("megatron_next/llama", "megatron-llama-to-hf", "hf-llama-to-tunix"),
     ("megatron_next/qwen3", "megatron-qwen3-to-hf", "hf-qwen3-to-tunix"),
@@ -52,8 +59,8 @@ NEXT = [
     ("megatron_next/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-tunix"),
     ("megatron_next/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
     ("megatron_next/deepseek3", "megatron-deepseek3-to-hf", "hf-deepseek3-to-maxtext"),
+    *WITHOUT_SCALES,
 ]
-SCALED = ("megatron_next/llama", "megatron-llama-to-hf", "hf-llama2-to-maxtext")
 UNSCALED = "megatron_logits/qwen3_moe_unscaled"
 SMALL = """\
 leaves: [{param: a, leaf: b}]
@@ -61,10 +68,19 @@ config: {model_type: '"small"', length: width, deep: {name: '"x" if scaled else 
 """
 
 
+def rules_of(name):
+    """The mapping of that name, or the same without its scales."""
+    base, _, without = name.partition(" without ")
+    content = ucp.Mapping.load(base).to_dict()
+    for rule in content["leaves"]:
+        rule.pop(without.removesuffix("s"), None)
+    return ucp.Mapping.from_dict(content)
+
+
 def chained(case, *mappings):
     checkpoint = Case(case).open()
     for mapping in mappings:
-        checkpoint = checkpoint.map(mapping)
+        checkpoint = checkpoint.map(rules_of(mapping))
     return checkpoint
 
 
@@ -88,7 +104,7 @@ def test_every_mapping_from_megatron_is_tried():
 
 
 @pytest.mark.parametrize(("case", "first", "second"), CHAINS)
-def test_the_logits_are_those_of_megatron_and_others_with_heads_or_experts_exchanged(
+def test_the_logits_are_those_of_megatron_and_others_with_heads_experts_or_keys_exchanged(
     case, first, second
 ):
     mapped, measured = chained(case, first, second), Case(case).measured()
@@ -101,7 +117,8 @@ def test_the_logits_are_those_of_megatron_and_others_with_heads_or_experts_excha
     tree = mapped.restore()["param"]
     assert off(tree) <= 1e-6
     layers = tree["params"]["decoder"].get("layers") or tree["params"]["decoder"]["moe_layers"]
-    query = layers["self_attention"].get("query") or layers["self_attention"]["wq_b"]
+    attention = layers["self_attention"]
+    query = attention.get("query") or attention["wq_b"]
     query["kernel"] = query["kernel"][:, :, ::-1]
     assert off(tree) > 1e-3
     query["kernel"] = query["kernel"][:, :, ::-1]
@@ -113,6 +130,13 @@ def test_the_logits_are_those_of_megatron_and_others_with_heads_or_experts_excha
             experts["gate"]["bias"] = experts["gate"]["bias"][:, ::-1]
         experts["wo"] = experts["wo"][::-1]
         assert off(tree) > 1e-3
+        experts["wo"] = experts["wo"][::-1]
+    if "key" in attention:
+        attention["key"], attention["value"] = attention["value"], attention["key"]
+    else:  # in one, keys as wide as values
+        both = attention["wkv_b"]
+        both["kernel"] = np.roll(both["kernel"], both["kernel"].shape[-1] // 2, axis=-1)
+    assert off(tree) > 1e-1
 
 
 @pytest.mark.parametrize(("case", "first", "second"), GPT2)
@@ -153,14 +177,17 @@ def test_to_map_twice_is_to_map_what_was_saved_in_between(case, first, second, t
     assert_same(arrays_of(found), arrays_of(want))
 
 
-@pytest.mark.parametrize(("case", "first", "second"), EVERY)
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [*EVERY, *(chain for chain in NEXT if "llama" in chain[1]), *WITHOUT_SCALES[1:]],
+)
 def test_back_through_both_every_bit_is_there_again(case, first, second, tmp_path):
     # moments do not follow a query that is scaled, and the rest of linear_qkv's has no place alone
-    is_scaled = second.startswith(("hf-llama", "hf-mixtral"))
+    is_scaled = any(rule.factor != 1 for rule in rules_of(second).rules)
     original = Case(case).open(weights_only=is_scaled)
-    original.map(first).map(second).save(tmp_path / "saved")
+    original.map(first).map(rules_of(second)).save(tmp_path / "saved")
     saved = ucp.open(tmp_path / "saved")
-    back = saved.map(ucp.Mapping.load(second).inverse()).map(ucp.Mapping.load(first).inverse())
+    back = saved.map(rules_of(second).inverse()).map(ucp.Mapping.load(first).inverse())
     assert back.config == original.config
     found, want = arrays_of(back), arrays_of(original)
     rounded = {label for label in want if is_scaled and ".linear_qkv." in label}
@@ -181,8 +208,8 @@ def test_moments_of_the_live_run_lie_where_weights_in_their_place_would(
         own = {label: array for label, array in truth.items() if label.startswith(of_state)}
         file = tmp_path / f"{state}.safetensors"
         write_safetensors(file, {label.partition("/")[2]: array for label, array in own.items()})
-        as_weights = ucp.open(file).map(first, config=Case(case).open().config).map(second)
-        want = arrays_of(as_weights)
+        as_weights = ucp.open(file).map(first, config=Case(case).open().config)
+        want = arrays_of(as_weights.map(rules_of(second)))
         if state != "param":
             want = {label: want[label] for label in want if not label.endswith("gate/bias")}
         found = {
@@ -194,7 +221,8 @@ def test_moments_of_the_live_run_lie_where_weights_in_their_place_would(
 
 
 @pytest.mark.parametrize(
-    ("case", "first", "second"), [SCALED, *(chain for chain in NEXT if "maxtext" in chain[2])]
+    ("case", "first", "second"),
+    [*SCALED, *(chain for chain in NEXT if chain[2].endswith("maxtext"))],
 )
 def test_the_next_loss_of_the_weights_is_that_of_megatron(case, first, second):
     measured = Case(case).measured()
@@ -231,8 +259,9 @@ def test_an_optax_state_takes_all_of_the_run(case, first, second):
         assert jax.tree.all(jax.tree.map(lambda a, b: same_bits(np.asarray(a), b), moment, stored))
 
 
-def test_a_run_whose_query_is_scaled_does_not_go_on_with_its_optimizer():
-    mapped = chained(*SCALED)
+@pytest.mark.parametrize(("case", "first", "second"), SCALED)
+def test_a_run_whose_query_is_scaled_does_not_go_on_with_its_optimizer(case, first, second):
+    mapped = chained(case, first, second)
     params = mapped.abstract()["param"]
     with pytest.raises(TreeMismatch, match=r"query/kernel.*nor has one that a mapping scales"):
         mapped.plan_optimizer(optax.adam(1e-2, b2=0.95), params, check=False)
