@@ -3,7 +3,8 @@
     python tests/generators/megatron_runs.py FOLDER --source DIR/core_v0.16.1 --python PYTHON
 
 Checks `export --format megatron`: FOLDER gets runs of three steps at TP 2 and PP 2, their exports by
-PYTHON's jax_ucp, and what runs that load them have: the tensors by `megatron.core`'s own
+PYTHON's jax_ucp (`export`), exports of what was converted to other names and back (`back`), and what
+runs that load them have: the tensors by `megatron.core`'s own
 `dist_checkpointing.load_plain_tensors`, the live weights and states of every rank, and the next
 three losses, at TP 2 and PP 2, and at TP 1, each beside those from Megatron's own checkpoint. The
 source, and what stands in for CUDA, are as in `megatron.py`.
@@ -31,7 +32,7 @@ BASE = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --num-attention-h
 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
 --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 8 --lr 0.01
 --min-lr 0.001 --train-iters 100 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
---clip-grad 1.0 --adam-beta2 0.95 --tokenizer-type NullTokenizer --vocab-size 100
+--clip-grad 1.0 --adam-beta2 0.95 --tokenizer-type NullTokenizer --vocab-size 111
 --make-vocab-size-divisible-by 8 --distributed-backend gloo --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
 --no-rope-fusion --no-persist-layer-norm --save-interval 1000 --ckpt-format torch_dist
@@ -39,12 +40,19 @@ BASE = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --num-attention-h
 MOE = """--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2
 --moe-token-dispatcher-type allgather"""
 ZERO = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-# Name -> arguments, and the largest parallel degrees beside TP 1: (tp, pp, ep, ranks).
+QK = "--qk-layernorm"
+LLAMA, QWEN3 = "megatron-llama-to-hf", "megatron-qwen3-to-hf,hf-qwen3-to-maxtext"
+QWEN3_MOE = "megatron-qwen3-moe-to-hf,hf-qwen3-moe-to-maxtext"
+# Name -> arguments, the largest parallel degrees beside TP 1 (tp, pp, ep, ranks), and mappings.
 RUNS = {
-    "fp32": ("", (2, 2, 1, 4)),
-    "bf16": ("--bf16", (2, 2, 1, 4)),
-    "bf16_zero": (f"--bf16 {ZERO}", (2, 2, 1, 4)),
-    "moe": (MOE, (1, 2, 2, 4)),
+    "fp32": ("", (2, 2, 1, 4), LLAMA),
+    "bf16": ("--bf16", (2, 2, 1, 4), LLAMA),
+    "bf16_zero": (f"--bf16 {ZERO}", (2, 2, 1, 4), LLAMA),
+    "qwen3": (QK, (2, 2, 1, 4), QWEN3),
+    "qwen3_bf16_zero": (f"--bf16 {QK} {ZERO}", (2, 2, 1, 4), QWEN3),
+    "mixtral": (MOE, (1, 2, 2, 4), "megatron-mixtral-to-hf"),
+    "qwen3_moe": (f"{MOE} {QK}", (1, 2, 2, 4), QWEN3_MOE),
+    "qwen3_moe_bf16_zero": (f"--bf16 {MOE} {QK} {ZERO}", (1, 2, 2, 4), QWEN3_MOE),
 }
 
 
@@ -60,22 +68,28 @@ def main() -> None:
         _run(json.loads(options.run))
         return
     for name in options.only:
-        argv, degrees = RUNS[name]
+        argv, degrees, mappings = RUNS[name]
         folder = options.folder.resolve() / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         first = _start(options, f"{name} trains", argv, degrees, save=folder / "own", more=STEPS)
-        command = [options.python, "-m", "jax_ucp", "export", str(folder / "own")]
-        subprocess.run([*command, str(folder / "export"), "--format", "megatron"], check=True)
+        for command, source, target, *more in (
+            ("export", "own", "export", "--format", "megatron"),
+            ("convert", "own", "mapped", "--mapping", mappings),
+            ("export", "mapped", "back", "--format", "megatron", "--mapping", mappings),
+        ):
+            line = [options.python, "-m", "jax_ucp", command, folder / source, folder / target]
+            subprocess.run([*line, *more], check=True)
         for each in (degrees, (1, 1, degrees[2], degrees[2])):
-            by = {
-                kind: _start(options, f"{name} from {kind} {each}", argv, each, load=folder / kind)
-                for kind in ("own", "export")
-            }
-            same = {key: by["own"][key] == by["export"][key] for key in ("plain", "live", "losses")}
-            off = [abs(a - b) for a, b in zip(first["losses"], by["export"]["losses"], strict=True)]
-            print(f"{name} {each}: as from its own: {same}; off the run {max(off):.1e}", flush=True)
-            print(f"    {first['losses']} {by['export']['losses']}", flush=True)
+            own, *others = (
+                _start(options, f"{name} from {kind} {each}", argv, each, load=folder / kind)
+                for kind in ("own", "export", "back")
+            )
+            for kind, found in zip(("export", "back"), others, strict=True):
+                same = {key: own[key] == found[key] for key in ("plain", "live", "losses")}
+                off = [abs(a - b) for a, b in zip(first["losses"], found["losses"], strict=True)]
+                print(f"{name} {each} {kind}: as from its own: {same}; off the run {max(off):.1e}")
+                print(f"    {first['losses']} {found['losses']}", flush=True)
 
 
 def _start(options, what, argv, degrees, save=None, load=None, more=0):
