@@ -3,8 +3,8 @@
     python examples/megatron_logits.py
 
 Needs torch and transformers 5. Megatron's model gave the logits when it saved the checkpoint
-(`tests/generators/megatron.py`). As a control, heads, experts, the biases of experts' scores, and
-keys with values are exchanged.
+(`tests/generators/megatron.py`). As a control, heads, experts, the biases of experts' scores,
+sinks, and keys with values are exchanged.
 """
 
 import tempfile
@@ -29,6 +29,8 @@ CASES = [
     ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf"),
     ("megatron_logits/qwen3_moe_unscaled", "megatron-qwen3-moe-to-hf"),
     ("megatron_logits/deepseek3", "megatron-deepseek3-to-hf"),
+    ("megatron_logits/gpt_oss", "megatron-gpt-oss-to-hf"),
+    ("megatron_logits/gpt_oss_clamped", "megatron-gpt-oss-to-hf"),
 ]
 
 
@@ -64,6 +66,7 @@ def _differences(case: str, mapping: str) -> Iterator[str]:
         ("heads", ("q_proj.weight", "q_b_proj.weight", "attn.c_proj.weight"), head_dim),
         ("experts", ("experts.down_proj",), 1),
         ("biases", ("e_score_correction_bias",), 1),
+        ("sinks", ("sinks",), 1),
     ):
         weights = [each for end, each in tensors.items() if end.endswith(names)]
         if not weights:

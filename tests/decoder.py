@@ -23,11 +23,14 @@ def logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndar
     tree = tree["params"]
     decoder, embedding = tree["decoder"], tree["token_embedder"]["embedding"]
     x = embedding[tokens].astype(np.float64)
-    for layer in layers_of(decoder):
+    for i, layer in enumerate(layers_of(decoder)):
         h = norm(x, layer["pre_self_attention_layer_norm"]["scale"], config)
-        is_latent = "wkv_a" in layer["self_attention"]
-        attend = latent_attention if is_latent else attention
-        x = x + attend(layer["self_attention"], config, h)
+        if "GptOssAttention" in layer:
+            window = None if i % 2 else config["sliding_window"]
+            x = x + attention(layer["GptOssAttention"], config, h, window)
+        else:
+            attend = latent_attention if "wkv_a" in layer["self_attention"] else attention
+            x = x + attend(layer["self_attention"], config, h)
         h = norm(x, layer["post_self_attention_layer_norm"]["scale"], config)
         if "mlp" in layer:
             x = x + mlp(h, *(layer["mlp"][name]["kernel"] for name in ("wi_0", "wi_1", "wo")))
@@ -35,6 +38,8 @@ def logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndar
             block = layer["DeepSeekMoeBlock_0"]
             shared = (block["shared_experts"][name]["kernel"] for name in ("wi_0", "wi_1", "wo"))
             x = x + mlp(h, *shared) + experts(block["MoeBlock_0"], config, h)
+        elif "GptOssMlp" in layer:
+            x = x + clamped_experts(layer["GptOssMlp"], config, h)
         else:
             x = x + experts(layer.get("moe_block") or layer["MoeBlock_0"], config, h)
     x = norm(x, decoder["decoder_norm"]["scale"], config)
@@ -43,30 +48,42 @@ def logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndar
 
 
 def layers_of(decoder: Tree) -> Iterator[Tree]:
-    """The layers in their order; DeepSeek's dense ones are first, in a stack of their own."""
+    """The layers in their order; DeepSeek's dense ones are first, in a stack of their own; gpt-oss'
+    are in blocks of two.
+    """
     for name in ("layers", "dense_layers", "moe_layers"):
-        if name in decoder:
-            count = decoder[name]["pre_self_attention_layer_norm"]["scale"].shape[1]
-            yield from (at_layer(decoder[name], i) for i in range(count))
+        if name not in decoder:
+            continue
+        stacks = [decoder[name]]
+        if "layers_0" in decoder[name]:
+            stacks = [decoder[name]["layers_0"], decoder[name]["layers_1"]]
+        for i in range(stacks[0]["pre_self_attention_layer_norm"]["scale"].shape[1]):
+            yield from (at_layer(stack, i) for stack in stacks)
 
 
 def at_layer(tree: Any, i: int) -> Any:
-    """One layer of scanned parameters: they are stacked on axis 1, but the bias of experts' scores,
-    which is no parameter there, on axis 0.
+    """One layer of scanned parameters: they are stacked on axis 1, but the bias of experts' scores
+    in a MoeBlock_0, which is no parameter there, on axis 0.
     """
     if not isinstance(tree, Mapping):
         return tree[:, i]
-    is_gate = tree.keys() == {"kernel", "bias"} and tree["bias"].ndim == 2
-    if is_gate:
-        return {"kernel": at_layer(tree["kernel"], i), "bias": tree["bias"][i]}
-    return {name: at_layer(value, i) for name, value in tree.items()}
+    layer = {name: at_layer(value, i) for name, value in tree.items()}
+    gate = tree.get("MoeBlock_0", {}).get("gate", {})
+    if "bias" in gate:
+        layer["MoeBlock_0"]["gate"]["bias"] = gate["bias"][i]
+    return layer
 
 
 def norm(x: np.ndarray, scale: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * scale
 
 
-def attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+def attention(
+    p: Tree, config: Mapping[str, Any], x: np.ndarray, window: int | None = None
+) -> np.ndarray:
+    """Attention of groups of heads; with a window to so many keys, the query's own included. A head
+    may have a sink, a score of nothing.
+    """
     q, k, v = (
         np.einsum("bte,ehd->bthd", x, p[n]["kernel"]) + p[n].get("bias", 0)
         for n in ("query", "key", "value")
@@ -77,15 +94,21 @@ def attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     neighbours = rope["rope_type"] == "llama3"  # MaxText's rope_type llama3.1
     rates = rope["rope_theta"] ** (-np.arange(q.shape[-1] // 2) / (q.shape[-1] // 2))
     rates = slowed(rates) if neighbours else rates
-    q, k = rotated(q, rates, neighbours), rotated(k, rates, neighbours)
+    longer = 1.0
+    if rope["rope_type"] == "yarn":
+        rates, longer = yarn_rates(rope, q.shape[-1]), 0.1 * np.log(rope["factor"]) + 1
+    q, k = (longer * rotated(each, rates, neighbours) for each in (q, k))
     group = q.shape[2] // k.shape[2]
     folded = config["model_type"] in FOLDED
     scores = np.einsum("bthd,bshd->bhts", q, k.repeat(group, axis=2)) * (
         1 if folded else q.shape[-1] ** -0.5
     )
-    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
-    out = np.einsum("bhts,bshd->bthd", softmax(scores), v.repeat(group, axis=2))
-    return np.einsum("bthd,hde->bte", out, p["out"]["kernel"])
+    is_seen = np.tril(np.ones(scores.shape[-2:], bool))
+    scores = np.where(np.triu(is_seen, 1 - (window or len(is_seen))), scores, -np.inf)
+    sinks = np.reshape(p.get("sinks", -np.inf), (-1, 1, 1))
+    scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:3], 1))], -1)
+    out = np.einsum("bhts,bshd->bthd", softmax(scores)[..., :-1], v.repeat(group, axis=2))
+    return np.einsum("bthd,hde->bte", out, p["out"]["kernel"]) + p["out"].get("bias", 0)
 
 
 def latent_attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
@@ -119,8 +142,10 @@ def yarn_rates(rope: Mapping[str, Any], features: int) -> np.ndarray:
         turned = rope["original_max_position_embeddings"] / (turns * 2 * np.pi)
         return features * np.log(turned) / (2 * np.log(rope["rope_theta"]))
 
-    low = max(np.floor(pair(rope["beta_fast"])), 0)
-    high = min(np.ceil(pair(rope["beta_slow"])), features - 1)
+    low, high = pair(rope["beta_fast"]), pair(rope["beta_slow"])
+    if rope.get("truncate", True):
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, features - 1)
     pairs = np.arange(features // 2)
     slow = np.clip((pairs - low) / (high - low), 0, 1)
     rates = rope["rope_theta"] ** (-2.0 * pairs / features)
@@ -166,6 +191,20 @@ def experts(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
         [mlp(x, p["wi_0"][e], p["wi_1"][e], p["wo"][e]) for e in range(kept.shape[-1])], -1
     )
     return np.einsum("btde,bte->btd", out, kept)
+
+
+def clamped_experts(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+    """Experts of gpt-oss: they and the router have biases, and what they compute is clamped."""
+    scores, limit = x @ p["gate"]["kernel"] + p["gate"]["bias"], config["swiglu_limit"]
+    chosen = np.argsort(-scores, -1)[..., : config["num_experts_per_tok"]]
+    kept = np.zeros_like(scores)
+    np.put_along_axis(kept, chosen, softmax(np.take_along_axis(scores, chosen, -1)), -1)
+    gate, up = (np.einsum("bte,xem->btxm", x, p[w]) + p[f"{w}_bias"] for w in ("wi_0", "wi_1"))
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    wide = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    return np.einsum(
+        "btxe,btx->bte", np.einsum("btxm,xme->btxe", wide, p["wo"]) + p["wo_bias"], kept
+    )
 
 
 def gpt2_logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:

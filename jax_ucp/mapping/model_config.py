@@ -43,7 +43,9 @@ def _with_counts(config: Mapping[str, Any]) -> dict[str, Any]:
 
     `num_query_groups` is 1 where there are no groups (`group_query_attention`), so `query_groups`
     says how many there are: as many as heads then. Of `moe_layer_freq` `dense_layers` says how many
-    layers come before the first with experts, or null where one follows it that has none.
+    layers come before the first with experts, or null where one follows it that has none. Of
+    `window_size` `window_keys` says how many keys a query attends to, itself included, or null
+    where there is no window, or one that does not end at the query.
     """
     counted = dict(config)
     if "num_query_groups" in counted and "num_attention_heads" in counted:
@@ -53,6 +55,8 @@ def _with_counts(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "moe_layer_freq" in counted and "num_layers" in counted:
         counted.setdefault("dense_layers", _dense_layers(counted["moe_layer_freq"]))
+    if "window_size" in counted:
+        counted.setdefault("window_keys", _window_keys(counted["window_size"]))
     return counted
 
 
@@ -68,6 +72,18 @@ def _dense_layers(frequency: object) -> int | None:
         return 0 if frequency == 1 else None
     count = frequency.count(0)
     return count if frequency == [0] * count + [1] * (len(frequency) - count) else None
+
+
+def _window_keys(sides: object) -> int | None:
+    """The keys of Megatron's window, of how many it has left and right of the query; -1 is all.
+
+    >>> _window_keys({"!tuple": [127, 0]})
+    128
+    """
+    match sides.get("!tuple") if isinstance(sides, Mapping) else sides:
+        case [int(left), 0] if left >= 0:
+            return left + 1
+    return None
 
 
 def settings_in(section: object) -> frozenset[str]:

@@ -111,6 +111,10 @@ DEEPSEEK3 = f"""--kv-channels 8 --norm-epsilon 1e-6 --q-lora-rank 12 --rope-type
 --moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1
 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 {GATHER}
 --decoder-first-pipeline-num-layers 2"""
+GPT_OSS = f"""--quick-geglu --glu-linear-offset 1 --normalization RMSNorm --softmax-type learnable
+--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --kv-channels 8
+--position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 4
+--yarn-original-max-position-embeddings 256 --window-size 7,0 {MOE} {GATHER}"""
 CASES = [
     *(Case(f"dense_tp2_{tag}", f"{DIST} {parallel(2)}", 4, tag) for tag in TAGS),
     *(Case(f"mla_{tag}", f"{DIST} --q-lora-rank 12", 2, tag, MLA) for tag in TAGS),
@@ -212,6 +216,11 @@ CASES = [
          hidden=16),
     Case("next_deepseek3", f"{DEEPSEEK3} {parallel(pp=2, ep=2)}", 4, model=MLA, te=False, layers=3,
          hidden=16, vocab=112),
+    Case("logits_gpt_oss", "--activation-func-clamp-value 7 --window-attn-skip-freq 2"
+         f" --no-yarn-correction-range-round-to-int {parallel(pp=2, ep=2)}", 4, model=GPT_OSS, te=False, layers=4, hidden=16),
+    Case("logits_gpt_oss_clamped", "--activation-func-clamp-value 0.1"
+         f" --window-attn-skip-freq [1,0,1] {parallel(ep=2)}", 2, model=GPT_OSS, te=False, layers=3,
+         hidden=16),
 ]  # fmt: skip
 
 

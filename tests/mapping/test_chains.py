@@ -21,7 +21,7 @@ from commands import run, run_json
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError, SpecError, TreeMismatch
 from jax_ucp.mapping.binding import outcomes
-from jax_ucp.mapping.model_config import config_from
+from jax_ucp.mapping.model_config import config_from, given_config
 from jax_ucp.mapping.rules import shipped
 from safetensors_writer import write_safetensors
 
@@ -37,8 +37,9 @@ CHAINS = [
     ("megatron_logits/mixtral", "megatron-mixtral-to-hf", "hf-mixtral-to-maxtext"),
     ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
     ("megatron_logits/deepseek3", "megatron-deepseek3-to-hf:own_norms", "hf-deepseek3-to-maxtext"),
+    ("megatron_logits/gpt_oss", "megatron-gpt-oss-to-hf", "hf-gpt-oss-to-maxtext"),
 ]
-DEEPSEEK3 = CHAINS[-1]
+DEEPSEEK3, GPT_OSS = CHAINS[-2:]
 GPT2 = [
     ("megatron/legacy_tp2_fp16_scaler", "megatron-gpt2-to-hf", "hf-gpt2-to-flax"),
     ("megatron/dist_pp2_vpp2_fp32", "megatron-gpt2-to-hf", "hf-gpt2-to-flax"),
@@ -117,17 +118,23 @@ def test_the_logits_are_those_of_megatron_and_others_with_heads_experts_or_keys_
     tree = mapped.restore()["param"]
     assert off(tree) <= 1e-6
     layers = tree["params"]["decoder"].get("layers") or tree["params"]["decoder"]["moe_layers"]
-    attention = layers["self_attention"]
+    layers = layers.get("layers_0", layers)
+    attention = layers.get("self_attention") or layers["GptOssAttention"]
     query = attention.get("query") or attention["wq_b"]
     query["kernel"] = query["kernel"][:, :, ::-1]
     assert off(tree) > 1e-3
     query["kernel"] = query["kernel"][:, :, ::-1]
+    if "sinks" in attention:
+        attention["sinks"] = attention["sinks"][::-1]
+        assert off(tree) > 1e-3
+        attention["sinks"] = attention["sinks"][::-1]
     layers = layers.get("DeepSeekMoeBlock_0", layers)
-    for experts in filter(None, map(layers.get, ("MoeBlock_0", "moe_block"))):
+    for experts in filter(None, map(layers.get, ("MoeBlock_0", "moe_block", "GptOssMlp"))):
         if "bias" in experts["gate"]:
-            experts["gate"]["bias"] = experts["gate"]["bias"][:, ::-1]
+            bias, of_experts = experts["gate"]["bias"], 0 if "GptOssMlp" in layers else 1
+            experts["gate"]["bias"] = np.flip(bias, of_experts)
             assert off(tree) > 1e-3
-            experts["gate"]["bias"] = experts["gate"]["bias"][:, ::-1]
+            experts["gate"]["bias"] = bias
         experts["wo"] = experts["wo"][::-1]
         assert off(tree) > 1e-3
         experts["wo"] = experts["wo"][::-1]
@@ -198,7 +205,7 @@ def test_back_through_both_every_bit_is_there_again(case, first, second, tmp_pat
     assert_same(*({k: v for k, v in each.items() if k not in rounded} for each in (found, want)))
 
 
-@pytest.mark.parametrize(("case", "first", "second"), NEXT)
+@pytest.mark.parametrize(("case", "first", "second"), [*NEXT, GPT_OSS])
 def test_moments_of_the_live_run_lie_where_weights_in_their_place_would(
     case, first, second, tmp_path
 ):
@@ -210,7 +217,7 @@ def test_moments_of_the_live_run_lie_where_weights_in_their_place_would(
         write_safetensors(file, {label.partition("/")[2]: array for label, array in own.items()})
         as_weights = ucp.open(file).map(first, config=Case(case).open().config)
         want = arrays_of(as_weights.map(rules_of(second)))
-        if state != "param":
+        if state != "param" and any(label.startswith("buffer/") for label in truth):
             want = {label: want[label] for label in want if not label.endswith("gate/bias")}
         found = {
             leaf.label.replace(state, "param", 1): mapped.read(leaf.label)
@@ -359,6 +366,21 @@ def test_counts_that_follow_from_arguments_follow_from_given_ones_too(tmp_path):
     assert given.config == original.map(first).config
 
 
+@pytest.mark.parametrize(
+    ("sides", "keys"),
+    [
+        ((7, 0), 8),
+        ([0, 0], 1),
+        ({"!tuple": [7, 0]}, 8),
+        ([7, 1], None),
+        ([-1, 0], None),
+        (None, None),
+    ],
+)
+def test_the_keys_of_a_window_are_those_before_the_query_and_its_own(sides, keys):
+    assert given_config({"window_size": sides})["window_keys"] == keys
+
+
 def test_layers_that_predict_further_tokens_are_left_with_a_reason(tmp_path):
     case, first, _ = DEEPSEEK3
     original = Case(case).open(weights_only=True)
@@ -430,6 +452,25 @@ OF_LATENTS = [
 ]  # fmt: skip
 
 
+OF_GPT_OSS = [
+    *(other for other in OTHERS if other[0] not in ("window_size", "swiglu", "quick_geglu",
+      "activation_func_clamp_value", "glu_linear_offset", "add_bias_linear",
+      "position_embedding_type")),
+    ("position_embedding_type", "rope", "rope"), ("enable_gpt_oss", True, "rope"),
+    ("mscale", 0.5, "yarn"), ("mscale_all_dim", 1.0, "yarn"), ("softmax_type", "vanilla", "attention"),
+    ("window_keys", None, "window"), ("window_attn_skip_freq", None, "window"),
+    ("window_attn_skip_freq", 3, "window"), ("window_attn_skip_freq", [0, 1, 0, 1], "window"),
+    ("window_attn_skip_freq", [1, 0, 1, 0], None), ("swiglu", True, "activation"),
+    ("quick_geglu", False, "activation"), ("activation_func_clamp_value", None, "activation"),
+    ("activation_func_clamp_value", 5.0, None), ("glu_linear_offset", 0.0, "activation"),
+    ("use_te_activation_func", True, "activation"),
+    ("use_transformer_engine_op_fuser", True, "activation"), ("bias_gelu_fusion", True, "clamp"),
+    ("moe_grouped_gemm", True, None), ("add_bias_linear", False, "bias"),
+    ("qk_layernorm", True, "qk_norm"), ("moe_router_pre_softmax", True, "softmax"),
+    ("num_experts", None, "router"), *OF_EXPERTS,
+]  # fmt: skip
+
+
 OF_GPT2 = [
     *(other for other in OTHERS if other[2] == "attention"),
     ("normalization", "RMSNorm", "norm"), ("layernorm_zero_centered_gamma", True, "norm"),
@@ -448,6 +489,7 @@ OF_GPT2 = [
     ("chain", "key", "value", "name"),
     [
         *((DEEPSEEK3, *other) for other in OF_LATENTS),
+        *((GPT_OSS, *other) for other in OF_GPT_OSS),
         *((GPT2[0], *other) for other in OF_GPT2),
     ],
 )
@@ -461,7 +503,7 @@ def test_an_argument_by_which_megatron_computes_something_else_is_refused(chain,
 
 @pytest.mark.parametrize(
     ("case", "mapping", "_"),
-    {chain[1]: chain for chain in CHAINS if chain is not DEEPSEEK3}.values(),
+    {chain[1]: chain for chain in CHAINS if chain not in (DEEPSEEK3, GPT_OSS)}.values(),
 )
 def test_arguments_by_which_megatron_computes_something_else_are_refused(case, mapping, _):
     checkpoint, rules = Case(case).open(), ucp.Mapping.load(mapping)

@@ -394,7 +394,7 @@ REQUIREMENTS = {
     "hf-qwen3-moe-to-maxtext": "a0556ebfed402dbb", "hf-qwen3-moe-to-tunix": "a1931ecb60b564c4",
     "hf-qwen3-next-to-maxtext": "3eefcddd26eaf73d", "hf-qwen3-to-maxtext": "d8634fd7da0596c8",
     "hf-qwen3-to-tunix": "6fd39447adb9a817", "hf-qwen3.5-moe-to-maxtext": "fd95c01152e3cef3",
-    "megatron-deepseek3-to-hf": "66d1a0078dac7261",
+    "megatron-deepseek3-to-hf": "66d1a0078dac7261", "megatron-gpt-oss-to-hf": "b77c8bda35eee85c",
     "megatron-gpt-to-reference": "0ae9c0ff19ca220d", "megatron-gpt2-to-hf": "b26e1890ce26ff0e",
     "megatron-llama-to-hf": "e631232e8a33eb61", "megatron-mixtral-to-hf": "3caadd865031181b",
     "megatron-qwen2-to-hf": "41199c38c248f8b2", "megatron-qwen3-moe-to-hf": "8186d041e966be4b",
