@@ -21,6 +21,7 @@ In words FILE is the name of the first file that is damaged, and OTHER of the se
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -541,6 +542,7 @@ OLD, UNEVEN, TWO_TABLES = "torch/old_v260", "torch/fsdp2_dp4_uneven", "torch/dcp
 GPT2, SHARDED, SHARDED_2D = "torch/hf_gpt2", "torch/dcp_hf_sharded", "torch/dcp_hf_sharded_2d"
 RANK0, CONSOLIDATED = "torch/dcp_hf_rank0", "torch/dcp_hf_consolidated"
 VERL, OLD_DTENSORS, ACCELERATE = "dtensors/verl_llama", "dtensors/torch_2_4", "dtensors/accelerate_llama"
+ITEMS, EXPERIMENTAL = "dtensors/items_tp_2x2", "dtensors/experimental_2"
 LLAMA = "trainers/small_llama"
 INDEX, FIRST, SECOND = "model.safetensors.index.json", "model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"
 RANKS = [f"shard-{i:05}-model-00001-of-00001.safetensors" for i in range(6)]
@@ -594,6 +596,21 @@ TORCH = {
         (less(EXTRA1, "last_epoch"),            FormatError, "last_epoch is 0, but 1 in extra_state_world_size_2"),
         (less(OPTIM1, "lr"),                    FormatError, r"param_groups\[0\]\.lr is .*not of one step"),
         (holding(TRACKER, b"9"),                NotACheckpoint, "names the step '9', which is not there"),
+    ],
+    ITEMS: [
+        (missing("model_1.pt|optimizer_2.pt|lr_scheduler_3.pt"), FormatError, "FILE is missing: each of 4 ranks"),
+        (together(missing("*_3.pt")),           FormatError, r"_3\.pt is missing: each of 4 ranks"),
+        (copied("model_0.pt", "model_4.pt"),    FormatError, r"_4\.pt is missing: each of 5 ranks"),
+        (exchanged("model_0.pt", "model_1.pt"), FormatError, "which is called that of rank 0: the file was renamed"),
+        (less("lr_scheduler_1.pt", "_step_count"), FormatError, "_step_count is .*not of one step"),
+        (holding("metadata.pkl", pickle.dumps({"version": "2.0"})), FormatError, "FILE: it does not say which rank wrote which item"),
+        (holding("metadata.pkl", pickle.dumps({"metadata": {"ema": {"rank_to_layout_info": {0: None}}}})), FormatError, r"ema_0\.pt is missing"),
+        (holding("metadata.pkl", pickle.dumps({"metadata": {"model": {"rank_to_layout_info": {2: {"file_path": "2.safetensors"}}}}})), FormatError, "FILE: rank 2 wrote model to '2.safetensors'"),
+        (missing("metadata.pkl"),               RIGHT, ""),
+    ],
+    EXPERIMENTAL: [
+        (missing("checkpoint_1.pt"),            FormatError, "FILE has no part of"),
+        (exchanged("checkpoint_0.pt", "checkpoint_1.pt"), FormatError, "which is called that of rank 0: the file was renamed"),
     ],
     OLD_DTENSORS: [(doubled("model_world_size_4_rank_2.pt", ""), TOLD, "")],
     ACCELERATE: [

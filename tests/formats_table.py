@@ -53,6 +53,7 @@ checkpoint](tested.md) is on a page of its own.
 | [Lightning](#training-folders) | weights and optimizer | Lightning 2.6.6 with torch 2.4 to 2.13 |
 | [verl](#verl-skyrl-and-other-folders-of-ranks-and-steps) | DTensors of each rank, FSDP1 and FSDP2 | verl 0.7.0, torch 2.13 |
 | [SkyRL](#verl-skyrl-and-other-folders-of-ranks-and-steps) | DTensors of each rank | the calls of torch that it makes: torch 2.4 (no optimizer), 2.6, 2.9, 2.13 |
+| [torch_checkpointing](#verl-skyrl-and-other-folders-of-ranks-and-steps) | a file of each item and rank, with the optimizer | torch_checkpointing 0.1.1, torch 2.13 |
 | [torchtitan](#verl-skyrl-and-other-folders-of-ranks-and-steps) | a step, or the folder of a run | from source, with torch 2.13's DCP |
 | [OLMo-core](#verl-skyrl-and-other-folders-of-ranks-and-steps) | a step, or the folder of a run | from source, with torch 2.13's DCP |
 | [Automodel](#verl-skyrl-and-other-folders-of-ranks-and-steps) | a step, or the folder of a run | from source, with torch 2.13's DCP |
@@ -178,6 +179,10 @@ were renamed, are of two world sizes, or whose learning rates, counters or steps
 assigned to parameters if shapes prove it, or by `optimizer_groups="module-order"`. That is so for FSDP1's flat parameters too, if the sizes leave only
 one way in which the modules can have been wrapped. Partial placements, and plain tensors in the files of several ranks, are refused.
 
+torch_checkpointing saves `ITEM_R.pt`, `model_0.pt` and `optimizer_0.pt`, and torch's own `_experimental` checkpointer `checkpoint_R.pt`: DTensors too. An item
+with DTensors is of the model and its optimizer, and its parts are put together; of other items (schedulers, random states, a step) each rank's file is an extra.
+`metadata.pkl`, where there is one, says which files there must be. Items with a layout of their own (safetensors, JSON) are refused.
+
 The folders of a step also open as one checkpoint: those of verl and SkyRL (`actor`, `policy`, `critic`; `model=` chooses), accelerate with FSDP
 (`pytorch_model_fsdp_0/` and `optimizer_0/`), OLMo-core (`model_and_optim/`, `train/`), Automodel (`model/` and `optim/`, both DCP), and Lightning (`meta.pt`
 beside the shards). A run of verl, SkyRL, torchtitan, OLMo-core or Automodel opens at the step that its tracker file names, or else at the last complete
@@ -187,6 +192,7 @@ one, or at `step=`. Other files of the step are extras.
 |---|---|
 | verl's `FSDPCheckpointManager`, FSDP1 and FSDP2 | run: 0.7.0, torch 2.13 |
 | the calls of torch that verl and SkyRL make | run: torch 2.4 (no optimizer), 2.6, 2.9, 2.13 |
+| torch_checkpointing, FSDP2 and with tensor parallelism; `torch.distributed.checkpoint._experimental` | run: 0.1.1 (its metadata gathered by gloo instead of on GPUs); torch 2.13 |
 | accelerate's `save_fsdp_model`, `save_fsdp_optimizer`, FSDP1 and FSDP2; Lightning's `ModelParallelStrategy` | run: 1.15.0; 2.6.6 |
 | folders of torchtitan, OLMo-core, Automodel | from source, with torch 2.13's DCP |
 

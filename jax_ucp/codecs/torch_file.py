@@ -9,6 +9,7 @@ therefore not compared by reads, but by `checks`. `legacy` has the format before
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -32,13 +33,14 @@ from jax_ucp.codecs import unpickle as safe_pickle
 from jax_ucp.codecs.coded_states import CodedState
 from jax_ucp.codecs.tensor_names import (
     NAMES,
+    DTensor,
     Storage,
     StorageClass,
     StoredTensor,
     not_a_storage,
     unreadable,
 )
-from jax_ucp.codecs.unpickle import Opaque, Record, Unknown
+from jax_ucp.codecs.unpickle import Opaque, Record, Unknown, walk
 from jax_ucp.codecs.zip_members import Member, member_bytes, zip_members, zip_names
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath, file_path
@@ -46,7 +48,7 @@ from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import ByteRange, EdgesInMemory, FileRange, MemoryRange
 
-__all__ = ["Record", "StoredTensor", "TorchFile", "TreeContents", "is_torch_file"]
+__all__ = ["Record", "StoredTensor", "TorchFile", "TreeContents", "has_dtensors", "is_torch_file"]
 
 MAX_PICKLE_BYTES = 1 << 28
 # torch never deflates; another tool may have rewritten the file
@@ -67,6 +69,14 @@ def is_torch_file(path: FilePath) -> bool:
         return any(name.endswith("/data.pkl") for name in names)
     except FormatError:
         return path.suffix in SUFFIXES
+
+
+def has_dtensors(path: FilePath) -> bool:
+    """Whether a file of torch.save has DTensors, parts of tensors of which others have the rest."""
+    with contextlib.suppress(FormatError):
+        tree = TorchFile(path, lenient=True).tree
+        return any(isinstance(node, DTensor) for _, node in walk(tree))
+    return False
 
 
 class TorchFile(ExtentTable):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+import torch_writer
 from cases import DATA as CASES_DATA
 from cases import Case, assert_accounted_for
 from formats.huggingface.test_training_folders import next_losses
@@ -76,6 +77,31 @@ def test_training_that_torch_began_goes_on_with_the_losses_that_torch_gives(case
 def test_one_file_alone_is_refused_with_the_folder_to_open():
     with pytest.raises(FormatError, match=r"is what one of 2 ranks wrote: open its folder"):
         ucp.open(ACTOR / "model_world_size_2_rank_0.pt")
+
+
+@pytest.mark.parametrize(
+    ("case", "file"), [("items_tp_2x2", "model_0.pt"), ("experimental_2", "checkpoint_1.pt")]
+)
+def test_one_item_of_one_rank_is_refused_with_the_folder_to_open(case, file):
+    with pytest.raises(FormatError, match=r"has what one rank had of DTensors, .*open its folder"):
+        ucp.open(DATA / case / "ckpt" / file)
+
+
+def test_items_that_are_not_cut_are_each_ranks_own_and_weights_open_alone():
+    ckpt = DATA / "items_tp_2x2" / "ckpt"
+    checkpoint = ucp.open(ckpt)
+    assert checkpoint.notes[0].startswith("written by torch_checkpointing: torch.save of the DT")
+    assert [checkpoint.extras[f"rng_{rank}.pt"]["rank"] for rank in range(4)] == [0, 1, 2, 3]
+    assert checkpoint.extras["step_2.pt"]["object"] == 3
+    weights = ucp.open(ckpt, weights_only=True)
+    assert {label.partition("/")[0] for label in weights} == {"param"}
+
+
+def test_files_that_number_epochs_are_no_ranks(tmp_path):
+    for epoch in range(2):
+        torch_writer.save({"w": np.arange(3.0)}, tmp_path / f"model_{epoch}.pt")
+    with pytest.raises(NotACheckpoint, match=r"holds model_0.pt, model_1.pt: open one"):
+        ucp.open(tmp_path)
 
 
 # Runs and steps.

@@ -287,7 +287,11 @@ def verl_fsdp2(axes, make=llama, by_verl_placement=True, frozen=(), dtype=None, 
     return write
 
 
-def fsdp2_tp(axes, **sizes):
+def rank_files_of(model, optimizer, out: Path) -> None:
+    rank_files(model, optimizer, scheduler_of(optimizer), out)
+
+
+def fsdp2_tp(axes, save=rank_files_of, **sizes):
     """FSDP2 over tensor parallelism, of rows and columns."""
 
     def write(out: Path) -> Truth:
@@ -310,7 +314,7 @@ def fsdp2_tp(axes, **sizes):
             raise SystemExit("full_tensor() of this torch is wrong where sizes are uneven")
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
         trained(model, [optimizer])
-        rank_files(model, optimizer, scheduler_of(optimizer), out)
+        save(model, optimizer, out)
         return truth_of(model, optimizer)
 
     return write
@@ -606,6 +610,69 @@ def actor_and_critic(meant: str):
     return write
 
 
+def torch_checkpointing(flat=False, metadata=False):
+    """Items of torch_checkpointing, which gathers its metadata on GPUs alone: here by gloo."""
+
+    def save(model, optimizer, out: Path) -> None:
+        import torch_checkpointing as package
+        from torch_checkpointing.default_resharder import DefaultResharder
+        from torch_checkpointing.metadata_manager import DefaultMetadataManager
+        from torch_checkpointing.schema import ItemSpec
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        def gathered(self, data, process_group=None):
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, data)
+            return dict(enumerate(found))
+
+        DefaultMetadataManager._all_gather_pickled_data = gathered
+        weights, states = states_of(model, optimizer, flat)
+        payload = {
+            "model": weights,
+            "optimizer": states,
+            "lr_scheduler": scheduler_of(optimizer).state_dict(),
+            "rng": {"cpu": torch.get_rng_state(), "rank": dist.get_rank()},
+            "step": 3,
+        }
+        reshards = ("model", "optimizer") if metadata else ()
+        config = package.CheckpointManager.Config(
+            items={item: ItemSpec(resharder=DefaultResharder()) for item in reshards},
+            save=package.SyncCheckpointSaverConfig(),
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        )
+        dist.barrier()
+        if dist.get_rank() == 0:
+            out.rmdir()  # it makes the folder itself
+        dist.barrier()
+        manager = package.CheckpointManager(config)
+        manager.save(str(out), payload)
+        manager.close()
+
+    return save
+
+
+def experimental(model, optimizer, out: Path) -> None:
+    from torch.distributed.checkpoint._experimental import make_sync_checkpointer
+    from torch.distributed.checkpoint._experimental.config import CheckpointerConfig
+    from torch.distributed.checkpoint._experimental.types import RankInfo
+
+    ranks = RankInfo(global_rank=dist.get_rank(), global_world_size=dist.get_world_size())
+    checkpointer = make_sync_checkpointer(config=CheckpointerConfig(), rank_info=ranks)
+    weights, states = states_of(model, optimizer)
+    checkpointer.save(str(out), {"model": weights, "optim": states, "step": 3})
+    checkpointer.close()
+
+
+def saved_by(save, **sizes):
+    def write(out: Path) -> Truth:
+        model, optimizer = sharded(**sizes)
+        trained(model, [optimizer])
+        save(model, optimizer, out)
+        return truth_of(model, optimizer)
+
+    return write
+
+
 NO_GROUPS: dict[str, Any] = {}
 FSDP = "fsdp"
 CASES: dict[str, Case] = {
@@ -655,6 +722,14 @@ CASES: dict[str, Case] = {
     "dcp_numbered": Case(raw_numbered(False), 2),
     "dcp_numbered_groups": Case(raw_numbered(True), 3),
     "dcp_two_optimizers": Case(two_optimizers, 2, NO_GROUPS),
+    "items_tp_2x2": Case(
+        fsdp2_tp([("dp", 2), ("tp", 2)], torch_checkpointing(metadata=True), blocks=1), 4, NO_GROUPS
+    ),
+    "items_3_flat": Case(saved_by(torch_checkpointing(flat=True), blocks=1), 3, NO_GROUPS),
+    "items_2": Case(saved_by(torch_checkpointing()), 2, NO_GROUPS),
+    "items_one_rank": Case(saved_by(torch_checkpointing(metadata=True)), 1, NO_GROUPS),
+    "experimental_2": Case(saved_by(experimental, blocks=1), 2, NO_GROUPS),
+    "experimental_3": Case(saved_by(experimental, tied=True), 3, NO_GROUPS),
     "dcp_actor": Case(actor_and_critic("actor"), 2, {"model": "actor"}),
     "dcp_critic": Case(actor_and_critic("critic"), 3, {"model": "critic"}),
 }
@@ -675,7 +750,10 @@ def versions() -> dict[str, str]:
     from importlib import metadata
 
     found = {"torch": torch.__version__}
-    for package in ("accelerate", "lightning", "transformers", "torchtitan", "ai2-olmo-core"):
+    for package in (
+        *("accelerate", "lightning", "transformers", "torchtitan", "ai2-olmo-core"),
+        "torch_checkpointing",
+    ):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""Folders in which each rank saved its shards by torch.save, as verl and SkyRL do.
+"""Folders in which each rank saved its shards by torch.save, as verl, SkyRL, torch_checkpointing
+and `torch.distributed.checkpoint._experimental` do.
 
 A DTensor's mesh and placements say which part of the whole a rank has. What is no DTensor (buffers,
 steps) each rank has whole, and the copies are compared. The optimizer's states go by numbers: FSDP2
@@ -28,15 +29,20 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.dtensor_ranks.files import (
     FSDP_CONFIG,
+    METADATA,
+    MODEL,
+    OPTIM,
     RankFiles,
     has_rank_files,
     is_rank_file,
+    of_rank,
     rank_files,
 )
 from jax_ucp.formats.dtensor_ranks.flat_states import FlatShard, FlatStates, place_flat
 from jax_ucp.formats.dtensor_ranks.placements import shard_at
 from jax_ucp.formats.dtensor_ranks.specs import Mesh, TensorSpec, spec_of
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.state_dicts import GONE, keep_proved, nested_leaves, without_tensors
 from jax_ucp.formats.weight_files import CONFIG, read_json
 from jax_ucp.layout.box import Box
@@ -57,34 +63,41 @@ def recognise(path: FilePath) -> bool:
 def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
     """The checkpoint of all ranks' files in a folder. Raises FormatError, naming the file."""
     ranks = rank_files(path)
-    kinds = [kind for kind in ranks.names if kind != "optim" or not options.weights_only]
+    kinds = [kind for kind in ranks.names if kind != OPTIM or not options.weights_only]
     names = [name for kind in kinds for name in ranks.names[kind]]
     files = opened_files(path, names, partial(TorchFile, lenient=True))
     imported = ContentsBuilder("dtensors", path, Combined.of_files(files), options.on_conflict)
     saved = _Saved(ranks, files)
     _check_facts(saved)
-    model = _wholes(saved, _parts(saved, "model"))
-    if ranks.world_size > 1 and not any(whole.specs for whole in model.values()):
+    parts = {kind: _parts(saved, kind) for kind in saved.states}
+    of_optimizer = parts.get(OPTIM, {})
+    is_flat = _is_flat(saved, of_optimizer)
+    wholes: dict[str, _Whole] = {}
+    for kind, of_kind in parts.items():
+        if kind != OPTIM or not is_flat:
+            wholes |= _wholes(saved, of_kind)
+    if ranks.world_size > 1 and not any(whole.specs for whole in wholes.values()):
         raise FormatError(
             f"{path} has the files of {ranks.world_size} ranks, in which no tensor of the model is"
             " a DTensor: nothing says whether they are copies of the whole or parts of it"
         )
-    of_optimizer = _parts(saved, "optim")
-    if _is_flat(saved, of_optimizer):
-        _place(imported, model, {}, replace(options, optimizer_groups=None))
-        _place_flat(imported, saved, model, of_optimizer, options)
+    # objects beside the tensors: the first rank's, as all others say the same
+    objects = {
+        steps: node
+        for kind in saved.states
+        if kind != MODEL
+        for _, _, file in itertools.islice(saved.of(kind), 1)
+        for steps, node in nested_leaves(file.tree, ranks.steps_of(kind))
+        if not isinstance(node, StoredTensor | DTensor)
+    }
+    if is_flat:
+        _place(imported, wholes, {}, replace(options, optimizer_groups=None))
+        _place_flat(imported, saved, wholes, of_optimizer, options)
     else:
-        optimizer = _wholes(saved, of_optimizer)
-        # objects beside the tensors: the first rank's, as all others say the same
-        trees = [file.tree for _, _, file in itertools.islice(saved.of("optim"), 1)]
-        leaves = [leaf for tree in trees for leaf in nested_leaves(tree, ("optim",))]
-        objects = {
-            path: node for path, node in leaves if not isinstance(node, StoredTensor | DTensor)
-        }
-        _place(imported, {**model, **optimizer}, objects, options)
+        _place(imported, wholes, objects, options)
     _keep_rest(imported, saved, options)
     meshes: dict[str, None] = {}
-    for mesh in (whole.specs[0].mesh for whole in model.values() if whole.specs):
+    for mesh in (whole.specs[0].mesh for whole in wholes.values() if whole.specs):
         axes = list(map(str, mesh.shape))
         if len(mesh.axes) == len(mesh.shape):
             axes = [f"{name}={n}" for name, n in zip(mesh.axes, mesh.shape, strict=True)]
@@ -94,7 +107,11 @@ def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
         f"written by {ranks.writer}: torch.save of the DTensors of {ranks.world_size} ranks"
         f"{', mesh ' * bool(meshes)}{', '.join(meshes)}",
     )
-    imported.about = About(f"{ranks.writer}, DTensors of {ranks.world_size} ranks")
+    step = next((file.tree for _, _, file in saved.of("step")), None)
+    imported.about = About(
+        f"{ranks.writer}, DTensors of {ranks.world_size} ranks",
+        step if isinstance(step, int) else None,
+    )
     return imported.contents()
 
 
@@ -141,6 +158,13 @@ class _Saved:
 
     def __init__(self, ranks: RankFiles, files: Mapping[str, TorchFile]):
         self.ranks, self.files = ranks, files
+        self.states = ranks.states or [kind for kind in ranks.names if self._is_cut(kind)]
+        if not self.states and ranks.world_size == 1:
+            self.states = [*ranks.names]
+
+    def _is_cut(self, kind: str) -> bool:
+        trees = (file.tree for _, _, file in self.of(kind))
+        return any(isinstance(node, DTensor) for tree in trees for _, node in walk(tree))
 
     def of(self, kind: str) -> Iterator[tuple[int, str, TorchFile]]:
         for rank, name in enumerate(self.ranks.names.get(kind, ())):
@@ -158,7 +182,7 @@ def _parts(saved: _Saved, kind: str) -> _Parts:
     """The tensors by path, each as the parts that ranks have. Raises FormatError."""
     parts: dict[Steps, list[RankPart]] = defaultdict(list)
     for rank, name, file in saved.of(kind):
-        for path, node in nested_leaves(file.tree, (kind,)):
+        for path, node in nested_leaves(file.tree, saved.ranks.steps_of(kind)):
             reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
             if isinstance(node, StoredTensor | DTensor):
                 parts[path].append(RankPart(rank, name, node))
@@ -192,7 +216,7 @@ def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:
     found = {part.rank for part in parts}
     for wanted in [spec.mesh.ranks for spec in specs] or [range(saved.ranks.world_size)]:
         if missing := sorted(set(wanted) - found):
-            file = first.file.replace(f"_rank_{first.rank}.pt", f"_rank_{missing[0]}.pt")
+            file = of_rank(first.file, missing[0])
             raise FormatError(
                 f"{folder / file} has no part of {label}, which is in {first.file}; the"
                 " files are not of one save"
@@ -236,15 +260,14 @@ def _layout(
 def _check_facts(saved: _Saved) -> None:
     """Raise FormatError where ranks are of different steps, or were told different things."""
     facts = Facts(saved.ranks.folder)
-    for _, name, file in saved.of("optim"):
-        tree = file.tree if isinstance(file.tree, dict) else {}
+    for _, name, file in saved.of(OPTIM):
+        tree = as_dict(file.tree)
         facts.state_all(file, name, "param_groups", tree.get("param_groups"))
-        states = tree.get("state")
-        first = next(iter(states.values()), None) if isinstance(states, dict) else None
-        if isinstance(first, dict):
-            facts.state_all(file, name, "step", first.get("step"))
-    for _, name, file in saved.of("extra_state"):
-        facts.state_all(file, name, "extra_state", file.tree, only=(*COUNTS, *RATES))
+        first = next(iter(as_dict(tree.get("state")).values()), None)
+        facts.state_all(file, name, "step", as_dict(first).get("step"))
+    for kind in saved.ranks.names:
+        for _, name, file in saved.of(kind) if kind not in (MODEL, OPTIM) else ():
+            facts.state_all(file, name, kind, file.tree, only=(*COUNTS, *RATES, "step"))
 
 
 def _place(
@@ -255,8 +278,13 @@ def _place(
 ) -> None:
     stored = {label: whole.described() for label, whole in wholes.items()}
     places = imported.placed(stored, objects, options)
+    left = places.in_optimizers if options.weights_only else frozenset[str]()
     for label, whole in wholes.items():
         state, name = places.at[label]
+        if label in left:
+            for part in whole.parts:
+                imported.leave(part.key, "", f"{state} of {name}: only weights were asked for")
+            continue
         what = f"{state} of {name}" if state != "other" else "a tensor beside the model"
         if len(whole.layout.replicas) > 1:
             what += ", a shard"
@@ -302,22 +330,25 @@ def _place_flat(
         path: [FlatShard(shards.get(part.rank, 0), part.node.shape, part.key) for part in of_path]
         for path, of_path in parts.items()
     }
-    _, _, first = next(saved.of("optim"))
+    _, _, first = next(saved.of(OPTIM))
     place_flat(imported, FlatStates.of(states, first.tree, shard_count), shapes, options)
 
 
 def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> None:
-    for kind in ("model", "optim"):
+    for kind in saved.states:
         for rank, name, file in saved.of(kind):
             rest = without_tensors(file.tree)
             if rank == 0 and isinstance(rest, dict) and rest is not GONE:
                 for key, value in rest.items():
                     imported.extra(name, str(key), value)
-    for _, name, file in saved.of("extra_state"):
-        keep_proved(imported, name, file)
-        imported.unknown |= file.unknown
+    for kind in saved.ranks.names:
+        for _, name, file in saved.of(kind) if kind not in saved.states else ():
+            keep_proved(imported, name, file)
+            imported.unknown |= file.unknown
     for child in sorted(imported.path.children()):
-        if child.name == FSDP_CONFIG:
+        if child.name == METADATA:
+            imported.skip(child.name, "file", "says of each tensor what its DTensors say")
+        elif child.name == FSDP_CONFIG:
             imported.extra(child.name, "config", dict(saved.ranks.fsdp_config))
         elif child.name == HUGGINGFACE and child.is_dir():
             # the config makes the folder beside the shards complete for transformers

@@ -17,9 +17,7 @@ from dataclasses import replace
 
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
-from jax_ucp.codecs.tensor_names import DTensor
-from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
-from jax_ucp.codecs.unpickle import walk
+from jax_ucp.codecs.torch_file import TorchFile, has_dtensors, is_torch_file
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
@@ -108,13 +106,11 @@ def read_weights(
 
 def refuse_distributed(path: FilePath) -> None:
     """Raises FormatError for a file that is called after a rank and has parts of DTensors."""
-    if not _NUMBERED.fullmatch(path.name):
-        return
-    if any(isinstance(node, DTensor) for _, node in walk(TorchFile(path, lenient=True).tree)):
+    if _NUMBERED.fullmatch(path.name) and has_dtensors(path):
         raise FormatError(
             f"{path} has what one rank had of DTensors, as torch.distributed.checkpoint."
             "_experimental (checkpoint_RANK.pt) and torch_checkpointing (NAME_RANK.pt) write them:"
-            " these formats are not read. Save with torch.distributed.checkpoint.save"
+            " open its folder, with the files of all ranks"
         )
 
 
