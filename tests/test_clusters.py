@@ -47,7 +47,7 @@ def mpiexec(*command: object, ranks: int = 3) -> str:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.terminate()  # which ends the ranks too
         process.wait(timeout=30)
@@ -187,6 +187,6 @@ def test_a_scheduler_without_workers_is_waited_for_and_said_so(made, tmp_path):
             assert "has no worker yet: waiting for the first" in process.stderr.readline()
             assert not out.exists()
             cluster.scale(1)
-            process.communicate(timeout=120)
+            process.communicate(timeout=300)
         assert process.returncode == 0
     assert digests(out) == digests(whole / "convert")

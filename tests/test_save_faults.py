@@ -51,7 +51,7 @@ def said(tmp_path_factory) -> list[dict]:
     for long are ended.
     """
     saves = tmp_path_factory.mktemp("saves")
-    return [json.loads(each) for each in said_by(2, "failing_save.py", saves, seconds=150)]
+    return [json.loads(each) for each in said_by(2, "failing_save.py", saves, seconds=300)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -289,7 +289,7 @@ def test_results_come_in_order_and_those_not_yet_taken_fit_the_budget(costs, bud
 def test_while_a_result_is_used_the_next_is_worked_at():
     begun = [threading.Event() for _ in range(10)]
     for i, _ in enumerate(in_order(((1, event.set) for event in begun), budget_bytes=2)):
-        assert all(event.wait(10) for event in begun[: i + 2])
+        assert all(event.wait(60) for event in begun[: i + 2])
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["sample", "full"]), st.booleans())

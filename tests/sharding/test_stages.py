@@ -165,9 +165,9 @@ def test_training_goes_on_when_all_was_copied_and_may_donate(tmp_path, host, mon
     kept = jax.tree.map(np.array, want)
 
     def written(store: ZarrStore, *args: Any, **options: Any) -> None:
-        assert host.ahead.wait(10)  # the next stage is copied meanwhile
+        assert host.ahead.wait(60)  # the next stage is copied meanwhile
         if host.copied == total(kept):
-            assert done.wait(10)
+            assert done.wait(60)
         write(store, *args, **options)
 
     monkeypatch.setattr(ZarrStore, "write", written)
