@@ -128,14 +128,20 @@ def _v0_method(stock: Method, name: str, kind: type) -> Method:
         if kind is ocp.args.StandardRestore:
             # what would have to be cut or padded is refused by its shape
             asked = replace(asked, strict=True)
-        return getattr(CheckpointHandler(), name)(directory, asked)
+        bound = getattr(_pytree(self), "_save_device_host_concurrent_bytes", None)
+        ours = CheckpointHandler(snapshot_bytes=bound if isinstance(bound, int) else None)
+        return getattr(ours, name)(directory, asked)
 
     return method
 
 
 def _is_host_local(handler: Any) -> bool:
-    pytree = getattr(handler, "_impl", handler)
-    return pytree._primary_host is None
+    return _pytree(handler)._primary_host is None
+
+
+def _pytree(handler: Any) -> Any:
+    """The stock handler of pytrees, which that of standard trees has inside."""
+    return getattr(handler, "_impl", handler)
 
 
 def _v1_method(stock: Method, name: str) -> Method:

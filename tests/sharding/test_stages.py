@@ -148,6 +148,21 @@ def by_registry(path: Any, bound: int, want: Any) -> Any:
     return manager.wait_until_finished
 
 
+def by_stock_handler(path: Any, bound: int, want: Any) -> Any:
+    stock = ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=1)
+    assert stock._save_device_host_concurrent_bytes == 10**9
+    stock._save_device_host_concurrent_bytes = bound
+    with ucp.orbax_everywhere():
+        manager = ocp.CheckpointManager(path, item_handlers=stock)
+        manager.save(1, args=ocp.args.PyTreeSave(want))
+
+    def finish() -> None:
+        with ucp.orbax_everywhere():
+            manager.wait_until_finished()
+
+    return finish
+
+
 def by_v1(path: Any, bound: int, want: Any) -> Any:
     from orbax.checkpoint import v1
 
@@ -156,7 +171,7 @@ def by_v1(path: Any, bound: int, want: Any) -> Any:
         return v1.save_async(path / "1", want).result
 
 
-WAYS = [by_v0, by_registry, *[by_v1] * HAS_V1]
+WAYS = [by_v0, by_registry, by_stock_handler, *[by_v1] * HAS_V1]
 
 
 @pytest.mark.parametrize("way", WAYS)
