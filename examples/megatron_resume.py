@@ -10,7 +10,8 @@ opened as its ranks wrote it, and mapped to Hugging Face's names and from there 
 The weights go into the framework's own model, Adam's moments and steps into its own optax state,
 and the framework's own train step does the same three steps. The losses must be Megatron's.
 `--negative-control` sets the moments to zero; the losses must then part, and it fails if they do
-not.
+not. `--export FOLDER` writes what a run of Qwen3 or Qwen3-MoE in MaxText has become for Megatron's
+`--load`, with which `tests/generators/megatron_runs.py` goes on.
 
 MaxText keeps the scale of a Llama's or Mixtral's query in its weight, where Adam would take other
 steps: `plan_optimizer` refuses what the mapping to it gives. Such a run goes on with the moments of
@@ -55,12 +56,15 @@ SCALED = {"llama", "mixtral"}  # whose query MaxText has scaled
 TOLERANCE = 1e-5
 RATE = 1e-2  # with which Megatron ran
 BIAS_RATE = 1e-3  # by which it changed the biases of experts' scores at a step
+BACK = {"qwen3", "qwen3_moe"}  # what `--export` writes
 
 # The optax state of an optimizer for parameters that have the names of the mapped checkpoint.
 StateOf = Callable[[optax.GradientTransformation, Any], Any]
+# Takes what a run has become: its optimizer, the parameters and the optax state.
+Keep = Callable[[optax.GradientTransformation, Any, Any], None]
 
 
-def main(framework: str, negative_control: bool) -> int:
+def main(framework: str, negative_control: bool, folder: Path | None) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_matmul_precision", "highest")
     train = {"tunix": in_tunix, "maxtext": in_maxtext}[framework]
@@ -73,7 +77,11 @@ def main(framework: str, negative_control: bool) -> int:
         config = {**hf.config, "rope_parameters": hf.config["rope_scaling"]}
         moments = hf.map(without_scales(second)) if case in SCALED else mapped
         state_of = functools.partial(optax_state, moments, negative_control)
-        losses = train(mapped, config, tokens, state_of)
+        go_on = train
+        if folder and framework == "maxtext" and case in BACK:
+            keep = functools.partial(export, case, folder / case)
+            go_on = functools.partial(in_maxtext, keep=keep)
+        losses = go_on(mapped, config, tokens, state_of)
         off = float(np.max(np.abs(losses - want) / want))
         print(f"{case}: {framework} {shown(losses)}, Megatron {shown(want)}, apart by {off:.1e}")
         wrong = off < 10 * TOLERANCE if negative_control else off > TOLERANCE
@@ -93,6 +101,20 @@ def optax_state(
     if not zeros:
         return state
     return jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.ndim(x) else x, state)
+
+
+def export(
+    case: str, folder: Path, tx: optax.GradientTransformation, params: Any, opt_state: Any
+) -> None:
+    """Write what a run in MaxText has become, as Megatron would have saved it."""
+    first, second = CASES["maxtext"][case]
+    source = ucp.open(DATA / case / "ckpt")
+    run = ucp.Checkpoint.of({"params": params, "opt_state": opt_state})
+    hf = run.torch_states(tx).map(
+        ucp.Mapping.load(second).inverse(), config=source.map(first).config
+    )
+    back = hf.map(ucp.Mapping.load(first).inverse(), config=source.config)
+    back.export(folder, "megatron", like=DATA / case / "ckpt")
 
 
 def without_scales(name: str) -> ucp.Mapping:
@@ -170,7 +192,11 @@ def in_tunix(
 
 
 def in_maxtext(
-    mapped: ucp.Checkpoint, config: dict[str, Any], tokens: np.ndarray, state_of: StateOf
+    mapped: ucp.Checkpoint,
+    config: dict[str, Any],
+    tokens: np.ndarray,
+    state_of: StateOf,
+    keep: Keep | None = None,
 ) -> np.ndarray:
     """The losses of MaxText's `train_step` with MaxText's optimizer, whose defaults are Megatron's
     arguments but for the norms, which it decays unless told.
@@ -219,6 +245,14 @@ def in_maxtext(
                 batch |= {f"{name}_position": places, f"{name}_segmentation": np.ones_like(places)}
             run, metrics = step(run, batch)
             losses.append(float(metrics["scalar"]["learning/loss"]))
+        if keep:
+            now = nnx.merge(graph, run)
+            state = jax.tree.map(
+                lambda node: {"params": node} if isinstance(node, nnx.State) else node,
+                nnx.pure(now.optimizer.opt_state),
+                is_leaf=lambda node: isinstance(node, nnx.State),
+            )
+            keep(tx, {"params": nnx.state(now.model, nnx.Param)}, state)
     return np.asarray(losses)
 
 
@@ -228,5 +262,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("framework", choices=CASES)
     parser.add_argument("--negative-control", action="store_true")
+    parser.add_argument("--export", type=Path, metavar="FOLDER")
     given = parser.parse_args()
-    sys.exit(main(given.framework, given.negative_control))
+    sys.exit(main(given.framework, given.negative_control, given.export))

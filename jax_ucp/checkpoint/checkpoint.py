@@ -633,7 +633,8 @@ class Checkpoint:
             step: the number of updates done, if the checkpoint does not have it (torch's SGD counts
                 none).
             check: test that `tx` computes what Adam computes, if its state has that type, with the
-                betas, eps and weight decay that parameters have according to `groups`.
+                betas, eps and weight decay that parameters have according to `groups`, and
+                whether learning rates are alike.
 
         Returns:
             The plan: `report()` says where each leaf comes from, `restore()` gives the state.

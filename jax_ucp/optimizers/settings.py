@@ -37,7 +37,8 @@ def setting_faults(
     """Messages about parameters for which `tx` has another weight decay or eps than `groups` say.
 
     Groups name parameters by their paths in `params`. Of Adam, which has betas, the rate of weight
-    decay is compared too: its updates have the size of the learning rate, to divide by.
+    decay is compared too: its updates have the size of the learning rate, to divide by. Learning
+    rates follow schedules; of them it is compared whether parameters have the same one.
     """
     settings_of = {name: group.settings for group in groups for name in group.params}
     updates = TrialUpdates(tx, params) if settings_of else None
@@ -45,6 +46,7 @@ def setting_faults(
         return
     unit = updates.after(0.0, 1.0)
     unlike: dict[tuple[str, float, str], list[str]] = defaultdict(list)
+    rates: dict[str, tuple[float, float]] = {}  # the checkpoint's, and that of the first update
     for name, settings in settings_of.items():
         if name not in decays:
             continue
@@ -55,6 +57,8 @@ def setting_faults(
             if settings.get("bias_correction") in (False, 0):
                 unlike["bias_correction", False, "True, as all of optax"].append(name)
             by_one = float(np.abs(unit[name]).max())
+            if isinstance(lr := settings.get("lr"), float) and lr:
+                rates[name] = lr, by_one
             if rate and decays[name] == "in proportion":
                 decayed = float(np.abs(updates.after(1.0, 0.0)[name]).max()) / by_one
                 if not _is_about(decayed, rate):
@@ -65,10 +69,30 @@ def setting_faults(
                 if not _is_about(2 * share, 1.0):
                     found = eps / share - eps if share else np.inf
                     unlike["eps", eps, f"about {found:.2g}"].append(name)
+    yield from _rate_faults(rates)
     for (setting, declared, found), names in unlike.items():
         yield (
             f"{few(names)}: the checkpoint's optimizer has {setting}={declared}, tx {found};"
             " give tx the same, or check=False"
+        )
+
+
+def _rate_faults(rates: Mapping[str, tuple[float, float]]) -> Iterator[str]:
+    """Messages about parameters that move alike in one of checkpoint and `tx`, and not in both."""
+    first, (known_first, found_first) = next(iter(rates.items()), ("", (1.0, 1.0)))
+    unlike: dict[tuple[float, str], list[str]] = defaultdict(list)
+    for name, (known, found) in rates.items():
+        is_alike = _is_about(known, known_first)
+        if is_alike != _is_about(found, found_first):
+            unlike[known, f"{found / found_first:.2g}"].append(name)
+    for (known, times), names in unlike.items():
+        other = (
+            f"as for {first}" if _is_about(known, known_first) else f"and {known_first} for {first}"
+        )
+        yield (
+            f"{few(names)}: the checkpoint's optimizer has lr={known}, {other}, and tx about"
+            f" {times} times the rate of {first}; give tx rates of the same ratio"
+            " (optax.partition), or check=False"
         )
 
 

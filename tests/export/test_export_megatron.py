@@ -35,6 +35,7 @@ REBUILT += ["legacy_te_moe_ep2_zero_bf16", "dist_tp2_singleton_swiglu_fp32"]
 REBUILT = [f"megatron/{case}" for case in REBUILT]
 QWEN3 = "megatron/dist_tp2_gqa_swiglu_qknorm_fp32"
 CHAIN = ("megatron-qwen3-to-hf", "hf-qwen3-to-maxtext")
+OWN_NORMS = "megatron-deepseek3-to-hf:own_norms"
 MASTERS = "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
@@ -147,20 +148,29 @@ def test_through_hugging_face_and_maxtext_and_back_every_bit_is_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "mapping"),
+    ("case", "mappings"),
     [
-        ("megatron/legacy_tp2_dp2_distopt_bf16", "megatron-llama-to-hf"),
-        ("megatron_logits/llama31", "megatron-llama-to-hf"),
-        ("megatron_logits/qwen2", "megatron-qwen2-to-hf"),
-        ("megatron/legacy_ep2_moe_seq_distopt_fp32", "megatron-mixtral-to-hf"),
-        ("megatron/dist_ep2_moe_grouped_bf16", "megatron-mixtral-to-hf"),
-        ("megatron_logits/qwen3_moe", "megatron-qwen3-moe-to-hf"),
+        ("megatron/legacy_tp2_dp2_distopt_bf16", ["megatron-llama-to-hf"]),
+        ("megatron/legacy_tp2_fp16_scaler", ["megatron-gpt2-to-hf", "hf-gpt2-to-flax"]),
+        ("megatron/dist_pp2_vpp2_fp32", ["megatron-gpt2-to-hf", "hf-gpt2-to-flax"]),
+        ("megatron_logits/llama31", ["megatron-llama-to-hf"]),
+        ("megatron_next/llama", ["megatron-llama-to-hf", "hf-llama-to-tunix"]),
+        ("megatron_logits/qwen2", ["megatron-qwen2-to-hf", "hf-qwen2-to-maxtext"]),
+        ("megatron/legacy_ep2_moe_seq_distopt_fp32", ["megatron-mixtral-to-hf"]),
+        ("megatron/dist_ep2_moe_grouped_bf16", ["megatron-mixtral-to-hf"]),
+        ("megatron_next/mixtral", ["megatron-mixtral-to-hf"]),
+        ("megatron_logits/qwen3_moe", ["megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"]),
+        ("megatron_next/deepseek3", [OWN_NORMS, "hf-deepseek3-to-maxtext"]),
     ],
 )
-def test_a_run_of_each_family_comes_back_from_hugging_faces_names(case, mapping, tmp_path):
-    original = Case(case).open(sizes=None)
-    original.map(mapping).save(tmp_path / "hf")
-    back = ucp.open(tmp_path / "hf").map(ucp.Mapping.load(mapping).inverse())
+def test_a_run_of_each_family_comes_back_from_other_names(case, mappings, tmp_path):
+    original = mapped = Case(case).open(sizes=None)
+    for name in mappings:
+        mapped = mapped.map(name)
+    mapped.save(tmp_path / "saved")
+    back = ucp.open(tmp_path / "saved")
+    for name in reversed(mappings):
+        back = back.map(ucp.Mapping.load(name).inverse())
     assert_same(arrays_of(back.export(tmp_path / "run", "megatron")), arrays_of(original))
 
 
@@ -222,6 +232,17 @@ def changed(step=None, drop=(), **config):
         del tree[state][name]
     tree = {state: own for state, own in tree.items() if own}
     return ucp.Checkpoint.of(tree), {**Case(QWEN3).open().config, **config}
+
+
+def test_layers_that_predict_further_tokens_and_are_gone_are_told(tmp_path):
+    checkpoint, config = changed(mtp_num_layers=1)
+    notes = checkpoint.plan_export("megatron", like=config).notes
+    assert any("goes on without --mtp-num-layers" in note for note in notes)
+    exported = checkpoint.export(tmp_path / "run", "megatron", like=config)
+    assert exported.config["mtp_num_layers"] is None
+    with_them = Case("megatron_core/layout_mtp").open(sizes=None)
+    assert not any("mtp" in note for note in with_them.plan_export("megatron").notes)
+    assert with_them.export(tmp_path / "mtp", "megatron").config["mtp_num_layers"] == 1
 
 
 def test_what_megatron_would_load_wrong_or_not_at_all_is_refused():

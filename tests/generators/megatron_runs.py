@@ -6,8 +6,10 @@ Checks `export --format megatron`: FOLDER gets runs of three steps at TP 2 and P
 PYTHON's jax_ucp (`export`), exports of what was converted to other names and back (`back`), and what
 runs that load them have: the tensors by `megatron.core`'s own
 `dist_checkpointing.load_plain_tensors`, the live weights and states of every rank, and the next
-three losses, at TP 2 and PP 2, and at TP 1, each beside those from Megatron's own checkpoint. The
-source, and what stands in for CUDA, are as in `megatron.py`.
+three losses, at TP 2 and PP 2, and at TP 1, each beside those from Megatron's own checkpoint. With
+`--jax DIR` DIR has what `examples/megatron_resume.py --export` wrote, of runs that made three steps
+of six in JAX: their next three losses, beside those of Megatron alone. The source, and what stands
+in for CUDA, are as in `megatron.py`.
 """
 
 from __future__ import annotations
@@ -62,17 +64,21 @@ def main() -> None:
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--python", required=True)
     parser.add_argument("--only", nargs="*", default=list(RUNS))
+    parser.add_argument("--jax", type=Path, metavar="DIR")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args()
     if options.run:
         _run(json.loads(options.run))
+        return
+    if options.jax:
+        _go_on(options)
         return
     for name in options.only:
         argv, degrees, mappings = RUNS[name]
         folder = options.folder.resolve() / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        first = _start(options, f"{name} trains", argv, degrees, save=folder / "own", more=STEPS)
+        first = _start(options, f"{name} trains", argv, degrees, save=folder / "own")
         for command, source, target, *more in (
             ("export", "own", "export", "--format", "megatron"),
             ("convert", "own", "mapped", "--mapping", mappings),
@@ -92,16 +98,37 @@ def main() -> None:
                 print(f"    {first['losses']} {found['losses']}", flush=True)
 
 
-def _start(options, what, argv, degrees, save=None, load=None, more=0):
+def _go_on(options) -> None:
+    """Six steps of Megatron from the checkpoints of `next_` cases, and three from those of JAX."""
+    generator = _generator()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for exported in sorted(options.jax.resolve().iterdir()):
+        case = next(one for one in generator.CASES if one.name == f"next_{exported.name}")
+        own = HERE.parents[1] / "data" / "megatron_next" / exported.name / "ckpt"
+        sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}
+        argv = generator.BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1)
+        argv += f" {case.model} {case.argv} --transformer-impl local"
+        alone = _launch(options, case.name, argv, case.world, load=own, more=2 * STEPS)["losses"]
+        more = _launch(options, exported, argv, case.world, load=exported, first=2 * STEPS)
+        off = max(abs(a - b) / a for a, b in zip(alone[STEPS:], more["losses"], strict=True))
+        print(f"{case.name}: {alone[:STEPS]}, then {alone[STEPS:]}")
+        print(f"    after JAX {more['losses']}, apart by {off:.1e}", flush=True)
+
+
+def _start(options, what, argv, degrees, **more):
     tp, pp, ep, world = degrees
-    arguments = BASE.split() + argv.split()
     for kind, n in (("tensor-model", tp), ("pipeline-model", pp), ("expert-model", ep)):
-        arguments += [f"--{kind}-parallel-size", str(n)]
+        argv += f" --{kind}-parallel-size {n}"
+    return _launch(options, what, f"{BASE} {argv}", world, **more)
+
+
+def _launch(options, what, argv, world, save=None, load=None, first=STEPS, more=STEPS):
+    arguments = argv.split()
     arguments += ["--save", str(save)] if save else []
     arguments += ["--load", str(load)] if load else []
     out = options.folder.resolve() / "result.json"
     spec = {"argv": arguments, "world": world, "save": bool(save), "out": str(out)}
-    spec |= {"load": str(load) if load else "", "more": more or STEPS}
+    spec |= {"load": str(load) if load else "", "first": first, "more": more}
     path = f"{options.source.resolve()}:{os.environ.get('PYTHONPATH', '')}"
     settings = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     settings |= {"TORCHDYNAMO_DISABLE": "1", "PYTORCH_JIT": "0", "OMP_NUM_THREADS": "1"}
@@ -182,30 +209,31 @@ def _train(generator, spec, rank: int) -> None:
     from megatron.training import get_args
 
     run = generator._set_up()
-    args, result = get_args(), {}
+    args, first, result = get_args(), spec["first"], {}
     if spec["save"]:
         for iteration in range(STEPS):
             generator.train_step(run, iteration)
         args.iteration, args.consumed_train_samples = STEPS, 8 * STEPS
         generator._save(*run)
-    elif args.iteration != STEPS or args.consumed_train_samples != 8 * STEPS:
+    elif args.iteration != first or args.consumed_train_samples != 8 * first:
         raise RuntimeError(f"iteration {args.iteration}, {args.consumed_train_samples} samples")
     if spec["load"]:
-        result["plain"] = _plain(Path(spec["load"]))  # with a barrier of all ranks
+        result["plain"] = _plain(
+            Path(spec["load"]) / f"iter_{first:07d}"
+        )  # with a barrier of all ranks
     everyone = [None] * spec["world"]
     dist.all_gather_object(everyone, _live(run))
     result["live"] = everyone
-    result["losses"] = [generator.train_step(run, STEPS + each) for each in range(spec["more"])]
+    result["losses"] = [generator.train_step(run, first + each) for each in range(spec["more"])]
     if not rank:
         Path(spec["out"]).write_text(json.dumps(result))
     dist.barrier()
 
 
-def _plain(load: Path) -> dict[str, str]:
+def _plain(folder: Path) -> dict[str, str]:
     """The digests of all tensors, as megatron-core loads them without a model."""
     from megatron.core import dist_checkpointing
 
-    folder = load / f"iter_{STEPS:07d}"
     tensors = dist_checkpointing.load_plain_tensors(str(folder))
     return {key: _digest(value) for key, value in sorted(tensors.items()) if _digest(value)}
 

@@ -257,6 +257,9 @@ def test_an_optax_state_takes_all_of_the_run(case, first, second):
         TreeMismatch, match=r"keeps 0.95 of exp_avg_sq at an update \(betas\), tx 0.999"
     ):
         mapped.plan_optimizer(optax.adamw(1e-2, weight_decay=0.1, mask=mask), params)
+    through_gradient = optax.chain(optax.add_decayed_weights(0.1, mask), optax.adam(1e-2, b2=0.95))
+    with pytest.raises(TreeMismatch, match=r"decays it in proportion \(AdamW\)"):
+        mapped.plan_optimizer(through_gradient, params)
     with pytest.raises(TreeMismatch, match=r"has weight_decay=0.0 for it, and tx decays it"):
         mapped.plan_optimizer(optax.adamw(1e-2, b2=0.95, weight_decay=0.1), params)
     assert (plan.step, plan.left) == (3, {})

@@ -73,6 +73,7 @@ def test_those_of_megatron_follow_from_its_rule(case):
     for settings in matrices_decay(live.open(), rate).values():
         if "betas" in settings:  # Muon's have none
             assert json.dumps({key: settings[key] for key in ("betas", "eps")}) == told
+            assert settings["decoupled_weight_decay"] is True
 
 
 DECAYING = {"wd_mult": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -96,6 +97,7 @@ def test_what_megatrons_groups_say_of_a_norm_of_queries(args, groups, rate):
     }
     told = settings_of(Args(args), groups, NORM, states)
     assert told.get("weight_decay") == rate
+    assert told.get("decoupled_weight_decay") == (True if args else None)
     assert told["betas"] == (0.9, 0.95)
     of_rest = {group["eps"] for group in groups if not group.get("is_expert_parallel")}
     assert told.get("eps") == (1e-8 if of_rest == {1e-8} else None)
@@ -176,7 +178,7 @@ def test_another_decay_is_refused_unless_it_is_meant(tx, message):
 
 
 def trained_with(eps: float = 1e-8) -> list[Group]:
-    settings = {"betas": [0.9, 0.95], "eps": eps, "decoupled_weight_decay": True}
+    settings = {"betas": [0.9, 0.95], "eps": eps, "decoupled_weight_decay": True, "lr": 0.01}
     return [
         Group((name,), settings | {"weight_decay": rate}) for name, rate in (("w", 0.1), ("b", 0.0))
     ]
@@ -209,6 +211,8 @@ def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(dtype, make, ep
     (adamw(b1=0.95), ["b and 1 more: the checkpoint's optimizer keeps 0.9 of exp_avg at an update (betas), tx 0.95"]),
     (adamw(b2=0.999), ["b and 1 more: the checkpoint's optimizer keeps 0.95 of exp_avg_sq at an update (betas), tx 0.999"]),
     (adamw(weight_decay=0.01), ["w: the checkpoint's optimizer has weight_decay=0.1, tx about 0.01"]),
+    (optax.partition({"w": adamw(1e-3), "b": adamw(1e-4)}, {"w": "w", "b": "b"}),
+     ["b: the checkpoint's optimizer has lr=0.01, as for w, and tx about 0.1 times the rate of w"]),
     (adamw(eps=1e-6), ["w and 1 more: the checkpoint's optimizer has eps=1e-08, tx about 1e-06"]),
     (optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3, b2=0.95)), ["w: the checkpoint's optimizer decays it in"]),
 ])  # fmt: skip
@@ -217,6 +221,15 @@ def test_one_with_others_is_refused(tx, found):
     assert len(told) == len(found)
     for fault, words in zip(told, found, strict=True):
         assert fault.startswith(words)
+
+
+def test_one_rate_for_what_was_trained_with_two_is_refused():
+    b, w = trained_with()[::-1]
+    groups = [b, Group(w.params, w.settings | {"lr": 0.1})]
+    [told] = faults(adamw(), groups)
+    assert "has lr=0.1, and 0.01 for b, and tx about 1 times the rate of b" in told
+    parts = {"w": adamw(1e-2), "b": adamw(1e-3)}
+    assert faults(optax.partition(parts, {"w": "w", "b": "b"}), groups) == []
 
 
 def test_adam_without_correction_of_its_bias_is_refused():

@@ -6,7 +6,9 @@ its setting; the rest stays unsaid.
 
 Facts: `_get_param_groups` and `get_standard_config_overrides` in
 `megatron/core/optimizer/__init__.py` of Megatron-LM core_v0.13.1 to core_v0.19.0;
-`--no-weight-decay-cond-type` in `megatron/training/arguments.py` of core_v0.15 and later.
+`--no-weight-decay-cond-type` in `megatron/training/arguments.py` of core_v0.15 and later. Its own
+training has AdamW alone: no argument sets `OptimizerConfig.decoupled_weight_decay`, which is true,
+and the groups of TransformerEngine's FusedAdam do not say it (core_v0.16.1 and core_v0.19.0).
 """
 
 from __future__ import annotations
@@ -45,11 +47,15 @@ def settings_of(
         # Where there is one group alone, it has what does not decay too.
         may_have = [group for group in may_have if group_decays(group) == does] or may_have
     first, *others = may_have or [{}]
-    return {
+    settings = {
         str(key): value
         for key, value in first.items()
         if key not in _NO_SETTINGS and all(key in one and one[key] == value for one in others)
     }
+    if is_adams and args.optional("weight_decay") is not None:
+        is_decoupled = args.optional("decoupled_weight_decay") is not False
+        settings.setdefault("decoupled_weight_decay", is_decoupled)
+    return settings
 
 
 def group_decays(group: Mapping[Any, Any]) -> bool:

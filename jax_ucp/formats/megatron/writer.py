@@ -90,6 +90,13 @@ def megatron_files(
         "content_metadata": run.metadata,
     }
     written_args = {**args, "no_save_rng": True}
+    predicting = args.get("mtp_num_layers")
+    if predicting and not any(name.startswith("mtp.") for name in params.model):
+        written_args["mtp_num_layers"] = None
+        notes.append(
+            f"the run's mtp_num_layers is {predicting}, and there are none of these layers, which"
+            " mappings leave out: it goes on without --mtp-num-layers"
+        )
 
     folder = "release"  # which Megatron loads without optimizer and iteration
     if trained := {name: own for name, own in params.states.items() if own.keys() - {"param"}}:
