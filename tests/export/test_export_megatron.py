@@ -161,6 +161,7 @@ def test_through_hugging_face_and_maxtext_and_back_every_bit_is_there(tmp_path):
         ("megatron_next/mixtral", ["megatron-mixtral-to-hf"]),
         ("megatron_logits/qwen3_moe", ["megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"]),
         ("megatron_next/deepseek3", [OWN_NORMS, "hf-deepseek3-to-maxtext"]),
+        ("megatron_logits/gpt_oss", ["megatron-gpt-oss-to-hf", "hf-gpt-oss-to-maxtext"]),
     ],
 )
 def test_a_run_of_each_family_comes_back_from_other_names(case, mappings, tmp_path):
