@@ -2,7 +2,7 @@
 
 import pytest
 
-from tutorial_pages import BLOCK, PAGES, outputs_of, written
+from tutorial_pages import BLOCK, NEEDS, PAGES, can_run, outputs_of, written
 
 
 def test_there_are_tutorials():
@@ -12,6 +12,8 @@ def test_there_are_tutorials():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_prints_what_its_page_says(page):
     assert BLOCK.search(page.read_text())
+    if not can_run(page):
+        pytest.skip(f"{NEEDS[page.stem]} is not installed; .ci/frameworks runs this page")
     assert written(page) == page.read_text()
 
 

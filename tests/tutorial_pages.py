@@ -3,7 +3,8 @@
     python tests/tutorial_pages.py [PAGE ...]
 
 A block of ```python or ```sh that is followed by a block of ```text prints that text. The blocks of
-a page run one after the other, as if in a clone of the repository, in a folder of their own.
+a page run one after the other, as if in a clone of the repository, in a folder of their own. Pages
+that need a package which is not installed are left out, if they are not named.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+NEEDS = {"maxtext": "maxtext"}  # a page, and the package that it needs beside those of the tests
 BLOCK = re.compile(r"```(python|sh)\n(.*?)```\n(?:\n?```text\n(.*?)```\n)?", re.DOTALL)
 SHIM = """#!/bin/sh
 exec {python} -c "import sys; sys.argv[0] = 'jax-ucp'; from jax_ucp.cli.main import main; main()" "$@"
 """
+
+
+def can_run(page: Path) -> bool:
+    """Whether the package that a page needs is installed."""
+    return find_spec(NEEDS.get(page.stem, "jax_ucp")) is not None
 
 
 def written(page: Path) -> str:
@@ -51,7 +59,7 @@ def outputs_of(page: Path) -> list[str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
         if done.returncode:
             raise RuntimeError(f"{page}:\n{done.stderr}")
@@ -93,5 +101,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         _run(Path(sys.argv[2]))
     else:
-        for page in map(Path, sys.argv[1:]) if sys.argv[1:] else PAGES:
+        for page in map(Path, sys.argv[1:]) if sys.argv[1:] else filter(can_run, PAGES):
             page.write_text(written(page))

@@ -10,16 +10,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 enable_x64: Any
+try:
+    enable_x64 = jax.enable_x64  # pyright: ignore
+except AttributeError:  # before 0.8
+    enable_x64 = jax.experimental.enable_x64  # pyright: ignore
+
 set_mesh: Any
 try:
-    enable_x64, set_mesh = jax.enable_x64, jax.set_mesh  # pyright: ignore
-except AttributeError:  # before 0.8
-    enable_x64, set_mesh = jax.experimental.enable_x64, jax.sharding.use_mesh  # pyright: ignore
+    set_mesh = jax.set_mesh  # pyright: ignore
+except AttributeError:  # before 0.7.1
+    set_mesh = jax.sharding.use_mesh  # pyright: ignore
 
 _get_mesh: Any
 try:
     _get_mesh = jax.sharding.get_mesh  # pyright: ignore
-except AttributeError:  # before 0.8
+except AttributeError:  # before 0.8.1
     from jax._src.mesh import get_concrete_mesh as _get_mesh
 
 
