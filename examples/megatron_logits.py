@@ -3,8 +3,8 @@
     python examples/megatron_logits.py
 
 Needs torch and transformers 5. Megatron's model gave the logits when it saved the checkpoint
-(`tests/generators/megatron.py`). As a control, heads, experts, the biases of experts' scores,
-sinks, and keys with values are exchanged.
+(`tests/generators/megatron.py`, `megatron_deepspeed.py`). As a control, heads, experts, the biases
+of experts' scores, sinks, and keys with values are exchanged.
 """
 
 import tempfile
@@ -31,6 +31,9 @@ CASES = [
     ("megatron_logits/deepseek3", "megatron-deepseek3-to-hf"),
     ("megatron_logits/gpt_oss", "megatron-gpt-oss-to-hf"),
     ("megatron_logits/gpt_oss_clamped", "megatron-gpt-oss-to-hf"),
+    ("megatron_deepspeed/gpt2_tp2", "deepspeed-gpt2-to-hf"),
+    ("megatron_deepspeed/gpt2_tp2_before_fpdt", "deepspeed-gpt2-to-hf"),
+    ("megatron_deepspeed/gpt2_pp2_tp2", "deepspeed-gpt2-to-hf"),
 ]
 
 

@@ -60,6 +60,7 @@ READ = (
     *FAMILIES,
     "folders",
     "megatron_core",
+    "megatron_deepspeed",
     "megatron_logits",
     "megatron_next",
     "pairings",

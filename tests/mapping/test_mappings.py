@@ -106,7 +106,7 @@ def off(got, want):
 def test_every_mapping_of_the_package_is_tried():
     # test_reference_transformer.py, formats/gguf/test_gguf_cases.py, test_chains.py,
     # test_text_of_vision_models.py
-    elsewhere = {"deepspeed-gpt-to-reference"}
+    elsewhere = {"deepspeed-gpt-to-reference", "deepspeed-gpt2-to-hf"}
     elsewhere |= {Case(f"gguf/{case}").about["mapping"] for case in names_of("gguf")}
     elsewhere |= {name for name in shipped() if name.startswith(("megatron-", "vlm-"))}
     assert {mapping for _, mapping, _ in CASES} == set(shipped()) - elsewhere

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -428,7 +428,26 @@ def _refuse_copies(parts: Iterable[tuple[StateFile, Sequence[StoredTensor]]], wh
 def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = None) -> StateFile:
     """A file of the checkpoint; ranks whose files have equal pickles share what is in `equal`."""
     file = TorchFile(path, equal=equal)
-    return StateFile(file, expect_dict(file.tree, path, "the file"))
+    state = expect_dict(file.tree, path, "the file")
+    module = state.get("module")
+    if isinstance(module, dict):
+        state = {**state, "module": dict(_named(module))}
+    return StateFile(file, state)
+
+
+def _named(module: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The names of a module and what they are of. Megatron-DeepSpeed without pipelines saves dicts
+    of modules in dicts (`state_dict_for_save_checkpoint` in its `megatron/model/gpt_model.py`).
+
+    >>> dict(_named({"a": {"b": {"w": 1}, "_extra_state": {"c": 2}}}))
+    {'a.b.w': 1, 'a._extra_state': {'c': 2}}
+    """
+    for key, value in module.items():
+        name = f"{above}{key}"
+        if isinstance(value, dict) and not name.endswith("_extra_state"):
+            yield from _named(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def _as_rank(dp: int, stored: StateFile, run: _RunDegrees) -> Rank:
