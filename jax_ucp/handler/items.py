@@ -46,9 +46,11 @@ class Save(ocp.args.CheckpointArgs):
     Args:
         item: arrays, numbers, strings and None in any registered containers.
         budget_bytes: bounds what is in flight while it is written; None leaves it to the handler.
-        snapshot_bytes: bounds what of it is copied from devices to the host and not written yet, or
-            is what two blocks need, if that is more: a save in the background begins when all that
-            is left fits. None leaves it to the handler. On CPU nothing is copied.
+        snapshot_bytes: bounds the copies of it that this process holds on the host until they are
+            written. Of a larger state the first copies are written before the save returns, and the
+            last in the background. A chunk on disk needs all of the shards that it lies in, so that
+            the bound may be passed by these. None leaves it to the handler. On CPU nothing is
+            copied, and nothing bounded.
 
     Raises:
         UnsupportedLeaf: for a leaf that could not be restored as what it was. Among several
@@ -115,7 +117,9 @@ class SnapshottedSave:
     budget_bytes: Callable[[], int]
 
     def wait_for_host(self, is_running: Callable[[], bool]) -> None:
-        """Return when all that `finish` copies is on the host, or it has ended."""
+        """Return when `finish`, in another thread, has copied all to the host, or has failed: then
+        `is_running` is false. Raises nothing.
+        """
         while self._staging and not self._staging.is_copied.wait(0.1) and is_running():
             pass
 

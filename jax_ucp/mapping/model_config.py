@@ -75,7 +75,8 @@ def _dense_layers(frequency: object) -> int | None:
 
 
 def _window_keys(sides: object) -> int | None:
-    """The keys of Megatron's window, of how many it has left and right of the query; -1 is all.
+    """How many positions a query of Megatron's attends to, itself included, by its window's sides
+    left and right of it; None without a window, or with one that looks ahead.
 
     >>> _window_keys({"!tuple": [127, 0]})
     128

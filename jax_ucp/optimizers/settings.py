@@ -78,7 +78,10 @@ def setting_faults(
 
 
 def _rate_faults(rates: Mapping[str, tuple[float, float]]) -> Iterator[str]:
-    """Messages about parameters that move alike in one of checkpoint and `tx`, and not in both."""
+    """Messages about parameters whose learning rate is that of the first parameter in the
+    checkpoint and not in `tx`, or the other way round. `rates` has both by name, those of `tx` as
+    the size of its first update.
+    """
     first, (known_first, found_first) = next(iter(rates.items()), ("", (1.0, 1.0)))
     unlike: dict[tuple[float, str], list[str]] = defaultdict(list)
     for name, (known, found) in rates.items():

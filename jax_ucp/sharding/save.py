@@ -163,10 +163,10 @@ def describe(tree: Any) -> Description:
 
 @gc_paused()
 def take_snapshot(described: Description, max_bytes: int | None = None) -> Snapshot:
-    """This process's part of the tree, copied from devices: the tree may change then.
+    """This process's part of the tree, copied from devices; then the tree may change.
 
-    What takes more than `max_bytes` of host memory is copied while it is written; the tree may
-    change when its `staging.is_copied`.
+    If the copies take more than `max_bytes` of host memory, none are made here, and the tree may
+    not change before the event `staging.is_copied`, when `write_snapshot` has made them.
     """
     arrays = described.arrays
     infos = {name: ArrayInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
@@ -257,8 +257,8 @@ def _part(process: int) -> Share:
 def _copies(
     snapshot: Snapshot, staging: Staging, packed: frozenset[str]
 ) -> list[tuple[int, Callable[[], Snapshot]]]:
-    """The stages of a snapshot: the bytes that each takes on the host, and what copies it, which
-    returns a snapshot of some of the blocks.
+    """For each stage the bytes of its copies, and a function that makes them: it returns a snapshot
+    of the blocks of that stage. After the last one `staging.is_copied` is set.
     """
     stages = _stages(snapshot, staging, packed)
     left = list(stages)
@@ -282,10 +282,11 @@ def _copies(
 def _stages(
     snapshot: Snapshot, staging: Staging, packed: frozenset[str]
 ) -> list[tuple[list[Block], dict[Block, int]]]:
-    """The blocks in stages, each with the parts that it needs and their bytes on the host: half of
-    what may be there, so that two stages may, or what one block needs.
+    """The blocks of each stage, with the parts that these need and the bytes of their copies.
 
-    Arrays that go into packs come first, and blocks of one part together, which are of one stage.
+    A stage has at most half of `staging.max_bytes`, so that one is copied while another is written;
+    a block that needs more is alone, with others that need nothing else. The `packed` arrays come
+    first. Blocks of one part come one after the other, so that it is copied once.
     """
     order = {key: (key not in packed, i) for i, (key, _) in enumerate(snapshot.blocks)}
 
@@ -309,7 +310,7 @@ def _stages(
 
 
 def _part_bytes(snapshot: Snapshot, parts: Parts, block: Block) -> dict[Block, int]:
-    """The parts that a block needs, with their bytes on the host."""
+    """The parts that a block needs, by array and place, with the bytes of their copies."""
     return {
         (name, place): host_bytes(part)
         for name, box in _unstacked([block], snapshot.stacks)

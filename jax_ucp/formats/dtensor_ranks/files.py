@@ -67,8 +67,8 @@ def is_rank_file(name: str) -> bool:
 
 
 def has_rank_files(folder: FilePath) -> bool:
-    """Whether these lie in a folder. Files of items are told by their DTensors, or `metadata.pkl`:
-    others number their epochs so.
+    """Whether a folder has files of ranks. `ITEM_R.pt` may be of epochs too: they are of ranks if
+    `metadata.pkl` lies beside them, or one has DTensors.
     """
     names = [child.name for child in folder.children()] if folder.is_dir() else []
     if any(map(is_rank_file, names)):
@@ -113,8 +113,8 @@ def _items(folder: FilePath, names: Collection[str]) -> RankFiles:
 
 
 def _written(path: FilePath) -> dict[str, list[int]]:
-    """The ranks that wrote each item, as `metadata.pkl` has it. Raises FormatError where one wrote
-    it into a file of another name or kind.
+    """The ranks that wrote each item, as the `metadata.pkl` at the path has it. Raises FormatError
+    where it is another file, or a rank wrote an item to another file than `ITEM_R.pt`.
     """
     with naming(path):
         items = as_dict(load(path.read_bytes(), {})).get("metadata")
