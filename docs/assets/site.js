@@ -20,3 +20,8 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
   table.before(label);
   show();
 }
+
+// The theme makes a landmark of each code block's button; so many of one name tell nobody anything.
+new MutationObserver(() => {
+  for (const nav of document.querySelectorAll("nav.md-code__nav:not([role])")) nav.setAttribute("role", "none");
+}).observe(document.body, { childList: true, subtree: true });
