@@ -147,7 +147,7 @@ def test_a_target_that_is_none_is_refused_without_a_traceback(target, message, f
 
 
 def test_a_mapping_is_asked_for_and_refused_by_name():
-    assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, gguf-" in run(
+    assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, deepspeed-gpt2-to" in run(
         "map", LLAMA, code=2
     )
     assert "nothing is not a mapping that can be read" in run(

@@ -191,6 +191,9 @@ def test_rows_of_queries_keys_and_values_are_those_of_the_version_that_wrote_the
         off = np.abs(logits - measured["logits"]).max() / np.abs(measured["logits"]).max()
         assert (off <= 1e-6) == (config == own)
         assert off <= 1e-6 or off > 1e-2
+    some = {key: value for key, value in older.items() if key != "world_size"}
+    with pytest.raises(LayoutError, match=r"requires order: .* has none of ds_sequence"):
+        ucp.open(tmp_path / "w.safetensors").map(first, config=some)
 
 
 def test_gelu_that_is_fused_with_its_bias_is_the_approximation():
