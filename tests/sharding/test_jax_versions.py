@@ -12,7 +12,7 @@ OLD = {"enable_x64": (jax.experimental, "enable_x64"), "set_mesh": (jax.sharding
 
 
 # None of them before 0.7.1, `set_mesh` alone in 0.7.1 and 0.7.2, both since 0.8
-@pytest.mark.parametrize("new", [set(), {"set_mesh"}, {"enable_x64", "set_mesh"}], ids=str)
+@pytest.mark.parametrize("new", [(), ("set_mesh",), ("enable_x64", "set_mesh")], ids=str)
 def test_a_name_that_is_new_is_taken_and_else_the_old_one(monkeypatch, new):
     want = {}
     for name, (home, before) in OLD.items():
