@@ -431,7 +431,10 @@ def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = Non
     state = expect_dict(file.tree, path, "the file")
     module = state.get("module")
     if isinstance(module, dict):
-        state = {**state, "module": dict(_named(module))}
+        named = [*_named(module)]
+        state = {**state, "module": dict(named)}
+        if len(state["module"]) < len(named):
+            raise FormatError(f"{path}: two entries of 'module' have one name")
     return StateFile(file, state)
 
 

@@ -24,6 +24,18 @@ DATA = CASES_DATA / "deepspeed"
 CASES = names_of("deepspeed")
 
 
+def test_two_entries_of_a_module_that_come_to_one_name_are_refused(tmp_path):
+    ckpt = Case("megatron_deepspeed/gpt2_tp2").copied(tmp_path / "ckpt")
+
+    def twice(tree):
+        word = tree["module"]["language_model"]["embedding"]["word_embeddings"]
+        tree["module"]["language_model.embedding.word_embeddings.weight"] = word["weight"]
+
+    edit(ckpt / "global_step3" / "mp_rank_00_model_states.pt", twice)
+    with pytest.raises(FormatError, match=r"mp_rank_00.*: two entries of 'module' have one name"):
+        ucp.open(ckpt)
+
+
 def test_extras_keep_what_the_trainer_put_beside_the_model():
     extras = ucp.open(DATA / "z1_fp16_dp2").extras
     model = extras["mp_rank_00_model_states.pt"]
