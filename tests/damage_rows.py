@@ -609,7 +609,7 @@ TORCH = {
         (missing("metadata.pkl"),               RIGHT, ""),
     ],
     EXPERIMENTAL: [
-        (missing("checkpoint_1.pt"),            FormatError, "FILE has no part of"),
+        (missing("checkpoint_1.pt"),            FormatError, "FILE is missing, or has no part of"),
         (exchanged("checkpoint_0.pt", "checkpoint_1.pt"), FormatError, "which is called that of rank 0: the file was renamed"),
     ],
     OLD_DTENSORS: [(doubled("model_world_size_4_rank_2.pt", ""), TOLD, "")],

@@ -5,6 +5,7 @@ import itertools
 import random
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -180,10 +181,13 @@ class Counting:
         arrays = checkpoint._contents.arrays
         read = arrays.read
         self.nbytes, self.changes = 0, False
+        lock = threading.Lock()
 
         def counted(key, box):
-            self.nbytes += (data := read(key, box)).nbytes
-            return data + (self.changes and self.nbytes > 12_000_000)
+            data = read(key, box)
+            with lock:
+                self.nbytes += data.nbytes
+                return data + (self.changes and self.nbytes > 12_000_000)
 
         monkeypatch.setattr(arrays, "read", counted, raising=False)
 

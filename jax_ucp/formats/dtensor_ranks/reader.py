@@ -218,8 +218,8 @@ def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:
         if missing := sorted(set(wanted) - found):
             file = of_rank(first.file, missing[0])
             raise FormatError(
-                f"{folder / file} has no part of {label}, which is in {first.file}; the"
-                " files are not of one save"
+                f"{folder / file} is missing, or has no part of {label}, which is in"
+                f" {first.file}; the files are not of one save"
             )
     if specs:
         layout = _layout(folder, label, parts, specs)

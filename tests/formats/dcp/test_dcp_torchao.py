@@ -2,7 +2,6 @@
 for, weights that are gathered as float8 are the tensors in their wrappers.
 """
 
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from jax_ucp.layout.box import Box
 from safetensors_writer import safetensors
 from torch_writer import Global, Instance, Size, Storage, save
 
-DTENSORS = Path(__file__).parents[2] / "data" / "dtensors"
 NAME, STATE = "w", "optim.state.w.exp_avg"
 OPTIM = "torchao.optim"
 FLOAT8 = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
@@ -115,16 +113,6 @@ def test_a_damaged_code_is_refused_or_has_another_crc(at, by):
             return
         faults = [fault for _, fault in checkpoint.verify() if fault]
         assert faults or same_bits(got, want)
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "model"])
-def test_ranks_files_of_dtensors_are_named_whether_opened_singly_or_by_their_folder(name, tmp_path):
-    (rank,) = (DTENSORS / "tp_2x2_small" / "ckpt").glob("model_world_size_*_rank_0.pt")
-    for at in range(2):
-        shutil.copy(rank, tmp_path / f"{name}_{at}.pt")
-    for path in (tmp_path, tmp_path / f"{name}_0.pt"):
-        with pytest.raises(FormatError, match=r"_experimental \(checkpoint_RANK\.pt\)"):
-            ucp.open(path)
 
 
 CHANGES = {
