@@ -23,7 +23,7 @@ from jax_ucp.export.files import (
 )
 from jax_ucp.files.local import LocalFiles, remove, sync_file_system, sync_folder
 from jax_ucp.files.path import FilePath, file_path
-from jax_ucp.jobs.ledger import LEDGER_FILE, RESULT_FILE, Blocks, Ledger, is_noted
+from jax_ucp.jobs.ledger import LEDGER_FILE, RESULT_FILE, Blocks, Ledger, Share, is_noted
 from jax_ucp.jobs.run import Work
 from jax_ucp.universal.copy import require_outside
 
@@ -99,8 +99,8 @@ class FolderTarget(ExportTarget[BlockRun]):
         require_whole(folder, self._files)
         return True
 
-    def clear(self, count: int) -> None:
-        super().clear(count)
+    def clear(self, share: Share) -> None:
+        super().clear(share)
         shutil.rmtree(partial_folder(self._target), ignore_errors=True)
 
 

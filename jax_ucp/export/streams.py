@@ -187,7 +187,7 @@ class BucketTarget(ExportTarget[Upload]):
             try:
                 require_unclaimed(folder)
             except FileExistsError:
-                clear(folder, work.share.count)
+                clear(folder, work.share)
                 raise
         # tasks in threads of this process report their progress themselves
         self._reports_here = work.coordinator.is_here

@@ -260,10 +260,10 @@ def are_complete(files: Files, count: int) -> bool:
     return True
 
 
-def clear(files: Files, count: int) -> None:
-    """Remove the ledgers of a committed job in shares, that of the whole job last."""
-    if file_size(files, LEDGER_FILE) is None:
-        return
+def clear(files: Files, share: Share) -> None:
+    """Remove the ledgers of a committed job in shares, that of the whole job last. The share's own
+    may have been written after another process had removed all.
+    """
 
     def clear_share(share: Share) -> None:
         files.delete(share.complete)
@@ -274,7 +274,10 @@ def clear(files: Files, count: int) -> None:
         else:
             files.delete(share.ledger)
 
-    shares = [partial(clear_share, Share(index, count)) for index in range(count)]
+    clear_share(share)
+    if file_size(files, LEDGER_FILE) is None:
+        return
+    shares = [partial(clear_share, Share(index, share.count)) for index in range(share.count)]
     deque(in_threads(shares, files.is_remote), maxlen=0)
     files.delete(LEDGER_FILE)
 

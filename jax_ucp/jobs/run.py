@@ -218,9 +218,9 @@ class Target(Protocol[AnyBlock]):
         does not.
         """
 
-    def clear(self, count: int) -> None:
-        """Remove the ledgers of a committed job in shares."""
-        clear(self.path.folder(), count)
+    def clear(self, share: Share) -> None:
+        """Remove the ledgers of a committed job in shares, of which this process did one."""
+        clear(self.path.folder(), share)
 
 
 def run(target: Target[AnyBlock], executor: Executor | None = None) -> None:
@@ -277,7 +277,7 @@ def run_share(
     # it may have been committed by another process that had this share too
     if not is_made and not target.is_result(identity):
         return False
-    target.clear(share.count)
+    target.clear(share)
     return True
 
 

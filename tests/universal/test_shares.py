@@ -239,6 +239,26 @@ def test_who_is_overtaken_by_the_commit_of_another_share_has_the_checkpoint_too(
     assert but_for_the_note(out) == digests(tmp_path / "whole")
 
 
+def test_who_says_its_last_word_after_the_commit_of_another_share_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    """A share that is done is run again, and another commits and clears all away meanwhile."""
+    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+    source.save(tmp_path / "whole")
+    source.save_share(out, (0, 2))
+    write_complete = jobs.write_complete
+
+    def late(*args):
+        monkeypatch.undo()
+        assert ucp.open(tmp_path / "source").save_share(out, (1, 2)) is not None
+        write_complete(*args)
+
+    monkeypatch.setattr(jobs, "write_complete", late)
+    assert source.save_share(out, (0, 2)) is not None
+    assert but_for_the_note(out) == digests(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("last", ["require_target", "require_same_job", "share_groups"])
 def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, monkeypatch):
     """A share that is done is run again. Chunks of a checkpoint that are written again are half of
