@@ -256,7 +256,8 @@ def dense(draw: Draw) -> Made:
         "zero_point": rng.integers(-half, half, small).astype(np.int8),
     }
     scale, zero = (spread(parts[role], (1, width), shape) for role in ("scale", "zero_point"))
-    codes = (parts["codes"] / scale + zero.astype(dtype)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        codes = (parts["codes"] / scale + zero.astype(dtype)).astype(np.float32)
     codes = np.rint(codes.clip(-half, half - 1))
     want = affine(codes, zero.astype(np.float32), scale)
     args = {"num_bits": bits, "type": "int", "symmetric": False}
