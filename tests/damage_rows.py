@@ -542,7 +542,7 @@ OLD, UNEVEN, TWO_TABLES = "torch/old_v260", "torch/fsdp2_dp4_uneven", "torch/dcp
 GPT2, SHARDED, SHARDED_2D = "torch/hf_gpt2", "torch/dcp_hf_sharded", "torch/dcp_hf_sharded_2d"
 RANK0, CONSOLIDATED = "torch/dcp_hf_rank0", "torch/dcp_hf_consolidated"
 VERL, OLD_DTENSORS, ACCELERATE = "dtensors/verl_llama", "dtensors/torch_2_4", "dtensors/accelerate_llama"
-ITEMS, EXPERIMENTAL = "dtensors/items_tp_2x2", "dtensors/experimental_2"
+ITEMS, PLAIN_ITEMS, EXPERIMENTAL = "dtensors/items_tp_2x2", "dtensors/items_plain", "dtensors/experimental_2"
 LLAMA = "trainers/small_llama"
 INDEX, FIRST, SECOND = "model.safetensors.index.json", "model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"
 RANKS = [f"shard-{i:05}-model-00001-of-00001.safetensors" for i in range(6)]
@@ -607,6 +607,10 @@ TORCH = {
         (holding("metadata.pkl", pickle.dumps({"metadata": {"ema": {"rank_to_layout_info": {0: None}}}})), FormatError, r"ema_0\.pt is missing"),
         (holding("metadata.pkl", pickle.dumps({"metadata": {"model": {"rank_to_layout_info": {2: {"file_path": "2.safetensors"}}}}})), FormatError, "FILE: rank 2 wrote model to '2.safetensors'"),
         (missing("metadata.pkl"),               RIGHT, ""),
+    ],
+    PLAIN_ITEMS: [
+        (missing("metadata.pkl"),               NotACheckpoint, "is not a checkpoint itself, but holds"),
+        (missing("optimizer_0.pt"),             FormatError, "FILE is missing: each of 1 ranks"),
     ],
     EXPERIMENTAL: [
         (missing("checkpoint_1.pt"),            FormatError, "FILE is missing, or has no part of"),

@@ -120,11 +120,13 @@ class SnapshottedSave:
         """Return when `finish`, in another thread, has copied all to the host, or has failed: then
         `is_running` is false. Raises nothing.
         """
-        while self._staging and not self._staging.is_copied.wait(0.1) and is_running():
+        staging = self._staging
+        while staging and not staging.is_copied.wait(0.1) and is_running():
             pass
 
     @property
     def is_staged(self) -> bool:
+        """Whether `finish` copies what it writes, so that training has to wait for it."""
         return self._staging is not None
 
     @property

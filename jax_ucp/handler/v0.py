@@ -68,7 +68,8 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         pending = self._begin(directory, args)
         commit = NotedCommit(pending.directory.url(), asyncio.to_thread(pending.finish))
         note(commit)
-        await asyncio.to_thread(pending.wait_for_host, commit.is_running)
+        if pending.is_staged:
+            await asyncio.to_thread(pending.wait_for_host, commit.is_running)
         return [commit]
 
     def save(self, directory: os.PathLike[str], args: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -36,17 +36,27 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
         self, directory: v1.path.PathAwaitingCreation, checkpointable: Save
     ) -> Awaitable[None]:
         pending = begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
+        if pending.is_staged:
+            ending = await self._begin_stages(directory, pending)
+        else:
+            ending = self._finish(directory, pending)
         noted = NotedLoop(pending.directory.url())
         note(noted)
-        if not pending.is_staged:
-            return noted.run(self._finish(directory, pending))
+        return noted.run(ending)
+
+    async def _begin_stages(
+        self, directory: v1.path.PathAwaitingCreation, pending: SnapshottedSave
+    ) -> Coroutine[Any, Any, None]:
+        """The end of the save, to be awaited, when all is on the host: a thread that outlives this
+        event loop writes it.
+        """
         with pending.shared.telling():
             await directory.await_creation()
-        pool = ThreadPoolExecutor(1)  # outlives this event loop
+        pool = ThreadPoolExecutor(1)
         written = pool.submit(pending.finish)
         pool.shutdown(wait=False)
         await asyncio.to_thread(pending.wait_for_host, lambda: not written.done())
-        return noted.run(_result(written))
+        return _result(written)
 
     async def _finish(
         self, directory: v1.path.PathAwaitingCreation, pending: SnapshottedSave

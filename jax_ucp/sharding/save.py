@@ -58,7 +58,7 @@ from jax_ucp.universal.store import (
 )
 
 # The name of an array or a stack, and a box of it.
-Block = tuple[str, Box]
+Place = tuple[str, Box]
 
 # The elements that a device each holds, by the names of arrays and the boxes there.
 Parts = Mapping[str, Mapping[Box, np.ndarray | jax.Array]]
@@ -90,7 +90,7 @@ class Snapshot(MakesArrays):
     leaves: Sequence[Leaf]
     infos: Mapping[str, ArrayInfo]
     chunks: Mapping[str, Chunks]
-    blocks: Sequence[tuple[str, Box]]
+    blocks: Sequence[Place]
     data: Mapping[str, Mapping[Box, np.ndarray]]
     stacks: Stacks = field(default_factory=dict)
     staging: Staging | None = None
@@ -182,7 +182,7 @@ def take_snapshot(described: Description, max_bytes: int | None = None) -> Snaps
     # Of the processes that hold an outer chunk, the one that writes least so far writes it.
     written_bytes = [0] * jax.process_count()
     chunks: dict[str, Chunks] = {}
-    blocks: list[tuple[str, Box]] = []
+    blocks: list[Place] = []
     for name, info in infos.items():
         key = stacked.get(name, name)
         if key in chunks:
@@ -196,13 +196,13 @@ def take_snapshot(described: Description, max_bytes: int | None = None) -> Snaps
                 blocks.append((key, box))
     parts = _needed(arrays, _unstacked(blocks, stacks))
     snapshot = Snapshot(described.leaves, infos, chunks, blocks, {}, stacks)
-    nbytes = sum(host_bytes(part) for of in parts.values() for part in of.values())
-    if max_bytes is None or nbytes <= max_bytes:
+    copied = (host_bytes(part) for of in parts.values() for part in of.values())
+    if max_bytes is None or sum(copied) <= max_bytes:
         return replace(snapshot, data=_to_host(parts))
     return replace(snapshot, staging=Staging(parts, max_bytes))
 
 
-def _unstacked(blocks: Sequence[tuple[str, Box]], stacks: Stacks) -> Iterator[tuple[str, Box]]:
+def _unstacked(blocks: Sequence[Place], stacks: Stacks) -> Iterator[Place]:
     """The blocks of single arrays; a block of a stack gives one block of each of its arrays."""
     for key, box in blocks:
         if key not in stacks:
@@ -263,7 +263,7 @@ def _copies(
     stages = _stages(snapshot, staging, packed)
     left = list(stages)
 
-    def copy(blocks: Sequence[Block], places: Iterable[Block]) -> Snapshot:
+    def copy(blocks: Sequence[Place], places: Iterable[Place]) -> Snapshot:
         parts: dict[str, dict[Box, np.ndarray | jax.Array]] = {
             name: {} for name, _ in _unstacked(blocks, snapshot.stacks)
         }
@@ -281,7 +281,7 @@ def _copies(
 
 def _stages(
     snapshot: Snapshot, staging: Staging, packed: frozenset[str]
-) -> list[tuple[list[Block], dict[Block, int]]]:
+) -> list[tuple[list[Place], dict[Place, int]]]:
     """The blocks of each stage, with the parts that these need and the bytes of their copies.
 
     A stage has at most half of `staging.max_bytes`, so that one is copied while another is written;
@@ -290,12 +290,12 @@ def _stages(
     """
     order = {key: (key not in packed, i) for i, (key, _) in enumerate(snapshot.blocks)}
 
-    def rank(need: tuple[Block, dict[Block, int]]) -> tuple[Any, ...]:
+    def rank(need: tuple[Place, dict[Place, int]]) -> tuple[Any, ...]:
         (key, _), parts = need
         return *order[key], min((box.start for _, box in parts), default=())
 
     needs = [(block, _part_bytes(snapshot, staging.parts, block)) for block in snapshot.blocks]
-    stages: list[tuple[list[Block], dict[Block, int]]] = []
+    stages: list[tuple[list[Place], dict[Place, int]]] = []
     nbytes = 0
     for block, parts in sorted(needs, key=rank):
         held = stages[-1][1] if stages else {}
@@ -309,7 +309,7 @@ def _stages(
     return stages
 
 
-def _part_bytes(snapshot: Snapshot, parts: Parts, block: Block) -> dict[Block, int]:
+def _part_bytes(snapshot: Snapshot, parts: Parts, block: Place) -> dict[Place, int]:
     """The parts that a block needs, by array and place, with the bytes of their copies."""
     return {
         (name, place): host_bytes(part)
@@ -328,7 +328,7 @@ def _write_jobs(
     in_pack = [(name, box) for name, box in snapshot.blocks if name in commit.packed]
     infos = store.arrays()
 
-    def nbytes(block: tuple[str, Box]) -> int:
+    def nbytes(block: Place) -> int:
         name, box = block
         return box.size * infos[name].dtype.itemsize
 
@@ -479,7 +479,7 @@ def _leaf(node: TreeNode, name: str) -> tuple[Leaf, np.ndarray | jax.Array | Non
 
 
 def _needed(
-    arrays: Mapping[str, np.ndarray | jax.Array], blocks: Iterable[tuple[str, Box]]
+    arrays: Mapping[str, np.ndarray | jax.Array], blocks: Iterable[Place]
 ) -> dict[str, Mapping[Box, np.ndarray | jax.Array]]:
     """The parts of each array that the blocks need, where they are."""
     needed: dict[str, list[Box]] = defaultdict(list)

@@ -673,6 +673,16 @@ def saved_by(save, **sizes):
     return write
 
 
+def plain(out: Path) -> Truth:
+    """One process, without DTensors."""
+    seeded(0)
+    model = Net(blocks=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained(model, [optimizer])
+    torch_checkpointing(metadata=True)(model, optimizer, out)
+    return truth_of(model, optimizer)
+
+
 NO_GROUPS: dict[str, Any] = {}
 FSDP = "fsdp"
 CASES: dict[str, Case] = {
@@ -728,6 +738,7 @@ CASES: dict[str, Case] = {
     "items_3_flat": Case(saved_by(torch_checkpointing(flat=True), blocks=1), 3, NO_GROUPS),
     "items_2": Case(saved_by(torch_checkpointing()), 2, NO_GROUPS),
     "items_one_rank": Case(saved_by(torch_checkpointing(metadata=True)), 1, NO_GROUPS),
+    "items_plain": Case(plain, 1, NO_GROUPS),
     "experimental_2": Case(saved_by(experimental, blocks=1), 2, NO_GROUPS),
     "experimental_3": Case(saved_by(experimental, tied=True), 3, NO_GROUPS),
     "dcp_actor": Case(actor_and_critic("actor"), 2, {"model": "actor"}),

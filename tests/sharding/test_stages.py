@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from helpers import mesh_of, numbered
 from jax_ucp.files.path import file_path
+from jax_ucp.handler import at_exit
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.layout.blocks import Chunks, grid_boxes
 from jax_ucp.sharding import save
@@ -219,6 +220,15 @@ def test_an_error_between_stages_ends_the_save_and_the_next_is_sound(
     check(tmp_path / "b" / "1", want) if way is by_v0 else ucp.open(
         tmp_path / "b", step=1
     ).restore()
+
+
+@pytest.mark.skipif(not HAS_V1, reason="this Orbax has no v1, or an early one")
+def test_a_save_that_has_no_folder_to_begin_in_is_not_waited_for_at_the_end(tmp_path, host):
+    """By the program's last look at saves in the background."""
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(Exception, match=r"Not a directory|File exists"):
+        by_v1(tmp_path / "file", 1, tree())
+    assert all(each.is_over() for each in at_exit._saves)
 
 
 @pytest.mark.parametrize("bound", [0, -1, True, 1.5])

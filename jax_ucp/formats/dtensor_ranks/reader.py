@@ -102,14 +102,15 @@ def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
         if len(mesh.axes) == len(mesh.shape):
             axes = [f"{name}={n}" for name, n in zip(mesh.axes, mesh.shape, strict=True)]
         meshes[" x ".join(axes)] = None
+    wrote = f"DTensors of {ranks.world_size} ranks" if meshes else "one process"
     imported.notes.insert(
         0,
-        f"written by {ranks.writer}: torch.save of the DTensors of {ranks.world_size} ranks"
+        f"written by {ranks.writer}: torch.save of {'the ' * bool(meshes)}{wrote}"
         f"{', mesh ' * bool(meshes)}{', '.join(meshes)}",
     )
     step = next((file.tree for _, _, file in saved.of("step")), None)
     imported.about = About(
-        f"{ranks.writer}, DTensors of {ranks.world_size} ranks",
+        f"{ranks.writer}, {wrote}",
         step if isinstance(step, int) else None,
     )
     return imported.contents()
@@ -265,8 +266,8 @@ def _check_facts(saved: _Saved) -> None:
         facts.state_all(file, name, "param_groups", tree.get("param_groups"))
         first = next(iter(as_dict(tree.get("state")).values()), None)
         facts.state_all(file, name, "step", as_dict(first).get("step"))
-    for kind in saved.ranks.names:
-        for _, name, file in saved.of(kind) if kind not in (MODEL, OPTIM) else ():
+    for kind in [kind for kind in saved.ranks.names if kind not in (MODEL, OPTIM)]:
+        for _, name, file in saved.of(kind):
             facts.state_all(file, name, kind, file.tree, only=(*COUNTS, *RATES, "step"))
 
 
@@ -341,8 +342,8 @@ def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> No
             if rank == 0 and isinstance(rest, dict) and rest is not GONE:
                 for key, value in rest.items():
                     imported.extra(name, str(key), value)
-    for kind in saved.ranks.names:
-        for _, name, file in saved.of(kind) if kind not in saved.states else ():
+    for kind in [kind for kind in saved.ranks.names if kind not in saved.states]:
+        for _, name, file in saved.of(kind):
             keep_proved(imported, name, file)
             imported.unknown |= file.unknown
     for child in sorted(imported.path.children()):
