@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.rounding import round_into
-from jax_ucp.errors import UCPError
+from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2, Packing, exponents
 from jax_ucp.formats.quantized.stored import leading
 from jax_ucp.layout.box import Box
@@ -200,3 +200,20 @@ def test_blocks_of_another_size_in_the_config_are_refused_or_mean_the_same(schem
     except UCPError:
         return
     assert np.array_equal(got, made.want.astype(np.float32), equal_nan=True)
+
+
+def test_groups_of_mlx_that_leave_part_of_a_word_empty_are_refused():
+    """Two groups of 64 codes of 2 bits fill 8 words; of 57 codes they would need no more."""
+    parts = {
+        "codes": np.zeros((1, 8), np.uint32),
+        "scales": np.ones((1, 2), np.float16),
+        "biases": np.zeros((1, 2), np.float16),
+    }
+    settings = {"group_size": 64, "bits": 2, "mode": "affine"}
+    made = Made("MLX", parts, np.zeros((1, 128), np.float32), settings)
+    made.view()
+    made.settings["group_size"] = 57
+    with pytest.raises(
+        FormatError, match=r"rows of 8 words, and its scales are for 114 codes of 2"
+    ):
+        made.view()
