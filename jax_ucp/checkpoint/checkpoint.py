@@ -21,7 +21,7 @@ from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.arrays.checks import Extent, verdicts
 from jax_ucp.arrays.contents import About, Contents, Item, Piece, require_values, require_weights
-from jax_ucp.arrays.digests import digest_checks
+from jax_ucp.arrays.digests import checksum_checks, digest_checks
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
@@ -1041,7 +1041,8 @@ class Checkpoint:
         What is stored twice is compared while it is copied. If the call is interrupted, there is
         nothing at `path`. In a bucket, a process that is killed leaves files, but not the last one,
         which makes the folder loadable; the next export there is refused. Safetensors are
-        accompanied by the model's config, tokenizer and the like, if the checkpoint has them.
+        accompanied by the model's config, tokenizer and the like, if the checkpoint has them, and
+        each format by `ucp.checksums.sfv`, with a CRC-32 of each file for `verify`.
 
         Args:
             path: a folder or URL where nothing is.
@@ -1155,7 +1156,7 @@ class Checkpoint:
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
         """Read everything that has a checksum or a duplicate. Files of the Hugging Face hub, and of
-        its cache, have the hub's hashes.
+        its cache, have the hub's hashes; what `export` wrote has CRC-32s in `ucp.checksums.sfv`.
 
         Args:
             executor: as for `save`.
@@ -1176,6 +1177,9 @@ class Checkpoint:
         yield from verify(self._contents, executor)
         files = self._contents.files
         yield from verdicts(digest_checks(files, frozenset()), files.is_remote)
+        if self._opened is not None:
+            exported = file_path(self._opened.path)
+            yield from verdicts(checksum_checks(exported), exported.files.is_remote)
         for change in files.changes():
             yield "the files of the checkpoint", change
 
