@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 
 from jax_ucp.layout.blocks import grid_boxes
@@ -38,3 +40,16 @@ def _fastest_axis(array: np.ndarray) -> int:
     """
     axes = [axis for axis in reversed(range(array.ndim)) if array.shape[axis] > 1]
     return min(axes, key=lambda axis: abs(array.strides[axis]), default=array.ndim - 1)
+
+
+def mid_page(nbytes: int) -> np.ndarray:
+    """Uninitialised memory that begins in the middle of a page, to be read into or written from.
+
+    Zen 3 and 4 copy by `REP MOVSB`, as Linux and glibc do, at a third of their speed where the
+    destination lies 1 to 31 bytes behind the source, both counted in their pages. Files begin
+    with a page, and so, but for 16 bytes, does large memory from malloc. Source of the fact:
+    https://lunnova.dev/articles/ryzen-slow-short-rep-mov; measured in docs/benchmarks/peers.md.
+    """
+    room = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    first = (mmap.PAGESIZE // 2 - room.ctypes.data) % mmap.PAGESIZE
+    return room[first : first + nbytes]

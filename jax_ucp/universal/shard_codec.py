@@ -21,6 +21,7 @@ import numpy as np
 
 from jax_ucp.arrays.budget import batches
 from jax_ucp.errors import CorruptData
+from jax_ucp.files.copying import mid_page
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.files.read_ahead import ReadAhead
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, grid_shape
@@ -43,7 +44,7 @@ WHOLE_BYTES = 128 << 10
 # Bytes of inner chunks that are requested together over a network.
 REMOTE_BATCH_BYTES = 32 << 20
 # And from a disk, so that what is copied is still in a core's cache.
-LOCAL_BATCH_BYTES = 1 << 20
+LOCAL_BATCH_BYTES = (2 << 20) + (64 << 10)
 
 
 def has_index(chunks: Chunks) -> bool:
@@ -203,13 +204,18 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
 def _delivered(
     files: Files | ReadAhead, pieces: Sequence[_Placed]
 ) -> Iterator[tuple[_Placed, str]]:
-    """Each piece, when it is read and its takers have it, or with its fault."""
+    """Each piece with its fault, or with "". Its takers have its elements then, unless one of the
+    neighbours that are copied with it has a fault.
+    """
     most = REMOTE_BATCH_BYTES if files.is_remote else LOCAL_BATCH_BYTES
     for batch in batches(pieces, lambda piece: piece.nbytes, most, len(pieces)):
-        read = [(piece, piece.buffers(in_place=not files.is_remote)) for piece in batch]
-        files.read_into([one for piece, buffers in read for one in piece.reads(buffers)])
-        for piece, buffers in read:
-            yield piece, piece.deliver(buffers)
+        runs: list[_Neighbours] = []
+        for piece in batch:
+            if not (runs and runs[-1].add(piece)):
+                runs.append(_Neighbours(piece, in_place=not files.is_remote))
+        files.read_into([read for run in runs for read in run.reads()])
+        for run in runs:
+            yield from run.deliver()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,48 +239,96 @@ class _Placed:
         start = tuple(map(operator.add, self.shard.box.start, offsets))
         return Box(start, tuple(map(operator.add, start, inner)))
 
-    def buffers(self, in_place: bool) -> list[np.ndarray]:
-        """Memory for all of it; or, if it may be read in place, that of one taker who wants it all
-        and has no gaps, and memory for the crc32c.
-        """
-        if in_place and len(self.takers) == 1:
-            want, out = self.takers[0]
-            if self.box.within(want):
-                part = out[self.box.relative_to(want).index]
-                if part.flags.c_contiguous:
-                    return [part, np.empty(CRC_BYTES, np.uint8)]
-        return [np.empty(self.nbytes, np.uint8)]
-
-    def reads(self, buffers: Sequence[np.ndarray]) -> Iterator[RangeRead]:
-        at = self.at
-        for buffer in buffers:
-            yield RangeRead(self.shard.file, at, buffer)
-            at += buffer.nbytes
-
-    def deliver(self, buffers: Sequence[np.ndarray]) -> str:
-        """The fault of the inner chunk, by its crc32c; if there is none takers' elements are
-        copied.
-        """
+    def fault(self, data: np.ndarray, stored: np.ndarray) -> str:
+        """The fault of its bytes, the last four of which are `stored`, or ""."""
         if self.index:
-            return "" if buffers[0].tobytes() == self.index else " has another index"
-        shard, is_in_place = self.shard, len(buffers) > 1
-        if is_in_place:
-            data, stored = buffers
-        else:
-            data, stored = np.split(buffers[0], [-CRC_BYTES])
+            is_expected = data.tobytes() + stored.tobytes() == self.index
+            return "" if is_expected else " has another index"
         crc = _crc(data)
         if crc != stored.tobytes():
             return f" is damaged: inner chunk {self.place}{_OTHER_CRC}"
-        if shard.crcs is not None and shard.crcs[self.place].tobytes() != crc:
+        if self.shard.crcs is not None and self.shard.crcs[self.place].tobytes() != crc:
             what = f"the data of inner chunk {self.place}"
             return f": {what} are not those that were saved: {_EXCHANGED}"
-        if not is_in_place:
-            inner, box = data.view(shard.dtype).reshape(shard.chunks.inner), self.box
-            for want, out in self.takers:
-                hit = want.intersect(box)
-                assert hit is not None  # a taker wants some of it
-                out[hit.relative_to(want).index] = inner[hit.relative_to(box).index]
         return ""
+
+
+class _Neighbours:
+    """Pieces that are read and copied together: neighbours on an axis, all of which one taker
+    wants; or a piece alone, which is read `in_place` where it belongs to one place without gaps.
+    """
+
+    def __init__(self, piece: _Placed, in_place: bool):
+        self._pieces, self._box, self._takers = [piece], piece.box, piece.takers
+        self._is_whole = len(piece.takers) == 1 and piece.box.within(piece.takers[0][0])
+        self._in_place = in_place and self._is_whole and self._target().flags.c_contiguous
+
+    def _target(self) -> np.ndarray:
+        ((want, out),) = self._takers
+        return out[self._box.relative_to(want).index]
+
+    def add(self, piece: _Placed) -> bool:
+        """Whether the piece goes on where this run ends, and is of it now."""
+        if self._in_place or not self._is_whole or len(piece.takers) != 1:
+            return False
+        ((want, out),) = piece.takers
+        if piece.shard is not self._pieces[0].shard or out is not self._takers[0][1]:
+            return False
+        boxes = self._box, piece.box
+        if not _fill_a_block(boxes) or not piece.box.within(want):
+            return False
+        self._pieces.append(piece)
+        self._box = Box.around(boxes)
+        return True
+
+    def reads(self) -> list[RangeRead]:
+        first = self._pieces[0]
+        file, length = first.shard.file, first.nbytes - CRC_BYTES
+        if self._in_place:
+            self._data = self._target().reshape(1, -1).view(np.uint8)
+            self._stored = np.empty((1, CRC_BYTES), np.uint8)
+            after = RangeRead(file, first.at + length, self._stored)
+            return [RangeRead(file, first.at, self._data), after]
+        rooms = mid_page(len(self._pieces) * first.nbytes).reshape(-1, first.nbytes)
+        self._data, self._stored = rooms[:, :length], rooms[:, length:]
+        return [
+            RangeRead(file, piece.at, room) for piece, room in zip(self._pieces, rooms, strict=True)
+        ]
+
+    def deliver(self) -> list[tuple[_Placed, str]]:
+        """Each piece with its fault, if it has one. If none has, the takers have the elements."""
+        read = zip(self._pieces, self._data, self._stored, strict=True)
+        faults = [(piece, piece.fault(data, stored)) for piece, data, stored in read]
+        if self._takers and not self._in_place and not any(fault for _, fault in faults):
+            self._copy()
+        return faults
+
+    def _copy(self) -> None:
+        shard = self._pieces[0].shard
+        elements = self._data.view(shard.dtype)
+        if self._is_whole:
+            tiles = _tiles(self._target(), shard.chunks.inner)
+            tiles[...] = elements.reshape(tiles.shape)
+            return
+        elements = elements.reshape(shard.chunks.inner)
+        for want, out in self._takers:
+            hit = want.intersect(self._box)
+            assert hit is not None  # a taker wants some of it
+            out[hit.relative_to(want).index] = elements[hit.relative_to(self._box).index]
+
+
+def _fill_a_block(boxes: Sequence[Box]) -> bool:
+    """Whether boxes that do not overlap have no gap between them."""
+    return Box.around(boxes).size == sum(box.size for box in boxes)
+
+
+def _tiles(elements: np.ndarray, inner: Shape) -> np.ndarray:
+    """A view of an array of whole tiles of the shape `inner`: the axes of a tile's place, then
+    those of its elements.
+    """
+    grid, ndim = grid_shape(elements.shape, inner), len(inner)
+    pairs = list(itertools.chain.from_iterable(zip(grid, inner, strict=True)))
+    return elements.reshape(pairs).transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])
 
 
 def _is_placed(shard: OuterChunk) -> bool:
