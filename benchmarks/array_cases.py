@@ -72,6 +72,16 @@ def deepspeed(folder: Path, parameters: int, ranks: int = RANKS, rows: int = HID
         _save(model, folder / f"{at}_model_states.pt")
 
 
+def many_ranks(folder: Path, ranks: int) -> None:
+    """2,000 parameters, as ZeRO-3 stores them on so many ranks."""
+    deepspeed(folder, 2_000, ranks)
+
+
+def many_experts(folder: Path, experts: int) -> None:
+    """The two weights of 60 times so many experts."""
+    megatron_experts(folder, 2 * 60 * experts)
+
+
 def megatron(folder: Path, parameters: int) -> None:
     """A legacy Megatron checkpoint of at least so many parameters, of one rank, in fp32 with Adam's
     moments.

@@ -1,7 +1,7 @@
-"""What one process takes to import jax_ucp, and to open and look at a checkpoint: CPU seconds, as
-JSON.
+"""What one process takes to import jax_ucp, and to open, look at, plan and restore a checkpoint:
+CPU seconds, as JSON.
 
-    python -m benchmarks.array_worker read|inspect CHECKPOINT
+    python -m benchmarks.array_worker read|inspect|place CHECKPOINT
 """
 
 from __future__ import annotations
@@ -54,7 +54,27 @@ def inspect(path: str) -> dict[str, float]:
     return taken | {"inspect": lap()}
 
 
-COMMANDS: dict[str, Callable[[str], dict[str, float]]] = {"read": read, "inspect": inspect}
+def place(path: str) -> dict[str, float]:
+    import jax
+
+    import jax_ucp
+
+    checkpoint = jax_ucp.open(path)
+    rules = [("", jax.sharding.PartitionSpec("data"))]
+    lap()
+    checkpoint.plan(mesh={"data": 64}, rules=rules)
+    taken = {"plan": lap()}
+    mesh = jax.make_mesh((1,), ("data",))
+    lap()
+    jax.block_until_ready(checkpoint.restore(mesh=mesh, rules=rules))
+    return taken | {"restore": lap()}
+
+
+COMMANDS: dict[str, Callable[[str], dict[str, float]]] = {
+    "read": read,
+    "inspect": inspect,
+    "place": place,
+}
 
 if __name__ == "__main__":
     command, path = sys.argv[1:]

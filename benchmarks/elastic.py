@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ import jax_ucp as ucp
 from benchmarks.group import Group
 from benchmarks.limit import copy_in, copy_out, write_flat
 from benchmarks.peers import OURS, Begin, fresh, peers, ready
-from benchmarks.race import Contestant, Options, Sample, Table, compared, race
+from benchmarks.race import Contestant, Options, Sample, Table, compared, now, race
 from benchmarks.torch_peer import group
 
 ARRAYS = 64
@@ -129,10 +128,12 @@ def compete(
                         f"PyTorch DCP, {ranks} processes", lambda _, ask=ask, call=call: ask(**call)
                     )
                 )
-            samples = race(contestants, options.runs)
-            yield compared(
-                f"Restore onto {name}, {devices} devices by {spec}: {title}", samples, OURS
-            )
+            for touched, memory in ((0, ""), (nbytes, ", memory touched before")):
+                yield compared(
+                    f"Restore onto {name}, {devices} devices by {spec}: {title}{memory}",
+                    race(contestants, options.runs, touched),
+                    OURS,
+                )
 
 
 def _reshaped(options: Options) -> Table:
@@ -161,9 +162,9 @@ def _blocked(tree: Mapping[str, jax.Array], options: Options) -> dict[str, list[
 
     def begun(begin: Begin) -> Callable[[Path], Sample]:
         def run(path: Path) -> Sample:
-            wall, cpu = time.perf_counter(), time.process_time()
+            begun = now()
             wait = begin(path, tree)
-            sample = Sample(time.perf_counter() - wall, time.process_time() - cpu)
+            sample = now().since(begun)
             wait()
             return sample
 

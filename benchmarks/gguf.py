@@ -10,14 +10,13 @@ import json
 import os
 import struct
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 import jax_ucp
-from benchmarks.race import Contestant, Options, Sample, Table, race
+from benchmarks.race import Contestant, Options, Sample, Table, now, race
 from jax_ucp.formats.gguf.types import IN_BLOCKS
 from jax_ucp.formats.quantized.ggml import TYPES
 
@@ -48,9 +47,9 @@ def _ours(file: Path) -> Sample:
 
 
 def _once(file: Path) -> Sample:
-    wall, cpu = time.perf_counter(), time.process_time()
+    begin = now()
     jax_ucp.open(file, dequantize="float32").read("param/w")
-    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+    return now().since(begin)
 
 
 def _theirs(python: str, file: Path) -> Sample:

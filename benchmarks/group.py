@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class GroupSample(Sample):
-    """The wall clock of the slowest, the sum of their CPU, and what each of them said."""
+    """The wall clock of the slowest, the sums of CPU and of page faults, and what each said."""
 
     answers: Sequence[dict[str, Any]]
 
 
 class Group:
     """A process for each command, which answers every line of its stdin with `{"wall_s": ...,
-    "cpu_s": ...}`.
+    "cpu_s": ..., "page_faults": ...}`.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]]):
@@ -45,7 +45,8 @@ class Group:
             raise RuntimeError(f"process {lines.index('')} of {len(lines)} ended, asked for {what}")
         answers = [json.loads(line) for line in lines]
         wall = max(answer["wall_s"] for answer in answers)
-        return GroupSample(wall, sum(answer["cpu_s"] for answer in answers), answers)
+        cpu, faults = (sum(answer[key] for answer in answers) for key in ("cpu_s", "page_faults"))
+        return GroupSample(wall, cpu, answers, page_faults=faults)
 
     def __enter__(self) -> Group:
         return self

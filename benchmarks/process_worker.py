@@ -2,9 +2,9 @@
 RANK PROCESSES PORT`.
 
 A request in JSON per line of stdin: `{"do": "save" | "restore", "peer": ..., "path": ..., "axis": 0
-| 1, "side": ...}`. An answer has seconds of wall clock and of CPU, the bytes that the process read
-of files, and those that its devices need. What a peer restores for the first time is compared with
-what was saved.
+| 1, "side": ...}`. An answer has seconds of wall clock and of CPU, page
+faults, the bytes that the process read of files, and those that its devices need. What a peer
+restores for the first time is compared with what was saved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+from dataclasses import asdict
 from pathlib import Path
 
 rank, processes, port = map(int, sys.argv[1:])
@@ -32,6 +32,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.peers import Tree, peers, ready
+from benchmarks.race import now
 from jax_ucp.sharding.boxes import device_boxes
 
 ARRAYS = 64
@@ -84,17 +85,17 @@ for line in sys.stdin:
     if request["do"] == "save" and side not in state:
         state[side] = made(side)
     wanted = target(side, request["axis"])
-    begun, cpu, read = time.perf_counter(), time.process_time(), bytes_read()
+    begun, read = now(), bytes_read()
     if request["do"] == "save":
         peer.save(path, state[side])
         got = None
     else:
         got = ready(peer.restore(path, wanted))
-    wall, cpu, read = time.perf_counter() - begun, time.process_time() - cpu, bytes_read() - read
+    took, read = now().since(begun), bytes_read() - read
     boxes = [box for array in wanted.values() for box in device_boxes(array.sharding, array.shape)]
     needed = 4 * sum(box.size for box in boxes)
     print(
-        json.dumps({"wall_s": wall, "cpu_s": cpu, "read": read, "needed": needed}),
+        json.dumps({**asdict(took), "read": read, "needed": needed}),
         file=answers,
         flush=True,
     )

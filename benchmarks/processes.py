@@ -1,5 +1,5 @@
 """One state in one, two and four processes that share eight devices: saved by rows, restored by
-rows and by columns.
+rows and by columns, and by processes that have restored nothing before.
 """
 
 from __future__ import annotations
@@ -66,6 +66,15 @@ def run(options: Options) -> Iterator[Table]:
                 table = compared(f"Restore onto {onto}, {of}", samples, OURS)
                 rows = {who: {**row, **_reads(samples[who])} for who, row in table.rows.items()}
                 yield Table(table.title, rows, samples=samples)
+
+    def first(peer: str) -> GroupSample:
+        with Group(_commands(1)) as group:
+            return group.ask(do="restore", peer=peer, path=str(paths[peer]), axis=0, side=side)
+
+    contestants = [Contestant(peer, lambda _, peer=peer: first(peer)) for peer in PEERS]
+    yield compared(
+        f"The first restore of a process: {title}", race(contestants, options.runs), OURS
+    )
 
 
 def _commands(count: int) -> list[list[str]]:

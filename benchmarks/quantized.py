@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import jax_ucp
-from benchmarks.race import Contestant, Options, Sample, Table, race
+from benchmarks.race import Contestant, Options, Sample, Table, now, race
 from jax_ucp.formats.safetensors.reader import DTYPES
 
 WORKER = Path(__file__).with_name("quantized_worker.py")
@@ -147,11 +146,11 @@ def _ours(folder: Path, dtype: Any) -> Sample:
 
 
 def _once(folder: Path, dtype: Any) -> Sample:
-    wall, cpu = time.perf_counter(), time.process_time()
+    begin = now()
     checkpoint = jax_ucp.open(folder, dequantize=dtype)
     (leaf,) = checkpoint.leaves
     checkpoint.read(leaf.label)
-    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+    return now().since(begin)
 
 
 def _theirs(python: str, folder: Path) -> Sample:

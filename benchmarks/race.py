@@ -7,8 +7,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import mmap
 import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +39,24 @@ class Options:
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of wall clock and of CPU that one run took."""
+    """Seconds of wall clock and of CPU that one run took, and its page faults where they were
+    counted: pages of memory that the process touched first, of 4 KiB or huge.
+    """
 
     wall_s: float
     cpu_s: float
+    page_faults: int | None = field(default=None, kw_only=True)
+
+    def since(self, begin: Sample) -> Sample:
+        """What passed between two readings of `now`."""
+        faults = (self.page_faults or 0) - (begin.page_faults or 0)
+        return Sample(self.wall_s - begin.wall_s, self.cpu_s - begin.cpu_s, page_faults=faults)
+
+
+def now() -> Sample:
+    """The clocks and the counter of this process."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return Sample(time.perf_counter(), time.process_time(), page_faults=faults)
 
 
 @dataclass(frozen=True)
@@ -68,19 +84,24 @@ class Table:
     samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
 
 
-def race(contestants: Sequence[Contestant], runs: int) -> dict[str, list[Sample]]:
+def race(
+    contestants: Sequence[Contestant], runs: int, touched_bytes: int = 0
+) -> dict[str, list[Sample]]:
     """Every contestant once, and again, so that what else the machine does falls on all. The
     first round warms.
+
+    Before each run so much memory is touched and given back: a virtual machine then has it, whose
+    host takes free memory away and clears it again when it is touched.
     """
     found: dict[str, list[Sample]] = {contestant.name: [] for contestant in contestants}
     for turn in range(runs + 1):
         for contestant in contestants:
             prepared = contestant.prepare()
             _settle()
-            wall, cpu = time.perf_counter(), time.process_time()
+            _touch(touched_bytes)
+            begin = now()
             result = contestant.run(prepared)
-            sample = Sample(time.perf_counter() - wall, time.process_time() - cpu)
-            sample = result if isinstance(result, Sample) else sample
+            sample = result if isinstance(result, Sample) else now().since(begin)
             del prepared, result
             if turn:
                 found[contestant.name].append(sample)
@@ -95,6 +116,15 @@ def _settle() -> None:
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
     os.sync()
+
+
+def _touch(nbytes: int) -> None:
+    if not nbytes:
+        return
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, nbytes, mmap.PAGESIZE):
+            pages[at] = 1
 
 
 def compared(
@@ -112,10 +142,16 @@ def compared(
             "CPU s": round(cpu, 3),
             "wall / ours": round(wall / our_wall, 2),
             "CPU / ours": round(cpu / our_cpu, 2),
+            **_page_faults(samples[name]),
         }
         for name, (wall, cpu) in medians.items()
     }
     return Table(title, rows, notes, samples)
+
+
+def _page_faults(samples: Sequence[Sample]) -> dict[str, int]:
+    counted = [s.page_faults for s in samples if s.page_faults is not None]
+    return {"page faults": round(statistics.median(counted))} if counted else {}
 
 
 def write(name: str, tables: Sequence[Table], options: Options) -> str:

@@ -6,6 +6,7 @@ of stdin.
 
 import json
 import os
+import resource
 import shutil
 import sys
 import time
@@ -33,6 +34,10 @@ def tensors(count: int, shape: list[int], axis: int, make) -> dict[str, DTensor]
     }
 
 
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 for line in sys.stdin:
     request = json.loads(line)
     what = (request["count"], request["shape"], request["axis"])
@@ -42,12 +47,16 @@ for line in sys.stdin:
     if request["do"] == "save" and rank == 0:
         shutil.rmtree(path, ignore_errors=True)
     dist.barrier()
-    begun, cpu = time.perf_counter(), time.process_time()
+    begun, cpu, faults = time.perf_counter(), time.process_time(), page_faults()
     if request["do"] == "save":
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=request["threads"]))
     else:
         dcp.load(tensors(*what, torch.empty), storage_reader=dcp.FileSystemReader(path))
     dist.barrier()
-    took = {"wall_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
+    took = {
+        "wall_s": time.perf_counter() - begun,
+        "cpu_s": time.process_time() - cpu,
+        "page_faults": page_faults() - faults,
+    }
     print(json.dumps(took), file=answers, flush=True)
 dist.destroy_process_group()
