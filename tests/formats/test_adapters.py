@@ -21,8 +21,14 @@ from jax_ucp.layout.box import Box
 from safetensors_writer import write_safetensors
 
 DATA = Path(__file__).parents[1] / "data" / "adapters"
-CASES = sorted(path.parent.name for path in DATA.glob("*/merged.npz"))
-REFUSED = sorted({path.name for path in DATA.iterdir()} - {*CASES})
+WITH_TRUTH = {path.parent.name for path in DATA.glob("*/merged.npz")}
+# peft loads the base's file into the model with another head, whose names begin otherwise
+RENAMED = {
+    "headless_base": lambda name: f"model.{name}",
+    "headless_adapter": lambda name: name.removeprefix("model."),
+}
+CASES = sorted(WITH_TRUTH - RENAMED.keys())
+REFUSED = sorted({path.name for path in DATA.iterdir()} - WITH_TRUTH)
 ROUNDING = 2.0**-24  # of float32
 
 
@@ -60,7 +66,22 @@ def pefts(case: str, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_merged_checkpoint_is_what_peft_merges(case: str) -> None:
     got = params(merged(case))
-    want, before = pefts(case, got), params(base_of(case))
+    assert_merged(got, pefts(case, got), params(base_of(case)))
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_a_base_whose_names_begin_otherwise_keeps_them(case: str) -> None:
+    got, before, renamed = params(merged(case)), params(base_of(case)), RENAMED[case]
+    assert got.keys() == before.keys()
+    of_peft = {renamed(name): array for name, array in got.items()}
+    want = pefts(case, of_peft)
+    of_peft = {name: of_peft[name] for name in want}  # the model without a head lacks it
+    assert_merged(of_peft, want, {renamed(name): array for name, array in before.items()})
+
+
+def assert_merged(
+    got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]
+) -> None:
     assert got.keys() == want.keys()
     changed = 0
     for name, array in got.items():
@@ -72,6 +93,40 @@ def test_a_merged_checkpoint_is_what_peft_merges(case: str) -> None:
             np.testing.assert_allclose(array, want[name], rtol=0, atol=most)
         changed += name not in before or not np.array_equal(array, before[name])
     assert changed
+
+
+def test_tokens_that_were_added_are_in_the_config_and_in_what_is_exported(tmp_path: Path) -> None:
+    whole = merged("resized")
+    assert whole.config == {**base_of("resized").config, "vocab_size": 43}
+    assert any("has 43 tokens now" in note for note in whole.notes)
+    exported = whole.export(tmp_path / "out", "safetensors")
+    assert exported.config["vocab_size"] == 43
+    assert exported.params["lm_head.weight"].shape == (43, 16)
+    nested = changed_config("resized", tmp_path, {"text_config": {"vocab_size": 40}})
+    config = ucp.open(nested).merge(DATA / "resized" / "adapter").config
+    assert config["text_config"] == {"vocab_size": 43}
+    assert "vocab_size" not in config
+
+
+def changed_config(case: str, folder: Path, instead: Mapping[str, Any]) -> Path:
+    """The base of a case with another number of tokens in its config."""
+    base = shutil.copytree(DATA / case / "base", folder / "base")
+    config = json.loads((base / "config.json").read_text())
+    del config["vocab_size"]
+    (base / "config.json").write_text(json.dumps({**config, **instead}))
+    return base
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("tied_")])
+def test_a_head_that_is_another_than_the_embedding_is_tied_no_more(case: str) -> None:
+    whole = merged(case)
+    assert whole.config == {**base_of(case).config, "tie_word_embeddings": False}
+    assert any("tie_word_embeddings" in note for note in whole.notes)
+    embedding, head = (
+        whole.read(f"param/{name}") for name in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    assert (embedding != head).any()
+    assert merged("tokens_tied").config["tie_word_embeddings"]
 
 
 def test_every_element_is_the_sum_in_float64_rounded_once() -> None:
@@ -183,7 +238,7 @@ def test_what_is_no_sum_of_factors_opens_and_is_refused_by_its_name(case: str) -
     adapter = ucp.open(DATA / case / "adapter")
     assert adapter.params
     assert "adapter_config.json" in adapter.extras
-    named = {"pissa": "'pissa'", "trainable_tokens": "trainable_token_indices", "other_ia3": "IA3"}
+    named = {"pissa": "'pissa'", "resized_embedding": "factors .* 43", "other_ia3": "IA3"}
     with pytest.raises(FormatError, match=named[case]):
         base_of(case).merge(adapter)
 
@@ -209,6 +264,11 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": None}, "does not name"),
     ({"init_lora_weights": "olora"}, "olora"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ({"trainable_token_indices": "1,3"}, "should be a list of tokens' numbers"),
+    ({"trainable_token_indices": [1, -3]}, "should be a list of tokens' numbers"),
+    ({"trainable_token_indices": [True]}, "should be a list of tokens' numbers"),
+    ({"trainable_token_indices": {"embed_tokens": 3}}, "should be a list of tokens' numbers"),
+    ({"trainable_token_indices": [1, 1]}, "has a number twice"),
     ({"use_some_new_thing": True}, "use_some_new_thing=True"),
 ]
 
@@ -291,13 +351,16 @@ TIED = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"
 
 
 @pytest.mark.parametrize("module", TIED)
-def test_a_head_and_an_embedding_that_are_one_are_not_changed_alone(
+def test_of_a_head_and_an_embedding_that_are_one_the_other_stays(
     module: str, tmp_path: Path
 ) -> None:
     tensor = {f"base_model.model.{TIED[module]}": ROWS}
     adapter = write_adapter(tmp_path, tensor, modules_to_save=[module])
-    with pytest.raises(FormatError, match=f"changes {TIED[module]} alone"):
-        base_of("embedding_tied").merge(adapter)
+    base = base_of("embedding_tied")
+    got = params(base.merge(adapter))
+    (other,) = {*TIED.values()} - {TIED[module]}
+    np.testing.assert_array_equal(got[TIED[module]], ROWS)
+    np.testing.assert_array_equal(got[other], base.read("param/model.embed_tokens.weight"))
     assert base_of("lora").merge(adapter).read(f"param/{TIED[module]}").all()
 
 
@@ -341,6 +404,43 @@ def test_a_square_weight_is_not_taken_for_a_conv1d_where_the_base_has_linears(
     write_safetensors(tmp_path / "base" / "model.safetensors", arrays)
     with pytest.raises(FormatError, match=r"b\.weight is square, .* Linear modules alone"):
         ucp.open(tmp_path / "base").merge(adapter)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        ([1], "names 1 tokens of it, up to 1"),
+        ([1, 40], "names 2 tokens of it, up to 40"),
+        (None, "names 0 tokens"),
+        ({"wte": [1, 3]}, "names 0 tokens"),
+        ({"embed_tokens": [1, 3], "model.embed_tokens": [1, 3]}, "names 0 tokens"),
+    ],
+)
+def test_rows_of_tokens_that_the_config_does_not_name_are_refused(
+    tokens: Any, why: str, tmp_path: Path
+) -> None:
+    folder = changed("tokens", tmp_path, lambda arrays: None, trainable_token_indices=tokens)
+    with pytest.raises(FormatError, match=why):
+        base_of("tokens").merge(folder)
+
+
+def test_rows_of_tokens_beside_factors_of_the_same_weight_are_refused(tmp_path: Path) -> None:
+    def also(arrays: dict[str, np.ndarray]) -> None:
+        name = "base_model.model.model.embed_tokens.lora_embedding_"
+        arrays[f"{name}A"], arrays[f"{name}B"] = (
+            np.ones(s, np.float32) for s in [(4, 40), (16, 4)]
+        )
+
+    with pytest.raises(FormatError, match=r"embed_tokens\.weight is changed twice"):
+        base_of("tokens").merge(changed("tokens", tmp_path, also))
+
+
+def test_embeddings_of_another_number_of_tokens_come_all_or_not(tmp_path: Path) -> None:
+    def lose_the_head(arrays: dict[str, np.ndarray]) -> None:
+        del arrays["base_model.model.lm_head.weight"]
+
+    with pytest.raises(FormatError, match=r"has shape \[43, 16\].*if tokens were added"):
+        base_of("resized").merge(changed("resized", tmp_path, lose_the_head))
 
 
 UNDECIDED = {
@@ -443,7 +543,7 @@ def test_an_adapter_goes_by_the_mapping_of_its_base_and_back_to_a_folder_of_peft
     back = saved.map(inverse).export(tmp_path / "back", "safetensors")
     assert is_same(adapter, back)
     files = {path.name for path in (tmp_path / "back").iterdir()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "ucp.checksums.sfv"}
     before = json.loads((DATA / case / "adapter" / "adapter_config.json").read_text())
     assert json.loads((tmp_path / "back" / "adapter_config.json").read_text()) == before
     assert is_same(base_of(case).merge(adapter), base_of(case).merge(back))

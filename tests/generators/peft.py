@@ -4,11 +4,13 @@
 
 Run by a Python that has torch, transformers and peft. `OUT/<case>/base` is the model's folder,
 `adapter` (and `second`) what peft saved, `merged.npz` the tensors of the merged model as
-`save_pretrained` writes them, types that numpy lacks as unsigned bits. Of a case without
+`save_pretrained` writes them, types that numpy lacks as unsigned bits; of a head that is tied to
+the embedding and is changed, what peft's layers hold of each. Of a case without
 `merged.npz` peft merges nothing that is an adapter's sum. `case.json` has the versions.
 """
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -40,13 +42,26 @@ TINY: dict[str, dict[str, Any]] = {
     "vit": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, image_size=8,
                 patch_size=4),
 }  # fmt: skip
+_TEXT = COMMON | TINY["llama"]
+TINY["llava"] = dict(
+    text_config=dict(model_type="llama", **_TEXT), image_token_index=39,
+    vision_config=dict(model_type="siglip_vision_model", num_hidden_layers=2, **TINY["vit"]),
+)  # fmt: skip
+TINY["qwen2_vl"] = dict(
+    text_config=dict(model_type="qwen2_vl_text", **_TEXT, rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 0])),
+    vision_config=dict(depth=2, embed_dim=16, hidden_size=16, num_heads=4, patch_size=4),
+    image_token_id=39, video_token_id=38, vision_start_token_id=37, vision_end_token_id=36,
+)  # fmt: skip
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def base_model(out: Path, kind: str, head: str, dtype: torch.dtype, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[kind](**COMMON | TINY[kind] | changes)
-    model = getattr(transformers, f"AutoModel{head}").from_config(config).to(dtype)
+    saved = changes.pop("saved", head)
+    common = {} if "text_config" in TINY[kind] else COMMON
+    config = transformers.CONFIG_MAPPING[kind](**common | TINY[kind] | changes)
+    model = getattr(transformers, f"AutoModel{saved}").from_config(config).to(dtype)
     for param in model.parameters():  # biases too, and norms that are not all ones
         with torch.no_grad():
             param.add_(torch.randn_like(param) / 8)
@@ -54,10 +69,37 @@ def base_model(out: Path, kind: str, head: str, dtype: torch.dtype, **changes: A
     return loaded(out, head, dtype)
 
 
-def loaded(out: Path, head: str, dtype: torch.dtype) -> Any:
+def loaded(out: Path, head: str, dtype: torch.dtype, resize: int = 0) -> Any:
     named = "dtype" if transformers.__version__ >= "5" else "torch_dtype"
     auto = getattr(transformers, f"AutoModel{head}")
-    return auto.from_pretrained(out / "base", **{named: dtype})
+    model = auto.from_pretrained(out / "base", **{named: dtype})
+    if resize:
+        model.resize_token_embeddings(resize)
+    return model
+
+
+def untied(tuned: Any) -> dict[str, np.ndarray]:
+    """The embedding and the head of an adapter's model that ties them, each with what the adapter
+    adds to it: `merge_and_unload` adds both to the one tensor, and computes other logits.
+    """
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    layers = {
+        "model.embed_tokens.weight": tuned.get_input_embeddings(),
+        "lm_head.weight": tuned.get_output_embeddings(),
+    }
+    with torch.no_grad():
+        want, found = tuned(input_ids=ids).logits, {}
+        for name, layer in layers.items():
+            adds = hasattr(layer, "get_delta_weight")
+            weight = layer.get_base_layer().weight if adds else layer.weight
+            found[name] = weight + layer.get_delta_weight("default") if adds else weight.clone()
+        whole = tuned.merge_and_unload()
+        config = copy.deepcopy(whole.config)
+        config.tie_word_embeddings = False
+        model = type(whole)(config)
+        model.load_state_dict({**whole.state_dict(), **found})
+        np.testing.assert_allclose(model(input_ids=ids).logits, want, atol=1e-5)
+    return {name: weight.numpy() for name, weight in found.items()}
 
 
 def disturb(model: Any, seed: int) -> None:
@@ -79,10 +121,14 @@ def adapter_case(
     second: Any = None,
     model: dict[str, Any] | None = None,
     safe: bool = True,
+    resize: int = 0,
+    unties: bool = False,
     make: Callable[..., Any] = peft.LoraConfig,
     **config: Any,
 ) -> None:
     base = base_model(out, kind, head, dtype, **(model or {}))
+    if resize:
+        base.resize_token_embeddings(resize)
     tuned = peft.get_peft_model(base, make(**config))
     if second:
         tuned.add_adapter("second", make(**second))
@@ -98,15 +144,18 @@ def adapter_case(
     forget(config_file)
     if merge:
         (out / "about").mkdir()
-        fresh = peft.PeftModel.from_pretrained(loaded(out, head, dtype), out / "adapter")
+        fresh = loaded(out, head, dtype, resize)
+        fresh = peft.PeftModel.from_pretrained(fresh, out / "adapter")
         names = ["default"]
         if second:
             forget(out / "adapter" / "second" / "adapter_config.json")
             fresh.load_adapter(out / "adapter" / "second", "second")
             names.append("second")
-        whole = fresh.merge_and_unload(adapter_names=names)
+        more = untied(fresh) if unties else {}
+        whole = fresh if unties else fresh.merge_and_unload(adapter_names=names)
+        whole = whole.base_model.model if unties else whole
         whole.save_pretrained(out / "about")
-        np.savez_compressed(out / "merged.npz", **tensors(out / "about"))
+        np.savez_compressed(out / "merged.npz", **{**tensors(out / "about"), **more})
         shutil.rmtree(out / "about")
 
 
@@ -166,8 +215,29 @@ case("bfloat16_dora", "llama", dtype=torch.bfloat16, r=4, target_modules=ATTENTI
 case("torch_save", "llama", r=4, target_modules=ATTENTION, safe=False)
 for refused in ("pissa", "olora"):
     case(refused, "llama", merge=False, r=4, target_modules=ATTENTION, init_lora_weights=refused)
-case("trainable_tokens", "llama", merge=False, r=4, target_modules=["q_proj"],
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TIED = dict(tie_word_embeddings=True)
+case("experts_square", "gpt_oss", r=2, target_parameters=EXPERTS, model=dict(intermediate_size=16))
+case("tokens", "llama", r=4, target_modules=["q_proj"], trainable_token_indices=[3, 1])
+case("tokens_bfloat16", "llama", dtype=torch.bfloat16, r=4, target_modules=["q_proj"],
+     trainable_token_indices={"embed_tokens": [0, 39], "lm_head": [2]})  # fmt: skip
+case("tokens_tied", "llama", r=4, target_modules=["q_proj"], model=TIED,
      trainable_token_indices=[1, 3])  # fmt: skip
+case("resized", "llama", r=4, target_modules=["q_proj"], resize=43)
+case("resized_embedding", "llama", merge=False, r=4, target_modules=["embed_tokens"], resize=43)
+case("tied_head", "llama", r=4, target_modules=["q_proj", "lm_head"], model=TIED, unties=True)
+case("tied_both", "llama", r=4, target_modules=["embed_tokens", "lm_head"], model=TIED, unties=True)
+case("tied_ensured", "llama", r=4, target_modules=["embed_tokens", "q_proj"], model=TIED,
+     ensure_weight_tying=True, unties=True)  # fmt: skip
+case("tied_saved", "llama", r=4, target_modules=["q_proj"], model=TIED,
+     modules_to_save=["embed_tokens"])  # fmt: skip
+case("vlm_llava", "llava", head="ForImageTextToText", r=4,
+     target_modules=r".*language_model.*\.(q_proj|down_proj)|.*multi_modal_projector.linear_1")  # fmt: skip
+case("vlm_qwen2_vl", "qwen2_vl", head="ForImageTextToText", r=4,
+     target_modules=["q_proj", "gate_proj", "qkv"])  # fmt: skip
+case("headless_base", "llama", r=4, target_modules=["q_proj"], model=TIED | dict(saved=""))
+case("headless_adapter", "llama", head="", r=4, target_modules=["q_proj"],
+     model=dict(saved="ForCausalLM"))  # fmt: skip
 for kind, options in {
     "IA3": dict(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]

@@ -26,7 +26,7 @@ _MOST_RANK, _MOST_ALPHA = 1 << 20, 1e9
 # how it was trained, or which modules it has, which its tensors say.
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out"}
 _READ |= {"rank_pattern", "alpha_pattern", "target_parameters", "init_lora_weights"}
-_READ |= {"modules_to_save"}
+_READ |= {"modules_to_save", "trainable_token_indices"}
 _INERT = {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"}
 _INERT |= {"target_modules", "exclude_modules", "lora_dropout", "bias", "layers_to_transform"}
 _INERT |= {"layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config"}
@@ -51,6 +51,7 @@ class LoraConfig:
     fan_in_fan_out: bool
     target_parameters: Sequence[str]
     modules_to_save: Sequence[str]
+    tokens: Mapping[str, Sequence[int]]
     patterns: NamePatterns
     names_version: bool
 
@@ -75,6 +76,7 @@ class LoraConfig:
             checked.switch("fan_in_fan_out"),
             checked.names("target_parameters"),
             checked.names("modules_to_save"),
+            checked.tokens("trainable_token_indices"),
             NamePatterns(map(_pattern, {**ranks, **alphas}), where, remedy),
             "peft_version" in config,
         )
@@ -188,6 +190,21 @@ class _Checked:
         if not is_list or not all(isinstance(name, str) for name in value):
             raise FormatError(f"{self.where}: {key} should be a list of names, not {value!r:.80}")
         return tuple(value)
+
+    def tokens(self, key: str) -> Mapping[str, Sequence[int]]:
+        """Numbers of tokens by the end of a module's name; of a list it is empty."""
+        value = self.config.get(key) or {}
+        by_module = value if isinstance(value, Mapping) else {"": value}
+        for name, numbers in by_module.items():
+            is_list = isinstance(numbers, list | tuple) and isinstance(name, str)
+            if not is_list or not all(type(n) is int and n >= 0 for n in numbers):
+                raise FormatError(
+                    f"{self.where}: {key} should be a list of tokens' numbers, or one for each"
+                    f" module, not {value!r:.80}"
+                )
+            if len(set(numbers)) < len(numbers):
+                raise FormatError(f"{self.where}: {key} has a number twice")
+        return by_module
 
     def pattern(self, key: str, whole: bool = False) -> Mapping[str, float]:
         value = self.config.get(key) or {}

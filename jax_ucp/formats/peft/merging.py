@@ -17,16 +17,18 @@ from jax_ucp.arrays.dequantized import WeightPart, dequantized
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.merged import MAGNITUDE, WEIGHT, MergedWeight, Term
 from jax_ucp.arrays.value import Array, users
+from jax_ucp.arrays.value import joined as array_of
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.peft.config import CONFIG, LoraConfig
-from jax_ucp.formats.peft.tensors import WeightChange, changes
+from jax_ucp.formats.peft.tensors import EMBEDDINGS, HEAD, WeightChange, changes
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.parts import Part, Place, straight
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_CONFIG, _HEAD = "config.json", "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_UNTIED = ["tie_word_embeddings is false from here on: an adapter has an embedding and a head"]
+_CONFIG = "config.json"
+_UNTIED = ["tie_word_embeddings is false from here on: the head is another than the embedding now"]
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,37 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     params = _parameters(base)
     shapes = {name: leaf.shape for name, leaf in params.items()}
     stored = expressions(base.arrays)
-    read = [_adapter(contents, shapes) for contents in adapters]
+    said = _config(base.extras)
+    tied = next((leaf for name, leaf in params.items() if name.endswith(EMBEDDINGS)), None)
+    if tied is not None and HEAD not in params and said.get("tie_word_embeddings"):
+        shapes[HEAD] = tied.shape  # which is not stored
+    read = [_adapter(contents, shapes, str(said.get("model_type"))) for contents in adapters]
     changed: dict[str, list[_Step]] = defaultdict(list)  # of each weight, in the adapters' order
     for adapter in read:
         for change in adapter.changes:
             changed[change.weight].append((adapter, change))
-    extras = _untied(base, changed)
+    extras = base.extras
+    if is_untied := _is_untied(said, changed):
+        extras = _with_config(extras, {**said, "tie_word_embeddings": False})
+        if HEAD not in params:
+            changed[HEAD] = changed.get(HEAD, [])
     made = {
-        name: _merged_weight(params.get(name), stored, steps) for name, steps in changed.items()
+        name: _merged_weight(
+            name, params.get(name, tied if name == HEAD in shapes else None), stored, steps
+        )
+        for name, steps in changed.items()
     }
+    resized = {
+        name: weight.shape[0]
+        for name, weight in made.items()
+        if name in params and weight.shape != params[name].shape
+    }
+    extras = _of_size(extras, *{*resized.values()})
     # the leaves of the base, and those of new parameters, which come last
     leaves = list(base.leaves)
     for name, weight in made.items():
+        if name in resized:
+            leaves[leaves.index(params[name])] = replace(params[name], shape=weight.shape)
         if name not in params:
             path = Key("dict", "param"), Key("dict", name)
             leaves.append(Leaf(path, "", "array", weight.shape, weight.dtype.name))
@@ -95,7 +116,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         arrays=Evaluated(arrays),
         extras=extras,
         inventory=[*base.inventory, *itertools.chain.from_iterable(map(_items, read))],
-        notes=[*base.notes, *_notes(read, new), *_UNTIED * (extras is not base.extras)],
+        notes=[*base.notes, *_notes(read, new, resized), *_UNTIED * is_untied],
         source={**base.origin, "merged": [*before, *(adapter.name for adapter in read)]},
         claims=Claims(partial(itertools.chain.from_iterable, resting)),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
@@ -122,7 +143,7 @@ def _parameters(base: Contents) -> dict[str, Leaf]:
     return params
 
 
-def _adapter(contents: Contents, base: Mapping[str, tuple[int, ...]]) -> _Adapter:
+def _adapter(contents: Contents, base: Mapping[str, tuple[int, ...]], model_type: str) -> _Adapter:
     said = contents.extras.get(CONFIG, {}).get("config")
     if said is None:
         raise FormatError(
@@ -136,42 +157,46 @@ def _adapter(contents: Contents, base: Mapping[str, tuple[int, ...]]) -> _Adapte
     }
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     arrays = expressions(contents.arrays)
-    return _Adapter(contents, leaves, arrays, changes(shapes, base, config))
+    return _Adapter(contents, leaves, arrays, changes(shapes, base, config, model_type))
 
 
-def _untied(base: Contents, changed: Mapping[str, Sequence[_Step]]) -> Mapping[str, Any]:
-    """The extras of what is merged; a config does not tie heads that adapters untie.
-
-    Raises FormatError where an adapter has only the head, or replaces the embedding alone, beside a
-    head that stays: a loader would take the embedding for the head.
+def _is_untied(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]) -> bool:
+    """Whether a head that the base's config ties to the embedding is not that any more: one of them
+    is changed alone, or each in a way of its own.
     """
-    config = base.extras.get(_CONFIG, {}).get("config")
-    if not isinstance(config, Mapping) or not config.get("tie_word_embeddings"):
-        return base.extras
-    # `_untied`, of a config that ties them
-    embedding = next((name for name in changed if name.endswith(_EMBEDDINGS)), "")
+    embedding = next((name for name in changed if name.endswith(EMBEDDINGS)), "")
     steps = changed.get(embedding, ())
-    # what is added to an embedding, peft adds to the head that is the same tensor
-    is_replaced = bool(steps) and all(change.replaced for _, change in steps)
-    if _HEAD not in changed and not is_replaced:
-        return base.extras
-    if _HEAD in changed and embedding:
-        untied = {**config, "tie_word_embeddings": False}
-        return {**base.extras, _CONFIG: {**base.extras[_CONFIG], "config": untied}}
-    raise FormatError(
-        f"{base.path}: an adapter changes {embedding or _HEAD} alone, and the base's config says"
-        " that head and embedding are one (tie_word_embeddings): a merged model would be loaded"
-        " with another head than it was trained with. Merge it with peft"
-    )
+    # what is added to an embedding, or takes the place of rows, is so in the head, the same tensor
+    is_replaced = bool(steps) and all(change.replaced and not change.rows for _, change in steps)
+    return bool(config.get("tie_word_embeddings")) and (HEAD in changed or is_replaced)
+
+
+def _of_size(extras: Mapping[str, Any], tokens: int = 0) -> Mapping[str, Any]:
+    """The extras with a config of so many tokens, if they are not the base's number."""
+    config = _config(extras)
+    of_text = config.get("text_config")
+    if not tokens or not config:
+        return extras
+    if "vocab_size" in config or not isinstance(of_text, Mapping):
+        return _with_config(extras, {**config, "vocab_size": tokens})
+    return _with_config(extras, {**config, "text_config": {**of_text, "vocab_size": tokens}})
+
+
+def _config(extras: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = extras.get(_CONFIG, {}).get("config")
+    return config if isinstance(config, Mapping) else {}
+
+
+def _with_config(extras: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**extras, _CONFIG: {**extras[_CONFIG], "config": config}}
 
 
 def _merged_weight(
-    leaf: Leaf | None, base: Mapping[str, Array], steps: Sequence[_Step]
+    name: str, leaf: Leaf | None, base: Mapping[str, Array], steps: Sequence[_Step]
 ) -> MergedWeight:
     """A weight, or a new one, with adapters' changes in order; a replacement comes first."""
     whole = [step for step in steps if step[1].replaced]
     adding = [step for step in steps if not step[1].replaced]
-    name = steps[0][1].weight
     # raises FormatError where the changes of several adapters are not one sum
     if len(whole) > 1:
         raise FormatError(
@@ -193,6 +218,11 @@ def _merged_weight(
     if whole:
         adapter, change = whole[0]
         parts = {WEIGHT: adapter.part(change.replaced)}
+        if leaf is not None and not change.rows:
+            leaf = replace(leaf, shape=parts[WEIGHT].shape)  # tokens may have been added
+        if change.rows:
+            assert leaf is not None, "rows are of a weight of the base"
+            parts = {WEIGHT: _with_rows(leaf, base[leaf.name], parts[WEIGHT], change.rows)}
     else:
         assert leaf is not None, "what is added to is in the base"
         parts = {WEIGHT: WeightPart(leaf.name, base[leaf.name], leaf.shape)}
@@ -214,6 +244,22 @@ def _merged_weight(
     return MergedWeight(leaf.shape, dtype, parts, tuple(terms), out_axis, experts)
 
 
+def _with_rows(leaf: Leaf, base: Array, new: WeightPart, rows: Sequence[int]) -> WeightPart:
+    """A weight of the base in which other rows take the place of some."""
+    dtype, (count, *row) = base.info.dtype, leaf.shape
+    cast = dequantized(new.name, MergedWeight(new.shape, dtype, {WEIGHT: new}), dtype)
+
+    def part(input: int, first: int, stop: int, at: int) -> Part:
+        places = [Place((i, *(0 for _ in row)), straight(len(leaf.shape))) for i in (first, at)]
+        return Part(input, (stop - first, *row), *places)
+
+    parts = [part(1, i, i + 1, at) for i, at in enumerate(rows)]
+    ends = [-1, *sorted(rows), count]
+    parts += [part(0, a + 1, b, a + 1) for a, b in itertools.pairwise(ends) if a + 1 < b]
+    layout = ParamLayout(leaf.shape, (leaf.shape, new.shape), tuple(parts))
+    return WeightPart(leaf.name, array_of(leaf.name, layout, [base, cast]), leaf.shape)
+
+
 def _items(adapter: _Adapter) -> Iterator[Item]:
     """The inventory of an adapter, in which its tensors are what they do."""
     reasons: dict[str, str] = {}
@@ -226,7 +272,9 @@ def _items(adapter: _Adapter) -> Iterator[Item]:
         yield replace(item, where=f"{adapter.name}/{item.where}", reason=reason)
 
 
-def _notes(adapters: Sequence[_Adapter], new: Sequence[str]) -> Iterator[str]:
+def _notes(
+    adapters: Sequence[_Adapter], new: Sequence[str], resized: Mapping[str, int]
+) -> Iterator[str]:
     for adapter in adapters:
         yield (
             f"{adapter.name} is merged into {len(adapter.changes)} weights, in float64, rounded"
@@ -236,4 +284,9 @@ def _notes(adapters: Sequence[_Adapter], new: Sequence[str]) -> Iterator[str]:
         yield (
             f"{len(new)} parameters are new, the first {new[0]}: a config of the base says nothing"
             " of them"
+        )
+    for name, tokens in [*resized.items()][:1]:
+        yield (
+            f"{name} has {tokens} tokens now, as in the adapter: a tokenizer of the base is of as"
+            " many as that had"
         )

@@ -13,11 +13,12 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.peft.config import PREFIX, LoraConfig
+from jax_ucp.formats.peft.names import names_in_memory
 
 _ROLE = re.compile(
     r"(?P<module>.+)\.(?P<role>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
@@ -26,7 +27,13 @@ _ROLE = re.compile(
 _A, _B, _BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
 _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _MAGNITUDE = "lora_magnitude_vector"
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 _WRAPPED = ".base_layer"
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+# Models whose experts have inputs before outputs: `is_transposed` in transformers 5.23, by which
+# peft 0.21 decides, as older ones did for every model.
+_INPUTS_FIRST = ("aria", "gpt_oss", "openai_privacy_filter")
 _MERGED_BY_PEFT = (
     "merge the adapter into its base with peft (merge_and_unload), resized as in training, and open"
     " what the merged model's save_pretrained writes"
@@ -49,7 +56,8 @@ class WeightChange:
     """A change that an adapter makes to one weight of the base.
 
     `a` and `b` name its factors, read as `shapes`, with an axis of `experts`. `magnitude` is
-    DoRA's. With `b` alone, a vector is added. Without factors, `replaced` takes the weight's place.
+    DoRA's. With `b` alone, a vector is added. Without factors, `replaced` takes the weight's place,
+    or that of its rows of these numbers.
     """
 
     weight: str
@@ -61,6 +69,7 @@ class WeightChange:
     out_axis: int = 0
     experts: bool = False
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    rows: Sequence[int] = ()
 
     @property
     def tensors(self) -> Iterator[tuple[str, str]]:
@@ -69,9 +78,19 @@ class WeightChange:
         return ((name, role) for role, name in roles.items() if name)
 
 
-def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightChange]:
-    """The changes that an adapter makes to a base. Raises FormatError with all misfits."""
+def changes(
+    tensors: Shapes, stored: Shapes, config: LoraConfig, model_type: str = ""
+) -> list[WeightChange]:
+    """The changes that an adapter makes to a base, whose weights have the shapes `stored` and which
+    transformers calls `model_type`. Raises FormatError with all misfits.
+    """
     modules, others, faults = _sorted(tensors)
+    whole = {name.rpartition(".")[0] for name in others}
+    known = {module.replace(_WRAPPED, "") for module in modules}
+    known |= {module for module in whole if not module.endswith(tuple(config.modules_to_save))}
+    names = names_in_memory(known, stored, model_type)
+    base = {name: stored[of] for name, of in names.items()}
+    base |= _resized({name: tensors[tensor] for name, tensor in others.items()}, base)
     found: list[WeightChange] = []
 
     def attempt(make: Callable[[], Sequence[WeightChange]]) -> None:
@@ -80,7 +99,7 @@ def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightCha
         except UCPError as fault:
             faults.append(str(fault))
 
-    reader = _AdapterReader(tensors, base, config)
+    reader = _AdapterReader(tensors, base, config, model_type in _INPUTS_FIRST)
     for module, roles in modules.items():
         if _is_wrapper(module, base):
             continue
@@ -95,12 +114,23 @@ def changes(tensors: Shapes, base: Shapes, config: LoraConfig) -> list[WeightCha
         attempt(lambda name=name, tensor=tensor: [reader.replaced(name, tensor)])
     counts = Counter((change.weight, bool(change.replaced)) for change in found)
     twice = sorted({name for (name, _), count in counts.items() if count > 1})
+    of_rows = {change.weight for change in found if change.rows}
+    twice += [name for name in of_rows if (name, False) in counts]
     faults += [f"{name} is changed twice" for name in twice]
     if faults:
         raise FormatError(
             f"{config.where}: the adapter does not fit the base, in {len(faults)} places:", faults
         )
-    return found
+    return [replace(change, weight=names.get(change.weight, change.weight)) for change in found]
+
+
+def _resized(whole: Shapes, base: Shapes) -> dict[str, Shape]:
+    """The shapes of embedding and head that an adapter has whole, of another number of tokens."""
+    of_tokens = [name for name in base if name == HEAD or name.endswith(EMBEDDINGS)]
+    found = {name: whole[name] for name in of_tokens if name in whole}
+    same = {(len(shape), *shape[1:]) == (2, *base[name][1:]) for name, shape in found.items()}
+    sizes = {shape[:1] for shape in found.values()}
+    return found if len(found) == len(of_tokens) and same == {True} and len(sizes) == 1 else {}
 
 
 def _sorted(
@@ -113,7 +143,9 @@ def _sorted(
     for tensor in tensors:
         name = tensor.removeprefix(PREFIX)
         match = _ROLE.fullmatch(name)
-        if name == tensor or (not match and _UNKNOWN.search(f".{name}")):
+        if name.endswith(_TOKENS):
+            others[f"{name.removesuffix(_TOKENS)}.weight"] = tensor
+        elif name == tensor or (not match and _UNKNOWN.search(f".{name}")):
             why = "is not a tensor of a LoRA adapter that is known here"
             # `get_peft_model_state_dict` of peft 0.21.2 takes every name with that of the embedding
             if name.endswith((".modules_to_save.weight", ".original_module.weight")):
@@ -158,6 +190,7 @@ class _AdapterReader:
     tensors: Shapes
     base: Shapes
     config: LoraConfig
+    inputs_first: bool
 
     def of_module(self, module: str, roles: Mapping[str, str]) -> Sequence[WeightChange]:
         """The changes by the factors of a module to its weight, and by their bias to its bias."""
@@ -246,16 +279,35 @@ class _AdapterReader:
         if many:
             shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
         axes = [out for out, into in ways if (shape[out], shape[into]) == (outputs, inputs)]
+        if len(axes) > 1 and self.inputs_first:
+            axes = axes[1:]
         return [WeightChange(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
 
     def replaced(self, name: str, tensor: str) -> WeightChange:
-        """A parameter that was trained whole, or is the base's own, kept beside the adapter."""
+        """A parameter that was trained whole, or is the base's own, kept beside the adapter; or its
+        rows of some tokens.
+        """
+        if tensor.endswith(_TOKENS):
+            return self._rows_replaced(name, tensor)
         if name in self.base:
             self._require(tensor, self.base[name], name)
         # of a module that was trained whole, it may be new, as a head is
         elif not name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save)):
             self._shape(name, {"": tensor})
         return WeightChange(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})
+
+    def _rows_replaced(self, name: str, tensor: str) -> WeightChange:
+        shape, module = self._shape(name, {"": tensor}), name.removesuffix(".weight")
+        ends = [end for end in self.config.tokens if f".{module}".endswith(f".{end}") or not end]
+        rows = self.config.tokens[ends[0]] if len(ends) == 1 else ()
+        want = (len(rows), *shape[1:])
+        if not rows or max(rows) >= shape[0] or self.tensors[tensor] != want:
+            raise FormatError(
+                f"{tensor} has shape {list(self.tensors[tensor])}, {name} of the base"
+                f" {list(shape)}, and {self.config.where} names {len(rows)} tokens of it, up to"
+                f" {max(rows, default=0)}"
+            )
+        return WeightChange(name, replaced=tensor, shapes={tensor: want}, rows=rows)
 
     def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
         if weight in self.base:
