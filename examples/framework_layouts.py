@@ -103,14 +103,28 @@ def tunix_qwen2(case: Path) -> tuple[Any, Any]:
 
 
 def into_maxtext(run: Path, verb: str) -> float:
-    """A step that MaxText's `load_parameters_path` names."""
+    """Steps that MaxText's `load_parameters_path` names, of layers that are scanned, and not."""
+    from maxtext.utils.model_creation_utils import (  # pyright: ignore[reportMissingImports]
+        verify_and_sync_scan_layers,
+    )
+
     case = DATA / "maxtext" / "gemma3"
-    words = ("--root", "params", "--to-step", 0, "--item", "items")
-    command(verb, case / "ckpt", run, "--mapping", "hf-gemma3-to-maxtext", *words)
     config = json.loads((case / "ckpt" / "config.json").read_text())
     tokens, want = equal_logits.truth(case)
     said = maxtext_logits.settings(config)
-    return off(maxtext_logits.maxtext_logits(said, str(run / "0" / "items"), tokens), want)
+    errors: list[float] = []
+    for step, variant in enumerate(("", ":unscanned")):
+        words = ("--root", "params", "--to-step", step, "--item", "items", "--custom-metadata")
+        scan = json.dumps({"scan_layers": not variant})
+        mapping = f"hf-gemma3-to-maxtext{variant}"
+        command(verb, case / "ckpt", run, "--mapping", mapping, *words, scan)
+        path = str(run / str(step) / "items")
+        settings = {**said, "load_parameters_path": path}
+        config_of_run = maxtext_logits.configured(settings, tokens.shape, None)
+        scanned = verify_and_sync_scan_layers(config_of_run).scan_layers
+        assert scanned is not bool(variant), (variant, scanned)
+        errors.append(off(maxtext_logits.maxtext_logits(said, path, tokens, scanned), want))
+    return max(errors)
 
 
 if __name__ == "__main__":

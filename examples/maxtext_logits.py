@@ -595,8 +595,10 @@ def maxtext_logits(
     return np.asarray(jax.device_get(logits))
 
 
-def configured(said: Mapping[str, Any], shape: tuple[int, ...], scan: bool = True) -> Any:
-    """MaxText's configuration for batches of a shape, in fp32 on one device."""
+def configured(said: Mapping[str, Any], shape: tuple[int, ...], scan: bool | None = True) -> Any:
+    """MaxText's configuration for batches of a shape, in fp32 on one device; `scan` None leaves it
+    open whether layers are scanned.
+    """
     from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
 
     batch, length = shape
@@ -608,7 +610,7 @@ def configured(said: Mapping[str, Any], shape: tuple[int, ...], scan: bool = Tru
         "float32_qk_product": True,
         "float32_logits": True,
         "attention": "dot_product",
-        "scan_layers": scan,
+        **({} if scan is None else {"scan_layers": scan}),
         "enable_dropout": False,
         "enable_checkpointing": False,
         "skip_jax_distributed_system": True,

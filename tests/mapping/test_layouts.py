@@ -58,6 +58,34 @@ def test_parameters_have_the_root_that_is_asked_for_and_states_stay_where_they_w
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("verb", ["save", "link"])
+def test_what_a_step_says_to_its_readers_is_read_as_maxtext_does(verb, tmp_path):
+    checkpoint = ucp.Checkpoint.of({"param": TREE}).save(tmp_path / "source")
+    said = {"scan_layers": False, "lora": {"lora_rank": 8, "lora_alpha": 16.0}}
+    write = getattr(checkpoint, verb)
+    write(tmp_path / "run", step=3, item="items", custom_metadata=said)
+    # `load_checkpoint_metadata` of maxtext 0.2.5
+    assert ocp.v1.checkpointables_metadata(tmp_path / "run" / "3").custom_metadata == said
+    assert ucp.open(tmp_path / "run").extras["_CHECKPOINT_METADATA"] == {"custom_metadata": said}
+    with pytest.raises(ValueError, match=r"custom_metadata=.* is of a step: give step= too"):
+        write(tmp_path / "other", custom_metadata=said)
+    for bad in ({"rate": float("nan")}, {"w": np.ones(2)}, "scan_layers"):
+        with pytest.raises(ValueError, match=r"custom_metadata=.* is not JSON"):
+            write(tmp_path / "other", step=0, custom_metadata=bad)
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_command_takes_what_a_step_says(tmp_path):
+    ucp.Checkpoint.of({"param": TREE}).save(tmp_path / "source")
+    words = ("convert", tmp_path / "source", tmp_path / "run", "--custom-metadata")
+    run(*words, '{"scan_layers": true}', "--to-step", 0)
+    step = ocp.v1.checkpointables_metadata(tmp_path / "run" / "0")
+    assert step.custom_metadata == {"scan_layers": True}
+    for bad in ("scan_layers", "[1]"):
+        assert "is not an object of JSON" in run(*words, bad, "--to-step", 1, code=2)
+    assert "--custom-metadata goes with --to-step" in run(*words, "{}", code=2)
+
+
 def test_a_save_that_fails_leaves_no_step(tmp_path):
     checkpoint = ucp.Checkpoint.of({"param": TREE})
     for item in ("a/b", "", "..", "_CHECKPOINT_METADATA", "commit_success.txt"):
