@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.dtypes import canonicalize_dtype
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
@@ -324,13 +325,13 @@ def _given(
     """The values of `tx.init` for leaves that do not depend on parameters: hyperparameters."""
     if not slots:
         return {}
-    wanted = {slot.path for slot in slots}
+    paths = [slot.path for slot in slots]
 
     def initial() -> list[Any]:  # compiled, so that nothing but these leaves is made
-        state = tx.init(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
-        return [node.value for node in walk(state) if node.path in wanted]
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, canonicalize_dtype(p.dtype)), params)
+        found = {node.path: node.value for node in walk(tx.init(zeros))}
+        return [found[path] for path in paths]
 
-    paths = [node.path for node in walk(jax.eval_shape(tx.init, params)) if node.path in wanted]
     return dict(zip(paths, map(np.asarray, jax.jit(initial)()), strict=True))
 
 

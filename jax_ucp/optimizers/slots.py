@@ -70,10 +70,18 @@ class OptaxLeaf:
 
 def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[OptaxLeaf]]:
     """The abstract state and its leaves, in JAX's order. Raises TreeMismatch for a new type."""
-    state = jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(tx.init, jax.tree.map(_as_jax_has_it, params))
     names = param_leaves(params).keys()
     slots = list(_visit(state, (), names))
     return state, [replace(slot, covers=_covers(slot, slots, names)) for slot in slots]
+
+
+def _as_jax_has_it(leaf: Any) -> Any:
+    """The leaf with the dtype that JAX makes of its own, without the warning: 32 bits of 64."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def param_leaves(params: Any) -> dict[str, Any]:

@@ -185,6 +185,17 @@ def test_a_wrong_state_would_be_seen(wrong):
     assert distance(continued(states, ADAMW, range(4, 7)), want) > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["adamw", "injected hyperparameters"])
+def test_integers_of_64_bits_beside_what_is_trained_are_no_warning(kind):
+    states = trained(adamw, 3)
+    states["param"]["rope/rows"] = np.arange(3) + 2**40
+    checkpoint = checkpoint_of(states)
+    tx = optax.masked(OPTIMIZERS[kind][1], {"dense": True, "norm": True, "rope": False})
+    params = nested(checkpoint.abstract()["param"])
+    assert params["rope"]["rows"].dtype == np.int64
+    assert checkpoint.plan_optimizer(tx, params).step == 3
+
+
 def test_every_leaf_says_where_it_comes_from():
     tx = optax.chain(
         optax.inject_hyperparams(optax.adamw)(LR),
