@@ -27,9 +27,12 @@ def test_the_example_in_the_readme_prints_what_the_readme_says():
     assert out.stdout == printed
 
 
-def test_the_first_command_in_the_readme_prints_what_the_readme_says():
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_command_prints_what_the_page_says(page):
     command, printed = re.search(
-        r"^jax-ucp (inspect \S+).*?```text\n(.*?)```", README, re.DOTALL | re.MULTILINE
+        r"^jax-ucp (inspect \S+).*?```text\n(.*?)```",
+        (ROOT / page).read_text(),
+        re.DOTALL | re.MULTILINE,
     ).groups()
     text = run(*command.split()).replace(f"{ROOT}/", "")
     assert text.startswith(printed)

@@ -17,6 +17,7 @@ from jax_ucp.layout.patterns import Fused
 HERE = Path(__file__).resolve().parent
 CASE = HERE.parents[1] / "tests" / "data" / "deepspeed" / "z1_bf16_dp4_tinygroup"
 COLORS = ("#7aa6e8", "#f0b860", "#8fd0a5", "#e39aa6", "#b9a3e3", "#a8b3bd")
+MARK = ("#2f8a82", "#d79a3f", "#6a8ec0")  # of assets/mark.svg
 # Read in light and in dark: on a page of its own the picture follows the system's colours.
 STYLE = """text{font:14px system-ui,sans-serif;fill:#1b1f24}
 .q{fill:#59636e}.l{stroke:#59636e;fill:none}
@@ -38,29 +39,38 @@ def line(x1: float, y1: float, x2: float, y2: float, color: str = "", width: flo
     return f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" {look} style="stroke-width:{width:g}"/>'
 
 
+def bend(x1: float, y1: float, x2: float, y2: float) -> str:
+    half = (x1 + x2) / 2
+    return f'<path d="M{x1:g} {y1:g}C{half:g} {y1:g} {half:g} {y2:g} {x2:g} {y2:g}" class="l"/>'
+
+
 def picture(width: int, height: int, says: str, parts: Iterable[str]) -> str:
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" role="img">\n'
         f"<title>{html.escape(says)}</title>\n<style>{STYLE}</style>\n{body}\n</svg>\n"
     )
 
 
 def waist() -> str:
-    """Formats on the left, what is done with arrays on the right, one box between."""
+    """Formats on the left, what is done with arrays on the right, arrays cut in boxes between."""
     left = ["DeepSpeed", "Megatron", "PyTorch DCP", "safetensors", "Orbax, Flax", "universal"]
     right = ["restore onto a mesh", "map to a model", "convert", "export", "diff, report", "verify"]
-    parts = [rect(280, 100, 200, 60, COLORS[0])]
-    parts += [
-        text(380, 126, "jax_ucp:", "i", "middle"),
-        text(380, 146, "any box of any array", "i", "middle"),
-    ]
+    top, cell, middle = 20, 30, 105
+    parts = []
     for i, (source, target) in enumerate(zip(left, right, strict=True)):
-        y = 30 + 40 * i
-        parts += [text(20, y + 5, source), line(140, y, 280, 130)]
-        parts += [line(480, 130, 600, y), text(610, y + 5, target)]
+        y, to = top + 34 * i, middle - 40 + 16 * i
+        parts += [text(92, y + 5, source, "", "end"), bend(100, y, 182, to)]
+        parts += [bend(282, to, 354, y), text(362, y + 5, target)]
+    for row, color in enumerate(MARK):
+        for column in range(3):
+            x, y = 187 + column * (cell + 1), middle - 46 + row * (cell + 1)
+            parts.append(rect(x, y, cell, cell, color))
+    parts.append(text(233, 190, "whole arrays,", "q", "middle"))
+    parts.append(text(233, 208, "any box of them", "q", "middle"))
     return picture(
-        760, 260, "Every format is read as arrays by box; everything is done with those.", parts
+        505, 220, "Every format is read as arrays by box; everything is done with those.", parts
     )
 
 
@@ -168,43 +178,42 @@ def move() -> str:
     """A parameter that four devices saved by rows, and its parts on a mesh of 2 x 2."""
     saved = [Box((2 * i, 0), (2 * i + 2, 8)) for i in range(4)]
     wanted = [Box((4 * i, 4 * j), (4 * i + 4, 4 * j + 4)) for i in range(2) for j in range(2)]
-    unit = 20
+    unit, array, restored, top = 15, 200, 385, 58
     parts = [
-        text(20, 28, "saved on a mesh of 4"),
-        text(290, 28, "the checkpoint: one array"),
-        text(560, 28, "restored on 2 x 2"),
+        text(5, 28, "saved on 4 devices"),
+        text(array, 28, "one array"),
+        text(restored, 28, "restored on 2 x 2"),
     ]
     for i, box in enumerate(saved):
         y, height = unit * box.start[0], unit * box.shape[0]
         parts += [
-            rect(20, 45 + 52 * i, 160, height, COLORS[i]),
-            text(30, 45 + 52 * i + 25, f"device {i}", "i"),
-            line(180, 65 + 52 * i, 290, 78 + y),
-            rect(290, 58 + y, 160, height, COLORS[i]),
+            rect(5, 40 + 40 * i, 120, height, COLORS[i]),
+            text(15, 40 + 40 * i + 20, f"device {i}", "i"),
+            line(125, 55 + 40 * i, array, top + y + 15),
+            rect(array, top + y, 120, height, COLORS[i]),
         ]
     for box in wanted:
         i, j = box.start[0] // 4, box.start[1] // 4
-        x, y = 560 + 92 * j, 45 + 118 * i
+        x, y = restored + 72 * j, 40 + 94 * i
         for color, stored in zip(COLORS, saved, strict=False):
             if part := stored.intersect(box):
                 low = part.relative_to(box)
                 height, width = (unit * n for n in low.shape)
                 parts.append(rect(x, y + unit * low.start[0], width, height, color))
-        parts.append(text(x, y + 98, f"device {2 * i + j}", "q"))
+        parts.append(text(x, y + 78, f"device {2 * i + j}", "q"))
     last = wanted[-1]
-    x, y = 290 + unit * last.start[1], 58 + unit * last.start[0]
+    left, lower = array + unit * last.start[1], top + unit * last.start[0]
     height, width = (unit * n for n in last.shape)
-    for left, top in ((x, y), (652, 163)):
+    for x, y in ((left, lower), (restored + 72, 134)):
         parts.append(
-            f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" '
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" '
             'style="stroke:#b3141d;stroke-width:3"/>'
         )
-    parts += [
-        '<path d="M450 198H510V272H720V243" fill="none" style="stroke:#b3141d;stroke-width:2"/>',
-        text(20, 290, "Red: all that device 3 of the new mesh reads, parts of two rows.", "q"),
-    ]
+    parts.append(
+        text(5, 245, "Red: all that device 3 of the new mesh reads, parts of two rows.", "q")
+    )
     says = "Four devices saved a parameter by rows; each of 2 x 2 reads only its own block."
-    return picture(760, 305, says, parts)
+    return picture(525, 255, says, parts)
 
 
 PICTURES = {
