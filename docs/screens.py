@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,15 @@ import numpy as np
 
 import jax_ucp as ucp
 
+if TYPE_CHECKING:
+    from playwright.sync_api import ViewportSize
+
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PAGE = DOCS / "screens.md"
 COLUMNS = 80
 MAX_LINES = 40  # of one screen
-SIZE = {"width": 1000, "height": 2200}  # of a picture, in pixels
+SIZE: ViewportSize = {"width": 1000, "height": 2200}  # of a picture, in pixels
 COLORS = 256
 STYLE_CODES = re.compile(r"\x1b\[[0-9;]*m")
 MESH = "--mesh data=2,model=2 --rule 'weight$=data,model'"
@@ -86,6 +90,25 @@ SUBJECTS = {
 }
 
 
+@dataclass(frozen=True)
+class View:
+    """A picture of a page that no section has."""
+
+    says: str
+    command: str
+    size: ViewportSize
+    scheme: Literal["light", "dark"] = "light"
+
+
+VIEWS = {
+    "experts": View("A model with experts, one of them dead", "report experts", SIZE),
+    "adapter": View("An adapter", "report tests/data/adapters/lora/adapter", SIZE),
+    "against": View("Two steps of a run", "report run/1000 --against run/1001", SIZE),
+    "dark": View("In the dark", f"report {SUBJECTS['zero3'].path}", SIZE, "dark"),
+    "phone": View("On a phone", f"report {SUBJECTS['zero3'].path}", {"width": 390, "height": 1800}),
+}
+
+
 @contextmanager
 def working_folder() -> Iterator[Path]:
     """A folder that looks like a clone of the repository with a run in it."""
@@ -108,6 +131,23 @@ def save_run(work: Path) -> None:
     _save(tree, work / "run" / "1000")
     tree["exp_avg"]["layers.217.mlp.up"].view(np.uint32)[7, 3] ^= 1
     _save(tree, work / "run" / "1001")
+
+
+def save_experts(work: Path) -> None:
+    """Save a model of six layers of 16 experts as `experts`; expert 7 of layer 4 is zeros."""
+    generator = np.random.default_rng(0)
+    tree: dict = {"embed.weight": generator.standard_normal((64, 32), np.float32)}
+    for layer in range(6):
+        at = f"layers.{layer}"
+        for name in ("q", "k", "v", "o"):
+            shape = (32, 32)
+            tree[f"{at}.attention.{name}.weight"] = generator.standard_normal(shape, np.float32)
+        for expert in range(16):
+            values = generator.standard_normal((64, 32), np.float32) * (1 + layer)
+            values[:] = 0 if (layer, expert) == (4, 7) else values
+            tree[f"{at}.mlp.experts.{expert}.up.weight"] = values
+            tree[f"{at}.mlp.experts.{expert}.down.weight"] = values.T / 2
+    _save({"param": tree}, work / "experts")
 
 
 def _save(tree: dict, path: Path) -> None:
@@ -170,9 +210,10 @@ def section(name: str, work: Path) -> str:
 HEAD = f"""# Screens
 
 What the commands print on a terminal of {COLUMNS} columns, the first {MAX_LINES} lines of each, and
-how the page of `jax-ucp report` begins, for four checkpoints. `docs/screens.py` makes this page,
-and the tests compare it. It also makes `run`, which has 10,000 arrays in step 1000, and the same in
-step 1001 with one bit of one element flipped.
+how the page of `jax-ucp report` begins, for four checkpoints; then more pages, also in the dark and
+on a phone. `docs/screens.py` makes this page, and the tests compare it. It makes `experts` too, and
+`run`, which has 10,000 arrays in step 1000, and the same in step 1001 with one bit of one element
+flipped.
 """
 
 
@@ -184,6 +225,16 @@ def written(names: Sequence[str] = tuple(SUBJECTS)) -> str:
         return "\n".join([HEAD, *(section(name, work) for name in names)])
 
 
+def elsewhere() -> str:
+    """The end of the page: pictures of other pages."""
+    shown = [
+        f"### {view.says}\n\n```sh\njax-ucp {view.command}\n```\n\n"
+        f"![{view.says}: the page in a browser](pictures/report-{name}.png)\n"
+        for name, view in VIEWS.items()
+    ]
+    return "\n".join(["\n## More pages\n", *shown])
+
+
 def take_pictures(folder: Path) -> list[Path]:
     """Save what a browser shows of each report, as `folder/report-NAME.png`."""
     from PIL import Image
@@ -191,16 +242,19 @@ def take_pictures(folder: Path) -> list[Path]:
 
     with working_folder() as work, sync_playwright() as playwright:
         save_run(work)
+        save_experts(work)
         # a container has no namespaces for chromium's own sandbox
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        pictures = [folder / f"report-{name}.png" for name in SUBJECTS]
-        for subject, picture in zip(SUBJECTS.values(), pictures, strict=True):
-            on_a_terminal(f"report {subject.path} -o report.html", work)
+        plain = {name: View("", f"report {each.path}", SIZE) for name, each in SUBJECTS.items()}
+        views = plain | VIEWS
+        pictures = [folder / f"report-{name}.png" for name in views]
+        for view, picture in zip(views.values(), pictures, strict=True):
+            on_a_terminal(f"{view.command} -o report.html", work)
             report = work / "report.html"
             report.write_text(report.read_text().replace(f"{work}/", ""))
-            page = browser.new_page(viewport=SIZE)
+            page = browser.new_page(viewport=view.size, color_scheme=view.scheme)
             page.goto(report.as_uri())
             page.wait_for_selector("html[data-ready]")
             page.screenshot(path=picture)
@@ -213,7 +267,7 @@ def take_pictures(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written())
+    PAGE.write_text(written() + elsewhere())
     if "--pictures" in sys.argv[1:]:
         for taken in take_pictures(DOCS / "pictures"):
             print(f"{taken.name}: {taken.stat().st_size:,} bytes")

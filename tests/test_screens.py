@@ -29,7 +29,8 @@ def test_the_page_has_what_the_commands_print(name):
 def test_the_page_has_every_subject_in_lines_of_eighty_columns():
     page = SCREENS["PAGE"].read_text()
     assert page.startswith(SCREENS["HEAD"])
-    sections = [part.splitlines()[0] for part in page.split("\n## ")[1:]]
+    assert page.endswith(SCREENS["elsewhere"]())
+    sections = [part.splitlines()[0] for part in page.split("\n## ")[1:-1]]
     assert sections == [subject.title for subject in SUBJECTS.values()]
     screens = [part.partition("```")[0] for part in page.split("```text\n")[1:]]
     assert len(screens) == 3 * len(SUBJECTS)
@@ -43,11 +44,15 @@ def test_of_ten_thousand_arrays_the_one_with_a_flipped_bit_is_found():
     assert "1 leaf differs, 9,999 equal in all elements" in screen
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+SIZES = dict.fromkeys(SUBJECTS, SCREENS["SIZE"])
+SIZES |= {name: view.size for name, view in SCREENS["VIEWS"].items()}
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_a_picture_is_small_and_of_the_size_that_is_taken(name):
     picture = DOCS / "pictures" / f"report-{name}.png"
     assert picture.stat().st_size < MAX_BYTES
-    assert size_of(picture) == tuple(SCREENS["SIZE"].values())
+    assert size_of(picture) == tuple(SIZES[name].values())
 
 
 @pytest.mark.slow
@@ -56,6 +61,8 @@ def test_the_pictures_can_be_taken(tmp_path):
         pytest.importorskip("playwright.sync_api")
         if not shutil.which("chromium"):
             pytest.skip("no browser")
-    for picture in SCREENS["take_pictures"](tmp_path):
+    pictures = SCREENS["take_pictures"](tmp_path)
+    assert {picture.name for picture in pictures} == {f"report-{name}.png" for name in SIZES}
+    for picture, size in zip(pictures, SIZES.values(), strict=True):
         assert 10_000 < picture.stat().st_size < MAX_BYTES
-        assert size_of(picture) == tuple(SCREENS["SIZE"].values())
+        assert size_of(picture) == tuple(size.values())
