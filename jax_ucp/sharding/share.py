@@ -107,11 +107,12 @@ class SharedRead:
         inner = NamedSharding(mesh, PartitionSpec(*spec))
         arrays = jax.device_put(list(parts), list(_own_pieces(self)))
         pieces = jax.make_array_from_single_device_arrays(shape, inner, arrays)
+        outer = NamedSharding(mesh, self.sharding.spec)
         # The caller may have set another mesh, and NaNs are not his program's.
         with set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
-            return jax.block_until_ready(
-                _gather(inner, self.sharding, self.cut, n, self.dtype)(pieces)
-            )
+            joined = _gather(inner, outer, self.cut, n, self.dtype)(pieces)
+            # not by the program: CPUs compile none with results in another memory in JAX 0.7.2
+            return jax.block_until_ready(jax.device_put(joined, self.sharding))
 
 
 # The name of an array, how it is shared, its cost in bytes, and what reads the pieces of this
