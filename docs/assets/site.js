@@ -25,3 +25,7 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
 new MutationObserver(() => {
   for (const nav of document.querySelectorAll("nav.md-code__nav:not([role])")) nav.setAttribute("role", "none");
 }).observe(document.body, { childList: true, subtree: true });
+
+// Names that the theme does not give.
+document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+document.querySelector("nav.md-path")?.setAttribute("aria-label", "Where this page is");
