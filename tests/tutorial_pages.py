@@ -21,7 +21,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+FOLDERS = ("tutorials", "reference")
+PAGES = sorted(page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md"))
+PAGES = [page for page in PAGES if "```python" in page.read_text()]
 NEEDS = {"maxtext": "maxtext"}  # a page, and the package that it needs beside those of the tests
 BLOCK = re.compile(r"```(python|sh)\n(.*?)```\n(?:\n?```text\n(.*?)```\n)?", re.DOTALL)
 SHIM = """#!/bin/sh
