@@ -21,7 +21,7 @@ from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.arrays.checks import Extent, verdicts
 from jax_ucp.arrays.contents import About, Contents, Item, Piece, require_values, require_weights
-from jax_ucp.arrays.digests import digest_checks
+from jax_ucp.arrays.digests import checksum_checks, digest_checks
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
@@ -110,18 +110,22 @@ def _written(
     write: Callable[[FilePath], object],
     step: int | None,
     item: str | None,
+    custom_metadata: Mapping[str, Any] | None,
 ) -> Checkpoint:
     """The checkpoint that `write` wrote to a path; with `step`, an item of that step of the run.
 
-    Raises ValueError for an item without a step.
+    Raises ValueError for an item or custom metadata without a step.
     """
     target = target_path(path)
     if item is not None and step is None:
         raise ValueError(f"item={item!r} names an item of a step: give step= too")
+    if custom_metadata and step is None:
+        raise ValueError(f"custom_metadata={custom_metadata!r:.80} is of a step: give step= too")
     if step is None:
         write(target)
         return opened(path)
-    return opened(str(write_step(target, step, "default" if item is None else item, write)))
+    name = "default" if item is None else item
+    return opened(str(write_step(target, step, name, write, custom_metadata or {})))
 
 
 class Checkpoint:
@@ -782,6 +786,7 @@ class Checkpoint:
         variables: bool = False,
         step: int | None = None,
         item: str | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
 
@@ -809,6 +814,9 @@ class Checkpoint:
             variables: put each parameter in a node `value`, as Flax NNX's states are stored.
             step: add the result to the run at `path`, as this step.
             item: its name in that step; by default `default`.
+            custom_metadata: what the step says to its readers, as JSON, as of a manager's `save`.
+                MaxText reads `{"scan_layers": False}` of a tree whose layers are not scanned, and
+                `{"lora": {"lora_rank": 8, "lora_alpha": 16.0}}` of an adapter.
 
         Returns:
             The checkpoint that was written, opened.
@@ -818,7 +826,8 @@ class Checkpoint:
             UnsupportedPath: for a URL that cannot be written to.
             CorruptData: if the source contradicts itself or changes meanwhile.
             QuantizedWeights: where weights are stored as codes.
-            ValueError: for an item without a step, and an invalid mesh, rules or hosts.
+            ValueError: for an item or custom metadata without a step, and an invalid mesh, rules or
+                hosts.
             WorkerError: where the checkpoint cannot be sent to the executor's processes, or one
                 has ended.
 
@@ -835,7 +844,7 @@ class Checkpoint:
 
         is_noted = step is not None
         write = partial(copy, laid_out._contents, plan, progress=progress, executor=executor)
-        return _written(path, partial(write, is_noted=is_noted), step, item)
+        return _written(path, partial(write, is_noted=is_noted), step, item, custom_metadata)
 
     def _laid_out(self, root: str | None, variables: bool) -> Checkpoint:
         """The checkpoint with its parameters at `root`, each in a node `value` if `variables`."""
@@ -878,6 +887,7 @@ class Checkpoint:
         variables: bool = False,
         step: int | None = None,
         item: str | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Write a checkpoint to `path` whose arrays stay in this one's files, and open it there.
 
@@ -898,6 +908,7 @@ class Checkpoint:
             variables: as for `save`.
             step: as for `save`.
             item: as for `save`.
+            custom_metadata: as for `save`.
 
         Returns:
             The link, opened.
@@ -907,7 +918,7 @@ class Checkpoint:
             UnsupportedPath: where stock Orbax could not reach the files from `path`.
             CorruptData: if the source contradicts itself or changes meanwhile.
             QuantizedWeights: where weights are stored as codes.
-            ValueError: for an item without a step.
+            ValueError: for an item or custom metadata without a step.
 
         Examples:
             >>> ucp.open("tests/data/torch/hf_llama/ckpt").link("linked")  # doctest: +SKIP
@@ -918,7 +929,7 @@ class Checkpoint:
             plan = laid_out.plan_link(str(target), budget_bytes)
             link(with_checksums(plan) if checksum else plan, target, progress, step is not None)
 
-        return _written(path, write, step, item)
+        return _written(path, write, step, item, custom_metadata)
 
     def save_share(
         self,
@@ -1030,7 +1041,8 @@ class Checkpoint:
         What is stored twice is compared while it is copied. If the call is interrupted, there is
         nothing at `path`. In a bucket, a process that is killed leaves files, but not the last one,
         which makes the folder loadable; the next export there is refused. Safetensors are
-        accompanied by the model's config, tokenizer and the like, if the checkpoint has them.
+        accompanied by the model's config, tokenizer and the like, if the checkpoint has them, and
+        each format by `ucp.checksums.sfv`, with a CRC-32 of each file for `verify`.
 
         Args:
             path: a folder or URL where nothing is.
@@ -1144,7 +1156,7 @@ class Checkpoint:
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
         """Read everything that has a checksum or a duplicate. Files of the Hugging Face hub, and of
-        its cache, have the hub's hashes.
+        its cache, have the hub's hashes; what `export` wrote has CRC-32s in `ucp.checksums.sfv`.
 
         Args:
             executor: as for `save`.
@@ -1165,6 +1177,9 @@ class Checkpoint:
         yield from verify(self._contents, executor)
         files = self._contents.files
         yield from verdicts(digest_checks(files, frozenset()), files.is_remote)
+        if self._opened is not None:
+            exported = file_path(self._opened.path)
+            yield from verdicts(checksum_checks(exported), exported.files.is_remote)
         for change in files.changes():
             yield "the files of the checkpoint", change
 

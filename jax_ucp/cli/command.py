@@ -169,10 +169,13 @@ class Arguments(SimpleNamespace):
     @property
     def layout(self) -> dict[str, Any]:
         """The arguments for a framework's loader of `Checkpoint.save`, those that are given."""
-        if self.item is not None and self.to_step is None:
-            raise click.UsageError("--item goes with --to-step: give that too")
+        of_step = {"item": self.item, "custom_metadata": self.custom_metadata}
+        for name, value in of_step.items():
+            if value is not None and self.to_step is None:
+                flag = name.replace("_", "-")
+                raise click.UsageError(f"--{flag} goes with --to-step: give that too")
         variables = self.variables or None
-        given = {"root": self.root, "variables": variables, "step": self.to_step, "item": self.item}
+        given = {"root": self.root, "variables": variables, "step": self.to_step, **of_step}
         return {name: value for name, value in given.items() if value is not None}
 
     @property

@@ -38,8 +38,8 @@ def convert(args: Arguments) -> None:
     other mesh can read them too.
 
     --root, --variables, --to-step and --item put it where a framework's own loader looks. MaxText:
-    --root params --to-step 0 --item items. tunix: --root "" --variables --to-step 0 --item
-    model_params.
+    --root params --to-step 0 --item items, and of layers that are not scanned --custom-metadata
+    '{"scan_layers": false}'. tunix: --root "" --variables --to-step 0 --item model_params.
     """
     layout = args.layout
     if args.share and (args.executor or layout):

@@ -8,7 +8,15 @@ from typing import Any
 import click
 
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
-from jax_ucp.cli.types import MESH_SIZES, NAMED_SIZE, OPTIMIZER_GROUPS, RULE, SHARE_OF, SIZE
+from jax_ucp.cli.types import (
+    JSON_OBJECT,
+    MESH_SIZES,
+    NAMED_SIZE,
+    OPTIMIZER_GROUPS,
+    RULE,
+    SHARE_OF,
+    SIZE,
+)
 
 
 def option(
@@ -141,6 +149,12 @@ LAYOUT = (
         "TARGET is the folder of a run: add the checkpoint to it as this step.",
     ),
     option("--item", "NAME", "With --to-step: the name of the item; default: default."),
+    option(
+        "--custom-metadata",
+        JSON_OBJECT,
+        "With --to-step: what the step says to its readers, such as '{\"scan_layers\": false}' to"
+        " MaxText.",
+    ),
 )
 
 WORKERS = (

@@ -85,6 +85,13 @@ def _rename(text: str) -> tuple[str, str]:
     return first, second
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"is not an object of JSON: {error}") from None
+
+
 def _optimizer_groups(text: str) -> str | list[list[str]]:
     if rule_of(text):
         return text
@@ -117,6 +124,7 @@ MESH_SIZES = TextType("axis=size,...", _mesh)
 REGEX = TextType("regex", _regex)
 RULE = TextType("regex=axis,...", _rule)
 RENAME = TextType("first=second", _rename)
+JSON_OBJECT = TextType("json", _json_object)
 OPTIMIZER_GROUPS = TextType("module-order|hf-decay|file.json", _optimizer_groups)
 SHARE_OF = TextType("share", _share)
 

@@ -19,9 +19,10 @@ import numpy as np
 
 from jax_ucp.arrays.budget import batches, threads
 from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.digests import CHECKSUMS
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.errors import CorruptData
-from jax_ucp.files.crc import SummedBytes, crc_of
+from jax_ucp.files.crc import SummedBytes, combined, crc_of
 from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files
@@ -204,8 +205,10 @@ def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator
 
 def complete_files(
     folder: Path, files: Sequence[File], runs: Sequence[BlockRun], written: Blocks
-) -> None:
-    """Write all bytes but tensors' durably. Raises CorruptData if a run was not written."""
+) -> dict[str, int]:
+    """The CRC-32 of each file, all bytes but tensors' of which are written here, durably. Raises
+    CorruptData if a run was not written.
+    """
     parts: dict[tuple[int, int], list[SummedBytes]] = defaultdict(list)
     for run in runs:
         name, box = run.place
@@ -213,16 +216,30 @@ def complete_files(
         if found is None:
             raise CorruptData(f"{folder / name}: bytes {box} were not written")
         parts[run.number].append(SummedBytes(run.at, run.at + run.nbytes, int(found.digest, 16)))
+    crcs_of_files: dict[str, int] = {}
     for f, file in enumerate(files):
         numbers = itertools.count()
+        summed = [part for t in range(len(file.tensors)) for part in parts[f, t]]
         with open(folder / file.name, "r+b") as out:
             for section in file.sections:
                 crcs = [crc_of(sorted(parts[f, next(numbers)])) for _ in section.tensors]
                 for at, data in section.rest(crcs):
                     out.seek(at)
                     out.write(data)
+                    summed.append(SummedBytes(at, at + len(data), zlib.crc32(data)))
             out.flush()
             os.fsync(out.fileno())
+        crcs_of_files[file.name] = _crc_of_file(file.size, summed)
+    return crcs_of_files
+
+
+def _crc_of_file(size: int, parts: Sequence[SummedBytes]) -> int:
+    """The CRC-32 of a file of these parts, between which all bytes are zero."""
+    crc = end = 0
+    for part in sorted([*parts, SummedBytes(size, size, 0)]):
+        crc = zlib.crc32(bytes(part.start - end), crc)
+        crc, end = combined(crc, part.crc, part.stop - part.start), part.stop
+    return crc
 
 
 def create(path: Path, size: int, is_shared: bool = False) -> None:
@@ -248,7 +265,7 @@ def check_free(target: FilePath) -> None:
 
 def require_written(folder: Files, files: Sequence[File]) -> None:
     """Raise CorruptData unless the folder has these files, and control files of the job only."""
-    names = {file.name for file in files}
+    names = {CHECKSUMS, *(file.name for file in files)}
     others = [file.name for file in folder.walk() if file.name not in names]
     strange = itertools.filterfalse(is_control_file, others)
     faults = [*lost(folder, files), *(f"{name} is not a file of this export" for name in strange)]

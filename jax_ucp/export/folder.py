@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 
+from jax_ucp.arrays.digests import CHECKSUMS, checksums
 from jax_ucp.export.files import (
     BlockRun,
     ExportTarget,
@@ -81,8 +82,9 @@ class FolderTarget(ExportTarget[BlockRun]):
         try:
             for file in self._files if note is not None else ():
                 create(folder / file.name, file.size, is_shared=True)
-            complete_files(folder, self._files, self._runs, written)
+            crcs = complete_files(folder, self._files, self._runs, written)
             prove()
+            LocalFiles(folder).write(CHECKSUMS, [checksums(crcs)], durable=True)
             if note is not None:
                 LocalFiles(folder).write(RESULT_FILE, [note], durable=True)
             require_written(LocalFiles(folder), self._files)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jax_ucp.arrays.budget import in_order
+from jax_ucp.arrays.digests import CHECKSUMS, checksums
 from jax_ucp.errors import CorruptData, StoreError
 from jax_ucp.export.files import (
     ExportTarget,
@@ -77,9 +78,8 @@ class Upload:
 
 @dataclass(frozen=True)
 class UploadTask:
-    """A file to be written in `max_bytes` of memory, unless the folder has it as noted.
-
-    `on_bytes` is called with numbers of tensor bytes; if `is_noted` the result has a CRC-32.
+    """A file to be written in `max_bytes` of memory, unless the folder has it as noted; the result
+    has its CRC-32. `on_bytes` is called with numbers of tensor bytes.
     """
 
     folder: str
@@ -87,7 +87,6 @@ class UploadTask:
     noted: tuple[Written | None, ...]
     max_bytes: int
     on_bytes: OnBytes
-    is_noted: bool
 
     @property
     def blocks(self) -> tuple[Upload]:
@@ -101,17 +100,8 @@ class UploadTask:
         folder, file, [noted] = opened.files(self.folder), self.block.file, self.noted
         if noted is not None and _crc_of(folder, file) == noted:
             return [noted]
-        crc = 0
-
-        def summed(parts: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-            nonlocal crc
-            for part in parts:
-                crc = zlib.crc32(part, crc)
-                yield part
-
         parts = file_parts(opened, file, self.max_bytes, self.on_bytes)
-        write_parts(folder, file, summed(parts) if self.is_noted else parts, self.max_bytes)
-        return [as_written(crc)]
+        return [as_written(write_parts(folder, file, parts, self.max_bytes))]
 
 
 def _crc_of(folder: Files, file: File) -> Written | None:
@@ -127,7 +117,9 @@ def _crc_of(folder: Files, file: File) -> Written | None:
 
 
 class BucketTarget(ExportTarget[Upload]):
-    """An export into a folder of a bucket; the last file commits it, when all is proved."""
+    """An export into a folder of a bucket; the last file commits it, when all is proved, and the
+    CRC-32s of all files follow it.
+    """
 
     _reports_here = False
 
@@ -198,7 +190,6 @@ class BucketTarget(ExportTarget[Upload]):
                 work.noted([upload]),
                 share_of(self._budget, self._files[:-1]),
                 self._on_bytes if self._reports_here else no_progress,
-                work.share is not None,
             )
             for _, [upload] in work.groups
         )
@@ -216,10 +207,17 @@ class BucketTarget(ExportTarget[Upload]):
 
         if note is not None:
             folder.write(RESULT_FILE, [note], durable=True)
+        crcs = {
+            name: int(whole.digest, 16)
+            for name, blocks in written.items()
+            for whole in blocks.values()
+        }
         if last.tensors:
-            write_parts(folder, last, sound_parts(), room)
+            crcs[last.name] = write_parts(folder, last, sound_parts(), room)
         else:
-            folder.create(last.name, b"".join(sound_parts()))
+            folder.create(last.name, data := b"".join(sound_parts()))
+            crcs[last.name] = zlib.crc32(data)
+        folder.write(CHECKSUMS, [checksums(crcs)], durable=True)
 
     def is_result(self, identity: str) -> bool:
         folder = self.path.folder()
@@ -240,9 +238,20 @@ def share_of(budget_bytes: int, files: Sequence[File]) -> int:
 
 def write_parts(
     folder: Files, file: File, parts: Iterator[bytes | memoryview], max_bytes: int
-) -> None:
-    """Write a file from its parts; half of `max_bytes` is for parts in flight."""
-    folder.write_large(file.name, parts, file.size, max_bytes // 2)
+) -> int:
+    """The CRC-32 of a file, which is written from its parts; half of `max_bytes` is for parts in
+    flight.
+    """
+    crc = 0
+
+    def summed() -> Iterator[bytes | memoryview]:
+        nonlocal crc
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+            yield part
+
+    folder.write_large(file.name, summed(), file.size, max_bytes // 2)
+    return crc
 
 
 def file_parts(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.files.local import name_fault
@@ -29,14 +30,22 @@ STOCK_HANDLER = (
 
 
 def write_step(
-    run: FilePath, step: int, item: str, write: Callable[[FilePath], object]
+    run: FilePath,
+    step: int,
+    item: str,
+    write: Callable[[FilePath], object],
+    custom_metadata: Mapping[str, Any],
 ) -> FilePath:
     """The path of the item, after `write` has written it. The step appears only when it is whole:
     on a disk by a rename, in a bucket by the creation of `commit_success.txt`.
 
     Raises FileExistsError if the step exists or is being written, or the run is a checkpoint
-    itself; ValueError for an item that is not a name.
+    itself; ValueError for an item that is not a name, and for metadata that JSON cannot say.
     """
+    try:
+        said = json.loads(json.dumps(dict(custom_metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"custom_metadata={custom_metadata!r:.80} is not JSON: {error}") from None
     step = whole_number("step", step, least=0)
     fault = name_fault(item) or ("it has a slash" if "/" in item else None)
     if fault or item in (STEP_FILE, COMMIT_FILE):
@@ -54,7 +63,7 @@ def write_step(
             )
         begun = time.time_ns()
         write(target / item)
-        _describe(files, item, begun)
+        _describe(files, item, begun, said)
         for folder in (f"{item}/", ""):
             said = f"Checkpoint commit was successful to {target}/{folder}".rstrip("/")
             files.create(f"{folder}{COMMIT_FILE}", said.encode())
@@ -72,20 +81,20 @@ def write_step(
             )
         begun = time.time_ns()
         write(unfinished / item)
-        _describe(unfinished.folder(), item, begun)
+        _describe(unfinished.folder(), item, begun, said)
         os.replace(str(unfinished), str(target))
         target.parent.folder().sync()
     return target / item
 
 
-def _describe(files: Files, item: str, begun: int) -> None:
+def _describe(files: Files, item: str, begun: int, custom_metadata: Mapping[str, Any]) -> None:
     metadata = {
         "item_handlers": {item: STOCK_HANDLER},
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": begun,
         "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": {},
+        "custom_metadata": custom_metadata,
     }
     files.write(STEP_FILE, [json.dumps(metadata).encode()], durable=True)
     files.sync()
