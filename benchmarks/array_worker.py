@@ -62,7 +62,7 @@ def place(path: str) -> dict[str, float]:
     checkpoint = jax_ucp.open(path)
     rules = [("", jax.sharding.PartitionSpec("data"))]
     lap()
-    checkpoint.plan(mesh={"data": 64}, rules=rules)
+    checkpoint.plan_reads({"data": 64}, rules=rules)
     taken = {"plan": lap()}
     mesh = jax.make_mesh((1,), ("data",))
     lap()

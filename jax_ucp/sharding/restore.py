@@ -108,14 +108,14 @@ class RestoreRequest:
         mesh, missing, cast = self.mesh, self.missing, self.cast
         if missing not in get_args(Missing):
             raise ValueError(f"missing={missing!r:.80} is none of {', '.join(get_args(Missing))}")
-        if self.rules and not isinstance(mesh, Mesh):
-            raise ValueError("rules= are for a mesh: give mesh= too")
         if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
             given = "an AbstractMesh" if isinstance(mesh, AbstractMesh) else f"{mesh!r:.80}"
             raise ValueError(
                 f"mesh= is {given}, and should be a jax.sharding.Mesh, whose devices are here, or"
                 " 'saved'. plan_reads takes a mesh without devices"
             )
+        if self.rules and not isinstance(mesh, Mesh):
+            raise ValueError("rules= are for a mesh: give mesh= too")
         if self.target is None and self.partial:
             raise ValueError("partial=True leaves out what a target lacks, and there is no target")
         if self.target is None and missing != "refuse":

@@ -117,3 +117,5 @@ def test_what_cannot_be_a_target_is_said_in_words_of_a_restore(checkpoint):
     assert "save" not in str(e.value)
     with pytest.raises(ValueError, match=r"mesh= is an AbstractMesh, .* plan_reads takes a mesh"):
         checkpoint.restore(mesh=AbstractMesh((8,), ("x",)))
+    with pytest.raises(ValueError, match=r"mesh= is \{'data': 8\}, .* plan_reads takes a mesh"):
+        checkpoint.plan(mesh={"data": 8}, rules=RULES)
