@@ -67,8 +67,8 @@ megatron-core was run on a CPU, with stand-ins for TransformerEngine's modules a
 
 - Read: every sharding type; MLA, multi-token prediction, learnable softmax offsets; experts (grouped, sequential, shared) with any etp; uneven and
   `--pipeline-model-parallel-layout` pipelines, virtual stages.
-- Optimizers: precision-aware, SGD, `--optimizer-cpu-offload`, Muon with Adam beside it, also layer-wise (`dist_muon`,
-  `muon --use-distributed-optimizer`).
+- Optimizers: precision-aware, SGD, `--optimizer-cpu-offload`, Muon with Adam or Lion beside it, also layer-wise
+  (`dist_muon`, `muon --use-distributed-optimizer`).
 - Refused: modules whose order is not known in `dp_reshardable` (Mamba, cross attention); fp8 weights in flat buffers; `fully_reshardable` that
   its writer moved; generalized tensor parallelism (GTP) where it pads or mixes rows: lengths that are no multiple of its alignment, gated layers.
 
@@ -143,6 +143,8 @@ are read according to their sources: T5X and Paxml, trees without `_METADATA` (O
 | Flax's msgpack, in chunks or not, one file or a run of them | read by ranges; other extensions than Flax's and Orbax's are refused |
 | T5X: `checkpoint` and folders of zarr | read, version 2 and 3; an array of uint16 (bfloat16 of version 2), another shape or dtype than its spec are refused |
 | Paxml: `state/` as folders of zarr, or msgpack | read; the tree is that of the folders' names |
+| what all devices have alike, in databases of its own (`ocdbt.process_replica_N`); nodes and values of databases apart (`ocdbt_meta`, `ocdbt_data`) | read; those of replicas are refused without the database that joins them |
+| a tree that v1 saved in parts | read once it is finalized; before, refused |
 | saves that are not finished | refused; skipped in the folder of a run |
 
 ## Training folders

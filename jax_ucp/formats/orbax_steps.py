@@ -36,7 +36,8 @@ STEP_FILE = "_CHECKPOINT_METADATA"
 _COMMITTED_FILE = "commit_success.txt"
 _NAMED_STEP = re.compile(r"checkpoint_[0-9]{1,18}")
 _STEP_NAME = re.compile(r"(.*?)([0-9]{1,18})")
-_UNFINISHED_NAME = re.compile(r"\.orbax-checkpoint-tmp|\.tmp-|^tmp_|_tmp$")
+# the last is of v1's partial saves, until one is finalized
+_UNFINISHED_NAME = re.compile(r"\.orbax-checkpoint-tmp|\.tmp-|^tmp_|_tmp$|\.partial_save(\.|$)")
 # What JsonCheckpointHandler and managers call the one file of an item.
 _JSON_FILES = ("metadata", "metrics")
 _SAID_BY_USERS = ("metrics", "custom_metadata")

@@ -196,6 +196,11 @@ CASES = [
     Case("dist_muon_moe_pp2", f"--optimizer dist_muon {MOE} {SHARED} --moe-grouped-gemm"
          f" {parallel(pp=2, ep=2)}", 4),
     Case("small_dist_muon", "--optimizer dist_muon", 2, layers=1, hidden=8, ffn=8),
+    Case("muon_lion_pp2", f"{DIST} {FULLY} --optimizer muon --muon-scalar-optimizer lion"
+         f" {parallel(pp=2)}", 4),
+    Case("dist_muon_lion", "--optimizer dist_muon --muon-scalar-optimizer lion", 2),
+    Case("small_muon_lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", 2, layers=1,
+         hidden=8, ffn=8),
     Case("logits_llama31", f"--kv-channels 8 --use-rope-scaling --rotary-base 500000"
          f" {parallel(2, 2)}", 4, te=False, hidden=16),
     Case("logits_qwen2", f"--kv-channels 8 --add-qkv-bias --rotary-base 1000000 {parallel(2)}", 2,
@@ -292,7 +297,7 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     _stand_in_for_cuda()
     engine = ("transformer_engine", "transformer_engine_torch") if case.te else ()
     sys.meta_path.insert(0, _StandIns(("triton", *engine)))
-    if "muon" in case.argv:
+    if "muon" in case.argv or "lion" in case.argv:
         _stand_in_for_muon()
     typing.override = getattr(typing, "override", lambda method: method)
     sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}

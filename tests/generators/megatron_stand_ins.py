@@ -449,6 +449,25 @@ class FusedSGD(torch.optim.SGD):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
+class Lion(torch.optim.Optimizer):
+    """The signs of a mean of gradients; one moment (`emerging_optimizers`)."""
+
+    def __init__(self, params: Any, lr: float, betas: Any, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in filter(lambda p: p.grad is not None, group["params"]):
+                own = self.state[parameter]
+                if not own:
+                    own["exp_avg"] = torch.zeros_like(parameter)
+                change = torch.sign(torch.lerp(parameter.grad, own["exp_avg"], first))
+                parameter.add_(change, alpha=-max(group["lr"], 1e-3))
+                own["exp_avg"].lerp_(parameter.grad, 1 - second)
+
+
 class OrthogonalizedOptimizer(torch.optim.Optimizer):
     """Muon's momentum, whose update a subclass makes orthogonal (`emerging_optimizers`)."""
 
@@ -504,6 +523,7 @@ _MODULES = {
     "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(),
         _nothing)},
     "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
+    "emerging_optimizers.scalar_optimizers": {"Lion": Lion},
     "emerging_optimizers.registry": {"get_optimizer_name_list": lambda: []},
     "emerging_optimizers.orthogonalized_optimizers": {"OrthogonalizedOptimizer": OrthogonalizedOptimizer,
         "get_muon_scale_factor": lambda *_, **__: 1.0},

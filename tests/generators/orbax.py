@@ -431,6 +431,49 @@ def _(path, seed):
     return tree, {"model": "state"}, {}
 
 
+@case("v1_replica_folders", since=(0, 12, 5))
+def _(path, seed):
+    """What all devices have alike, in a database of its own, `ocdbt.process_replica_0`."""
+    saving = v1().options.ArrayOptions.Saving(
+        use_replica_parallel=True,
+        min_slice_bytes_for_replica_parallel=1,
+        enable_replica_parallel_separate_folder=True,
+    )
+    tree = trained(seed)
+    with v1().Context(array_options=v1().options.ArrayOptions(saving=saving)):
+        v1().save(path, tree)
+    return tree, {}, {}
+
+
+@case("v1_split_metadata", since=(0, 12, 5))
+def _(path, seed):
+    """Nodes and values of the databases in `ocdbt_meta` and `ocdbt_data`: no option of Orbax's sets
+    what its writer can do.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    options = tensorstore_utils.OcdbtKvStoreWriteOptions
+    split = {"store_ocdbt_metadata_and_values_separately": True}
+    tensorstore_utils.OcdbtKvStoreWriteOptions = lambda **said: options(**{**said, **split})
+    try:
+        tree = trained(seed)
+        v1().save(path, tree)
+    finally:
+        tensorstore_utils.OcdbtKvStoreWriteOptions = options
+    return tree, {}, {}
+
+
+@case("v1_partial", since=(0, 12, 5))
+def _(path, seed):
+    """A tree that was saved in parts, and finalized; a step that was not lies beside."""
+    tree = dict(vars(trained(seed)))
+    for name, value in tree.items():
+        v1().partial.save(path / "1", {name: value})
+    v1().partial.finalize(path / "1")
+    v1().partial.save(path / "2", {"params": tree["params"]})
+    return tree, {}, {}
+
+
 @case("manager_unfinished")
 def _(path, seed):
     """Two finished steps, and what a killed save leaves: a folder with a suffix."""

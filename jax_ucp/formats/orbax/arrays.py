@@ -117,7 +117,7 @@ def names_beside(storage: ZarrFolder, stored: Mapping[str, str]) -> set[str]:
     if storage.databases:
         folders = {file.name.partition("/")[0] for file in storage.folder.walk()}
         processes = {name for name in folders if name.startswith(PROCESS_PREFIX)}
-        return processes | {"d", MANIFEST_FILE}
+        return processes | {"d", "ocdbt_meta", "ocdbt_data", MANIFEST_FILE}
     files = {file.name for file in storage.folder.walk()}
     for name in stored.values():
         if {f"{name}/{_V2_FILE}", f"{name}/{_V3_FILE}"} <= files:

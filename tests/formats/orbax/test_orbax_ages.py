@@ -118,6 +118,36 @@ def test_a_step_without_the_mark_of_newer_versions_is_one(tmp_path):
         assert checkpoint.extras["config/metadata"] == {"layers": 2, "name": "tiny"}
 
 
+def test_a_save_in_parts_is_none_until_it_is_finalized(tmp_path):
+    """The case has a step that is, which opens, and one that is not."""
+    run = copied(FOLDER / "orbax0128-v1_partial" / "ckpt", tmp_path / "run")
+    assert ucp.open(run).path == str(run / "1" / "state")
+    (pending,) = (run / "2.partial_save").iterdir()
+    for path in (pending.parent, pending):
+        with pytest.raises(NotACheckpoint, match=r"2\.partial_save"):
+            ucp.open(path)
+    shutil.rmtree(run / "1")
+    with pytest.raises(NotACheckpoint):
+        ucp.open(run)
+
+
+@pytest.mark.parametrize(
+    ("case", "lost"),
+    [
+        ("v1_replica_folders", "manifest.ocdbt"),
+        ("v1_split_metadata", "ocdbt_meta"),
+    ],
+)
+def test_databases_in_several_folders_are_refused_without_what_joins_them(case, lost, tmp_path):
+    step = copied(FOLDER / f"orbax0128-{case}" / "ckpt", tmp_path / "step")
+    opened = ucp.open(step)
+    assert not [item for item in opened.inventory if item.status == "skipped"]
+    at = step / "state" / lost
+    shutil.rmtree(at) if at.is_dir() else at.unlink()
+    with pytest.raises(FormatError, match=lost):
+        ucp.open(step)
+
+
 def test_of_several_trees_of_a_step_the_one_that_is_named_opens():
     path = FOLDER / "orbax01130-manager_two_trees" / "ckpt"
     with pytest.raises(
