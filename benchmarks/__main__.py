@@ -38,9 +38,16 @@ BENCHMARKS = {
 )
 @click.option("--mib", default=1024, show_default=True, help="Size of the large state.")
 @click.option("--torch-python", help="A Python with torch: without it, PyTorch's rows are absent.")
+@click.option("--ones", is_flag=True, help="Of `elastic`: numbers that compress, not random ones.")
 @click.option("--counts", default="", help="Of `arrays`: only what each step takes of so many.")
 def main(
-    name: str, work: Path | None, runs: int, mib: int, torch_python: str | None, counts: str
+    name: str,
+    work: Path | None,
+    runs: int,
+    mib: int,
+    torch_python: str | None,
+    ones: bool,
+    counts: str,
 ) -> None:
     """Measure one thing, beside every peer and the physical limit."""
     # before JAX is imported
@@ -50,7 +57,7 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         folder = (work or Path(temporary)).absolute()
         numbers = [int(count) for count in counts.split(",") if count]
-        options = Options(folder, runs, torch_python, mib, numbers)
+        options = Options(folder, runs, torch_python, mib, numbers, ones)
         tables = []
         for table in importlib.import_module(BENCHMARKS[name]).run(options):
             tables.append(table)

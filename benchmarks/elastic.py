@@ -52,13 +52,11 @@ def compete(
     options.work.mkdir(parents=True, exist_ok=True)
     nbytes = 4 * sum(map(math.prod, shapes.values()))
     title = f"{len(shapes):,} {what}, {nbytes / (1 << 20):,.0f} MiB"
-    rng = np.random.default_rng(0)
+    values = np.ones if options.ones else np.random.default_rng(0).standard_normal
     rows = _sharding(8, ROWS)
     tree = {
         name: ready(
-            jax.device_put(
-                rng.standard_normal(shape, np.float32), rows if len(shape) > 1 else _flat(rows)
-            )
+            jax.device_put(values(shape, np.float32), rows if len(shape) > 1 else _flat(rows))
         )
         for name, shape in shapes.items()
     }

@@ -35,6 +35,7 @@ class Options:
     torch_python: str | None = None
     mib: int = 1024
     counts: Sequence[int] = ()
+    ones: bool = False
 
 
 @dataclass(frozen=True)
