@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_ucp.errors as errors
 from jax_ucp.arrays.budget import in_order
@@ -111,8 +111,15 @@ class SharedRead:
         # The caller may have set another mesh, and NaNs are not his program's.
         with set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
             joined = _gather(inner, outer, self.cut, n, self.dtype)(pieces)
-            # not by the program: CPUs compile none with results in another memory in JAX 0.7.2
-            return jax.block_until_ready(jax.device_put(joined, self.sharding))
+            # Not by the program: JAX 0.7.2 compiles none for CPUs with results in another memory.
+            kind = self.sharding.memory_kind
+            boxes = [
+                jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind))
+                for shard in joined.addressable_shards
+            ]
+            return jax.block_until_ready(
+                jax.make_array_from_single_device_arrays(self.shape, self.sharding, boxes)
+            )
 
 
 # The name of an array, how it is shared, its cost in bytes, and what reads the pieces of this
