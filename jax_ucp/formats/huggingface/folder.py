@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Claims, Extent, LeafClaim
+from jax_ucp.arrays.checks import Claims, LeafClaim, checks_of
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.arrays.evaluate import Evaluated, expressions, split
+from jax_ucp.arrays.evaluate import Evaluated, elements_of, expressions, locate, split, tiles
 from jax_ucp.arrays.proof import Proof
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.value import Array
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import FilePath
@@ -58,16 +59,14 @@ from jax_ucp.formats.weight_names import (
     which,
 )
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.options import Options, Sizes
 from jax_ucp.states.state_pairing import StateTensor
 from jax_ucp.text import listed
-from jax_ucp.tree import Leaf
 
 # Where torch DCP leaves the ranks' parts of what it consolidated
 # (`torch/distributed/checkpoint/_hf_utils.py`).
 SHARDED = "sharded"
-
-SAMPLE_BYTES = 4096
 
 # What trainers of transformers, accelerate and peft save beside weights (`trainer.py`,
 # `checkpointing.py`, `utils/fsdp_utils.py`), by name: what it is called in a note.
@@ -270,7 +269,8 @@ def _compared(
 ) -> Contents:
     """The checkpoint, compared with another save. Raises FormatError where they differ."""
     other = _read(path, same, options).contents()
-    if difference := _other_structure(contents, other) or _other_values(contents, other):
+    difference = _other_structure(contents, other) or _other_values(contents, other, same.name)
+    if difference:
         raise FormatError(
             f"{path} holds two saves of one model, {save.name} and {same.name}, and they differ:"
             f" {difference}. {which(str(path), [save, same])}"
@@ -284,9 +284,8 @@ def _compared(
         *contents.inventory,
         *(replace(item, status="skipped", reason=reason) for item in other.inventory),
     ]
-    return _with_copy(
-        replace(contents, inventory=inventory, notes=[*contents.notes, note]), same.name, other
-    )
+    noted = replace(contents, inventory=inventory, notes=[*contents.notes, note])
+    return _with_copy(noted, other, same.name)
 
 
 def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: Options) -> Contents:
@@ -304,8 +303,8 @@ def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: O
     except (UCPError, OSError) as error:
         fault = str(error)
     if other is not None:
-        compared = _with_copy(contents, SHARDED, other)
-        if difference := _other_values(contents, other):
+        compared = _with_copy(contents, other, SHARDED)
+        if difference := _other_values(contents, other, SHARDED):
             raise FormatError(
                 f"{path} holds two saves, {save.name} and the ranks' parts in {SHARDED}/, and they"
                 f" differ: {difference}. Open the one that is meant: {path}/{save.name} or {parts}"
@@ -320,45 +319,52 @@ def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: O
     return replace(compared, inventory=inventory, notes=notes)
 
 
-def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
-    """The checkpoint, whose `verify` compares all of a copy of it."""
-
-    arrays = expressions(contents.arrays)
+def _with_copy(contents: Contents, copy: Contents, name: str) -> Contents:
+    """The checkpoint, whose `verify` compares all of a copy of it in `name`."""
 
     def claims() -> Iterator[LeafClaim]:
         yield from contents.claims
         yield from copy.claims
-        for leaf, other in _pairs(contents, copy):
-            proof = _Copy(leaf.label, arrays[leaf.name], contents, leaf, copy, other, name)
-            yield LeafClaim(proof, frozenset([leaf.name]))
+        yield from _copies(contents, copy, name)
 
-    return replace(contents, arrays=Evaluated(arrays), claims=Claims(claims))
+    return replace(contents, arrays=Evaluated(expressions(contents.arrays)), claims=Claims(claims))
+
+
+def _copies(contents: Contents, copy: Contents, name: str) -> Iterator[LeafClaim]:
+    """The claims that what both have is the same."""
+    arrays, others = expressions(contents.arrays), expressions(copy.arrays)
+    of_copy = {(leaf.label, leaf.shape, leaf.dtype): others[leaf.name] for leaf in copy.leaves}
+    for leaf in contents.leaves:
+        if other := of_copy.get((leaf.label, leaf.shape, leaf.dtype)):
+            proof = _Copy(leaf.label, arrays[leaf.name], other, name)
+            yield LeafClaim(proof, frozenset([leaf.name]))
 
 
 @dataclass(frozen=True)
 class _Copy(Proof):
-    """A leaf of a checkpoint of which another, in `folder`, has a copy."""
+    """An array of which another save, in `folder`, has a copy."""
 
     label: str
     array: Array
-    contents: Contents
-    leaf: Leaf
-    copy: Contents
-    other: Leaf
+    copy: Array
     folder: str
 
-    def nbytes(self, extent: Extent) -> int:
-        nbytes = self.array.info.nbytes
-        return 2 * (min(nbytes, 2 * SAMPLE_BYTES) if extent == "sample" else nbytes)
+    @property
+    def infos(self) -> Sequence[ArrayInfo]:
+        return [self.array.info] * 2
 
     def sample(self) -> Sequence[Box]:
-        return _corners(self.leaf.shape, self.itemsize)
+        return sample_boxes(tiles(self.array), tiles(self.copy))
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
-        for box, data in zip(boxes, split(elements, boxes), strict=True):
-            if not same_bits(data, self.copy.arrays.read(self.other.name, box)):
+        """The first box that differs, with the files in which it lies."""
+        both = (split(each, boxes) for each in (elements, elements_of(self.copy, boxes)))
+        for box, data, copied in zip(boxes, *both, strict=True):
+            if not same_bits(data, copied):
+                files = ", ".join(sorted({piece.file for piece in locate(self.array, box)}))
                 return (
-                    f"{_difference(self.contents, self.leaf, box)} (the copy is in {self.folder})"
+                    f"{self.label} has other values in {box}, in {files} (the copy is in"
+                    f" {self.folder})"
                 )
         return None
 
@@ -378,40 +384,7 @@ def _kinds(contents: Contents) -> dict[str, str]:
     return {leaf.label: f"{leaf.dtype} {list(leaf.shape)}" for leaf in contents.leaves}
 
 
-def _other_values(contents: Contents, copy: Contents) -> str | None:
+def _other_values(contents: Contents, copy: Contents, name: str) -> str | None:
     """The first difference in a sample of each array that both have; None if they agree."""
-    for leaf, other in _pairs(contents, copy):
-        for box in _corners(leaf.shape, np.dtype(leaf.dtype).itemsize):
-            first, second = contents.arrays.read(leaf.name, box), copy.arrays.read(other.name, box)
-            if not same_bits(first, second):
-                return _difference(contents, leaf, box)
-    return None
-
-
-def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
-    of_copy = {(leaf.label, leaf.shape, leaf.dtype): leaf for leaf in copy.leaves}
-    for leaf in contents.leaves:
-        other = of_copy.get((leaf.label, leaf.shape, leaf.dtype))
-        if other is not None:
-            yield leaf, other
-
-
-def _difference(contents: Contents, leaf: Leaf, box: Box) -> str:
-    pieces = [piece for piece in contents.locate(leaf) if piece.target.intersect(box)]
-    files = ", ".join(sorted({piece.file for piece in pieces}))
-    return f"{leaf.label} has other values in {box}, in {files}"
-
-
-def _corners(shape: tuple[int, ...], itemsize: int) -> list[Box]:
-    """The first and the last block of an array, of about `SAMPLE_BYTES`.
-
-    >>> [str(box) for box in _corners((1000, 1024), 4)]
-    ['[0:1, 0:1024]', '[999:1000, 0:1024]']
-    """
-    lengths: list[int] = []
-    room = max(1, SAMPLE_BYTES // itemsize)
-    for n in reversed(shape):
-        lengths.insert(0, min(n, room))
-        room = max(1, room // max(1, n))
-    last = tuple(n - length for n, length in zip(shape, lengths, strict=True))
-    return list(dict.fromkeys([Box((0,) * len(shape), tuple(lengths)), Box(last, shape)]))
+    checks = checks_of(_copies(contents, copy, name), "sample")
+    return next(filter(None, (check.run() for check in checks)), None)
