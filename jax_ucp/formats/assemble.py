@@ -153,6 +153,22 @@ class ContentsBuilder:
         self._weights[_path("param", name)] = weight
         self.mapped([weight], reason)
 
+    def place(
+        self, places: Places, label: str, keys: Sequence[str], layout: ParamLayout, shards: str = ""
+    ) -> None:
+        """Add the tensor `label` of nested dicts where `places` has it, or leave it out if it was
+        not asked for. `shards` are words on how it is stored. Raises as `joined` and `parameter`.
+        """
+        state, name = places.at[label]
+        reason = f"{state} of {name}"
+        if label in places.left:
+            for key in keys:
+                self.leave(key, "", f"{reason}: only weights were asked for")
+            return
+        if state == "other":
+            reason = "a tensor beside the model"
+        self.parameter(state, name, self.joined(f"{state}.{name}", layout, keys), reason + shards)
+
     def mapped(self, arrays: Iterable[Array], reason: str) -> None:
         """The stored tensors of these arrays are parts of parameters."""
         for item in itertools.chain.from_iterable(map(items_of, arrays)):
@@ -464,7 +480,7 @@ class ContentsBuilder:
 @dataclass(frozen=True)
 class _Twice:
     """A second copy: `copy` is what the parameter or slice `of`, called `label`, has at the leading
-    indices `at`; `cause` and `near` as in `Import.duplicate`.
+    indices `at`; `cause` and `near` as in `ContentsBuilder.duplicate`.
     """
 
     of: TreePath | Array

@@ -66,7 +66,7 @@ class Tree:
             self.tensors[label] = TreeTensor(path or (0,), name, f"{name}:{node.key}", node)
 
     def described(self) -> tuple[Mapping[str, StateTensor], Mapping[Steps, object]]:
-        """The tensors and the other objects, as `Import.placed` takes them."""
+        """The tensors and the other objects, as `ContentsBuilder.placed` takes them."""
         tensors = {label: tensor.described() for label, tensor in self.tensors.items()}
         return tensors, {path: node for path, (_, node) in self.objects.items()}
 

@@ -90,13 +90,15 @@ class ModelOrders:
 class Places:
     """The place of each tensor: `at[name]` is (state, parameter).
 
-    `in_optimizers` are the tensors in an optimizer's dict, mapped or not. `settings` are pairs: a
-    parameter's name, and its optimizer's settings. `said` is the user's word, if it was needed.
+    `in_optimizers` are the tensors in an optimizer's dict, mapped or not; `left` are those of them
+    that were not asked for. `settings` are pairs: a parameter's name, and its optimizer's settings.
+    `said` is the user's word, if it was needed.
     """
 
     at: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     in_optimizers: Collection[str] = ()
+    left: Collection[str] = ()
     settings: Sequence[tuple[str, Mapping[str, Any]]] = ()
     said: SaidGroups | None = None
 

@@ -83,7 +83,7 @@ def places(
     at |= {name: ("param", weight) for name, weight in model.weights.items()}
     at |= paired.at
     if options.weights_only:
-        return Places(at, [*model.notes], in_optimizers)
+        return Places(at, [*model.notes], in_optimizers, left=in_optimizers)
     notes = [*model.notes, *paired.notes]
     return replace(paired, at=at, notes=notes, in_optimizers=in_optimizers)
 

@@ -159,20 +159,14 @@ def _tensors(
             raise FormatError(f"{imported.path}: {min(twice)} is in two of the saves")
         stored |= of_save
     places = imported.placed(stored, objects, options)
-    left = places.in_optimizers if options.weights_only else frozenset[str]()
     for save in saves:
         for fqn, tensor in save.metadata.tensors.items():
-            state, name = places.at[fqn]
             keys = [save.prefix + chunk_key(fqn, chunk) for chunk in tensor.chunks]
-            if fqn in left:
-                for key in keys:
-                    imported.leave(key, "", f"{state} of {name}: only weights were asked for")
-            elif keys:
-                reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
-                if len(keys) > 1:
-                    reason += f", one of {len(keys)} chunks"
-                whole = imported.joined(f"{state}.{name}", tensor.layout(), keys)
-                imported.parameter(state, name, whole, reason)
+            if keys:
+                chunks = f", one of {len(keys)} chunks" if len(keys) > 1 else ""
+                imported.place(places, fqn, keys, tensor.layout(), chunks)
+            elif fqn in places.left:
+                continue
             elif math.prod(tensor.shape):
                 raise FormatError(
                     f"{imported.path}: {fqn} has shape {list(tensor.shape)}, but by the metadata no"
@@ -181,7 +175,7 @@ def _tensors(
             else:  # a tensor without elements, of which no rank wrote a chunk
                 empty = np.empty(tensor.shape, tensor.dtype)
                 table = save.prefix + save.metadata.files[0]
-                imported.constant(state, name, empty, f"{table}:{fqn}")
+                imported.constant(*places.at[fqn], empty, f"{table}:{fqn}")
     imported.notes += places.notes
     if coded := [fqn for save in saves for fqn, _ in save.metadata.short]:
         imported.notes.append(_CODED.format(len({*coded}), min(coded)))

@@ -279,19 +279,9 @@ def _place(
 ) -> None:
     stored = {label: whole.described() for label, whole in wholes.items()}
     places = imported.placed(stored, objects, options)
-    left = places.in_optimizers if options.weights_only else frozenset[str]()
     for label, whole in wholes.items():
-        state, name = places.at[label]
-        if label in left:
-            for part in whole.parts:
-                imported.leave(part.key, "", f"{state} of {name}: only weights were asked for")
-            continue
-        what = f"{state} of {name}" if state != "other" else "a tensor beside the model"
-        if len(whole.layout.replicas) > 1:
-            what += ", a shard"
-        keys = [part.key for part in whole.parts]
-        array = imported.joined(f"{state}.{name}", whole.layout, keys)
-        imported.parameter(state, name, array, what)
+        shards = ", a shard" if len(whole.layout.replicas) > 1 else ""
+        imported.place(places, label, [part.key for part in whole.parts], whole.layout, shards)
     imported.notes += places.notes
     for key in imported.stored:
         if "/_spec/" in key:

@@ -33,9 +33,9 @@ from jax_ucp.formats.weight_files import (
     refuse_stand_in,
     tensors_of,
 )
+from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
 from jax_ucp.states.opaque import weights_place
-from jax_ucp.states.state_paths import Places
 
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
 
@@ -100,7 +100,12 @@ def read_weights(
     places = imported.placed(tensors, objects, options)
     paths = {label: tensor.path for label, tensor in tree.tensors.items()}
     tree.check(imported, weights_place(paths, places.at, places.in_optimizers))
-    _place(imported, tree, places, options)
+    for label, tensor in tree.tensors.items():
+        imported.place(places, label, [tensor.key], Replicated().join([tensor.node.shape]))
+        state, name = places.at[label]
+        if state == "param":
+            imported.ties[name] = tensor.described().tie
+    imported.notes += places.notes
     return imported
 
 
@@ -112,18 +117,3 @@ def refuse_distributed(path: FilePath) -> None:
             "_experimental (checkpoint_RANK.pt) and torch_checkpointing (NAME_RANK.pt) write them:"
             " open its folder, with the files of all ranks"
         )
-
-
-def _place(imported: ContentsBuilder, tree: Tree, places: Places, options: Options) -> None:
-    left = places.in_optimizers if options.weights_only else frozenset[str]()
-    for label, tensor in tree.tensors.items():
-        state, name = places.at[label]
-        what = f"{state} of {name}"
-        if label in left:
-            imported.leave(tensor.key, "", f"{what}: only weights were asked for")
-            continue
-        reason = what if state != "other" else "a tensor beside the model"
-        imported.parameter(state, name, imported.array(tensor.key), reason)
-        if state == "param":
-            imported.ties[name] = tensor.described().tie
-    imported.notes += places.notes
