@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 
 from jax_ucp.arrays.contents import Item
@@ -24,13 +25,21 @@ def is_clutter(name: str) -> bool:
 
 
 def items_beside(path: FilePath, known: Collection[str], prefix: str = "") -> list[Item]:
-    """Everything in a folder, not looked into, that is not among the names of what is read there.
+    """Everything in a folder that is not among the names of what is read there, such as `a` and
+    `b/c`: of folders only `b` is looked into.
 
-    The folder is listed once; `prefix` is what is in front of the names in an inventory.
+    Each folder is listed once; `prefix` is what is in front of the names in an inventory.
     """
-    others = [info for info in path.folder().list() if info.name not in known]
-    reason = "lies beside the checkpoint; not read"
-    return [
-        Item(prefix + info.name, "folder" if info.kind == "folder" else "file", "skipped", reason)
-        for info in others
-    ]
+    inside: dict[str, set[str]] = defaultdict(set)
+    for name in known:
+        first, _, rest = name.partition("/")
+        inside[first].add(rest)
+    items: list[Item] = []
+    for info in path.folder().list():
+        name = prefix + info.name
+        if info.name not in inside:
+            what = "folder" if info.kind == "folder" else "file"
+            items.append(Item(name, what, "skipped", "lies beside the checkpoint; not read"))
+        elif "" not in inside[info.name]:
+            items += items_beside(path / info.name, inside[info.name], f"{name}/")
+    return items

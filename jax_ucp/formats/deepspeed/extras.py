@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax_ucp.files.path import FilePath
+from jax_ucp.arrays.beside import items_beside
 from jax_ucp.formats.deepspeed.files import StateFile
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.stage0 import unwrapped
@@ -77,18 +77,7 @@ def _add_of_optimizer(slices: Slices, stored: StateFile, optimizer: Mapping[str,
 def skip_other_files(slices: Slices, swap_files: Collection[str] = ()) -> None:
     """Skip the files of the folder that were not read, each with the reason."""
     read = {file.name for file in slices.files.all()} | {*swap_files}
-    for path in sorted(_below(slices.files.folder, read)):
-        name = path.below(slices.files.folder)
-        left_aside = slices.options.weights_only and path.name.endswith(_OF_OPTIMIZER)
+    for item in items_beside(slices.files.folder, read):
+        left_aside = slices.options.weights_only and item.where.endswith(_OF_OPTIMIZER)
         reason = ASIDE if left_aside else "not one that DeepSpeed's engine reads"
-        slices.builder.skip(name, "folder" if path.is_dir() else "file", reason)
-
-
-def _below(folder: FilePath, read: Collection[str], prefix: str = "") -> Iterator[FilePath]:
-    """The content of a folder, and of its folders that have files which are read; not `read`."""
-    for path in folder.children():
-        name = f"{prefix}{path.name}"
-        if any(file.startswith(f"{name}/") for file in read):
-            yield from _below(path, read, f"{name}/")
-        elif name not in read:
-            yield path
+        slices.builder.skip(item.where, item.what, reason)

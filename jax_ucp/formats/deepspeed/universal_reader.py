@@ -258,16 +258,9 @@ class _UniversalReader:
             for state, file in atoms[name].items():
                 keys = [f"zero/{name}/{state}.pt:{key}" for key in file.arrays()]
                 self.slices.skip(keys, "copy", f"{reason} {name}")
-        self.slices.skip([path.below(folder) for path in self.universal.left], "file", ASIDE)
-        read = {name: {f"{state}.pt" for state in states} for name, states in atoms.items()}
-        for path in self.universal.left:
-            if path.parent.name in atoms:
-                read[path.parent.name].add(path.name)
-        own = {file.name for file in self.files.all()} | {"zero"}
-        left = {path.below(folder / "zero").split("/")[0] for path in self.universal.left}
-        in_zero = {OPTIMIZER.partition("/")[2], *atoms, *left}
-        beside = [*items_beside(folder, own), *items_beside(folder / "zero", in_zero, "zero/")]
-        for name, files in read.items():
-            beside += items_beside(folder / "zero" / name, files, f"zero/{name}/")
-        for item in beside:
+        left = [path.below(folder) for path in self.universal.left]
+        self.slices.skip(left, "file", ASIDE)
+        read = {file.name for file in self.files.all()} | {OPTIMIZER, *left}
+        read |= {f"zero/{name}/{state}.pt" for name, states in atoms.items() for state in states}
+        for item in items_beside(folder, read):
             self.builder.skip(item.where, item.what, item.reason)
