@@ -22,6 +22,7 @@ from jax_ucp.sharding.fit import (
     ON_DEVICES,
     Fit,
     Rule,
+    axis_names,
     check_rules,
     fit_axes,
     fit_on_host,
@@ -370,10 +371,8 @@ def _bounds(shape: Shape, spec: tuple[Axes, ...], mesh: HostMesh) -> tuple[np.nd
     coordinates = dict(zip(sizes, places, strict=True))
     start, stop = np.zeros((2, devices, len(shape)), np.int64)
     for axis, n in enumerate(shape):
-        names = spec[axis] if axis < len(spec) else None
-        names = (names,) if isinstance(names, str) else names or ()
         part, parts = np.zeros(devices, np.int64), 1
-        for name in names:
+        for name in axis_names(spec[axis]) if axis < len(spec) else ():
             part, parts = part * sizes[name] + coordinates[name], parts * sizes[name]
         start[:, axis], stop[:, axis] = part * (n // parts), (part + 1) * (n // parts)
     return start, stop

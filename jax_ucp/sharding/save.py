@@ -47,7 +47,7 @@ from jax_ucp.tree import Leaf, SavedSharding, ambiguous_paths, leaf_names
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import SAVED_PACK_BYTES, is_indexed, pack_name, packed_arrays
-from jax_ucp.universal.stacks import Stacks, as_leaves, stack_info, stacks_of
+from jax_ucp.universal.stacks import Stacks, as_leaves, homes_of, stack_info, stacks_of
 from jax_ucp.universal.store import (
     METADATA_FILE,
     SHARED_STORAGE,
@@ -101,7 +101,12 @@ class Snapshot(MakesArrays):
     @property
     def written(self) -> Mapping[str, ArrayInfo]:
         """The arrays that are written, stacks included."""
-        return _stored(self.infos, self.stacks)
+        homes = homes_of(self.stacks)
+        alone = {name: info for name, info in self.infos.items() if name not in homes}
+        return alone | {
+            stack: stack_info(self.infos[names[0]], len(names))
+            for stack, names in self.stacks.items()
+        }
 
     def block(self, key: str, box: Box) -> np.ndarray:
         """The elements of an outer chunk, of an array or of a stack."""
@@ -178,13 +183,13 @@ def take_snapshot(described: Description, max_bytes: int | None = None) -> Snaps
         return info, cells.shape, sharding
 
     stacks = stacks_of({name: piece(name, info) for name, info in infos.items()})
-    stacked = {name: stack for stack, names in stacks.items() for name in names}
+    homes = homes_of(stacks)
     # Of the processes that hold an outer chunk, the one that writes least so far writes it.
     written_bytes = [0] * jax.process_count()
     chunks: dict[str, Chunks] = {}
     blocks: list[Place] = []
     for name, info in infos.items():
-        key = stacked.get(name, name)
+        key, _ = homes.get(name, (name, 0))
         if key in chunks:
             continue
         layout = _sharding(arrays[name]), info.shape, info.dtype.itemsize, len(written_bytes)
@@ -210,16 +215,6 @@ def _unstacked(blocks: Sequence[Place], stacks: Stacks) -> Iterator[Place]:
             continue
         part = Box(box.start[1:], box.stop[1:])
         yield from ((name, part) for name in stacks[key][box.start[0] : box.stop[0]])
-
-
-def _stored(infos: Mapping[str, ArrayInfo], stacks: Stacks) -> dict[str, ArrayInfo]:
-    stacked = {name: stack for stack, names in stacks.items() for name in names}
-    return {
-        stacked.get(name, name): stack_info(info, len(stacks[stacked[name]]))
-        if name in stacked
-        else info
-        for name, info in infos.items()
-    }
 
 
 def write_snapshot(
@@ -376,21 +371,17 @@ def _commit(snapshot: Snapshot) -> Commit:
 
 def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     """Each leaf's name, label and description, but for values: the same on all processes."""
-    homes = {
-        name: (stack, f"number {i} of {stack}")
-        for stack, names in snapshot.stacks.items()
-        for i, name in enumerate(names)
-    }
+    homes = homes_of(snapshot.stacks)
 
     def about(leaf: Leaf) -> str:
-        key, stacked = homes.get(leaf.name, (leaf.name, ""))
+        key, number = homes.get(leaf.name, (leaf.name, None))
         chunks = snapshot.chunks.get(key)
         keys = ",".join(key.kind for key in leaf.path)
         empty = f"an empty {leaf.value}" if leaf.kind == "empty" else leaf.kind
         details = [
             f"{leaf.kind} {leaf.dtype} {list(leaf.shape)}" if leaf.has_array else empty,
             chunks and f"in chunks of {list(chunks.outer)} of {list(chunks.inner)}",
-            stacked,
+            number is not None and f"number {number} of {key}",
             leaf.sharding and _placed(leaf.sharding),
             leaf.key_impl,
             leaf.axes,

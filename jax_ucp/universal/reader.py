@@ -24,7 +24,7 @@ from jax_ucp.universal.linked import LinkedChunks, source_folders
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.orbax_tree import TREE_FILE
 from jax_ucp.universal.packs import pack_name
-from jax_ucp.universal.stacks import Stacks, member_info
+from jax_ucp.universal.stacks import Stacks, as_leaves, homes_of
 from jax_ucp.universal.store import (
     COMPANIONS,
     METADATA_FILE,
@@ -44,13 +44,8 @@ class Unstacked(ArraySource):
 
     def __init__(self, store: ZarrStore, stacks: Stacks):
         self._store = store
-        self._homes = {
-            name: (stack, i) for stack, names in stacks.items() for i, name in enumerate(names)
-        }
-        stored = store.arrays()
-        infos = {stack: member_info(stored[stack]) for stack in stacks}
-        self._arrays = {key: info for key, info in stored.items() if key not in stacks}
-        self._arrays |= {name: infos[stack] for name, (stack, _) in self._homes.items()}
+        self._homes = homes_of(stacks)
+        self._arrays, _ = as_leaves(store.arrays(), store.chunks, stacks)
         # an array of a stack has the stack's chunks here
         self.chunks = {key: store.chunks[self._homes.get(key, (key, 0))[0]] for key in self._arrays}
 

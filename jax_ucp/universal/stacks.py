@@ -77,6 +77,11 @@ def member_info(stack: ArrayInfo) -> ArrayInfo:
     return ArrayInfo(stack.shape[1:], stack.dtype, stack.chunk and stack.chunk[1:])
 
 
+def homes_of(stacks: Stacks) -> dict[str, tuple[str, int]]:
+    """The stack of each array that is in one, and its number there, by the array's name."""
+    return {name: (stack, i) for stack, names in stacks.items() for i, name in enumerate(names)}
+
+
 def as_leaves(
     arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks], stacks: Stacks
 ) -> tuple[dict[str, ArrayInfo], dict[str, Chunks]]:

@@ -61,6 +61,7 @@ from jax_ucp.universal.shard_codec import (
 from jax_ucp.universal.stacks import (
     Stacks,
     as_leaves,
+    homes_of,
     is_recorded,
     member_chunks,
     member_info,
@@ -129,13 +130,18 @@ class ZarrStore(ArraySource):
     def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
         """Write one outer chunk, and record it; durable at once, or after `directory.sync`."""
         if box.size:
-            name = self._chunk_key(key, box)
-            data = np.asarray(data, dtype=self._arrays[key].dtype)
-            crcs = bytearray()
-            self.directory.write(name, shard_parts(data, self.chunks[key], crcs), durable=durable)
-            has_crcs = is_recorded(self._arrays[key].shape, self.chunks[key])
-            recorded = bytes(crcs) if has_crcs else b""
-            self.written[key][str(box)] = Written(_digest([data]), recorded)
+            parts = self._chunk_parts(key, box, data)
+            self.directory.write(self._chunk_key(key, box), parts, durable=durable)
+
+    def _chunk_parts(
+        self, key: str, box: Box, block: np.ndarray, place: Place | None = None
+    ) -> Iterator[memoryview | bytes]:
+        """The bytes of an outer chunk, which is recorded when all of them are taken."""
+        data, crcs = np.asarray(block, dtype=self._arrays[key].dtype), bytearray()
+        yield from shard_parts(data, self.chunks[key], crcs)
+        has_crcs = is_recorded(self._arrays[key].shape, self.chunks[key])
+        recorded = bytes(crcs) if has_crcs else b""
+        self.written[key][str(box)] = Written(_digest([data]), recorded, place)
 
     def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> None:
         """Record the places of these outer chunks without index in a pack: one after the other."""
@@ -157,11 +163,7 @@ class ZarrStore(ArraySource):
         """The bytes that `write_pack` writes; a chunk is recorded when its parts are taken."""
         self.place_pack(number, blocks)
         for (key, box), block in zip(blocks, arrays, strict=True):
-            data = np.asarray(block, dtype=self._arrays[key].dtype)
-            crcs = bytearray()
-            yield from shard_parts(data, self.chunks[key], crcs)
-            place = self.places[self._chunk_key(key, box)]
-            self.written[key][str(box)] = Written(_digest([data]), bytes(crcs), place)
+            yield from self._chunk_parts(key, box, block, self.places[self._chunk_key(key, box)])
 
     def add(self, written: Blocks) -> None:
         """Add the records of chunks that other processes wrote, and the places of packed ones."""
@@ -507,7 +509,7 @@ def _index_entries(
     store: ZarrStore, stacks: Stacks, linked: Linked
 ) -> Iterator[tuple[bytes, Value]]:
     """The keys of the index in order, with values: `zarr.json`s, and outer chunks' ranges."""
-    homes = {name: (stack, i) for stack, names in stacks.items() for i, name in enumerate(names)}
+    homes = homes_of(stacks)
     keys = [key for key in store.arrays() if key not in stacks]
     # an array's keys begin with its name and a slash: no key of another sorts between them
     for key in sorted([*keys, *homes, *linked.arrays], key="{}/".format):
