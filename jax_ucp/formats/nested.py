@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jax_ucp.codecs.unpickle import what_is
+from jax_ucp.errors import FormatError
+
 
 def as_dict(tree: Any) -> dict[Any, Any]:
     """The dict, or an empty one in place of anything else."""
     return tree if isinstance(tree, dict) else {}
+
+
+def require_dict(tree: Any, what: str) -> dict[Any, Any]:
+    """The dict. Raises FormatError for anything else, by what it should be."""
+    if not isinstance(tree, dict):
+        raise FormatError(f"{what} should be a dict, but is {what_is(tree)}")
+    return tree
 
 
 def as_list(tree: Any) -> list[Any]:

@@ -29,12 +29,13 @@ from jax_ucp.universal.store import METADATA_FILE
 from jax_ucp.version import VERSION
 
 Method = Callable[..., Any]
+Methods = Mapping[type, Mapping[str, Method]]
 
 # Contexts that overlap need not end in the order in which they began, so the first of them puts our
 # methods there, and the last takes them away.
 _LOCK = threading.Lock()
 _PATCHES = contextlib.ExitStack()
-_entered: list[None] = []
+_entered: list[Methods] = []
 
 
 @contextlib.contextmanager
@@ -52,10 +53,7 @@ def orbax_everywhere() -> Iterator[None]:
         >>> with ucp.orbax_everywhere():
         ...     train()  # doctest: +SKIP
     """
-    with _LOCK:
-        if not _entered:
-            _patch()
-        _entered.append(None)
+    _enter()
     try:
         yield
     finally:
@@ -67,18 +65,25 @@ def orbax_everywhere() -> Iterator[None]:
 
 def patch_to_the_end() -> None:
     """`orbax_everywhere` for the rest of the process; a line on stderr says what is patched."""
-    with _LOCK:
-        if not _entered:
-            _patch()
-        _entered.append(None)
-    patched = [f"{handler.__name__} ({', '.join(names)})" for handler, names in _methods().items()]
+    patched = [f"{handler.__name__} ({', '.join(names)})" for handler, names in _enter().items()]
     sys.stderr.write(
         f"jax_ucp {VERSION}: Orbax {ocp.__version__} keeps pytrees in the universal format in this"
         f" process; patched are {', '.join(patched)}\n"
     )
 
 
-def _methods() -> Mapping[type, Mapping[str, Method]]:
+def _enter() -> Methods:
+    """Our methods, which are in the place of stock Orbax's until as many contexts have ended."""
+    with _LOCK:
+        _entered.append(_entered[0] if _entered else _methods())
+        if len(_entered) == 1:
+            for handler, methods in _entered[0].items():
+                for name, method in methods.items():
+                    _PATCHES.enter_context(mock.patch.object(handler, name, method))
+        return _entered[0]
+
+
+def _methods() -> Methods:
     """Our methods in the place of stock Orbax's, by their class and name."""
     pytree, standard, asked = ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, ocp.args
     stock_finalize = pytree.finalize
@@ -106,13 +111,6 @@ def _methods() -> Mapping[type, Mapping[str, Method]]:
         stock = v1.handlers.PyTreeHandler
         methods[stock] = {name: _v1_method(getattr(stock, name), name) for name in ("save", "load")}
     return methods
-
-
-def _patch() -> None:
-    """Put our methods in the place of stock Orbax's."""
-    for handler, methods in _methods().items():
-        for name, method in methods.items():
-            _PATCHES.enter_context(mock.patch.object(handler, name, method))
 
 
 def _v0_method(stock: Method, name: str, kind: type) -> Method:

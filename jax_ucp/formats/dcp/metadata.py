@@ -29,6 +29,7 @@ from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in
 from jax_ucp.files.source_files import note
+from jax_ucp.formats.nested import require_dict
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import Shape, box_part
@@ -197,9 +198,10 @@ class _Tables:
 
 def _add_table(tables: _Tables, data: bytes) -> None:
     top = _fields(safe_pickle.load(data, _NAMES), "Metadata", "the file")
-    spans = _spans(_dict(top.get("storage_data"), "storage_data"))
+    spans = _spans(require_dict(top.get("storage_data"), "storage_data"))
     used: set[tuple[str, Shape | None]] = set()
-    for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
+    entries = require_dict(top.get("state_dict_metadata"), "state_dict_metadata")
+    for fqn, entry in entries.items():
         if not isinstance(fqn, str):
             raise FormatError(f"state_dict_metadata has the key {fqn!r:.80}, which is not a name")
         if isinstance(entry, Record) and entry.type.endswith(".BytesStorageMetadata"):
@@ -313,12 +315,6 @@ def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Record) or not value.type.endswith(kind):
         raise FormatError(f"{what} should be a {kind}, but is {what_is(value)}")
     return value.fields
-
-
-def _dict(value: Any, what: str) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise FormatError(f"{what} should be a dict, but is {what_is(value)}")
-    return value
 
 
 def _shape(value: Any, fqn: str) -> Shape:

@@ -20,12 +20,12 @@ import numpy as np
 
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile, TreeContents
-from jax_ucp.codecs.unpickle import known, what_is
+from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.nested import as_dict
+from jax_ucp.formats.nested import as_dict, require_dict
 from jax_ucp.layout.box import Box
 
 _OPTIM = re.compile(
@@ -428,7 +428,7 @@ def _refuse_copies(parts: Iterable[tuple[StateFile, Sequence[StoredTensor]]], wh
 def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = None) -> StateFile:
     """A file of the checkpoint; ranks whose files have equal pickles share what is in `equal`."""
     file = TorchFile(path, equal=equal)
-    state = expect_dict(file.tree, path, "the file")
+    state = require_dict(file.tree, f"{path}: the file")
     module = state.get("module")
     if isinstance(module, dict):
         named = [*_named(module)]
@@ -455,7 +455,8 @@ def _named(module: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, An
 
 def _as_rank(dp: int, stored: StateFile, run: _RunDegrees) -> Rank:
     path = stored.file.path
-    state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
+    what = f"{path}: optimizer_state_dict"
+    state = require_dict(stored.state.get("optimizer_state_dict"), what)
     if not any(state.keys() >= wrapper for wrapper in _WRAPPERS):
         raise FormatError(
             f"{path} has neither the masters and base_optimizer_state of ZeRO-1 and 2 nor the"
@@ -503,9 +504,3 @@ def _check_saved_as(files: Iterable[StateFile]) -> None:
 
 def _model_name(dp: int | None, mp: int) -> str:
     return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
-
-
-def expect_dict(value: Any, path: FilePath, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: {what} should be a dict, but is {what_is(value)}")
-    return value

@@ -22,8 +22,8 @@ from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed.codes import RankCodes, flattened, split_codes
-from jax_ucp.formats.deepspeed.files import Rank, StateFile, expect_dict
-from jax_ucp.formats.nested import as_dict, group_with
+from jax_ucp.formats.deepspeed.files import Rank, StateFile
+from jax_ucp.formats.nested import as_dict, group_with, require_dict
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
 
@@ -183,7 +183,7 @@ def _states_by_name(index: int, ranks: Sequence[Rank], is_muon: bool) -> dict[st
         if isinstance(base, list):  # an elastic checkpoint, which has a list of groups
             states.append(dict(base[index]))
             continue
-        base = expect_dict(base, rank.file.path, "the base optimizer's state")
+        base = require_dict(base, f"{rank.file.path}: the base optimizer's state")
         states.append(flattened((base.get("state") or {}).get(index) or {}))
     names = list(dict.fromkeys(itertools.chain.from_iterable(states)))
     # A rank whose partition has none of Muon's parameters has no momentum of them.

@@ -21,7 +21,6 @@ from jax_ucp.arrays.checks import Check, Extent, LeafClaim, checks_of, verdicts
 from jax_ucp.arrays.protocol import ArraySource
 from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.torch_file import TorchFile
-from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, read_metadata
@@ -31,7 +30,7 @@ from jax_ucp.formats.megatron.dist_run import run_fields
 from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrArray, ZarrChunks, zarr_array
 from jax_ucp.formats.megatron.model import StoredRun
 from jax_ucp.formats.megatron.run import Args, args_of, check_iteration, iteration_folder
-from jax_ucp.formats.nested import as_dict
+from jax_ucp.formats.nested import as_dict, require_dict
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
 
@@ -199,8 +198,7 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
             " megatron-core has in its place from 0.19 on: it holds args, steps and param groups of"
             " all ranks"
         )
-    if not isinstance(tree, dict):
-        raise FormatError(f"{folder / name} should hold a dict, but holds {what_is(tree)}")
+    tree = require_dict(tree, f"{folder / name}")
     # Other trainers on Megatron-Core save no args.
     if "args" in tree:
         args = args_of(tree, common.path)

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
-from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.megatron.run import Args, args_of, check_iteration, iteration_folder
-from jax_ucp.formats.nested import as_dict, as_list
+from jax_ucp.formats.nested import as_dict, as_list, require_dict
 
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
@@ -110,7 +109,7 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
             " beside it"
         )
     model = TorchFile(folder / first / MODEL_FILE)
-    args = Args(args_of(_tree(model), model.path))
+    args = Args(args_of(require_dict(model.tree, f"{model.path}: the file"), model.path))
     t, p, e = args.model_degrees
 
     def open_rank(place: tuple[int, int, int, int]) -> LegacyRank:
@@ -124,7 +123,8 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
         file = model if own.name == first else TorchFile(own / MODEL_FILE)
         has_optim = not weights_only and (own / OPTIM_FILE).is_file()
         optim = TorchFile(own / OPTIM_FILE) if has_optim else None
-        return LegacyRank(*place, own, file, optim, _tree(file))
+        tree = require_dict(file.tree, f"{file.path}: the file")
+        return LegacyRank(*place, own, file, optim, tree)
 
     ranks = each_file(folder.files, open_rank, writing_ranks(args))
     if strays := sorted(set(names) - {rank.folder.name for rank in ranks}):
@@ -201,11 +201,3 @@ def _facts(rank: LegacyRank) -> Iterator[tuple[int | None, str, Any]]:
 def optimizer_parts(optimizer: Any) -> list[Any]:
     """The optimizers of a rank: one, or with experts one more for them."""
     return optimizer if isinstance(optimizer, list) else [optimizer]
-
-
-def _tree(file: TorchFile) -> dict[str, Any]:
-    if not isinstance(file.tree, dict):
-        raise FormatError(
-            f"{file.path}: the file should hold a dict, but holds {what_is(file.tree)}"
-        )
-    return file.tree
