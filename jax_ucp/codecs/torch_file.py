@@ -56,7 +56,7 @@ MAX_INFLATED_PICKLE_BYTES = 1 << 25
 MAX_PATH = 1024
 # How files of torch.save are named as a rule; a name alone makes none.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
+EQUAL_KEPT = 1 << 10
 
 
 def is_torch_file(path: FilePath) -> bool:
@@ -88,10 +88,10 @@ class TorchFile(ExtentTable):
     mentioned, or a dtype numpy lacks, is a Name. `unknown` are names that are in no list.
 
     `offset` and `length` select a file inside `file`, as in DCP's `.distcp` files. `data` are its
-    bytes where they had to be inflated; `path` then only names them. `alike` keeps tensors that are
-    a whole file, and `equal` whole objects, by what they were made from, for other files of the
-    same pickle. A tensor that cannot be read refuses the file, unless it is `lenient`: then it
-    stays in the tree, with its reason. With `may_be_coded` the object may be a CodedState.
+    bytes where they had to be inflated; `path` then only names them. `equal` keeps objects by what
+    they were made from, for other files of the same pickle. A tensor that cannot be read refuses
+    the file, unless it is `lenient`: then it stays in the tree, with its reason. With
+    `may_be_coded` the object may be a CodedState.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class TorchFile(ExtentTable):
         length: int | None = None,
         file: FileInfo | None = None,
         data: bytes | None = None,
-        alike: dict[Hashable, StoredTensor] | None = None,
         equal: dict[Hashable, TreeContents] | None = None,
         lenient: bool = False,
         may_be_coded: bool = False,
@@ -123,7 +122,7 @@ class TorchFile(ExtentTable):
                 archive = _archive(edges)
                 self.saved_as = archive.root
                 self._storages, swapped = archive.storages, archive.big_endian
-                contents = self._contents(archive, {} if alike is None else alike, equal)
+                contents = self._contents(archive, equal)
             kept = edges if edges.is_remote else file_bytes
             self._file = StoredFile(self.path, kept, swapped)
             self.tree = contents.tree
@@ -172,38 +171,20 @@ class TorchFile(ExtentTable):
         return tuple((member.size, member.crc) for member in members) if summed else ()
 
     def _contents(
-        self,
-        archive: _Archive,
-        alike: dict[Hashable, StoredTensor],
-        equal: dict[Hashable, TreeContents] | None,
+        self, archive: _Archive, equal: dict[Hashable, TreeContents] | None
     ) -> TreeContents:
         """The object of data.pkl, or of an equal file; never an Opaque, which names its file."""
-        if equal is None:
-            return TreeContents(self._loaded(archive, alike), self.path)
-        sizes = tuple([(key, member.size) for key, member in archive.storages.items()])
-        made_from = sha256(archive.pickled).digest(), archive.pickled_size, sizes
-        if made_from not in equal:
-            contents = TreeContents(self._unpickled(archive), self.path)
-            if contents.unknown:
-                return contents
+        made_from = None
+        if equal is not None:
+            sizes = tuple([(key, member.size) for key, member in archive.storages.items()])
+            made_from = sha256(archive.pickled).digest(), archive.pickled_size, sizes
+            if made_from in equal:
+                return equal[made_from]
+        loaded = safe_pickle.load(archive.pickled, NAMES, self._storage, archive.pickled_size)
+        contents = TreeContents(loaded, self.path)
+        if equal is not None and not contents.unknown and len(equal) < EQUAL_KEPT:
             equal[made_from] = contents
-        return equal[made_from]
-
-    def _loaded(self, archive: _Archive, alike: dict[Hashable, StoredTensor]) -> object:
-        """The object of data.pkl, or one made from equal bytes and sizes of storages."""
-        if len(archive.pickled) > ALIKE_BYTES:
-            return self._unpickled(archive)
-        sizes = tuple((key, member.size) for key, member in archive.storages.items())
-        made_from = archive.pickled, archive.pickled_size, sizes
-        if made_from in alike:
-            return alike[made_from]
-        tree = self._unpickled(archive)
-        if isinstance(tree, StoredTensor) and len(alike) < ALIKE_KEPT:
-            alike[made_from] = tree
-        return tree
-
-    def _unpickled(self, archive: _Archive) -> object:
-        return safe_pickle.load(archive.pickled, NAMES, self._storage, archive.pickled_size)
+        return contents
 
     def _storage(self, persistent_id: object) -> Storage:
         """The storage of ('storage', class, key, location, number of elements)."""

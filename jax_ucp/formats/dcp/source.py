@@ -15,7 +15,7 @@ import numpy as np
 from jax_ucp.arrays.extents import ExtentTable, Region, StoredArray, StoredFile, SummedArrays
 from jax_ucp.arrays.protocol import ArrayInfo, Piece
 from jax_ucp.codecs.coded_states import CodedState
-from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
+from jax_ucp.codecs.torch_file import StoredTensor, TorchFile, TreeContents
 from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.codecs.zstd import inflate
 from jax_ucp.errors import CorruptData, FormatError, naming
@@ -64,7 +64,7 @@ class DcpSource(ExtentTable):
         self.coded = {chunk_key(fqn, chunk) for fqn, chunk in metadata.short}
         self._files: OrderedDict[Span, TorchFile] = OrderedDict()
         self._opened_files: dict[str, FileInfo] = {}
-        self._alike: dict[Hashable, StoredTensor] = {}
+        self._equal: dict[Hashable, TreeContents] = {}
         self._inflated = 0
         self._lock = Lock()
         super().__init__(
@@ -87,7 +87,7 @@ class DcpSource(ExtentTable):
                 raise too_short(self.folder, fqn, self._tensors[fqn].dtype, chunk)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_files": OrderedDict(), "_alike": {}, "_inflated": 0, "_lock": None}
+        own = {"_files": OrderedDict(), "_equal": {}, "_inflated": 0, "_lock": None}
         return {**vars(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ class DcpSource(ExtentTable):
                 offset=span.offset,
                 length=span.length,
                 file=self._opened_files[span.file],
-                alike=self._alike,
+                equal=self._equal,
                 may_be_coded=True,
             )
         if span.transforms != (ZSTD,):
@@ -191,7 +191,7 @@ class DcpSource(ExtentTable):
                 " read"
             )
         data = _inflated(path, span, max_bytes)
-        return TorchFile(path, data=data, alike=self._alike, may_be_coded=True)
+        return TorchFile(path, data=data, equal=self._equal, may_be_coded=True)
 
 
 def _inflated(path: FilePath, span: Span, max_bytes: int) -> bytes:

@@ -201,16 +201,16 @@ def test_files_that_are_alike_share_what_their_pickle_says_and_nothing_else(tmp_
     paths = [tmp_path / name for name in ("first.pt", "second.pt", "short.pt", "other.pt")]
     for path, value in zip(paths, (1, 2, 3, 4), strict=True):
         torch_writer.save(np.full((4 + (value == 4),), value, np.float32), path)
-    alike: dict[Hashable, StoredTensor] = {}
-    files = [TorchFile(path, alike=alike) for path in paths if path.stem != "short"]
+    equal: dict[Hashable, TreeContents] = {}
+    files = [TorchFile(path, equal=equal) for path in paths if path.stem != "short"]
     assert [whole(file, "").tolist() for file in files] == [[1] * 4, [2] * 4, [4] * 5]
     assert files[0].tree is files[1].tree
     torch_writer.rewrite(paths[2], lambda name, data: data[:-4] if "/data/" in name else data)
     with pytest.raises(CorruptData, match=r"short\.pt: storage '\w+' should be 4 elements"):
-        TorchFile(paths[2], alike=alike)
+        TorchFile(paths[2], equal=equal)
     torch_writer.save({"w": np.zeros(4, np.float32)}, paths[2])
-    assert list(TorchFile(paths[2], alike=alike).arrays()) == ["w"]
-    assert all(isinstance(tree, StoredTensor) for tree in alike.values())
+    assert list(TorchFile(paths[2], equal=equal).arrays()) == ["w"]
+    assert len(equal) == 3
 
 
 def test_a_tensor_held_twice_has_one_key_and_two_tensors_of_a_storage_have_two(save):
