@@ -19,8 +19,8 @@ from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.crc import Summed, SummedBytes, Tally
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import ByteRange
-from jax_ucp.files.strided import read_strided, row_major_strides
-from jax_ucp.layout.box import Box
+from jax_ucp.files.strided import read_strided
+from jax_ucp.layout.box import Box, row_major_strides
 
 VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
 

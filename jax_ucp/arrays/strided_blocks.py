@@ -11,8 +11,7 @@ from jax_ucp.arrays.value import Array, Computed, Constant, Joined, Stored
 from jax_ucp.errors import LayoutError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
-from jax_ucp.files.strided import row_major_strides
-from jax_ucp.layout.box import Box
+from jax_ucp.layout.box import Box, row_major_strides
 from jax_ucp.layout.parts import Part
 from jax_ucp.layout.runs import StridedBlock
 

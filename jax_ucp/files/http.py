@@ -11,6 +11,7 @@ import http.client
 import ipaddress
 import itertools
 import os
+import re
 import socket
 import ssl
 import threading
@@ -31,6 +32,7 @@ REDIRECTS, MOST_REDIRECTS = frozenset({301, 302, 303, 307, 308}), 5
 
 CONNECT_S, ANSWER_S = 10, 30
 _READ_BYTES, ERROR_BYTES = 1 << 18, 1 << 16
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _PORTS = {"http": 80, "https": 443}
 
 Origin = tuple[str, str, int | None]
@@ -64,6 +66,16 @@ def redirected(url: str, location: str | None, known: Sequence[str] = ()) -> str
             f"{url} redirects to {shown}, an address of a private network, which is not followed"
         )
     return target
+
+
+def size_by_range(said: str | None, start: int, stop: int) -> int:
+    """The size of a file, by the Content-Range of an answer. Raises Unanswered where that is not
+    the range that was asked for.
+    """
+    match = _RANGE.fullmatch(said or "")
+    if match is None or (int(match[1]), int(match[2])) != (start, stop - 1):
+        raise Unanswered(f"{said} came, of {start} to {stop}")
+    return int(match[3])
 
 
 def _origin(url: str) -> Origin:

@@ -7,7 +7,6 @@ never change. One request says which they are, of what size and content.
 from __future__ import annotations
 
 import os
-import re
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 
 from jax_ucp.arguments import require_extra
 from jax_ucp.errors import StoreError, UnsupportedPath
-from jax_ucp.files.http import ERROR_BYTES, MOST_REDIRECTS, REDIRECTS, redirected
+from jax_ucp.files.http import ERROR_BYTES, MOST_REDIRECTS, REDIRECTS, redirected, size_by_range
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.remote import PASSING, ReadOnlyFiles, Unanswered, bounded
 
@@ -26,7 +25,6 @@ _EXPIRED = frozenset({400, 401, 403, 404, 410})
 # Where the hub's files lie: its own hosts and its networks', such as `cdn-lfs-us-1.hf.co` and
 # `cas-bridge.xethub.hf.co`, to which `huggingface.co/.../resolve/...` redirects.
 _HOSTS = ("huggingface.co", "*.huggingface.co", "hf.co", "*.hf.co")
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 def open_hub(repo: str, revision: str | None) -> Hub:
@@ -145,9 +143,9 @@ class Hub(ReadOnlyFiles):
             return
         if answer.status_code != 206:
             raise StoreError(f"{self.url(file.name)}: the hub's server does not answer with ranges")
-        said = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        if said is None or tuple(map(int, said.groups())) != (start, stop - 1, file.size):
-            raise Unanswered(f"{answer.headers.get('Content-Range')} came, of {start} to {stop}")
+        size = size_by_range(answer.headers.get("Content-Range"), start, stop)
+        if size != file.size:
+            raise Unanswered(f"a file of {size} bytes came, where there were {file.size}")
 
     def spec(self, name: str = "") -> NoReturn:
         raise UnsupportedPath(

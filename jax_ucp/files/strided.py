@@ -136,16 +136,3 @@ def _is_run(shape: Sequence[int], steps: Sequence[int], itemsize: int) -> bool:
             return False
         expected *= n
     return True
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of an array whose elements lie one after the other.
-
-    >>> row_major_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))

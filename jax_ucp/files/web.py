@@ -6,21 +6,19 @@ import atexit
 import errno
 import functools
 import os
-import re
 import urllib.parse
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
 
 from jax_ucp.errors import CorruptData, StoreError
-from jax_ucp.files.http import Answer, Client
+from jax_ucp.files.http import Answer, Client, size_by_range
 from jax_ucp.files.in_flight import request_all
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.remote import PASSING, ReadOnlyFiles, Refused, Unanswered
 
 # The page of a folder with 100,000 files has some 10 MB.
 _PAGE_BYTES = 16 << 20
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class Web(ReadOnlyFiles):
@@ -70,10 +68,8 @@ class Web(ReadOnlyFiles):
         answer = self._asked("GET", name, {"Range": f"bytes={start}-{stop - 1}"}, stop - start)
         if answer.status != 206:
             raise StoreError(f"{self.url(name)}: the server does not answer with ranges")
-        found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        if found is None or tuple(map(int, found.groups()[:2])) != (start, stop - 1):
-            raise Unanswered(f"{answer.headers.get('Content-Range')} came, of {start} to {stop}")
-        if FileInfo(name, int(found[3]), _version(answer)) != file:
+        size = size_by_range(answer.headers.get("Content-Range"), start, stop)
+        if FileInfo(name, size, _version(answer)) != file:
             raise CorruptData(f"{self.url(name)} has changed since it was opened; open it again")
         return answer.body
 

@@ -121,6 +121,15 @@ def _text(start: tuple[int, ...], stop: tuple[int, ...]) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(start, stop, strict=True)) + "]"
 
 
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of an array whose elements lie one after the other.
+
+    >>> row_major_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
+
+
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The elements `start <= i < stop` of an array, in row-major order, as boxes.
 

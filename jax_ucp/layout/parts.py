@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.axes import Component, index_size
-from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.box import Box, range_boxes, row_major_strides
 
 Shape = tuple[int, ...]
 
@@ -242,7 +242,7 @@ def straight(ndim: int) -> Steps:
 @lru_cache(maxsize=4096)
 def row_major(sizes: Shape) -> Steps:
     """The steps of elements one after another in row-major order, on one axis."""
-    return tuple([(0, math.prod(sizes[k + 1 :])) for k in range(len(sizes))])
+    return tuple([(0, stride) for stride in row_major_strides(sizes)])
 
 
 @lru_cache(maxsize=4096)

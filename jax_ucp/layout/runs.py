@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ucp.errors import LayoutError
-from jax_ucp.layout.box import Box
+from jax_ucp.layout.box import Box, row_major_strides
 from jax_ucp.layout.parts import Shape
 
 # A reader fetches a whole chunk for any part of it. Below the first it asks too often, and above
@@ -57,15 +57,6 @@ class RunGrid(NamedTuple):
     chunk: Shape
     order: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
-
-
-def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The distance in bytes between elements along each axis of an array in row-major order.
-
-    >>> row_major((4, 3, 2), 2)
-    (12, 4, 2)
-    """
-    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
 def run_grid(shape: Shape, itemsize: int, blocks: Sequence[StridedBlock]) -> RunGrid:
@@ -117,7 +108,7 @@ def _places(
     shape: Shape, chunk: Sequence[int], blocks: Sequence[StridedBlock]
 ) -> tuple[tuple[int, int], ...]:
     grid = [n // c for n, c in zip(shape, chunk, strict=True)]
-    steps = row_major(grid, 1)
+    steps = row_major_strides(grid)
     places: list[tuple[int, int] | None] = [None] * math.prod(grid)
     for block in blocks:
         starts = zip(block.box.start, block.box.stop, chunk, strict=True)

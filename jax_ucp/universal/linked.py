@@ -19,10 +19,9 @@ from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo, Files
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.layout.blocks import grid_boxes, grid_place
-from jax_ucp.layout.box import Box
+from jax_ucp.layout.box import Box, row_major_strides
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import box_part
-from jax_ucp.layout.runs import row_major
 from jax_ucp.universal.metadata import LinkedArray, Metadata, SourceFile
 from jax_ucp.universal.ocdbt import Value, ValueRange
 from jax_ucp.universal.zarr_files import chunk_name, linked_json
@@ -94,7 +93,7 @@ class LinkedChunks(ExtentTable):
         name, i = self._places[key]
         linked = self._linked[name]
         file, offset = linked.places[i]
-        dense = row_major([linked.chunk[axis] for axis in linked.order], 1)
+        dense = row_major_strides([linked.chunk[axis] for axis in linked.order])
         by_axis = dict(zip(linked.order, dense, strict=True))
         strides = tuple(by_axis[axis] for axis in range(len(linked.chunk)))
         regions = self.regions(key)
