@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.formats.quantized.bits import Packing, exponents
+from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.layout.box import Box
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -157,6 +158,30 @@ class Gathered:
         for first, last in itertools.pairwise(edges):
             part = values[first:last]
             change(part, small[group[first]], out=part)
+
+
+def of_rows(stored: StoredWeight, shape: Sequence[int], size: object, what: str) -> Grid:
+    """The groups of `size` elements of a row, as `what` says. Raises FormatError where they do not
+    divide the weight.
+    """
+    if type(size) is not int or size < 1 or not shape or shape[-1] % size:
+        stored.fault(f"{what} does not divide {list(shape)}")
+    return Grid((*(1 for _ in shape[:-1]), size))
+
+
+def in_bytes(
+    stored: StoredWeight, table: np.ndarray, bits: int = 4, dtype: str = "uint8"
+) -> tuple[tuple[int, ...], WeightPart, Codes]:
+    """The shape of a weight whose rows are packed in bytes, its part, and how that is numbers of a
+    table. Raises FormatError where there are no whole codes.
+    """
+    words = stored.info("codes").shape
+    if not words or words[-1] * 8 % bits:
+        label = stored.weight.parts["codes"]
+        stored.fault(f"{label} has shape {list(words)}, which is no whole codes of {bits} bits")
+    shape = (*words[:-1], words[-1] * 8 // bits)
+    packing = Packing(bits, 8, len(shape) - 1)
+    return shape, stored.part("codes", words, (dtype,)), Codes(packing, table=table)
 
 
 # Beyond these, to change runs of one group one by one takes longer than to copy what they need.

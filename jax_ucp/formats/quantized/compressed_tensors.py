@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.errors import FormatError, UCPError
-from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid
+from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid, in_bytes, of_rows
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
 from jax_ucp.formats.quantized.rounded import Rounded
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups, is_divisor
@@ -170,24 +170,16 @@ def _few_bits(
         if args["symmetric"] is False:
             stored.unknown("floats of few bits have no zero points")
         width = args["group_size"] or group
-        words = stored.info("codes").shape
-        if not words or words[-1] * 8 % bits:
-            stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, no whole codes")
-        shape = (*words[:-1], words[-1] * 8 // bits)
-        if type(width) is not int or width < 1:
-            stored.unknown(f"group_size={width!r:.40} in the config is not a length")
-        if shape[-1] % width:
-            stored.fault(f"groups of {width} do not divide rows of {shape[-1]}")
-        grid = Grid((*(1 for _ in shape[:-1]), width))
+        shape, part, codes = in_bytes(stored, table, bits)
+        grid = of_rows(stored, shape, width, f"group_size={width!r:.40} in the config")
         parts = {
-            "codes": stored.part("codes", words, ("uint8",)),
+            "codes": part,
             "scale": stored.scale("scale", grid.shape(shape), scales),
         }
         if is_global:
             factor = stored.scale("global_scale", (1,), ("float32",))
             why = "a finite number and not 0"
             parts["factor"] = replace(factor, valid=is_divisor, why=why)
-        codes = Codes(Packing(bits, 8, len(shape) - 1), table=table)
         scheme = stored.weight.scheme
         return Affine(scheme, shape, parts, codes, grid, divides=is_global)
 
@@ -245,9 +237,7 @@ def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -
         case "channel", _:
             return Grid((*each, 1, shape[-1]))
         case (("group" | "tensor_group"), int(width)) if width > 0:
-            if shape[-1] % width:
-                stored.fault(f"groups of {width} do not divide rows of {shape[-1]}")
-            return Grid((*each, 1, width))
+            return of_rows(stored, shape, width, f"group_size={width} in the config")
         case "block", _:
             block = _block(stored, args["block_structure"])
             for length, side in zip(shape[-2:], block, strict=True):

@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer
-from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
-from jax_ucp.formats.quantized.bits import FP4, Packing
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, in_bytes, of_rows
+from jax_ucp.formats.quantized.bits import FP4
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight
 
 _FP4_GROUP = 32
@@ -48,17 +48,10 @@ def _fp4(stored: StoredWeight, role: str) -> Dequantizer:
     """Experts of DeepSeek-V4: two fp4 in a byte, the first in the low half, and an exponent for
     each 32 of a row. Source: `_unpack_fp4` in transformers 5.23.
     """
-    words = stored.matrix()
-    shape = (*words[:-1], 2 * words[-1])
-    if shape[-1] % _FP4_GROUP:
-        stored.fault(f"groups of {_FP4_GROUP} do not divide rows of {shape[-1]}")
-    grid = Grid((*(1 for _ in shape[:-1]), _FP4_GROUP))
-    parts = {
-        "codes": stored.part("codes", words, ("int8",)),
-        "scale": stored.scale(role, grid.shape(shape), ("float8_e8m0fnu", "uint8")),
-    }
-    codes = Codes(Packing(4, 8, len(shape) - 1), table=FP4)
-    return Affine(stored.weight.scheme, shape, parts, codes, grid)
+    shape, part, codes = in_bytes(stored, FP4, dtype="int8")
+    grid = of_rows(stored, shape, _FP4_GROUP, f"a group of {_FP4_GROUP}")
+    scale = stored.scale(role, grid.shape(shape), ("float8_e8m0fnu", "uint8"))
+    return Affine(stored.weight.scheme, shape, {"codes": part, "scale": scale}, codes, grid)
 
 
 def row_fp8(stored: StoredWeight) -> Dequantizer:

@@ -17,8 +17,8 @@ import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.formats.quantized import fp8
-from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
-from jax_ucp.formats.quantized.bits import FP4, Packing
+from jax_ucp.formats.quantized.affine import Affine, Grid, in_bytes, of_rows
+from jax_ucp.formats.quantized.bits import FP4
 from jax_ucp.formats.quantized.stored import StoredWeight
 
 MIXED = "MIXED_PRECISION"
@@ -83,23 +83,20 @@ def _fp8(
 
 def _nvfp4(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scale", "scale_2")
-    words = stored.matrix()
-    shape = (*words[:-1], 2 * words[-1])
+    stored.matrix()
+    shape, part, codes = in_bytes(stored, _FP4)
     grid = _groups(stored, shape, 16)
     parts = {
-        "codes": stored.part("codes", words, ("uint8",)),
+        "codes": part,
         "scale": stored.scale("scale", grid.shape(shape), ("float8_e4m3fn",)),
         "factor": stored.scale("scale_2", (1,), _FLOAT32),
     }
-    codes = Codes(Packing(4, 8, len(shape) - 1), table=_FP4)
     return Affine(_name(stored), shape, parts, codes, grid)
 
 
 def _groups(stored: StoredWeight, shape: tuple[int, ...], usual: int) -> Grid:
     size = stored.settings.get("group_size", usual)
-    if type(size) is not int or size < 1 or shape[-1] % size:
-        stored.fault(f"group_size={size!r:.40} in the config does not divide {list(shape)}")
-    return Grid((*(1 for _ in shape[:-1]), size))
+    return of_rows(stored, shape, size, f"group_size={size!r:.40} in the config")
 
 
 def _name(stored: StoredWeight) -> str:

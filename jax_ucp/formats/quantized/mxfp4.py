@@ -14,7 +14,7 @@ library writes F6, and nothing says in which order its bits are: it is refused.
 from __future__ import annotations
 
 from jax_ucp.arrays.dequantized import Dequantizer
-from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Transposed
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Transposed, in_bytes
 from jax_ucp.formats.quantized.bits import FP4, Packing
 from jax_ucp.formats.quantized.stored import StoredWeight
 
@@ -39,8 +39,5 @@ def blocks(stored: StoredWeight) -> Dequantizer:
 
 def fp4(stored: StoredWeight) -> Dequantizer:
     stored.only("codes")
-    words = stored.info("codes").shape
-    shape = (*words[:-1], 2 * words[-1])
-    parts = {"codes": stored.part("codes", words, ("uint8",))}
-    codes = Codes(Packing(4, 8, len(shape) - 1), table=FP4)
-    return Affine("F4", shape, parts, codes, Grid((1,) * len(shape)))
+    shape, part, codes = in_bytes(stored, FP4)
+    return Affine("F4", shape, {"codes": part}, codes, Grid((1,) * len(shape)))

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
-from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Wrapping
-from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2, Packing
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Wrapping, in_bytes, of_rows
+from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, leading
 from jax_ucp.layout.box import Box
 
@@ -89,18 +89,14 @@ def _block(stored: StoredWeight, said: object, shape: tuple[int, ...]) -> tuple[
 
 def _nvfp4(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
     stored.only("codes", "scale", "per_tensor_scale", *_ACTIVATIONS)
-    words = stored.info("codes").shape
-    if not words:
-        stored.fault(f"{stored.weight.parts['codes']} is a single number")
-    shape = (*words[:-1], 2 * words[-1])
+    shape, part, codes = in_bytes(stored, FP4)
     grid = _groups(stored, attributes, shape)
     parts = {
-        "codes": stored.part("codes", words, ("uint8",)),
+        "codes": part,
         "scale": _scale(stored, attributes, grid.shape(shape), ("float8_e4m3fn",)),
     }
     if stored.has("per_tensor_scale"):
         parts["factor"] = stored.scale("per_tensor_scale", (1,), ("float32",))
-    codes = Codes(Packing(4, 8, len(shape) - 1), table=FP4)
     return _in_order(attributes, Affine(_name(stored), shape, parts, codes, grid))
 
 
@@ -109,20 +105,19 @@ def _mx(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
     element = attributes.get("elem_dtype")
     if isinstance(element, Mapping):
         element = element.get("_data")
-    words = stored.info("codes").shape
-    if element == "float4_e2m1fn_x2" and words:
-        shape = (*words[:-1], 2 * words[-1])
-        codes, dtypes = Codes(Packing(4, 8, len(shape) - 1), table=FP4), ("uint8",)
+    shape = stored.info("codes").shape
+    if element == "float4_e2m1fn_x2":
+        shape, part, codes = in_bytes(stored, FP4)
     elif element in _FP6:
         # One code to a byte.
-        shape, codes, dtypes = words, Codes(table=_FP6[element]), ("uint8",)
+        part, codes = stored.part("codes", shape, ("uint8",)), Codes(table=_FP6[element])
+    elif element in FP8:
+        part, codes = stored.part("codes", shape, (element,)), Codes()
     else:
-        shape, codes, dtypes = words, Codes(), (str(element),)
-        if element not in FP8:
-            stored.unknown(f"elem_dtype={element!r:.60} in the header is not known here")
+        stored.unknown(f"elem_dtype={element!r:.60} in the header is not known here")
     grid = _groups(stored, attributes, shape)
     parts = {
-        "codes": stored.part("codes", words, dtypes),
+        "codes": part,
         "scale": _scale(stored, attributes, grid.shape(shape), ("uint8", "float8_e8m0fnu")),
     }
     return _in_order(attributes, Affine(_name(stored), shape, parts, codes, grid))
@@ -130,9 +125,7 @@ def _mx(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
 
 def _groups(stored: StoredWeight, attributes: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
     size = attributes.get("block_size")
-    if type(size) is not int or size < 1 or not shape or shape[-1] % size:
-        stored.fault(f"block_size={size!r:.40} in the header does not divide {list(shape)}")
-    return Grid((*(1 for _ in shape[:-1]), size))
+    return of_rows(stored, shape, size, f"block_size={size!r:.40} in the header")
 
 
 _TILE = 128, 4  # rows and columns of scales that are stored together
