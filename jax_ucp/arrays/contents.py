@@ -119,9 +119,14 @@ class Contents:
             raise TypeError("claims= can be gone through once only: give a list, or `Claims`")
 
     @property
+    def first_source(self) -> dict[str, Any]:
+        """`source`, or, of what was imported from nothing else, the format and the name."""
+        return dict(self.source) or {"format": self.format, "name": Path(self.path).name}
+
+    @property
     def origin(self) -> dict[str, Any]:
-        """The provenance that a copy records: `source`, or else the format and the name; and the
-        fields of `about` that are set.
+        """The provenance that a copy records: `first_source`, and the fields of `about` that are
+        set.
         """
         about = {
             "writer": self.about.writer,
@@ -129,7 +134,7 @@ class Contents:
             "parallelism": dict(self.about.parallelism),
         }
         said = {name: value for name, value in about.items() if value not in ("", None, {})}
-        return said | (dict(self.source) or {"format": self.format, "name": Path(self.path).name})
+        return said | self.first_source
 
     def with_leaves(
         self, leaves: Sequence[tuple[Leaf, Array | None]], stored: Mapping[str, Array]

@@ -34,6 +34,7 @@ from jax_ucp.optimizers.slots import (
     is_array,
     param_leaves,
     slots_of,
+    unlike,
 )
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.jax_versions import mesh_in_scope
@@ -145,7 +146,9 @@ def plan_optimizer(
     """How `tx.init(params)` is filled from a torch trainer's checkpoint; see `Checkpoint`."""
     state, slots = slots_of(tx, params)
     stored = _states(contents)
-    faults = [*_refusals(contents.extras), *_unlike(params, stored.get("param", {}))]
+    lacking = "not of the checkpoint; map it first"
+    unfit = unlike(param_leaves(params), stored.get("param", {}), lacking)
+    faults = [*_refusals(contents.extras), *unfit]
     if check:
         faults += [f"{fault}; or check=False" for fault in rule_faults(tx, params, contents.groups)]
         faults += setting_faults(contents.groups, tx, params)
@@ -279,19 +282,6 @@ def _fill(
 
 def _mapped(filled: Sequence[Filled]) -> list[Leaf]:
     return [one.value for one in filled if isinstance(one.value, Leaf)]
-
-
-def _unlike(params: Any, stored: Mapping[str, Leaf]) -> Iterator[str]:
-    """The parameters of the model that the checkpoint does not have as they are."""
-    for name, value in param_leaves(params).items():
-        leaf = stored.get(name)
-        if leaf is None:
-            yield f"{name}: a parameter of the model, but not of the checkpoint; map it first"
-        elif leaf.shape != tuple(value.shape):
-            yield (
-                f"{name} has shape {tuple(value.shape)} in the model, {leaf.shape} in the"
-                " checkpoint"
-            )
 
 
 def _refusals(extras: Any) -> Iterator[str]:

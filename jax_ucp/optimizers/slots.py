@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import optax
 
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.trees import walk
-from jax_ucp.tree import Key, Path
+from jax_ucp.tree import Key, Leaf, Path
 
 STEP = "step"
 # What a field of a state holds: the name of a moment, or one of these.
@@ -86,6 +86,21 @@ def _as_jax_has_it(leaf: Any) -> Any:
 
 def param_leaves(params: Any) -> dict[str, Any]:
     return {name_of(node.path): node.value for node in walk(params) if is_array(node.value)}
+
+
+def unlike(params: Mapping[str, Any], stored: Mapping[str, Leaf], lacking: str) -> Iterator[str]:
+    """Messages about parameters of a model that are not stored with their shapes; `lacking` says
+    what is wrong where there is none.
+    """
+    for name, value in params.items():
+        leaf = stored.get(name)
+        if leaf is None:
+            yield f"{name}: a parameter of the model, but {lacking}"
+        elif leaf.shape != tuple(value.shape):
+            yield (
+                f"{name} has shape {tuple(value.shape)} in the model, {leaf.shape} in the"
+                " checkpoint"
+            )
 
 
 def name_of(path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from jax_ucp.optimizers.slots import (
     is_array,
     param_leaves,
     slots_of,
+    unlike,
 )
 from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.trees import TreeNode, walk
@@ -77,11 +77,8 @@ def torch_states(
         "opt_state": opt_state,
         "step_dtype": None if step_dtype is None else str(np.dtype(step_dtype)),
     }
-    of = dict(contents.source) or {
-        "format": contents.format,
-        "name": os.path.basename(contents.path),
-    }
-    return replace(run.contents_with(named), source={**of, "torch_states": made})
+    source = {**contents.first_source, "torch_states": made}
+    return replace(run.contents_with(named), source=source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +119,8 @@ class _TrainingRun:
         if model is not None:  # those that the model has, in its order
             wanted = param_leaves(model)
             named = {name: stored[name] for name in wanted if name in stored}
-            for name, value in wanted.items():
-                if name not in stored:
-                    self.faults.append(f"{name}: a parameter of the model, but not at {label}")
-                elif (shape := stored[name][1].shape) != tuple(value.shape):
-                    self.faults.append(
-                        f"{name} has shape {tuple(value.shape)} in the model, {shape} in the"
-                        " checkpoint"
-                    )
+            leaves = {name: leaf for name, (_, leaf) in stored.items()}
+            self.faults += unlike(wanted, leaves, f"not at {label}")
         if not named:
             raise TreeMismatch(f"{self.contents.path} has no parameters at {label}")
         for name, (_, leaf) in named.items():

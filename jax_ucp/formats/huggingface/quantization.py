@@ -445,6 +445,5 @@ def _kept(contents: Contents) -> Contents:
         if leaf.label in parts and leaf.path[0].name == "param":
             leaf = replace(leaf, path=(Key("dict", STORED), *leaf.path[1:]))
         leaves.append((leaf, array))
-    name = contents.path.rpartition("/")[2]
-    source = dict(contents.source) or {"format": contents.format, "name": name}
-    return replace(kept.with_leaves(leaves, stored), source={**source, "dequantize": False})
+    source = {**contents.first_source, "dequantize": False}
+    return replace(kept.with_leaves(leaves, stored), source=source)

@@ -9,7 +9,6 @@ Facts: `megatron/core/dist_checkpointing/strategies/zarr.py` of Megatron-LM core
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.formats.megatron.model import StoredRun
 from jax_ucp.json_text import decode_json
+from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 
 ARRAY_FILE = ".zarray"
@@ -52,14 +52,9 @@ class ZarrArray:
 
     def runs(self) -> tuple[StoredRun, ...]:
         """Every chunk, under the name of its file."""
-        runs: list[StoredRun] = []
-        for place in itertools.product(*map(range, self.grid)):
-            start = tuple(i * n for i, n in zip(place, self.chunk, strict=True))
-            stop = tuple(a + n for a, n in zip(start, self.chunk, strict=True))
-            runs.append(
-                StoredRun(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop))
-            )
-        return tuple(runs)
+        boxes = grid_boxes(self.shape, self.chunk)
+        places = ((box, ".".join(map(str, grid_place(box, self.chunk)))) for box in boxes)
+        return tuple([StoredRun(f"{self.name}/{place or '0'}", 0, box) for box, place in places])
 
 
 class ZarrChunks(ExtentTable):

@@ -90,15 +90,13 @@ def dequantized(
         f"{len(weights)} weights are stored quantised ({', '.join(schemes)}), and are"
         f" dequantised to {dtype} as they are read"
     )
-    name = contents.path.rpartition("/")[2]
-    source = dict(contents.source) or {"format": contents.format, "name": name}
     return replace(
         contents,
         leaves=leaves,
         arrays=Evaluated(arrays),
         inventory=_inventory(contents, weights, by_label),
         notes=[*contents.notes, note],
-        source={**source, "dequantize": dtype},
+        source={**contents.first_source, "dequantize": dtype},
         claims=passed_on(contents.claims, users(arrays, stored)),
         quantized=(),
     )
