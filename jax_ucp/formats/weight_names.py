@@ -83,11 +83,6 @@ class WeightSave:
         return not self.missing and not self.unnamed
 
     @property
-    def is_stale_index(self) -> bool:
-        """Whether an index names files that are not there, or not all that names count."""
-        return bool(self.index) and not self.whole
-
-    @property
     def name(self) -> str:
         """The file to open in order to open this save, or the first and the last of its files."""
         if self.index or len(self.files) == 1:
@@ -324,7 +319,8 @@ def _first_loaded(known: Sequence[Model], saves: Mapping[Model, Sequence[WeightS
 
 def _of_one_model(folder: str, saves: Sequence[WeightSave]) -> tuple[WeightSave, WeightSave | None]:
     """The one whole save, or two to be compared, or one that is not whole."""
-    stale = [save for save in saves if save.is_stale_index]
+    # indexes that name files that are not there, or not all that names count
+    stale = [save for save in saves if save.index and not save.whole]
     # beside an index that lacks files, numbered parts are not a save that anybody would load
     whole = [save for save in saves if save.whole and not (stale and save.numbered)]
     match whole:

@@ -40,17 +40,13 @@ def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
 # A model has many arrays of few shapes, which are cut in few ways.
 @functools.lru_cache(maxsize=1024)
 def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
-    first, *others = map(_with_elements, tilings)
+    first, *others = ([block for block in blocks if block.size] for blocks in tilings)
     each = max(1, RUNS // max(1, len(first)))
     runs = _runs_of(first, each)
     for blocks in others:
         if len(blocks) > 1:  # a single one is the whole array
             runs += _runs_of(_without_a_run(blocks, runs), 1)
     return tuple(runs)
-
-
-def _with_elements(blocks: Sequence[Box]) -> list[Box]:
-    return [block for block in blocks if block.size]
 
 
 def _runs_of(blocks: Sequence[Box], count: int) -> list[Box]:

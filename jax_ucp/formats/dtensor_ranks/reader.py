@@ -69,13 +69,13 @@ def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
     imported = ContentsBuilder("dtensors", path, Combined.of_files(files), options.on_conflict)
     saved = _Saved(ranks, files)
     _check_facts(saved)
-    parts = {kind: _parts(saved, kind) for kind in saved.states}
-    of_optimizer = parts.get(OPTIM, {})
+    by_kind = {kind: _parts(saved, kind) for kind in saved.states}
+    of_optimizer = by_kind.get(OPTIM, {})
     is_flat = _is_flat(saved, of_optimizer)
     wholes: dict[str, _Whole] = {}
-    for kind, of_kind in parts.items():
+    for kind, of_kind in by_kind.items():
         if kind != OPTIM or not is_flat:
-            wholes |= _wholes(saved, of_kind)
+            wholes |= {joined(path): _whole(saved, path, parts) for path, parts in of_kind.items()}
     if ranks.world_size > 1 and not any(whole.specs for whole in wholes.values()):
         raise FormatError(
             f"{path} has the files of {ranks.world_size} ranks, in which no tensor of the model is"
@@ -190,11 +190,6 @@ def _parts(saved: _Saved, kind: str) -> _Parts:
             elif reason:
                 raise FormatError(f"{file.path}: {joined(path)}: {reason}")
     return parts
-
-
-def _wholes(saved: _Saved, parts: _Parts) -> dict[str, _Whole]:
-    """The tensors by label. Raises FormatError where a rank lacks one, or has another."""
-    return {joined(path): _whole(saved, path, of_path) for path, of_path in parts.items()}
 
 
 def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,19 +50,11 @@ def tensor(stored: StoredWeight) -> Dequantizer:
     return _CLASSES[kind](stored, attributes)
 
 
-def _float8(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
-    stored.only("codes", "scale", *_ACTIVATIONS)
-    return _scaled(stored, attributes, FP8)
-
-
-def _int8(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
-    stored.only("codes", "scale", "zero_point", *_ACTIVATIONS)
-    return _scaled(stored, attributes, ("int8",))
-
-
 def _scaled(
-    stored: StoredWeight, attributes: Mapping[str, Any], dtypes: Sequence[str]
+    stored: StoredWeight, attributes: Mapping[str, Any], dtypes: Sequence[str], more: str = ""
 ) -> Dequantizer:
+    """The weight of codes of these dtypes; `more` is a part that may be there beside the scale."""
+    stored.only("codes", "scale", more, *_ACTIVATIONS)
     shape = stored.info("codes").shape
     grid = Grid(_block(stored, attributes.get("block_size"), shape))
     small = grid.shape(shape)
@@ -180,10 +173,11 @@ def _name(stored: StoredWeight) -> str:
 
 
 _FP6 = {"fp6_e2m3": FP6_E2M3, "fp6_e3m2": FP6_E3M2}
+_INT8 = partial(_scaled, dtypes=("int8",), more="zero_point")
 _CLASSES: Mapping[str, Callable[[StoredWeight, Mapping[str, Any]], Dequantizer]] = {
-    "Float8Tensor": _float8,
-    "Int8Tensor": _int8,
-    "IntxUnpackedToInt8Tensor": _int8,
+    "Float8Tensor": partial(_scaled, dtypes=FP8),
+    "Int8Tensor": _INT8,
+    "IntxUnpackedToInt8Tensor": _INT8,
     "NVFP4Tensor": _nvfp4,
     "MXTensor": _mx,
 }
