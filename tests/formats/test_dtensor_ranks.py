@@ -24,7 +24,7 @@ from formats.huggingface.test_training_folders import next_losses
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
 from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats.dtensor_ranks.flat import _subsets, flat_parameters
+from jax_ucp.formats.dtensor_ranks.flat import flat_parameters, subsets
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
 from jax_ucp.layout.box import Box
@@ -333,7 +333,7 @@ def test_choices_of_kinds_are_all_that_have_as_many_modules_or_one_fewer_each_on
     choices = [itertools.combinations(kinds, count) for count in range(len(kinds) + 1)]
     every = itertools.chain.from_iterable(choices)
     want = [each for each in every if most - 1 <= sum(map(kinds.__getitem__, each)) <= most]
-    assert sorted(map(tuple, _subsets([*kinds.items()], most))) == sorted(want)
+    assert sorted(map(tuple, subsets([*kinds.items()], most))) == sorted(want)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 9), st.integers(1, 5))

@@ -77,13 +77,13 @@ def _wrappings(names: Sequence[str], count: int) -> Iterator[set[str]]:
             module = ".".join(path[:depth])
             kinds[_NUMBER.sub("*", module)].add(module)
     sizes = {kind: len(modules) for kind, modules in kinds.items() if len(modules) <= count}
-    for tried, chosen in enumerate(_subsets([*sizes.items()], count)):
+    for tried, chosen in enumerate(subsets([*sizes.items()], count)):
         if tried >= MAX_WAYS:
             raise Undecided("there are too many ways to try them all")
         yield set().union(*(kinds[kind] for kind in chosen))
 
 
-def _subsets(sizes: Sequence[tuple[str, int]], most: int) -> Iterator[list[str]]:
+def subsets(sizes: Sequence[tuple[str, int]], most: int) -> Iterator[list[str]]:
     """Choices of kinds with at most so many modules in all, and not one fewer than `most - 1`."""
     rest = [*itertools.accumulate((size for _, size in reversed(sizes)), initial=0)][::-1]
 
