@@ -84,7 +84,7 @@ class Proofs:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts, the checks look at what is read. Those that read nothing of arrays, and
+        """Context in which the checks look at what is read. Those that read nothing of arrays, and
         only wait for a network, run meanwhile.
         """
         with gc_paused():

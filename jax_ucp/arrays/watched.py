@@ -39,7 +39,7 @@ class Watcher(ABC):
 
 @contextmanager
 def watching(several: Iterable[Watcher]) -> Iterator[None]:
-    """While this lasts, the watchers see what is read."""
+    """Context in which the watchers see what is read."""
     distinct = {id(watcher): watcher for watcher in several}
     added: dict[Hashable, list[Watcher]] = defaultdict(list)
     for watcher in distinct.values():

@@ -51,7 +51,7 @@ to_stderr = Screen(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(report: Report) -> None:
-    """Null is for numbers that JSON does not have."""
+    """Print a report as JSON, with null for numbers that JSON does not have."""
     try:
         text = json.dumps(report, allow_nan=False)
     except ValueError:
@@ -125,7 +125,9 @@ LINE_S = 1.0  # between two lines of progress
 
 
 class Meter(NamedTuple):
-    """Hears of bytes that are done, and of how many there are if that was not known."""
+    """The functions that are told how many bytes are done, and how many there are in all, if that
+    was not known.
+    """
 
     advance: Callable[[int], None]
     expect: Callable[[int], None]

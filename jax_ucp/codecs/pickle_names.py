@@ -98,7 +98,7 @@ def _value(name: str, args: tuple) -> object:
 
 
 def _latin1(text: str) -> bytes:
-    """Protocol 2 writes bytes as the text of the same code points."""
+    """The bytes that protocol 2 writes as the text of the same code points."""
     try:
         return text.encode("latin1")
     except UnicodeEncodeError as error:

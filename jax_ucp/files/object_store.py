@@ -334,7 +334,9 @@ def _is_virtual_hosted() -> bool:
 
 
 def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """Google's tools have the address of an emulator in STORAGE_EMULATOR_HOST."""
+    """The bucket, and settings for an emulator, whose address Google's tools have in
+    STORAGE_EMULATOR_HOST.
+    """
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if not host:
         return bucket, {}
@@ -346,14 +348,16 @@ def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """Hadoop's URLs have the account: `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`."""
+    """The container and its settings, of Hadoop's URLs with the account:
+    `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`.
+    """
     container, _, host = bucket.partition("@")
     _, settings = _azure_settings(container)
     return container, {**settings, "account_name": host.partition(".")[0]} if host else settings
 
 
 def _azure_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """Azure's tools have account, key and address in one text, too."""
+    """The container, and what the text says that has account, key and address for Azure's tools."""
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     said = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     names = {

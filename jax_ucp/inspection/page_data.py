@@ -214,5 +214,5 @@ def _numbers(found: Statistics, step: AdamStep | None) -> Mapping[str, float | N
 
 
 def _rounded(value: float) -> float | None:
-    """Four digits; None of what JSON has no number for."""
+    """The number in four digits; None of what JSON has no number for."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

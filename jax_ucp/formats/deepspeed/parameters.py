@@ -42,7 +42,7 @@ class Joins:
 
     @classmethod
     def of(cls, files: TagFiles, options: Options) -> Joins:
-        """Raises FormatError where the files of a stage's ranks differ in what they say."""
+        """The joins of a run. Raises FormatError where a stage's ranks say different things."""
         if options.spec:
             return cls(files, [BySpec(options.spec, options.sizes)] * files.pp)
         stages: list[TensorParallel] = []

@@ -329,7 +329,7 @@ def shardings(directory: Files) -> dict[str, SavedSharding]:
 
 
 def _saved_sharding(stored: _Sharding) -> SavedSharding:
-    """Raises ValueError where it is of no mesh."""
+    """The sharding, as checkpoints here have it. Raises ValueError where it is of no mesh."""
     devices: list[Any] = stored.device_mesh.mesh if stored.device_mesh else []
     for _ in stored.shape[1:]:
         devices = [device for row in devices if isinstance(row, list) for device in row]
