@@ -18,7 +18,7 @@ import numpy as np
 from jax_ucp.arrays.checks import Claims, LeafClaim, checks_of
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.arrays.evaluate import Evaluated, elements_of, expressions, locate, split, tiles
+from jax_ucp.arrays.evaluate import elements_of, expressions, locate, split, tiles
 from jax_ucp.arrays.proof import Proof
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.value import Array
@@ -327,7 +327,7 @@ def _with_copy(contents: Contents, copy: Contents, name: str) -> Contents:
         yield from copy.claims
         yield from _copies(contents, copy, name)
 
-    return replace(contents, arrays=Evaluated(expressions(contents.arrays)), claims=Claims(claims))
+    return replace(contents, claims=Claims(claims))
 
 
 def _copies(contents: Contents, copy: Contents, name: str) -> Iterator[LeafClaim]:
