@@ -167,13 +167,11 @@ class Cells:
     owners: dict[Shape, frozenset[int]]
 
 
-def writer_cells(
-    shape: Sequence[int], itemsize: int, blocks: Sequence[Iterable[Box]], small: int = INNER_BYTES
-) -> Cells:
+def writer_cells(shape: Sequence[int], itemsize: int, blocks: Sequence[Iterable[Box]]) -> Cells:
     """The largest blocks of an array that a process can write without gathering much.
 
     `blocks[p]` are those that process p holds. They come from a sharding, so all have one shape.
-    Neighbouring blocks of one process are joined while the result has at most `small` bytes:
+    Neighbouring blocks of one process are joined while the result has at most `INNER_BYTES`:
     a small array becomes a single chunk, a large one keeps a block per device.
 
     >>> halves = [Box((i * 4,), (i * 4 + 4,)) for i in range(2)]
@@ -194,7 +192,7 @@ def writer_cells(
             for place, who in owners.items():
                 place = (*place[:axis], place[axis] // factor, *place[axis + 1 :])
                 joined[place] = joined.get(place, who) & who
-            if math.prod(cell) * factor * itemsize > small or not all(joined.values()):
+            if math.prod(cell) * factor * itemsize > INNER_BYTES or not all(joined.values()):
                 break
             owners = joined
             cell[axis] *= factor

@@ -119,7 +119,7 @@ def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
         "codes": stored.part("codes", shape, dtypes),
         "scale": stored.scale("scale", grid.shape(shape), _SCALES),
     }
-    _check_symmetry(stored, args, "zero_point")
+    _check_symmetry(stored, args)
     if stored.has("zero_point"):
         parts["zero"] = stored.part("zero_point", grid.shape(shape), ("int8", *FP8))
     return Affine(stored.weight.scheme, shape, parts, Codes(), grid)
@@ -137,11 +137,11 @@ def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     if stored.has("g_idx"):
         groups = grid.shape(shape)[-1]
         grid = Gathered(len(shape) - 1, groups)
-        parts["group"] = as_groups(stored, "g_idx", shape[-1], groups)
+        parts["group"] = as_groups(stored, shape[-1], groups)
     small = grid.shape(shape)
     parts["scale"] = stored.scale("scale", small, FLOATS)
     zeros = Codes(Packing(bits, 32, len(shape) - 2), offset=1 << (bits - 1))
-    _check_symmetry(stored, args, "zero_point")
+    _check_symmetry(stored, args)
     if stored.has("zero_point"):
         parts["zero"] = stored.part("zero_point", _words(zeros, small), ("int32",))
     return Affine(stored.weight.scheme, shape, parts, codes, grid, zero_codes=zeros)
@@ -207,7 +207,7 @@ def _dense(stored: StoredWeight, args: Mapping[str, Any]) -> Rounded:
         "codes": stored.part("codes", shape, FLOATS),
         "scale": replace(scale, valid=is_divisor, why="a finite number and not 0"),
     }
-    _check_symmetry(stored, args, "zero_point")
+    _check_symmetry(stored, args)
     if stored.has("zero_point"):
         parts["zero"] = stored.part("zero_point", grid.shape(shape), ("int8", *FP8))
     return Rounded(stored.weight.scheme, shape, parts, grid, bits if is_integer else 0)
@@ -258,9 +258,9 @@ def _block(stored: StoredWeight, block: object) -> tuple[int, int]:
     stored.unknown(f"block_structure={block!r:.40} in the config is not a pair of lengths")
 
 
-def _check_symmetry(stored: StoredWeight, args: Mapping[str, Any], role: str) -> None:
-    if args["symmetric"] is False and not stored.has(role):
-        stored.fault(f"the config says that weights are not symmetric, and it has no {role}")
+def _check_symmetry(stored: StoredWeight, args: Mapping[str, Any]) -> None:
+    if args["symmetric"] is False and not stored.has("zero_point"):
+        stored.fault("the config says that weights are not symmetric, and it has no zero_point")
 
 
 def _words(codes: Codes, shape: Sequence[int]) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def grouped(stored: StoredWeight) -> Dequantizer:
         "zero": stored.part("qzeros", Packing(bits, 32, 1).shape(small), ("int32",)),
     }
     if isinstance(grid, Gathered):
-        parts["group"] = as_groups(stored, "g_idx", inputs, groups)
+        parts["group"] = as_groups(stored, inputs, groups)
     scheme, shape = f"GPTQ, {bits} bits", (outputs, inputs)
     codes = Codes(Packing(bits, 32, 1))
     # of v1 each stored zero point stands for one more, and for 0 after the largest

@@ -161,8 +161,8 @@ def _is_below(most: int, elements: np.ndarray) -> np.ndarray:
     return (elements >= 0) & (elements < most)
 
 
-def as_groups(stored: StoredWeight, role: str, length: int, groups: int) -> WeightPart:
-    """A part that says of each index on an axis which group it is in."""
-    part = stored.part(role, (length,), ("int32", "int64"))
+def as_groups(stored: StoredWeight, length: int, groups: int) -> WeightPart:
+    """The part that says of each index on an axis which group it is in."""
+    part = stored.part("g_idx", (length,), ("int32", "int64"))
     why = f"a group from 0 to {groups - 1}"
     return replace(part, valid=partial(_is_below, groups), why=why)
