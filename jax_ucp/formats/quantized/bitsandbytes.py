@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
-from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Wrapping
 from jax_ucp.formats.quantized.bits import Packing
 from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.json_text import decode_json
@@ -115,25 +115,20 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Reshaped:
-    """A weight of any shape whose elements are stored as one row: a box needs its whole rows."""
+class Reshaped(Wrapping):
+    """A weight of any shape whose elements `inner` has as one row: a box needs its whole rows."""
 
-    row: Dequantizer
-    shape: tuple[int, ...]
-
-    @property
-    def scheme(self) -> str:
-        return self.row.scheme
+    own: tuple[int, ...]
 
     @property
-    def parts(self) -> Mapping[str, WeightPart]:
-        return self.row.parts
+    def shape(self) -> tuple[int, ...]:
+        return self.own
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
-        return self.row.boxes(self._rows(box))
+        return self.inner.boxes(self._rows(box))
 
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        rows = self.row.values(self._rows(box), parts)
+        rows = self.inner.values(self._rows(box), parts)
         whole = rows.reshape(-1, *self.shape[1:])
         return whole[(slice(None), *box.index[1:])]
 
