@@ -226,12 +226,12 @@ def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, .
 
 def _agreed(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The settings that all of these have with equal values."""
-    agreed = dict(settings[0])
-    for other in settings[1:]:
-        agreed = {
-            key: value for key, value in agreed.items() if key in other and other[key] == value
-        }
-    return agreed
+    first, *others = settings
+    return {
+        key: value
+        for key, value in first.items()
+        if all(key in other and other[key] == value for other in others)
+    }
 
 
 def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> Iterator[Item]:

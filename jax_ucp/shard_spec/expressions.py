@@ -125,10 +125,8 @@ def _size(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
             left, right = _size(node.left, sizes, text), _size(node.right, sizes, text)
             if sizes is None:
                 return 1
-            is_quotient = isinstance(op, ast.FloorDiv)
-            if (is_quotient or isinstance(op, ast.Mod)) and right == 0:
-                raise SpecError(f"in the size {text!r}, {left} is not divisible by {right}")
-            if is_quotient and left % right:
+            divides = isinstance(op, ast.FloorDiv | ast.Mod)
+            if divides and (right == 0 or (isinstance(op, ast.FloorDiv) and left % right)):
                 raise SpecError(f"in the size {text!r}, {left} is not divisible by {right}")
             return _OPERATORS[type(op)](left, right)
     raise SpecError(f"{text!r} is not a {_SIZE}")
