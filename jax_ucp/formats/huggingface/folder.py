@@ -269,8 +269,7 @@ def _compared(
 ) -> Contents:
     """The checkpoint, compared with another save. Raises FormatError where they differ."""
     other = _read(path, same, options).contents()
-    difference = _other_structure(contents, other) or _other_values(contents, other, same.name)
-    if difference:
+    if difference := _other_structure(contents, other) or _other_values(contents, other):
         raise FormatError(
             f"{path} holds two saves of one model, {save.name} and {same.name}, and they differ:"
             f" {difference}. {which(str(path), [save, same])}"
@@ -304,7 +303,7 @@ def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: O
         fault = str(error)
     if other is not None:
         compared = _with_copy(contents, other, SHARDED)
-        if difference := _other_values(contents, other, SHARDED):
+        if difference := _other_values(contents, other):
             raise FormatError(
                 f"{path} holds two saves, {save.name} and the ranks' parts in {SHARDED}/, and they"
                 f" differ: {difference}. Open the one that is meant: {path}/{save.name} or {parts}"
@@ -330,8 +329,8 @@ def _with_copy(contents: Contents, copy: Contents, name: str) -> Contents:
     return replace(contents, claims=Claims(claims))
 
 
-def _copies(contents: Contents, copy: Contents, name: str) -> Iterator[LeafClaim]:
-    """The claims that what both have is the same."""
+def _copies(contents: Contents, copy: Contents, name: str = "") -> Iterator[LeafClaim]:
+    """The claims that what both have is the same; faults name the copy, if it has a name."""
     arrays, others = expressions(contents.arrays), expressions(copy.arrays)
     of_copy = {(leaf.label, leaf.shape, leaf.dtype): others[leaf.name] for leaf in copy.leaves}
     for leaf in contents.leaves:
@@ -342,12 +341,12 @@ def _copies(contents: Contents, copy: Contents, name: str) -> Iterator[LeafClaim
 
 @dataclass(frozen=True)
 class _Copy(Proof):
-    """An array of which another save, in `folder`, has a copy."""
+    """An array of which another save, called `name`, has a copy."""
 
     label: str
     array: Array
     copy: Array
-    folder: str
+    name: str
 
     @property
     def infos(self) -> Sequence[ArrayInfo]:
@@ -362,10 +361,8 @@ class _Copy(Proof):
         for box, data, copied in zip(boxes, *both, strict=True):
             if not same_bits(data, copied):
                 files = ", ".join(sorted({piece.file for piece in locate(self.array, box)}))
-                return (
-                    f"{self.label} has other values in {box}, in {files} (the copy is in"
-                    f" {self.folder})"
-                )
+                where = f" (the copy is in {self.name})" if self.name else ""
+                return f"{self.label} has other values in {box}, in {files}{where}"
         return None
 
 
@@ -384,7 +381,7 @@ def _kinds(contents: Contents) -> dict[str, str]:
     return {leaf.label: f"{leaf.dtype} {list(leaf.shape)}" for leaf in contents.leaves}
 
 
-def _other_values(contents: Contents, copy: Contents, name: str) -> str | None:
+def _other_values(contents: Contents, copy: Contents) -> str | None:
     """The first difference in a sample of each array that both have; None if they agree."""
-    checks = checks_of(_copies(contents, copy, name), "sample")
+    checks = checks_of(_copies(contents, copy), "sample")
     return next(filter(None, (check.run() for check in checks)), None)
