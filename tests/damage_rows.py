@@ -375,6 +375,7 @@ for case in (AUTO3, UMOE):  # also where the name that is written inside is that
             (as_named(exchanged(a, b)),         both(UCPError), "FILE: ds_autoep_layers says that it is of"),
             (as_named(copied(a, b)),            both(UCPError), "FILE: ds_autoep_layers says that it is of"),
         ]
+DEEPSPEED[UMOE] += [(together(replaced("zero/*.experts.w1/*.pt", b"ep_num_experts", b"of_num_experts")), FormatError, r"FILE has no ep_num_experts: DeepSpeed before 0\.19\.6.*weights_only")]
 DEEPSPEED[UMOE] += [(exchanged(S1, S2) + together(edited(MODEL, of_experts_before_data)), RIGHT, "")]
 
 # Weights alone need neither masters nor moments, but for ZeRO-3, which has the weights there.

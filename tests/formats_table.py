@@ -104,6 +104,7 @@ the lines of the cases say. Beside Adam, Lion and SGD:
 | 8-bit optimizers of bitsandbytes 0.50 | yes | as codes, tables and scales; `dequantize='float32'` gives the numbers. AdEMAMix's first moments stay codes |
 | Adafactor | yes | its RMS belongs to a rank's partition, and is kept as an extra of each file |
 | 1-bit Adam, 0/1 Adam, 1-bit LAMB | yes | removed from DeepSpeed after 0.19.5; the errors of compression are rank 0's, as saved |
+| AutoEP | yes | a universal folder whose experts' moments have no `ep_num_experts`, as from before 0.19.6, is refused; `weights_only` opens its weights |
 | MiCS | yes | removed from DeepSpeed after 0.19.5 |
 | ZeRO++ | yes | the second partitions (hpZ) and quantised communication (qwZ, qgZ) are in no file; frozen weights under `zero_quantized_nontrainable_weights` are saved without their scales and refused |
 | ZenFlow | with `on_conflict=` | masters may be older than the weights; with `overlap_step` no moments are saved |

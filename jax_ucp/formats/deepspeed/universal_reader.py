@@ -47,6 +47,12 @@ from jax_ucp.options import Options
 from jax_ucp.shard_spec.rules import SpecShard
 
 _MODEL = re.compile(r".*mp_rank_.*_model_states\.pt")
+# `autoep_universal.py` of 0.19.5 and 0.19.8 writes the key where it gathers experts.
+_ONE_RANKS = (
+    "DeepSpeed before 0.19.6 left moments of AutoEP's experts so, which are not those of all"
+    " experts. Open the run itself, convert it again with 0.19.6 or later, or open its weights with"
+    " weights_only (--weights-only)"
+)
 _HOW_TO_CUT = "says how to cut the parameter; it is whole here"
 
 
@@ -125,6 +131,8 @@ class _UniversalReader:
                 value = tree = atom.file.tree
                 if isinstance(tree, dict):  # the state lies beside what says how to cut it
                     value = tree.get("param")
+                    if fused and label != "param" and "ep_num_experts" not in tree:
+                        raise FormatError(f"{atom.file.path} has no ep_num_experts: {_ONE_RANKS}")
                     for key in filter(lambda key: key != "param", tree):
                         self.builder.skip(f"{atom.name}:{key}", "layout", _HOW_TO_CUT)
                 if isinstance(value, StoredTensor) and (value.shape or label == "param"):
