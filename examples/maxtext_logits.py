@@ -17,6 +17,7 @@ table shows what they keep out. `--record` writes MaxText's logits, and the mode
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import zlib
@@ -67,6 +68,8 @@ DEEPSEEK |= {"num_key_value_heads": 4, "n_shared_experts": 1}
 DEEPSEEK_YARN = {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 DEEPSEEK |= {"rope_parameters": DEEPSEEK_YARN}
 DEEPSEEK2 = {**DEEPSEEK, "n_group": 1, "topk_method": "greedy", "n_shared_experts": 2}
+# so many heads that no two scores are zero: of equal ones it is not said which is chosen
+DEEPSEEK32 = {**DEEPSEEK, "index_topk": 8, "index_n_heads": 32, "index_head_dim": 6}
 # Kimi K2's configs are those of DeepSeek-V3, with other numbers
 KIMI = {**DEEPSEEK_YARN, "rope_theta": 50000.0, "beta_fast": 1.0, "factor": 32.0}
 OLMO = {"num_hidden_layers": 8, "num_key_value_heads": 4}
@@ -100,6 +103,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"num_attention_heads": 6}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3_omni_moe": (
+        "Qwen3Moe",
+        {**QWEN_MOE, "norm_topk_prob": True, "num_hidden_layers": 1, "num_experts": 3},
+    ),
     "qwen3_moe_unscaled": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False}),
     "gemma2": ("Gemma2", {**GEMMA, "num_hidden_layers": 4}),
     # a block of six layers, and two over
@@ -114,6 +121,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_no_window": ("Gemma3Text", {**GEMMA, "layer_types": ["full_attention"] * 2}),
     "gemma4_apart": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": False, "num_hidden_layers": 6}),
+    "gemma4": ("Gemma4Text", {**GEMMA4, "num_hidden_layers": 6}),
     "gemma4_moe": ("Gemma4Text", GEMMA4_MOE),
     "llama4": ("Llama4Text", LLAMA4),
     "llama4_maverick": (
@@ -127,6 +135,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOss", GPT_OSS),
     "deepseek3": ("DeepseekV3", DEEPSEEK),
+    "deepseek32": ("DeepseekV32", DEEPSEEK32),
     "kimi_k2": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "rope_parameters": KIMI}),
     "deepseek2": ("DeepseekV2", {**DEEPSEEK2, "q_lora_rank": None}),
     "deepseek2_steps": ("DeepseekV2", DEEPSEEK2),
@@ -160,6 +169,7 @@ BLOCKS = {
 }
 BLOCKS |= {"qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek", "deepseek_v2": "deepseek"}
+BLOCKS |= {"deepseek_v32": "deepseek"}
 BLOCKS |= {"qwen3_next": "qwen3_next", "gemma": "gemma", "olmo2": "olmo3", "olmo3": "olmo3"}
 BLOCKS |= {
     "qwen3_5_moe_text": "qwen3_5",
@@ -170,26 +180,34 @@ BLOCKS |= {
 # What MaxText does by the name of a model alone
 NAMES = {"gemma3_text": "gemma3-4b", "gemma4_text": "gemma4-31b", "deepseek_v3": "deepseek3-671b"}
 NAMES |= {"deepseek_v2": "deepseek2-16b", "olmo2": "olmo3-7b", "olmo3": "olmo3-7b"}
+NAMES |= {"deepseek_v32": "deepseek3.2-671b"}
 ROPES = {"llama3": "llama3.1", "yarn": "yarn"}
 QK_NORMS = ("qwen3", "qwen3_moe", "olmo2", "olmo3")
 EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+# What is exchanged to see logits differ: names in MaxText's tree, and the axis of the parts.
+CONTROLS = {"heads": ("/out/kernel$", 0), "experts": ("/wo$", 0)}
+CONTROLS |= {"heads of the indexer": ("/indexer/wq_b/kernel$", -2)}
 # What tests have: models and MaxText's logits of every tree, or, of models that tests/decoder.py
 # does not run, what the trees are that were right.
 RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 RECORDED += ("qwen3_moe_unscaled",)
 PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
 PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3", "qwen3_next")
-PROVED += ("qwen35_moe", "gemma4_apart", "gemma4_moe", "llama4")
-PROVED += ("llama4_maverick", "seed_oss")
+PROVED += ("deepseek32", "qwen35_moe", "gemma4", "gemma4_apart", "gemma4_moe", "llama4")
+PROVED += ("llama4_maverick", "seed_oss", "qwen3_omni_moe")
 
 # The same weights as the text model of one that sees, by the name of the text's.
 RELEASED = {"qwen35_moe": "Qwen3_5Moe", "qwen3": "Qwen3VL", "qwen3_moe": "Qwen3VLMoe"}
 RELEASED |= {"gemma4_moe": "Gemma4", "llama4": "Llama4"}
+RELEASED |= {"gemma3": "Gemma3", "qwen3_omni_moe": "Qwen3OmniMoe"}
 TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2}
 TOWER |= {"out_hidden_size": SMALL["hidden_size"], "num_position_embeddings": 4}
 TOWER |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4, "image_size": 4}
 TOWER |= {"position_embedding_size": 4, "num_key_value_heads": 2, "vision_output_dim": 8}
 TOWER |= {"projector_input_dim": 8, "projector_output_dim": 8}
+EAR = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "d_model": 8}
+EAR |= {"encoder_ffn_dim": 8, "n_window": 4, "downsample_hidden_size": 4}
+EAR |= {"output_dim": SMALL["hidden_size"]}
 # Of these the tests have the experts packed too, as transformers has them in memory.
 PACKED = ("mixtral", "qwen3_moe", "qwen3_next", "qwen35_moe", "deepseek2", "deepseek3")
 
@@ -225,6 +243,7 @@ def write(folder: Path) -> None:
             seeing = released(RELEASED[name], model)
             seeing.save_pretrained(folder / name / "release")
             with torch.no_grad():
+                seeing = getattr(seeing, "thinker", seeing)
                 of_release = seeing(input_ids=tokens, use_cache=False).logits
             print(f"{name}: as one that sees {(of_release - logits).abs().max():.1e} off")
         print(
@@ -240,7 +259,11 @@ def released(family: str, text: Any) -> Any:
     of_text = text.config.to_dict()
     del of_text["model_type"]
     config_class = getattr(transformers, f"{family}Config")
+    if family == "Qwen3OmniMoe":
+        return thinking(of_text, text)
     kind = config_class.sub_configs["vision_config"]
+    if family == "Gemma3":
+        kind = transformers.SiglipVisionConfig
     tower = {key: value for key, value in TOWER.items() if hasattr(kind, key)}
     config = config_class(text_config=of_text, vision_config=tower)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
@@ -252,14 +275,47 @@ def released(family: str, text: Any) -> Any:
     return model
 
 
+def thinking(of_text: dict[str, Any], text: Any) -> Any:
+    """A Qwen3-Omni, which sees, hears and talks, and thinks with this text model."""
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    of_text["num_experts"] = of_text.pop("num_local_experts")
+    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    few |= {"head_dim": 4, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 4}
+    talker = {"text_config": {**few, **experts, "shared_expert_intermediate_size": 4}}
+    talker |= {"code_predictor_config": {**few, "num_code_groups": 2}, "num_code_groups": 2}
+    talker |= {"thinker_hidden_size": of_text["hidden_size"], "spatial_merge_size": 2}
+    sound = {**few, "num_key_value_heads": 2, "codebook_size": 8, "num_quantizers": 2}
+    sound |= {"decoder_dim": 4, "upsample_rates": (2,), "upsampling_ratios": (2,)}
+    config = transformers.Qwen3OmniMoeConfig(
+        thinker_config={
+            "text_config": of_text,
+            "vision_config": {**TOWER, "deepstack_visual_indexes": []},
+            "audio_config": EAR,
+        },
+        talker_config=talker,
+        code2wav_config=sound,
+    )
+    model = transformers.Qwen3OmniMoeForConditionalGeneration(config).float().eval()
+    model.thinker.model.language_model.load_state_dict(text.model.state_dict())
+    model.thinker.lm_head.load_state_dict(text.lm_head.state_dict())
+    return model
+
+
 def run(folder: Path, record: Path | None) -> int:
     """A line for each model and each mapping whose rules fit its names; 1 where one that should
     agree does not.
     """
+    import jax_ucp as ucp
     from jax_ucp.mapping.rules import shipped
 
     of_maxtext = [one for one in shipped() if one.endswith("-to-maxtext")]
-    mappings = [f"{one}{variant}" for one in of_maxtext for variant in ("", ":unscanned")]
+    mappings = [
+        f"{one}{variant}"
+        for one in of_maxtext
+        for variant in ("", *map(":{}".format, ucp.Mapping.load(one).variants))
+    ]
     failed = 0
     for name in sorted(path.name for path in folder.iterdir()):
         with np.load(folder / name / "logits.npz") as stored:
@@ -279,23 +335,25 @@ def run(folder: Path, record: Path | None) -> int:
 @dataclass(frozen=True)
 class Result:
     """What MaxText made of a mapping's tree: the largest difference of logits in parts of their
-    scale, the same with the heads of every layer exchanged, and what the tree is.
+    scale, the same of each control, and what the tree is.
     """
 
     logits: np.ndarray
     error: float
-    exchanged: float
+    exchanged: dict[str, float]
     unmet: list[str]
     digest: int
 
     @property
     def failed(self) -> bool:
-        return not self.unmet and (self.error > TOLERANCE or self.exchanged < 100 * TOLERANCE)
+        wrong = min(self.exchanged.values(), default=0)
+        return not self.unmet and (self.error > TOLERANCE or wrong < 100 * TOLERANCE)
 
     def __str__(self) -> str:
         if self.unmet:
             return f"{self.error:.1e}  refused: {', '.join(self.unmet)}"
-        return f"{self.error:.1e}  with the heads exchanged {self.exchanged:.1e}"
+        exchanged = (f"{what} exchanged {off:.1e}" for what, off in self.exchanged.items())
+        return f"{self.error:.1e}  with the {', '.join(exchanged)}"
 
 
 def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | None:
@@ -311,7 +369,7 @@ def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | N
         tree = checkpoint.map(rules, assume=unmet).restore()["param"]["params"]
     except LayoutError:
         return None
-    want, scan = found["transformers"], not mapping.endswith(":unscanned")
+    want, scan = found["transformers"], "unscanned" in rules.variants
     if unmet and not scan:
         return None  # the scanned tree shows what the requirement keeps out
 
@@ -322,18 +380,20 @@ def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | N
     logits, error = off(tree)
     # in MaxText's Qwen3-Next and Qwen3.5 heads and their features are one axis
     rows = config["head_dim"] if "linear_attention" in config.get("layer_types", ()) else 1
-    wrong = 0 if unmet else off(exchanged(tree, rows))[1]
+    wrong = {
+        what: off(exchanged(tree, pattern, axis, rows if what == "heads" else 1))[1]
+        for what, (pattern, axis) in CONTROLS.items()
+        if not unmet and any(re.search(pattern, "/".join(path)) for path in flat(tree))
+    }
     return Result(logits, error, wrong, unmet, digest(tree))
 
 
-def exchanged(tree: Any, rows: int) -> Any:
-    """The tree with each head's output, of so many rows, in the next one's place."""
+def exchanged(tree: Any, pattern: str, axis: int, rows: int, above: str = "") -> Any:
+    """The tree, of what the pattern names with each part, so many rows, in the next one's place."""
     if not isinstance(tree, Mapping):
-        return tree
+        return np.roll(tree, rows, axis) if re.search(pattern, above) else tree
     return {
-        name: {**value, "kernel": np.roll(value["kernel"], rows, axis=0)}
-        if name == "out"
-        else exchanged(value, rows)
+        name: exchanged(value, pattern, axis, rows, f"{above}/{name}")
         for name, value in tree.items()
     }
 
@@ -451,15 +511,16 @@ def gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
         "local_rope_proportion": 1.0,
         "global_rope_proportion": ropes["full_attention"]["partial_rotary_factor"],
         "normalize_embedding_logits": True,
-    } | (
-        {
-            "shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": config["top_k_experts"],
-        }
-        if config["enable_moe_block"]
-        else {}
-    )
+        **(gemma4_experts(config) if config["enable_moe_block"] else {}),
+    }
+
+
+def gemma4_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": config["top_k_experts"],
+    }
 
 
 def llama4(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -494,7 +555,7 @@ def gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
     same = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    is_v3 = config["model_type"] == "deepseek_v3"
+    is_v3 = config["model_type"] != "deepseek_v2"
     # transformers scales the softmax by yarn's mscale always, MaxText of a longer context alone
     longer = config["rope_parameters"]["original_max_position_embeddings"] + 1
     return {name: config[name] for name in (*same, "routed_scaling_factor")} | {
@@ -508,8 +569,12 @@ def deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
         "routed_bias": is_v3,
         "mscale": config["rope_parameters"]["mscale_all_dim"],
         "max_position_embeddings": max(config["max_position_embeddings"], longer),
-        "rope_interleave": config["rope_interleave"] if is_v3 else True,
+        "rope_interleave": config.get("rope_interleave", True),
         "rope_attention_scaling": False,
+        "use_indexer": "index_topk" in config,
+        "indexer_topk": config.get("index_topk", 0),
+        "indexer_n_heads": config.get("index_n_heads", 0),
+        "indexer_head_dim": config.get("index_head_dim", 0),
     }
 
 
@@ -547,6 +612,7 @@ SETTINGS |= {
     "qwen3_next": qwen3_next,
     "qwen3_5_moe_text": qwen3_next,
     "deepseek_v2": deepseek,
+    "deepseek_v32": deepseek,
     "gemma": first_gemma,
     "olmo2": olmo,
     "olmo3": olmo,

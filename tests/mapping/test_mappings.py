@@ -49,6 +49,7 @@ CASES = [
     ("maxtext/gemma3", "hf-gemma3-to-tunix", []),
     ("maxtext/gemma3", "hf-gemma3-to-maxtext", []),
     ("maxtext/gemma3_linear", "hf-gemma3-to-maxtext", []),
+    ("maxtext/gemma4", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_apart", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_moe", "hf-gemma4-to-maxtext", []),
     ("maxtext/seed_oss", "hf-seed-oss-to-maxtext", []),
@@ -64,6 +65,7 @@ CASES = [
     ("maxtext/deepseek2_steps", "hf-deepseek2-to-maxtext", []),
     ("maxtext/kimi_k2", "hf-deepseek3-to-maxtext", []),
     ("maxtext/deepseek3", "hf-deepseek3-to-maxtext", []),
+    ("maxtext/deepseek32", "hf-deepseek3-to-maxtext", []),
 ]
 # Those that tests/decoder.py does not run: their trees are the very ones that MaxText ran.
 NOT_DECODED = ("maxtext/gemma", "maxtext/deepseek", "maxtext/kimi_k2")

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 import jax_ucp as ucp
@@ -29,12 +30,19 @@ CASES = [
     ("qwen3_moe", "vlm-qwen3-vl-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
     ("qwen3_moe", "vlm-qwen3-vl-moe-to-hf", "hf-qwen3-moe-to-maxtext:unscanned"),
     ("qwen3_moe", "vlm-qwen3-vl-moe-to-hf", "hf-qwen3-moe-to-tunix"),
+    ("qwen3_omni_moe", "vlm-qwen3-omni-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
+    ("qwen3_omni_moe", "vlm-qwen3-omni-moe-to-hf", "hf-qwen3-moe-to-maxtext:unscanned"),
+    ("qwen3_omni_moe", "vlm-qwen3-omni-moe-to-hf", "hf-qwen3-moe-to-tunix"),
+    ("gemma3", "vlm-gemma3-to-hf", "hf-gemma3-to-maxtext"),
+    ("gemma3", "vlm-gemma3-to-hf", "hf-gemma3-to-maxtext:unscanned"),
+    ("gemma3", "vlm-gemma3-to-hf", "hf-gemma3-to-tunix"),
     ("llama4", "vlm-llama4-to-hf", "hf-llama4-to-maxtext"),
     ("llama4", "vlm-llama4-to-hf", "hf-llama4-to-maxtext:unscanned"),
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext"),
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext:unscanned"),
 ]
-TOWER = re.compile(r"visual\.|vision|multi_modal_projector")
+TOWER = re.compile(r"visual\.|vision|multi_modal_projector|audio_tower|talker|code2wav")
+EXPERTS = "thinker.model.layers.0.mlp.experts."
 ASSUMED = {"hf-qwen3-to-tunix": ["rope_theta"]}
 ASSUMED["hf-qwen3-moe-to-tunix"] = ["rope_theta", "norm_topk_prob"]
 
@@ -52,11 +60,16 @@ def assert_same(found, want):
     assert [label for label in want if not same_bits(found[label], want[label])] == []
 
 
+def text_config(config):
+    """The config of the text model in that of a release."""
+    return config.get("thinker_config", config)["text_config"]
+
+
 def changed(folder, change, model="qwen35_moe"):
     """The release with another config of its text."""
     shutil.copytree(DATA / "maxtext" / model / "release", folder)
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= change
+    text_config(config).update(change)
     (folder / "config.json").write_text(json.dumps(config))
     return ucp.open(folder)
 
@@ -102,6 +115,26 @@ def test_experts_are_read_as_qwen_released_them_and_so_they_come_back():
         ucp.Checkpoint.of({"param": mixed}).map(text, config=saved.config)
 
 
+def test_qwen3_omni_may_have_the_names_and_packed_experts_of_transformers_in_memory():
+    text, on = "vlm-qwen3-omni-moe-to-hf", "hf-qwen3-moe-to-maxtext"
+    one_by_one = release("qwen3_omni_moe")
+    arrays = {name: one.read() for name, one in one_by_one.params.items()}
+    experts = {name: arrays.pop(name) for name in [*arrays] if name.startswith(EXPERTS)}
+    count = text_config(one_by_one.config)["num_experts"]
+    gate, up, down = (
+        np.stack([experts[f"{EXPERTS}{i}.{name}_proj.weight"] for i in range(count)])
+        for name in ("gate", "up", "down")
+    )
+    arrays[f"{EXPERTS}gate_up_proj"] = np.concatenate([gate, up], axis=1)
+    arrays[f"{EXPERTS}down_proj"] = down
+    arrays = {
+        name.replace("thinker.model.", "thinker.model.language_model."): one
+        for name, one in arrays.items()
+    }
+    packed = ucp.Checkpoint.of({"param": arrays}).map(text, config=one_by_one.config)
+    assert_same(arrays_of(packed.map(on)), arrays_of(one_by_one.map(text).map(on)))
+
+
 def test_a_text_model_that_was_loaded_from_a_release_keeps_its_names():
     plain = ucp.open(MODEL / "ckpt")
     alone = {name: one.read() for name, one in release().params.items() if ".visual." not in name}
@@ -110,13 +143,16 @@ def test_a_text_model_that_was_loaded_from_a_release_keeps_its_names():
     assert_same(arrays_of(found.map(ON)), arrays_of(plain.map(ON)))
 
 
-@pytest.mark.parametrize(("model", "text", "on"), CASES)
+# MaxText adds one to the norms of Gemma 3, which rounds.
+@pytest.mark.parametrize(
+    ("model", "text", "on"), [case for case in CASES if "gemma3-to-maxtext" not in case[2]]
+)
 def test_the_way_back_has_the_bits_of_the_release_without_its_tower(model, text, on, tmp_path):
     seeing = release(model)
     seeing.map(text).map(on, assume=ASSUMED.get(on, [])).save(tmp_path / "saved")
     back = ucp.open(tmp_path / "saved")
     # of the two orders of experts' axes transformers writes the second
-    way = f"{text}:saved" if ucp.Mapping.load(text).layouts else text
+    way = f"{text}:saved" if "saved" in ucp.Mapping.load(text).layouts else text
     for name in (on, way):
         back = back.map(ucp.Mapping.load(name).inverse())
     want = {label: one for label, one in arrays_of(seeing).items() if not TOWER.search(label)}
@@ -130,13 +166,10 @@ def test_the_config_is_the_section_of_the_text_as_it_is_but_for_what_the_mapping
     plain = ucp.open(DATA / "maxtext" / model / "ckpt").config
     found, named = release(model).map(text).config, ucp.Mapping.load(text).config.keys() - {"..."}
     assert {key: value for key, value in found.items() if key not in named} == {
-        key: value
-        for key, value in release(model).config["text_config"].items()
-        if key not in named
+        key: value for key, value in text_config(release(model).config).items() if key not in named
     }
-    assert {key: plain[key] for key in found.keys() & plain.keys()} == {
-        key: value for key, value in found.items() if key in plain
-    }
+    shared = found.keys() & plain.keys() - {"dtype"}  # transformers has it once for Qwen3-Omni
+    assert {key: plain[key] for key in shared} == {key: found[key] for key in shared}
     assert ucp.Mapping.load(on).config_keys & plain.keys() <= found.keys()
 
 
@@ -154,7 +187,7 @@ def test_another_arithmetic_of_the_text_is_refused_by_the_next_mapping(change, n
         mapped.map(ON)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "qwen3_omni_moe"])
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, None])
 def test_a_config_without_a_base_of_the_rotation_is_refused(model, rope, tmp_path):
     text = {of: text for of, text, _ in CASES}[model]
@@ -162,7 +195,7 @@ def test_a_config_without_a_base_of_the_rotation_is_refused(model, rope, tmp_pat
         changed(tmp_path / "model", {"rope_parameters": rope}, model).map(text)
 
 
-@pytest.mark.parametrize("model", ["qwen35_moe", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen35_moe", "qwen3", "qwen3_moe", "qwen3_omni_moe"])
 @pytest.mark.parametrize(("change", "name"), [
     ({"model_type": "qwen3_5_text"}, "family"),
     ({"tie_word_embeddings": True}, "tied"),
