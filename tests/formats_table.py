@@ -204,12 +204,13 @@ one, or at `step=`. Other files of the step are extras.
 Versions 2 and 3 of llama.cpp's format, little-endian, are read: a file of any name, or the first part of a split one, which opens all parts. Parameters
 have the names of the file (`blk.0.attn_q.weight`), and axes in the order of other formats, which is the reverse of GGUF's. F32, F16, BF16, F64 and I8 to
 I64 are arrays. ggml's blocks are quantised weights ([which ones are read](quantization.md#gguf)). All keys and values, with the tokenizer's, are
-extras. These writers were run: `convert_hf_to_gguf.py` of llama.cpp at 0c1e570 and gguf-py 0.19, on models of transformers 5.23, and
+extras. These writers were run: `convert_hf_to_gguf.py` of llama.cpp at 0c1e570 and gguf-py 0.19 (for `deepseek2`, `glm4`, `gpt-oss`, `llama4` and `phi3` the converter in llama-cpp-python 0.3.32), on models of transformers 5.23, and
 `ggml_quantize_chunk` of ggml 0.25.
 
 `checkpoint.map("gguf-llama-to-hf")` gives Hugging Face's names; there are also `gguf-mixtral-to-hf`, `gguf-qwen2-to-hf`, `gguf-qwen3-to-hf`,
 `gguf-qwen3-moe-to-hf`, `gguf-gemma-to-hf`, `gguf-gemma2-to-hf` and `gguf-gemma3-to-hf`. A second `.map()` then leads to a model of JAX, and `export` writes a
 folder that transformers loads. The model's config is made from the keys of the architecture; if one of them is not known, no config is made, and a note says so.
+Of `deepseek2`, `glm4`, `gpt-oss`, `llama4` and `phi3` none is made: `gguf-deepseek2-to-hf` and so on take that of the model, `config="MODEL/config.json"`.
 
 | detail | how it is handled |
 |---|---|
@@ -217,7 +218,8 @@ folder that transformers loads. The model's config is made from the keys of the 
 | Gemma's norms | stored with one added, in float32. The mapping subtracts one in float32: bit for bit what was there where the sum was exact, as of every bfloat16 weight from 2 ** -16 to 2 ** 23, and of 0. Of others (float32 weights, or float16, to which the converter adds one in float16) what the sum had no place for is lost; a norm from 0.5 to 2, once one is added again, is what is stored |
 | tied embeddings | `output.weight` is not there; then the config says so |
 | `rope_freqs.weight` | left out by the mapping; the config has Llama 3.1's settings if these give just the factors that are stored, and else the mapping is refused |
-| experts | `ffn_gate_exps.weight` is cut into a tensor for each expert |
+| experts | `ffn_gate_exps.weight` is cut into a tensor for each expert; of gpt-oss and Llama 4 gate and up become one, with inputs first, of gpt-oss by turns |
+| DeepSeek's latent attention | `attn_k_b` is transposed and joined with `attn_v_b` to `kv_b_proj`; older files have `attn_kv_b` |
 | float32 settings, such as `1e-5` for norms | in the config the shortest decimal number that is the same float32 |
 
 Refused by name: version 1, big-endian files, types that ggml has removed, arrays in arrays, `fuse_qkv` and

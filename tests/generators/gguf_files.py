@@ -40,7 +40,11 @@ _CONVERT = """
 import runpy, sys
 sys.path.insert(0, sys.argv[1])
 from conversion.base import TextModel
+from conversion.deepseek import DeepseekV2Model
+from conversion.glm import Glm4Model
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"  # no model has this tokenizer
+for model in (DeepseekV2Model, Glm4Model):
+    model.set_vocab = TextModel._set_vocab_gpt2
 script = sys.argv[1] + "/convert_hf_to_gguf.py"
 sys.argv = [script, *sys.argv[2:]]
 runpy.run_path(script, run_name="__main__")
@@ -67,6 +71,9 @@ _NARROW = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32, "num_hidd
 _K = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 _SMALL = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"]
 
+
+# The kinds whose tokenizer llama.cpp wants in a tokenizer.json.
+_BPE = ("Qwen3Moe", "GptOss", "Glm4", "DeepseekV2", "DeepseekV3", "Llama4Text")
 
 Arrays = dict[str, np.ndarray]
 
@@ -130,11 +137,12 @@ def _model(folder: Path, kind: str, dtype: torch.dtype, **settings: Any) -> dict
     config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **settings})
     name = f"{kind.removesuffix('Text')}ForCausalLM"
     model = getattr(transformers, name)(config)
-    for parameter in model.parameters():
+    biases = (one for name, one in model.named_buffers() if name.endswith("correction_bias"))
+    for parameter in (*model.parameters(), *biases):
         with torch.no_grad():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     model.to(dtype).save_pretrained(folder)
-    _tokenizer(folder, bpe=kind == "Qwen3Moe")
+    _tokenizer(folder, bpe=kind in _BPE)
     return load_file(folder / "model.safetensors")
 
 
@@ -297,6 +305,53 @@ _case("gemma_bf16", "Gemma", "gguf-gemma-to-hf", "bf16", head_dim=8)
 _case("gemma_f32", "Gemma", "gguf-gemma-to-hf", head_dim=8)
 _case("gemma2_bf16", "Gemma2", "gguf-gemma2-to-hf", "bf16", head_dim=8, query_pre_attn_scalar=8)
 _case("gemma3_bf16", "Gemma3Text", "gguf-gemma3-to-hf", "bf16", head_dim=8, query_pre_attn_scalar=8)
+_case(
+    "gpt_oss_bf16",
+    "GptOss",
+    "gguf-gpt-oss-to-hf",
+    "bf16",
+    num_hidden_layers=2,
+    num_local_experts=3,
+    num_experts_per_tok=2,
+    head_dim=8,
+)
+_case("glm4_f32", "Glm4", "gguf-glm4-to-hf", head_dim=8, attention_bias=True, pad_token_id=0)
+_case("phi3_f16", "Phi3", "gguf-phi3-to-hf", "f16", pad_token_id=0)
+_MLA = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_case("deepseek3_bf16", "DeepseekV3", "gguf-deepseek2-to-hf", "bf16", n_shared_experts=1, **_MLA)
+_case(
+    "deepseek2_f32",
+    "DeepseekV2",
+    "gguf-deepseek2-to-hf",
+    n_shared_experts=2,
+    **{**_MLA, "q_lora_rank": None},
+)
+_LLAMA4 = {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 12}
+_LLAMA4 |= {"head_dim": 8, "intermediate_size": 8}
+_case("llama4_scout_f32", "Llama4Text", "gguf-llama4-to-hf", num_hidden_layers=2, **_LLAMA4)
+_case(
+    "llama4_maverick_bf16",
+    "Llama4Text",
+    "gguf-llama4-to-hf",
+    "bf16",
+    num_hidden_layers=4,
+    interleave_moe_layer_step=2,
+    **_LLAMA4,
+)
 _case("llama_q8_0", "Llama", "gguf-llama-to-hf", "q8_0", **{**_NARROW, "num_hidden_layers": 1})
 _case("llama_k", "Llama", "gguf-llama-to-hf", blocks=_K, **_WIDE)
 _case("qwen2_k", "Qwen2", "gguf-qwen2-to-hf", blocks=_K[::-1], **_WIDE)

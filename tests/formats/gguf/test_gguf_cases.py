@@ -26,6 +26,9 @@ from jax_ucp.formats.quantized.ggml import TYPES
 from test_read_once import reads_of
 
 CASES = names_of("gguf")
+# Of their architectures no config is made.
+WITHOUT_CONFIG = ("deepseek2_f32", "deepseek3_bf16", "glm4_f32", "gpt_oss_bf16")
+WITHOUT_CONFIG += ("llama4_maverick_bf16", "llama4_scout_f32", "phi3_f16")
 IN_BLOCKS = [case for case in CASES if case.endswith(("_k", "_32", "_q8_0"))]
 # What a config has that says nothing of what is computed, or that GGUF does not keep.
 NOT_KEPT = {"attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range"}
@@ -36,6 +39,13 @@ NOT_KEPT |= {"layer_types", "_sliding_window_pattern", "use_bidirectional_attent
 
 def opened(case: str, dtype: str = "float32") -> ucp.Checkpoint:
     return Case(f"gguf/{case}").open(dequantize=dtype)
+
+
+def mapped_to_names(case: str) -> ucp.Checkpoint:
+    """The case in Hugging Face's names, with the model's config where the file gives none."""
+    said = Case(f"gguf/{case}").about
+    config = {"config": said["config"]} if case in WITHOUT_CONFIG else {}
+    return opened(case).map(said["mapping"], **config)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -69,7 +79,7 @@ def test_the_table_of_the_page_is_what_a_run_prints():
 @pytest.mark.parametrize("case", CASES)
 def test_the_mapping_gives_the_model_of_transformers_bit_for_bit(case):
     said = Case(f"gguf/{case}").about
-    mapped = opened(case).map(said["mapping"])
+    mapped = mapped_to_names(case)
     names = {leaf.label.removeprefix("param/"): leaf for leaf in mapped.leaves}
     # of a tied model transformers saves one of the two, or both
     assert names.keys() == said["model"].keys() - ({"lm_head.weight"} if _is_tied(case) else set())
@@ -84,7 +94,27 @@ def _is_tied(case: str) -> bool:
     return Case(f"gguf/{case}").about["config"]["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WITHOUT_CONFIG)
+def test_an_architecture_of_which_no_config_is_made_is_mapped_with_that_of_the_model(case):
+    said, checkpoint = Case(f"gguf/{case}").about, opened(case)
+    assert not checkpoint.config
+    assert "says nothing here of a model's config" in checkpoint.notes[0]
+    with pytest.raises(LayoutError, match=r"give it, config= \(--config\)"):
+        checkpoint.map(said["mapping"])
+    with pytest.raises(LayoutError, match="requires family"):
+        checkpoint.map(said["mapping"], config=said["config"] | {"model_type": "llama"})
+    rules, mapped = ucp.Mapping.load(said["mapping"]), mapped_to_names(case)
+    assert mapped.config == said["config"]
+    back = mapped.map(rules.inverse())
+    skipped = {item.label for item in mapped.inventory if item.status == "skipped"}
+    assert {leaf.label for leaf in back.leaves} == {
+        leaf.label for leaf in checkpoint.leaves
+    } - skipped
+    for leaf in back.leaves:
+        assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label)), leaf.label
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WITHOUT_CONFIG])
 def test_the_config_that_is_made_of_the_keys_is_that_of_the_model(case):
     made, config = opened(case).config, dict(Case(f"gguf/{case}").about["config"])
     assert made == opened(case).map(Case(f"gguf/{case}").about["mapping"]).config
@@ -112,13 +142,14 @@ CHAINS = {
     "qwen3_bf16": ("hf-qwen3-to-tunix", "hf-qwen2-to-tunix", "family"),
     "qwen3_moe_f16": ("hf-qwen3-moe-to-maxtext", "hf-qwen3-to-maxtext", "family"),
     "gemma_bf16": ("hf-gemma-to-tunix", "hf-gemma-7b-to-tunix", "heads"),
+    "gpt_oss_bf16": ("hf-gpt-oss-to-maxtext", "hf-qwen3-to-maxtext", "family"),
 }
 
 
 @pytest.mark.parametrize("case", CHAINS)
 def test_a_chain_of_mappings_ends_on_a_mesh_in_the_models_leaves(case):
     fits, other, requirement = CHAINS[case]
-    named = opened(case).map(Case(f"gguf/{case}").about["mapping"])
+    named = mapped_to_names(case)
     with pytest.raises(LayoutError, match=requirement):
         named.map(other)
     mapped = named.map(fits)
@@ -148,6 +179,20 @@ def test_what_a_mapping_moved_goes_back(tmp_path):
     assert {leaf.label for leaf in back.leaves} == {leaf.label for leaf in checkpoint.leaves}
     for leaf in back.leaves:
         assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label))
+
+
+def test_of_deepseek_in_older_files_keys_and_values_are_in_one():
+    said, checkpoint = Case("gguf/deepseek3_bf16").about, opened("deepseek3_bf16")
+    arrays = {name: param.read() for name, param in checkpoint.params.items()}
+    for layer in range(said["config"]["num_hidden_layers"]):
+        keys, values = (arrays.pop(f"blk.{layer}.attn_{one}_b.weight") for one in "kv")
+        joined = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        arrays[f"blk.{layer}.attn_kv_b.weight"] = joined.reshape(-1, joined.shape[2])
+    older = ucp.Checkpoint.of({"param": arrays}).map(said["mapping"], config=said["config"])
+    newer = mapped_to_names("deepseek3_bf16")
+    assert older.params.keys() == newer.params.keys()
+    for name, param in newer.params.items():
+        assert same_bits(older.params[name].read(), param.read()), name
 
 
 # On the command line.
