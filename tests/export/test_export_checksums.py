@@ -13,6 +13,7 @@ from cases import Case
 from commands import run, run_json
 from helpers import memory
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.export.files import File, Section, complete_files, create
 from jax_ucp.formats.exporting import EXPORT_FORMATS
 
 NAME = "ucp.checksums.sfv"
@@ -80,12 +81,12 @@ def test_a_file_that_is_gone_and_one_that_was_put_back_are_told_apart(tmp_path):
     assert faults_of(folder) == []
 
 
-def test_a_zero_that_no_section_of_a_file_has_is_summed_too(tmp_path):
-    """Files of torch are padded so that tensors are aligned."""
-    folder, tree = tmp_path / "out", {"a": np.arange(3, dtype=np.int8), "b": np.ones(5)}
-    memory({"param": tree}).export(folder, "dcp")
-    data = (folder / "__0_0.distcp").read_bytes()
-    assert lines_of(folder)["__0_0.distcp"] == f"{zlib.crc32(data):08x}"
+def test_bytes_that_no_section_of_a_file_has_are_summed_as_zeros(tmp_path):
+    file = File("f", 12, [Section(literals=[(6, b"cd"), (1, b"ab")])])
+    create(tmp_path / "f", file.size)
+    crcs = complete_files(tmp_path, [file], [], {})
+    assert (tmp_path / "f").read_bytes() == b"\0ab\0\0\0cd\0\0\0\0"
+    assert crcs == {"f": zlib.crc32((tmp_path / "f").read_bytes())}
 
 
 @pytest.fixture
