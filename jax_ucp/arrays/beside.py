@@ -25,8 +25,8 @@ def is_clutter(name: str) -> bool:
 
 
 def items_beside(path: FilePath, known: Collection[str], prefix: str = "") -> list[Item]:
-    """Everything in a folder that is not among the names of what is read there, such as `a` and
-    `b/c`: of folders only `b` is looked into.
+    """Items for what a folder holds beyond the `known` names of what is read there. Where these are
+    `a` and `b/c`, of its folders only `b` is looked into.
 
     Each folder is listed once; `prefix` is what is in front of the names in an inventory.
     """

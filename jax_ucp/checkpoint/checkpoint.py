@@ -1155,8 +1155,9 @@ class Checkpoint:
         return opened(path) if run_share(target, part, begin) else None
 
     def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
-        """Read everything that has a checksum or a duplicate. Files of the Hugging Face hub, and of
-        its cache, have the hub's hashes; what `export` wrote has CRC-32s in `ucp.checksums.sfv`.
+        """Verdicts on all that has a checksum or a duplicate, which is read as they are taken.
+        Files of the Hugging Face hub, and of its cache, have the hub's hashes; what `export` wrote
+        has CRC-32s in `ucp.checksums.sfv`.
 
         Args:
             executor: as for `save`.

@@ -173,7 +173,7 @@ class TorchFile(ExtentTable):
     def _contents(
         self, archive: _Archive, equal: dict[Hashable, TreeContents] | None
     ) -> TreeContents:
-        """The object of data.pkl, or of an equal file; never an Opaque, which names its file."""
+        """The contents of data.pkl, or of an equal file; none with an Opaque are shared."""
         made_from = None
         if equal is not None:
             sizes = tuple([(key, member.size) for key, member in archive.storages.items()])

@@ -48,7 +48,7 @@ def mid_page(nbytes: int) -> np.ndarray:
     Zen 3 and 4 copy by `REP MOVSB`, as Linux and glibc do, at a third of their speed where the
     destination lies 1 to 31 bytes behind the source, both counted in their pages. Files begin
     with a page, and so, but for 16 bytes, does large memory from malloc. Source of the fact:
-    https://lunnova.dev/articles/ryzen-slow-short-rep-mov; measured in docs/benchmarks/peers.md.
+    https://lunnova.dev/articles/ryzen-slow-short-rep-mov; measured in docs/design/007-speed.md.
     """
     room = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
     first = (mmap.PAGESIZE // 2 - room.ctypes.data) % mmap.PAGESIZE

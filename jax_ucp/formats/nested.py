@@ -15,7 +15,7 @@ def as_dict(tree: Any) -> dict[Any, Any]:
 
 
 def require_dict(tree: Any, what: str) -> dict[Any, Any]:
-    """The dict. Raises FormatError for anything else, by what it should be."""
+    """The dict. Raises FormatError for anything else, and calls it `what`."""
     if not isinstance(tree, dict):
         raise FormatError(f"{what} should be a dict, but is {what_is(tree)}")
     return tree

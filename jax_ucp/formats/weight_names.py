@@ -318,7 +318,7 @@ def _first_loaded(known: Sequence[Model], saves: Mapping[Model, Sequence[WeightS
 
 
 def _of_one_model(folder: str, saves: Sequence[WeightSave]) -> tuple[WeightSave, WeightSave | None]:
-    """The one whole save, or two to be compared, or one that is not whole."""
+    """The one whole save, or two to compare, or one that is not whole. Raises for more."""
     # indexes that name files that are not there, or not all that names count
     stale = [save for save in saves if save.index and not save.whole]
     # beside an index that lacks files, numbered parts are not a save that anybody would load

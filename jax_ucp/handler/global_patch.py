@@ -73,7 +73,7 @@ def patch_to_the_end() -> None:
 
 
 def _enter() -> Methods:
-    """Our methods, which are in the place of stock Orbax's until as many contexts have ended."""
+    """Our methods, put in the place of stock Orbax's until all contexts entered have ended."""
     with _LOCK:
         _entered.append(_entered[0] if _entered else _methods())
         if len(_entered) == 1:

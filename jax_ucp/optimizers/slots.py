@@ -69,7 +69,7 @@ class OptaxLeaf:
 
 
 def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[OptaxLeaf]]:
-    """The abstract state and its leaves, in JAX's order. Raises TreeMismatch for a new type."""
+    """The abstract state and its leaves, in order. Raises TreeMismatch for an unknown one."""
     state = jax.eval_shape(tx.init, jax.tree.map(_as_jax_has_it, params))
     names = param_leaves(params).keys()
     slots = list(_visit(state, (), names))
