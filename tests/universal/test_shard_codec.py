@@ -118,3 +118,28 @@ def test_any_boxes_of_any_chunks_are_read_back(tmp_path_factory, data):
         np.testing.assert_array_equal(out, array[box.index])
         np.testing.assert_array_equal(store.read("w", box), array[box.index])
     np.testing.assert_array_equal(store.read("w", Box.whole(shape)), array)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_tiles_are_read_back_however_many_go_together_and_wherever_takers_part(
+    tmp_path_factory, data
+):
+    inner, dtype = (2, 3), np.dtype(np.int32)
+    rows, columns = (data.draw(st.integers(1, n), label="tiles") for n in (3, 6))
+    array = np.arange(rows * columns * 6, dtype=dtype).reshape(rows * 2, columns * 3)
+    chunks = Chunks((2 * data.draw(st.integers(1, rows), label="outer"), columns * 3), inner)
+    store = stored_by_us(tmp_path_factory.mktemp("tiles"), array, chunks)
+    parts = 3 * data.draw(st.integers(0, columns), label="parts")
+    boxes = [Box((0, 0), (rows * 2, parts)), Box((0, parts), array.shape)]
+    boxes = [box for box in boxes if box.size]
+    outs = [np.full(box.shape, -1, dtype) for box in boxes]
+    together = data.draw(st.integers(1, 8), label="together")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_file, "WHOLE_BYTES", 0)
+        patch.setattr(
+            shard_file, "LOCAL_BATCH_BYTES", together * shard_file.chunk_bytes(chunks, dtype)
+        )
+        store.read_into("w", boxes, outs)
+    for box, out in zip(boxes, outs, strict=True):
+        np.testing.assert_array_equal(out, array[box.index])

@@ -77,7 +77,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
             changed[HEAD] = changed.get(HEAD, [])
     made = {
         name: _merged_weight(
-            name, params.get(name, tied if name == HEAD in shapes else None), stored, steps
+            name, params.get(name, tied if name == HEAD and HEAD in shapes else None), stored, steps
         )
         for name, steps in changed.items()
     }
