@@ -37,6 +37,7 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.held = self.most = self.copied = 0
         self.ahead = threading.Event()
+        self._begun = False
         self._lock = threading.Lock()
         monkeypatch.setattr(save, "host_bytes", self.bytes_of)
         monkeypatch.setattr(save, "to_host", self._copies)
@@ -46,8 +47,10 @@ class Host:
         return part.nbytes if isinstance(part, jax.Array) else 0
 
     def _copies(self, parts: Sequence[jax.Array]) -> list[np.ndarray]:
-        if self.copied:
-            self.ahead.set()
+        with self._lock:  # two may begin at once
+            if self._begun:
+                self.ahead.set()
+            self._begun = True
         copies = [np.array(part) for part in parts]
         for copy in copies:
             self._hold(copy.nbytes)
