@@ -38,7 +38,7 @@ class Host:
         self.held = self.most = self.copied = 0
         self.ahead = threading.Event()
         self._begun = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may run while it is held
         monkeypatch.setattr(save, "host_bytes", self.bytes_of)
         monkeypatch.setattr(save, "to_host", self._copies)
 

@@ -37,7 +37,7 @@ class Link:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.held = self.most = self.copies = 0
-        self._lock, self._real = threading.Lock(), transfer._pinned
+        self._lock, self._real = threading.RLock(), transfer._pinned
         monkeypatch.setattr(transfer, "has_pinned", lambda device: True)
         monkeypatch.setattr(transfer, "_pinned", self._pinned)
         monkeypatch.setattr(transfer, "PINNED_FROM_BYTES", 256)
@@ -55,7 +55,8 @@ class Link:
         return pinned
 
     def _given_back(self, nbytes: int) -> None:
-        self.held -= nbytes
+        with self._lock:
+            self.held -= nbytes
 
 
 @pytest.fixture
