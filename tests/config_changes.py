@@ -29,11 +29,18 @@ CASES = {
     "maxtext/gemma4_apart": ["hf-gemma4-to-maxtext"],
     "maxtext/deepseek2": ["hf-deepseek2-to-maxtext"],
     "maxtext/deepseek3": ["hf-deepseek3-to-maxtext"],
+    "maxtext/deepseek32": ["hf-deepseek3-to-maxtext"],
     "maxtext/gpt_oss": ["hf-gpt-oss-to-maxtext"],
     "torch/hf_gpt2": ["hf-gpt2-to-flax"],
 }
 # Transformers 4 does not have these models, or has them since late and was not tried.
-SINCE_5 = ("maxtext/qwen35_moe", "maxtext/gemma4_apart", "maxtext/llama4", "maxtext/seed_oss")
+SINCE_5 = (
+    "maxtext/qwen35_moe",
+    "maxtext/gemma4_apart",
+    "maxtext/llama4",
+    "maxtext/seed_oss",
+    "maxtext/deepseek32",
+)
 # Of these transformers 5 too reads configs of its own style alone.
 ONE_STYLE = ("maxtext/gemma4_apart",)
 ABSENT = "absent"  # what a change has for a key that the config shall not have

@@ -264,9 +264,13 @@ class Coordinator:
         Tasks that run here cost at most `budget_bytes` together. The first error stops those not
         yet begun and is raised here.
         """
+
+        def run_here(task: AnyTask) -> None:
+            finish(task, task.run(self.opened))
+
         if self._executor is None:
             run_bounded(
-                ((task.cost, partial(self._run_here, task, finish)) for task in tasks),
+                ((task.cost, partial(run_here, task)) for task in tasks),
                 budget_bytes,
                 remote or self.opened.contents.files.is_remote,
             )
@@ -292,9 +296,6 @@ class Coordinator:
         self._to_send -= 1
         work = partial(perform, self._job, task, message)
         return Submission(task.cost, work, partial(self._finish, task, finish))
-
-    def _run_here(self, task: AnyTask, finish: Callable[[AnyTask, Any], None]) -> None:
-        finish(task, task.run(self.opened))
 
     def _finish(
         self, task: AnyTask, finish: Callable[[AnyTask, Any], None], done: Done[Any]
@@ -338,22 +339,20 @@ def shared_out(
     opened = OpenedJob(contents, ours=ours)
     job = uuid.uuid4().hex
     _shared_out[job] = opened
+    message = None
     try:
-        is_here = executor is None or _runs_here(executor, job)
-        yield Coordinator(job, opened, executor, None if is_here else _message(contents), again)
+        if executor is not None:
+            with _naming_failure(_NOT_STARTED):
+                place = executor.submit(_place, job).result()
+            if place == "forked":
+                raise WorkerError(
+                    "the executor forks this process, whose threads (JAX has some) do not live on"
+                    " in the copy: give it mp_context=multiprocessing.get_context('spawn')"
+                )
+            message = None if place == "here" else _message(contents)
+        yield Coordinator(job, opened, executor, message, again)
     finally:
         del _shared_out[job]
-
-
-def _runs_here(executor: Executor, job_id: str) -> bool:
-    with _naming_failure(_NOT_STARTED):
-        place = executor.submit(_place, job_id).result()
-    if place == "forked":
-        raise WorkerError(
-            "the executor forks this process, whose threads (JAX has some) do not live on in the"
-            " copy: give it mp_context=multiprocessing.get_context('spawn')"
-        )
-    return place == "here"
 
 
 _NOT_STARTED = (
