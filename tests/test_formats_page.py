@@ -1,12 +1,18 @@
-"""docs/tested.md is what a run prints, and has a line for every case in tests/data."""
+"""docs/tested.md is what a run prints, and has a line for every case in tests/data; what pages of
+formats count is what there is.
+"""
 
 import re
 
 import pytest
 
 from cases import Case, every
-from formats_table import PAGE, TESTED, row, text, text_of_cases
+from formats_table import TESTED, page_of_cases, row
 from helpers import mesh_of
+from jax_ucp.formats.huggingface.module_order import model_types
+from jax_ucp.formats.huggingface.quantization import SCHEMES
+
+DOCS = TESTED.parent
 
 LINES = {
     found[1]: found[0]
@@ -18,11 +24,22 @@ def test_every_case_has_its_line_and_no_other():
     assert set(LINES) == set(map(str, every()))
 
 
-def test_the_text_around_the_tables_is_that_of_the_script():
-    assert PAGE.read_text() == text()
-    before, after = text_of_cases().split("{table}")
-    assert TESTED.read_text().startswith(before)
-    assert TESTED.read_text().endswith(after)
+def test_each_line_is_in_the_section_of_its_format():
+    assert TESTED.read_text() == page_of_cases(list(LINES.values()))
+
+
+def test_pages_of_formats_are_those_that_the_table_links_to():
+    linked = re.findall(
+        r"^\| \[.*?\]\(formats/(\S+?)\)", (DOCS / "formats.md").read_text(), re.MULTILINE
+    )
+    assert set(linked) == {page.name for page in (DOCS / "formats").iterdir()}
+
+
+def test_pages_count_and_name_what_there_is():
+    page = (DOCS / "formats" / "training-folders.md").read_text()
+    assert f"for {len(model_types())} model types" in page
+    page = " ".join((DOCS / "quantization.md").read_text().split())
+    assert [scheme.name for scheme in SCHEMES if scheme.name not in page] == []
 
 
 def test_no_case_is_read_wrong():

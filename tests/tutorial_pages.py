@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("tutorials", "reference")
+FOLDERS = ("tutorials", "reference", "formats")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md"))
 PAGES = [page for page in PAGES if "```python" in page.read_text()]
 NEEDS = {"maxtext": "maxtext"}  # a page, and the package that it needs beside those of the tests
