@@ -77,9 +77,7 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 
 def switch(name: str, value: object) -> bool:
-    """The argument called `name`, which is True or False. Raises ValueError for anything else,
-    such as "no".
-    """
+    """The argument called `name`. Raises ValueError unless it is True or False: "no" is neither."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r:.80} should be True or False")
     return value

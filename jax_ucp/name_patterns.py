@@ -52,9 +52,7 @@ _PLAIN = re.compile(rf"\^?{_TEXT}(\$?)|\(\.\*\\\.\)\?\({_TEXT}\)\$", re.ASCII)
 
 @dataclass(frozen=True)
 class _Place:
-    """Where so many letters lie in a name: at its beginning or, if `tail`, its end. `gaps` are
-    those that may be any.
-    """
+    """Letters at a name's beginning, or its end if `tail`; those at `gaps` may be any."""
 
     tail: bool
     whole: bool
@@ -149,9 +147,7 @@ class NamePatterns:
 
 
 def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
-    """The patterns under a key; none if it is missing or null. Raises FormatError unless they are
-    a list of texts.
-    """
+    """The patterns under a key, if it is there. Raises FormatError for no list of texts."""
     patterns = () if said.get(key) is None else said[key]
     if not isinstance(patterns, list | tuple) or not all(
         isinstance(pattern, str) for pattern in patterns

@@ -229,19 +229,21 @@ def said_of(groups: OptimizerGroups | None, names: Sequence[str]) -> SaidGroups 
 
 
 def _checked_lists(value: Any, whence: str) -> Lists:
-    if isinstance(value, str) or not _is_lists_of_names(value):
+    groups = value if isinstance(value, list | tuple) else ()
+    are_lists = bool(groups) and all(isinstance(group, list | tuple) for group in groups)
+    if not are_lists or not all(isinstance(name, str) for group in groups for name in group):
         raise SpecError(
             f"{whence}{_short(value)}: say {MODULE_ORDER!r}, {HF_DECAY!r}, or a list for each group"
             " with the names of its parameters in order"
         )
     seen: set[str] = set()
-    for name in itertools.chain.from_iterable(value):
+    for name in itertools.chain.from_iterable(groups):
         if name in seen:
             raise SpecError(
                 f"optimizer_groups says {_short(name)} twice; an optimizer has a parameter once"
             )
         seen.add(name)
-    return tuple(tuple(group) for group in value)
+    return tuple(map(tuple, groups))
 
 
 def word_note(groups: SaidGroups) -> str:
@@ -281,13 +283,6 @@ def remedy(words: Sequence[str], sizes: str = "", example: str = "") -> str:
             f" are those of model.named_parameters()): {sizes}"
         )
     return f"to map them, say which parameters the optimizer was given: {'; '.join(ways)}"
-
-
-def _is_lists_of_names(value: Any) -> bool:
-    if not isinstance(value, list | tuple) or not value:
-        return False
-    are_lists = all(isinstance(group, list | tuple) for group in value)
-    return are_lists and all(isinstance(name, str) for group in value for name in group)
 
 
 def _short(value: Any) -> str:

@@ -28,10 +28,22 @@ BATCH_JOBS = 64
 REMOTE_JOBS = 64
 
 
-def threads(remote: bool = False) -> int:
-    """How many jobs are worth having in flight at once. Those that wait for a network take no
-    processor.
+def fair_share(sizes: Sequence[int], total: int) -> int:
+    """The size to which those that are larger are cut, for all together to be at most `total`.
+
+    >>> fair_share([10, 20, 300, 400], 230), fair_share([10, 20], 230)
+    (100, 20)
     """
+    left = total
+    for sizes_left, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
+        if size > left // sizes_left:
+            return max(1, left // sizes_left)
+        left -= size
+    return max(sizes, default=1)
+
+
+def threads(remote: bool = False) -> int:
+    """How many jobs are worth having in flight. Waiting for a network takes no processor."""
     return REMOTE_JOBS if remote else min(8, (os.cpu_count() or 1) + 1)
 
 
@@ -44,15 +56,13 @@ def run_bounded(
     Neighbours that cost little are run as one, unless each waits for a network. The first job that
     raises stops those not yet begun, and its error is raised here.
     """
-
-    def run_all(batch: list[tuple[int, Callable[[], object]]]) -> None:
-        for _, job in batch:
-            job()
-
     max_bytes = min(BATCH_BYTES, budget_bytes // threads())
     with ThreadPoolExecutor(threads(remote)) as pool:
         submissions = (
-            Submission(sum(cost for cost, _ in batch), partial(run_all, batch))
+            Submission(
+                sum(cost for cost, _ in batch),
+                partial(lambda jobs: [job() for _, job in jobs], batch),
+            )
             for batch in batches(
                 jobs, operator.itemgetter(0), max_bytes, 1 if remote else BATCH_JOBS
             )
@@ -134,9 +144,7 @@ def in_order(
 
 
 def in_threads(jobs: Sequence[Callable[[], T]], remote: bool = False) -> Iterator[T]:
-    """The results of the jobs, in their order, of which `threads(remote)` run at once. Each should
-    hold little memory.
-    """
+    """The results of the jobs in order, `threads(remote)` at once; each holds little memory."""
     # Thousands of small ones are handed over some at a time, which costs less than each.
     some = max(1, len(jobs) // (64 * threads(remote)))
     groups = [jobs[at : at + some] for at in range(0, len(jobs), some)]
@@ -152,9 +160,7 @@ def batches(
     max_count: int,
     belong: Callable[[T, T], bool] | None = None,
 ) -> Iterator[list[T]]:
-    """Neighbours together, up to so much in all and so many; at least one, and with it what belongs
-    to the one before.
-    """
+    """Neighbours together, up to so much and so many; at least one, with what belongs to it."""
     batch: list[T] = []
     total = 0
     for item in items:

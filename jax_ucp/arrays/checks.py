@@ -97,9 +97,7 @@ def require(check: Check) -> None:
 
 
 def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[str, str | None]]:
-    """The label of each check with its fault, or None; several run at once, and each sees the
-    elements that the others read.
-    """
+    """Each check's label and fault or None; they run together, and see what the others read."""
     with gc_paused():
         checks = list(checks)
     with watching(filter(None, (check.watcher for check in checks))):

@@ -36,9 +36,7 @@ class StoredFile(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Bytes of a file from `start` to `stop`, called `storage` there, and the CRC-32 that the file
-    records for them.
-    """
+    """Bytes `start` to `stop` of a file, called `storage` there, and the CRC-32 it records."""
 
     storage: str
     start: int
@@ -62,9 +60,7 @@ class StoredArray(NamedTuple):
 
 
 class SummedArrays(NamedTuple):
-    """The regions at `places` of a table, which `arrays` lie in, `nbytes` in all; `label` is for
-    people.
-    """
+    """The regions at `places` of a table, `nbytes` in all, which have `arrays`; and a label."""
 
     label: str
     nbytes: int
@@ -131,8 +127,12 @@ class ExtentTable(ArraySource):
         with naming(file.path):
             read_strided(data, stored.offset, strides, boxes, buffers)
         for buffer, out in zip(buffers, outs, strict=True):
-            if buffer is not out:
-                out[...] = _swapped(buffer) if file.swapped else buffer
+            if file.swapped:  # the halves of a complex number are swapped one by one
+                unit = info.dtype.itemsize // (2 if info.dtype.kind == "c" else 1)
+                swapped = buffer.reshape(-1).view(f"u{unit}").byteswap()
+                out[...] = swapped.view(info.dtype).reshape(buffer.shape)
+            elif buffer is not out:
+                out[...] = buffer
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         yield Piece(self._file_name, key, box, box)
@@ -206,10 +206,3 @@ class _Summing(Watcher):
             except FormatError as error:
                 return str(error)
         return None
-
-
-def _swapped(array: np.ndarray) -> np.ndarray:
-    """An array in the other byte order. The halves of a complex number are swapped one by one."""
-    parts = 2 if array.dtype.kind == "c" else 1
-    unit = f"u{array.dtype.itemsize // parts}"
-    return array.reshape(-1).view(unit).byteswap().view(array.dtype).reshape(array.shape)

@@ -104,9 +104,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Tied(Proof):
-    """A leaf called `key`, before it is scaled or cast. `tied` are it and its copies, which are the
-    same, made of the arrays `names`.
-    """
+    """A leaf `key` as stored; `tied` are it and its equal copies, made of the arrays `names`."""
 
     label: str
     key: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -34,9 +34,7 @@ class Group:
 
 
 def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Parameters with the same settings together, in the order in which they come; those without
-    any are left out.
-    """
+    """Parameters with the same settings together, in order; those without any are left out."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name, values in settings.items():
         if values:
@@ -44,10 +42,18 @@ def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
     return tuple(Group(tuple(names), dict(settings[names[0]])) for names in alike.values())
 
 
+def common_settings(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that all of several have with equal values."""
+    first, *others = several
+    return {
+        key: value
+        for key, value in first.items()
+        if all(key in other and other[key] == value for other in others)
+    }
+
+
 def plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a torch group that JSON can hold, with tuples as lists, and without its
-    parameters.
-    """
+    """The settings of a torch group that JSON can hold, tuples as lists; not its parameters."""
 
     def plain(value: Any) -> bool:
         if isinstance(value, list | tuple):

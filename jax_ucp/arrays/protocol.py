@@ -98,9 +98,7 @@ class Piece:
 
 
 class ArraySource(Protocol):
-    """Named arrays that can be read by box. Subclass this, and inherit the defaults that you do not
-    override.
-    """
+    """Named arrays that can be read by box. Subclass it; override what needs no default."""
 
     @abstractmethod
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -122,17 +120,13 @@ class ArraySource(Protocol):
             self.read_into(key, boxes, outs)
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        """The elements of `box` of array `key`, in the shape of the box, in memory that the caller
-        owns.
-        """
+        """The elements of `box` of array `key`, in its shape, in memory that the caller owns."""
         out = np.empty(box.shape, self.arrays()[key].dtype)
         self.read_into(key, [box], [out])
         return out
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
-        """The blocks of files that hold a box of an array. The default is for stored arrays called
-        `file:item`, one item each.
-        """
+        """The blocks of files that hold a box; by default one item, of an array `file:item`."""
         file, _, item = key.partition(":")
         yield Piece(file, item, box, box)
 

@@ -38,9 +38,7 @@ class ProvedReads:
         self._lock = threading.Lock()
 
     def read(self, leaf: Leaf, box: Box | None = None) -> np.ndarray:
-        """The array of a leaf, or one box of it. Raises CorruptData where what is stored twice
-        differs.
-        """
+        """The array of a leaf, or a box of it. Raises CorruptData where stored copies differ."""
         with self._lock:
             if self._checks is None:
                 self._checks = defaultdict(list)
@@ -76,9 +74,7 @@ class Proofs:
         self._early: dict[int, Future[str | None]] = {}
 
     def require_sound_so_far(self) -> None:
-        """Raises CorruptData where what was read already has a fault: no more of it need be read,
-        and `proved` says what is wrong.
-        """
+        """Raise CorruptData if what was read has a fault; `proved` then says what is wrong."""
         if self._failed.is_set():
             raise CorruptData(f"{self.contents.path} contradicts itself")
 

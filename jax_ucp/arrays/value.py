@@ -248,19 +248,16 @@ def inputs_of(array: Array) -> Iterable[Array]:
             return ()
 
 
-def stored(array: Array) -> Iterator[Stored]:
-    """The stored arrays that an array is made of."""
-    if isinstance(array, Stored):
-        yield array
-    for inner in inputs_of(array):
-        yield from stored(inner)
-
-
 def nodes(array: Array) -> Iterator[Array]:
     """An array, and all the arrays that it is made of."""
     yield array
     for inner in inputs_of(array):
         yield from nodes(inner)
+
+
+def stored(array: Array) -> Iterator[Stored]:
+    """The stored arrays that an array is made of."""
+    return (node for node in nodes(array) if isinstance(node, Stored))
 
 
 def items_of(array: Array) -> Iterator[str]:

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostReads
-    from jax_ucp.sharding.restore import RestorePlan, RestoreRequest
+    from jax_ucp.sharding.restore import RestorePlan
     from jax_ucp.sharding.trees import Missing
 
 
@@ -185,9 +185,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Where it is: of a DeepSpeed save directory the folder that `latest` names, of a step
-        its item.
-        """
+        """Its place: of a DeepSpeed save the folder that `latest` names, of a step the item."""
         return self._contents.path
 
     @property
@@ -397,9 +395,7 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of its model: Hugging Face's config.json, or Megatron's arguments, or
-        nothing.
-        """
+        """The config of its model: Hugging Face's, or Megatron's arguments, or nothing."""
         return config_of(self.extras)
 
     def merge(self, *adapters: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -523,21 +519,14 @@ class Checkpoint:
             TreeMismatch: with everything in which target and checkpoint differ.
             QuantizedWeights: where what is asked for is stored as codes.
         """
-        from jax_ucp.sharding.restore import RestoreRequest
+        from jax_ucp.sharding.restore import RestoreRequest, plan_restore, shared_plan
 
-        return self._plan(
-            RestoreRequest(
-                target, mesh, rules, cast, partial, missing, narrow_integers, share_reads
-            )
+        request = RestoreRequest(
+            target, mesh, rules, cast, partial, missing, narrow_integers, share_reads
         )
-
-    def _plan(self, request: RestoreRequest) -> RestorePlan:
-        from jax_ucp.sharding.restore import plan_restore, shared_plan
-
         plan = plan_restore(self.leaves, request)
         require_values(self._contents, [placement.leaf for placement in plan.placements])
-        arrays = self._contents.arrays.arrays()
-        return shared_plan(plan, arrays) if request.share_reads else plan
+        return shared_plan(plan, self._contents.arrays.arrays()) if share_reads else plan
 
     def restore(
         self,
@@ -606,12 +595,17 @@ class Checkpoint:
             >>> state["exp_avg"]["head.weight"].shape
             (101, 16)
         """
-        from jax_ucp.sharding.restore import RestoreRequest, dealt_out, run_restore
+        from jax_ucp.sharding.restore import dealt_out, run_restore
 
-        plan = self._plan(
-            RestoreRequest(
-                target, mesh, rules, cast, partial, missing, narrow_integers, share_reads
-            )
+        plan = self.plan(
+            target,
+            mesh=mesh,
+            rules=rules,
+            cast=cast,
+            partial=partial,
+            missing=missing,
+            share_reads=share_reads,
+            narrow_integers=narrow_integers,
         )
         proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
         checks, files = dealt_out(plan, proofs, verify), self._contents.files
@@ -693,13 +687,9 @@ class Checkpoint:
         """
         from jax_ucp.optimizers import torch_states
 
-        arguments = {
-            "params": params,
-            "opt_state": opt_state,
-            "step": step,
-            "step_dtype": step_dtype,
-        }
-        return self._made(torch_states(self._contents, tx, model, **arguments))
+        labels = {"params": params, "opt_state": opt_state}
+        states = torch_states(self._contents, tx, model, **labels, step=step, step_dtype=step_dtype)
+        return self._made(states)
 
     def plan_reads(
         self,

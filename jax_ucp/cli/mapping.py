@@ -12,7 +12,7 @@ from typing import Any
 import jax_ucp
 from jax_ucp.arguments import local_path
 from jax_ucp.errors import NotACheckpoint, TreeMismatch
-from jax_ucp.files.path import FilePath, file_path
+from jax_ucp.files.path import file_path
 from jax_ucp.inspection.mapping_report import tree_shapes
 from jax_ucp.layout.fragments import Shape
 
@@ -28,22 +28,17 @@ def target_shapes(target: str) -> Mapping[str, Shape]:
     """
     path = file_path(target)
     if path.suffix == ".json" and path.is_file():
-        shapes = _inspected_shapes(path, target)
+        try:
+            leaves = json.loads(path.read_bytes())["leaves"]
+            shapes = {leaf["leaf"]: tuple(leaf["shape"]) for leaf in leaves if "shape" in leaf}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TreeMismatch(f"{target} is not what `inspect --json` prints: {error}") from error
     elif path.exists():
         shapes = {leaf.label: leaf.shape for leaf in jax_ucp.open(target).leaves if leaf.has_array}
     else:
         shapes = tree_shapes(imported(target, "tree"))
     params = [name for name in shapes if name.startswith("param/")]
     return {name.removeprefix("param/"): shapes[name] for name in params} or shapes
-
-
-def _inspected_shapes(path: FilePath, target: str) -> dict[str, Shape]:
-    """The shapes of arrays in what `inspect --json` printed."""
-    try:
-        leaves = json.loads(path.read_bytes())["leaves"]
-        return {leaf["leaf"]: tuple(leaf["shape"]) for leaf in leaves if "shape" in leaf}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TreeMismatch(f"{target} is not what `inspect --json` prints: {error}") from error
 
 
 def imported(target: str, what: str) -> Any:

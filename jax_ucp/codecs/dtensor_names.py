@@ -8,7 +8,7 @@ classes in `torch.distributed._tensor`.
 
 from __future__ import annotations
 
-from jax_ucp.codecs.unpickle import Constructor, Name, Record, inert, table
+from jax_ucp.codecs.unpickle import Name, Record, inert, table
 
 DTENSOR_TYPES = frozenset(
     Name(f"torch.distributed.{name}")
@@ -29,13 +29,9 @@ def _keep_mesh(made: object, state: object) -> object:
     return None
 
 
-def _mesh(name: str) -> Constructor:
-    return Constructor(name, lambda args: Record(name, args), _keep_mesh, inert=True)
-
-
 NAMES: dict[str, Name] = table(
     *DTENSOR_TYPES,
-    _mesh("torch.distributed.device_mesh.DeviceMesh"),
+    inert("torch.distributed.device_mesh.DeviceMesh", _keep_mesh),
     inert("torch.distributed._mesh_layout._MeshLayout"),
     inert("torch.distributed._mesh_layout._FlatLayout"),
     *(

@@ -85,6 +85,8 @@ def from_json(value: Any) -> Any:
             return Call(made, tuple(args)) if args else Instance(made, fields)
         case {"!opaque": str(name)}:
             raise UnsupportedLeaf(f"it has an object of {name}, and torch would run what makes one")
+        case {"!left_out": str(reason)} if len(value) == 1:
+            raise UnsupportedLeaf(f"it has a tensor that was not read: {reason}")
         case {"!complex": [real, imaginary]} if len(value) == 1:
             return complex(real, imaginary)
         case dict() if len(value) == 1:
@@ -100,14 +102,6 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def _left_out(reason: str) -> Any:
-    raise UnsupportedLeaf(f"it has a tensor that was not read: {reason}")
-
-
-def _dict(pairs: list[Any]) -> dict[Any, Any]:
-    return {from_json(key): from_json(item) for key, item in pairs}
-
-
 # By tag, the kind of content that it is for, and what makes the value of it.
 _TAGS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "!float": (str, float),
@@ -115,10 +109,9 @@ _TAGS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "!bytes": (str, base64.b64decode),
     "!wtf8": (str, lambda data: base64.b64decode(data).decode(errors="surrogatepass")),
     "!dtype": (str, lambda name: torch_dtype(_dtype(name))),
-    "!left_out": (str, _left_out),
     "!tuple": (list, lambda items: tuple(map(from_json, items))),
     "!set": (list, lambda items: set(map(from_json, items))),
-    "!dict": (list, _dict),
+    "!dict": (list, lambda pairs: {from_json(key): from_json(item) for key, item in pairs}),
 }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_ucp.codecs.unpickle import (
     MAX_GLOBAL,
+    Build,
     Constructor,
     Name,
     Opaque,
@@ -52,9 +53,9 @@ INERT = frozenset(
 )
 
 
-def _call(name: str, holds_keys: bool = False) -> Constructor:
+def _call(name: str, build: Build | None = None, holds_keys: bool = False) -> Constructor:
     """The `Constructor` of plain values, by its dotted name."""
-    return Constructor(name, lambda args: _value(name, args), holds_keys=holds_keys)
+    return Constructor(name, lambda args: _value(name, args), build, holds_keys=holds_keys)
 
 
 def _value(name: str, args: tuple) -> object:
@@ -84,7 +85,7 @@ def _value(name: str, args: tuple) -> object:
             return Record(enum.name, (member,))
         case "collections.Counter", (dict(counts),):
             return dict(counts)
-        case "collections.Counter", ():
+        case "collections.Counter" | "collections.OrderedDict", ():
             return {}
         case "collections.defaultdict", () | (None | Name(),):
             return {}
@@ -94,6 +95,11 @@ def _value(name: str, args: tuple) -> object:
             return np.frombuffer(data, dtype)[0] if len(data) == dtype.itemsize else NotImplemented
         case "numpy._core.multiarray.scalar", (Opaque(type="numpy.dtype"), _):
             return Opaque("numpy.generic", args)
+        case "numpy._core.multiarray._reconstruct", (Name("numpy.ndarray"), (0,), b"b"):
+            return np.empty(0, np.int8)
+        case "numpy.dtype", (str(code), bool() | int(), bool() | int()):
+            plain = code in _NUMPY_CODES or _NUMPY_TEXT.fullmatch(code)
+            return np.dtype("<" + code) if plain else Opaque("numpy.dtype", args)
     return NotImplemented
 
 
@@ -103,10 +109,6 @@ def _latin1(text: str) -> bytes:
         return text.encode("latin1")
     except UnicodeEncodeError as error:
         raise FormatError(f"bytes in the pickle are not bytes: {error.reason}") from error
-
-
-def _empty_dict(args: tuple) -> object:
-    return NotImplemented if args else {}
 
 
 def _drop_attributes(made: object, state: object) -> object:
@@ -120,14 +122,6 @@ _NUMPY_CODES = {np.dtype(code).str[1:] for code in "?bBhHiIlLqQefdFD"}
 _NUMPY_TEXT = re.compile(r"[SU]\d{1,9}")
 
 
-def _dtype(args: tuple) -> object:
-    match args:
-        case (str(code), bool() | int(), bool() | int()):
-            plain = code in _NUMPY_CODES or _NUMPY_TEXT.fullmatch(code)
-            return np.dtype("<" + code) if plain else Opaque("numpy.dtype", args)
-    return NotImplemented
-
-
 def _check_dtype(made: object, state: object) -> object:
     """State: version, byte order, no sub-array, no fields ... (`arraydescr_reduce` of numpy)."""
     match made, state:
@@ -138,13 +132,6 @@ def _check_dtype(made: object, state: object) -> object:
             return None
         case np.dtype(), (int(), ">", *_):
             return Opaque("numpy.dtype", (made.str[1:],), state)
-    return NotImplemented
-
-
-def _empty_array(args: tuple) -> object:
-    match args:
-        case (Name("numpy.ndarray"), (0,), b"b"):
-            return np.empty(0, np.int8)
     return NotImplemented
 
 
@@ -175,7 +162,7 @@ _BUILTINS = (
 
 _NUMPY_MULTIARRAY = (
     _call("numpy._core.multiarray.scalar"),
-    Constructor("numpy._core.multiarray._reconstruct", _empty_array, _fill_array),
+    _call("numpy._core.multiarray._reconstruct", _fill_array),
 )
 
 NAMES: dict[str, object] = {
@@ -185,13 +172,13 @@ NAMES: dict[str, object] = {
     "__builtin__.long": Name("builtins.int"),
     "__builtin__.unicode": Name("builtins.str"),
     **table(
-        Constructor("collections.OrderedDict", _empty_dict, _drop_attributes),
+        _call("collections.OrderedDict", _drop_attributes),
         *map(_call, ("_codecs.encode", "collections.Counter", "collections.defaultdict")),
         *map(_call, ("pathlib.PosixPath", "pathlib._local.PosixPath")),  # the second of Python 3.13
         # Python up to 3.11.3 pickles a signal by its own name. Megatron-LM, `--exit-signal`, offers
         # these.
         *(Name(f"signal.{name}") for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")),
-        Constructor("numpy.dtype", _dtype, _check_dtype),
+        _call("numpy.dtype", _check_dtype),
         Name("numpy.ndarray"),
         *_NUMPY_MULTIARRAY,
     ),

@@ -121,30 +121,6 @@ class Storage:
     refusal: str = ""
 
 
-def _rebuild_tensor(args: tuple) -> object:
-    """`(storage, offset, size, stride)`, the oldest form."""
-    match args:
-        case (Storage() as storage, offset, tuple(size), tuple(stride)):
-            return _view(storage, storage.kind.dtype, offset, size, stride, [])
-    return NotImplemented
-
-
-def _rebuild_tensor_v2(args: tuple) -> object:
-    """`(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
-    match args:
-        case (Storage() as storage, offset, tuple(size), tuple(stride), bool(), _, *rest):
-            return _view(storage, storage.kind.dtype, offset, size, stride, rest)
-    return NotImplemented
-
-
-def _rebuild_tensor_v3(args: tuple) -> object:
-    """`(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
-    match args:
-        case (Storage() as storage, offset, tuple(size), tuple(stride), bool(), _, dtype, *rest):
-            return _view(storage, dtype, offset, size, stride, rest)
-    return NotImplemented
-
-
 def _view(
     storage: Storage, dtype: object, offset: Any, shape: tuple, strides: tuple, metadata: list
 ) -> object:
@@ -156,7 +132,13 @@ def _view(
     if storage.refusal:
         return RefusedTensor(storage.refusal)
     if any(metadata):
-        return RefusedTensor(_metadata_refusal(metadata[0]))
+        # the bits conj and neg: the stored bytes are those of the other tensor
+        texts = metadata[0] if isinstance(metadata[0], dict) else ()
+        names = [key for key in texts if isinstance(key, str)]
+        bits = ", ".join(sorted(name[:20] for name in names[:4])) or "unknown"
+        return RefusedTensor(
+            f"it is a lazy view ({bits}); save tensor.resolve_conj().resolve_neg() instead"
+        )
     if isinstance(dtype, Name):
         return RefusedTensor(f"{dtype} has no numpy equivalent")
     if not isinstance(dtype, np.dtype):
@@ -227,29 +209,6 @@ def unreadable(node: object) -> str:
                 f"it is made by {node.type}, which is not known here; save a plain tensor instead"
             )
     return ""
-
-
-def _metadata_refusal(metadata: object) -> str:
-    """The bits conj and neg of the view: the stored bytes are those of the other tensor."""
-    names = [key for key in metadata if isinstance(key, str)] if isinstance(metadata, dict) else []
-    bits = ", ".join(sorted(name[:20] for name in names[:4])) or "unknown"
-    return f"it is a lazy view ({bits}); save tensor.resolve_conj().resolve_neg() instead"
-
-
-def _rebuild_parameter(args: tuple) -> object:
-    """`(data, requires_grad, hooks)`."""
-    match args:
-        case (StoredTensor() | DTensor() | RefusedTensor() as data, bool(), _):
-            return data
-    return NotImplemented
-
-
-def _rebuild_parameter_with_state(args: tuple) -> object:
-    """`(data, requires_grad, hooks, state)`."""
-    match args:
-        case (StoredTensor() | DTensor() | RefusedTensor() as data, bool(), _, state):
-            return _with_state(data, state)
-    return NotImplemented
 
 
 def _rebuild_dtensor(inner: tuple, state: object) -> object:
@@ -332,27 +291,51 @@ def _with_state(tensor: object, state: object) -> object:
     return tensor
 
 
-def _rebuild_device_tensor(args: tuple) -> object:
-    """`(data, dtype, device, requires_grad)`: torch copies the data to a device such as XLA's."""
-    match args:
-        case (StoredTensor() as data, np.dtype() as dtype, _, bool()):
-            return (
-                data
-                if data.dtype == dtype
-                else RefusedTensor(f"stored as {data.dtype} for a tensor of {dtype}")
-            )
-        case (RefusedTensor() as data, _, _, bool()):
-            return data
-    return NotImplemented
-
-
 def _call(name: str) -> Constructor:
-    """The `Constructor` of a shape, or of the text of a device or a layout, by its dotted name."""
+    """The `Constructor` of a tensor, a shape, or the text of a device or a layout, by its name."""
     return Constructor(name, lambda args: _value(name, args))
 
 
 def _value(name: str, args: tuple) -> object:
+    """The value that a function of torch makes; its arguments have the names that torch gives."""
     match name, args:
+        case (
+            "torch._utils._rebuild_tensor_v2",
+            (Storage() as storage, offset, tuple(size), tuple(stride), bool(), _hooks, *metadata),
+        ):
+            return _view(storage, storage.kind.dtype, offset, size, stride, metadata)
+        case (
+            "torch._utils._rebuild_tensor_v3",
+            (Storage() as storage, offset, tuple(size), tuple(stride), bool(), _, dtype, *metadata),
+        ):
+            return _view(storage, dtype, offset, size, stride, metadata)
+        case (
+            "torch._utils._rebuild_tensor",
+            (Storage() as storage, offset, tuple(size), tuple(stride)),
+        ):
+            return _view(storage, storage.kind.dtype, offset, size, stride, [])
+        case (
+            "torch._utils._rebuild_parameter",
+            (StoredTensor() | DTensor() | RefusedTensor() as data, bool(), _hooks),
+        ):
+            return data
+        case (
+            "torch._utils._rebuild_parameter_with_state",
+            (StoredTensor() | DTensor() | RefusedTensor() as data, bool(), _hooks, state),
+        ):
+            return _with_state(data, state)
+        # torch copies the data to a device such as XLA's
+        case (
+            "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+            (StoredTensor() as data, np.dtype() as dtype, _device, bool()),
+        ):
+            misfit = RefusedTensor(f"stored as {data.dtype} for a tensor of {dtype}")
+            return data if data.dtype == dtype else misfit
+        case (
+            "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+            (RefusedTensor() as data, _, _device, bool()),
+        ):
+            return data
         case "torch.Size", (tuple(shape),) if all(isinstance(n, int) for n in shape):
             return shape
         case (("torch.device" | "torch.serialization._get_layout"), (str(text),)):
@@ -366,11 +349,9 @@ def _refused(name: str, reason: str) -> Constructor:
     return Constructor(name, lambda args: RefusedTensor(reason))
 
 
-_PLAIN_REBUILD = (
-    Constructor("torch._utils._rebuild_tensor", _rebuild_tensor),
-    Constructor("torch._utils._rebuild_tensor_v2", _rebuild_tensor_v2),
-    Constructor("torch._utils._rebuild_tensor_v3", _rebuild_tensor_v3),
-    Constructor("torch._utils._rebuild_parameter", _rebuild_parameter),
+_PLAIN_REBUILD = tuple(
+    _call(f"torch._utils._rebuild_{kind}")
+    for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter")
 )
 _REFUSED_REBUILD = (
     _refused(
@@ -418,8 +399,8 @@ NAMES: dict[str, object] = {
         *CODED_TYPES,
         _FLOAT8_WEIGHT,
         *_STORAGE_CLASSES,
-        Constructor("torch._utils._rebuild_parameter_with_state", _rebuild_parameter_with_state),
-        Constructor("torch._utils._rebuild_device_tensor_from_cpu_tensor", _rebuild_device_tensor),
+        _call("torch._utils._rebuild_parameter_with_state"),
+        _call("torch._utils._rebuild_device_tensor_from_cpu_tensor"),
         Constructor("torch._tensor._rebuild_from_type_v2", _rebuild_from_type_v2),
         StorageClass("torch.storage.UntypedStorage", np.dtype(np.uint8)),
         StorageClass("torch.storage._UntypedStorage", np.dtype(np.uint8)),  # torch 1.11 and 1.12

@@ -80,6 +80,9 @@ class Name:
         return self.name
 
 
+Build = Callable[[Any, object], object]
+
+
 @dataclass(frozen=True, slots=True)
 class Constructor(Name):
     """A global that a pickle may call; what it makes is up to our own `call`.
@@ -91,7 +94,7 @@ class Constructor(Name):
     """
 
     call: Callable[[tuple], object]
-    build: Callable[[object, object], object] | None = None
+    build: Build | None = None
     inert: bool = False
     holds_keys: bool = False
 
@@ -199,10 +202,13 @@ class Opaque(ObjectNode):
         self.refuse()
 
 
-def inert(name: str) -> Constructor:
-    """The `Constructor` of a class by its dotted name: instances load as Records, no code runs."""
+def _give_state(made: Any, state: object) -> None:
+    made.state = state
 
-    return Constructor(name, lambda args: Record(name, args), _give_state, inert=True)
+
+def inert(name: str, build: Build = _give_state) -> Constructor:
+    """The `Constructor` of a class by its dotted name: instances load as Records, no code runs."""
+    return Constructor(name, lambda args: Record(name, args), build, inert=True)
 
 
 def table(*names: Name) -> dict[str, Name]:
@@ -496,10 +502,6 @@ class _Machine:
             self.memo.update(dict.fromkeys(unbuilt.memo, built))
 
 
-def _give_state(made: Any, state: object) -> None:
-    made.state = state
-
-
 _OPAQUE = Constructor("of a class that is not known", lambda args: NotImplemented, _give_state)
 
 
@@ -680,14 +682,14 @@ _KNOWN = {
 _OPCODES = [_KNOWN.get(_NAMES.get(code, "")) or _refused(code) for code in range(256)]
 
 
-def check_key(key: T) -> T:
-    """The key, if a dict can hash it in few steps: a hash visits every path of nested tuples."""
+def check_key(key: object) -> None:
+    """Raise UnsafePickle if hashing takes many steps: it visits all paths of nested tuples."""
     if type(key) in _ATOMS:
-        return key
+        return
     todo: list[object] = [key]
     for _ in range(MAX_KEY_NODES):
         if not todo:
-            return key
+            return
         item = todo.pop()
         if isinstance(item, tuple | frozenset):
             todo.extend(item)

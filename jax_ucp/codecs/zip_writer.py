@@ -81,15 +81,18 @@ class TorchZip:
         """Everything but the bytes of tensors, whose CRC-32 are given."""
         left, parts, directory = iter(crcs), [], bytearray()
         for member in self._members:
-            crc = next(left) if isinstance(member.content, Tensor) else zlib.crc32(member.content)
-            literal = b"" if isinstance(member.content, Tensor) else member.content
-            parts.append((member.header, _local(member, crc) + literal))
+            name, literal = member.name, member.content
+            crc = next(left) if isinstance(literal, Tensor) else zlib.crc32(literal)
+            extra = _sizes(member.size)
+            padding = member.start - member.header - LOCAL.size - len(name) - len(extra) - 4
+            extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+            about = _DATE, crc, MAX32, MAX32, len(name)
+            head = LOCAL.pack(b"PK\3\4", _VERSION, 0, 0, 0, *about, len(extra)) + name + extra
+            parts.append((member.header, head + (b"" if isinstance(literal, Tensor) else literal)))
             extra = _sizes(member.size, member.header)
-            directory += CENTRAL.pack(
-                *(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _DATE, crc, MAX32, MAX32),
-                *(len(member.name), len(extra), 0, 0, 0, 0, MAX32),
-            )
-            directory += member.name + extra
+            versions = b"PK\1\2", _VERSION, _VERSION, 0, 0, 0
+            directory += CENTRAL.pack(*versions, *about, len(extra), 0, 0, 0, 0, MAX32)
+            directory += name + extra
         end = self._directory + len(directory)
         count, size = len(self._members), len(directory)
         directory += END64.pack(
@@ -106,16 +109,6 @@ def torch_file(name: str, value: Any) -> File:
     """The file `name` with what torch.save would write for a value."""
     made = TorchZip(value, name.rpartition("/")[2].removesuffix(".pt"))
     return File(name, made.size, [made.section()])
-
-
-def _local(member: _Member, crc: int) -> bytes:
-    extra = _sizes(member.size)
-    padding = member.start - member.header - LOCAL.size - len(member.name) - len(extra) - 4
-    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    head = LOCAL.pack(
-        *(b"PK\3\4", _VERSION, 0, 0, 0, _DATE, crc, MAX32, MAX32, len(member.name), len(extra))
-    )
-    return head + member.name + extra
 
 
 def _sizes(size: int, *header: int) -> bytes:

@@ -20,7 +20,9 @@ def copy_into(out: np.ndarray, elements: np.ndarray) -> None:
     Where neighbours on the last axis of `elements` are neighbours on another axis of `out`, as in a
     transposed matrix, they are copied in windows, several times as fast as by numpy.
     """
-    axis = _fastest_axis(out)
+    # the axis of more than one element whose neighbours are nearest in memory; of several the last
+    axes = [axis for axis in reversed(range(out.ndim)) if out.shape[axis] > 1]
+    axis = min(axes, key=lambda axis: abs(out.strides[axis]), default=out.ndim - 1)
     if axis == out.ndim - 1 or out.shape[axis] * out.shape[-1] < _COLUMNS:
         out[...] = elements
         return
@@ -32,14 +34,6 @@ def copy_into(out: np.ndarray, elements: np.ndarray) -> None:
         block = window[: box.shape[-2], : box.shape[-1]]
         block[...] = elements[box.index].reshape(block.shape)
         out[box.index] = block
-
-
-def _fastest_axis(array: np.ndarray) -> int:
-    """The axis with more than one element whose neighbours are nearest in memory; of several the
-    last.
-    """
-    axes = [axis for axis in reversed(range(array.ndim)) if array.shape[axis] > 1]
-    return min(axes, key=lambda axis: abs(array.strides[axis]), default=array.ndim - 1)
 
 
 def mid_page(nbytes: int) -> np.ndarray:

@@ -188,12 +188,13 @@ class LocalFiles(Files):
             return []
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries)
-        return [_info(prefix + name, self._look_inside(f"{path}/{name}")) for name in names]
-
-    def _look_inside(self, path: str) -> os.stat_result | None:
-        with suppress(FormatError):
-            return self._look(path)
-        return None
+        infos: list[FileInfo] = []
+        for name in names:
+            status = None
+            with suppress(FormatError):
+                status = self._look(f"{path}/{name}")
+            infos.append(_info(prefix + name, status))
+        return infos
 
     def stat(self, name: str) -> FileInfo | None:
         path = self._below(name) if name else self.root

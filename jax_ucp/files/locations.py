@@ -31,15 +31,6 @@ def locate(path: str | os.PathLike[str]) -> tuple[Files, str]:
     return open_at(text, text[url.end("slashes") :])
 
 
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises UnsupportedPath for a URL to which nothing can be written."""
-    from jax_ucp.files.remote import READ_ONLY
-
-    scheme = str(os.fspath(path)).partition(":")[0].lower()
-    if scheme in READ_ONLY and URL.match(str(os.fspath(path))):
-        raise UnsupportedPath(f"{os.fspath(path)}: {READ_ONLY[scheme]}")
-
-
 def _bucket(scheme: str, text: str, rest: str) -> tuple[Files, str]:
     bucket, _, key = rest.partition("/")
     if not bucket:

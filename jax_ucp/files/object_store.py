@@ -141,7 +141,7 @@ class Bucket(RemoteFiles):
             first = [next(chunks, b"")]
             if len(first[0]) < put_bytes:
                 put = self._ask(
-                    name, lambda: _put(self._writer, key, first[0], use_multipart=False)
+                    name, lambda: obstore().put(self._writer, key, first[0], use_multipart=False)
                 )
                 return FileInfo(name, len(first[0]), _etag(put)) if put["e_tag"] else None
             options = {"chunk_size": part_bytes, "max_concurrency": at_once}
@@ -167,7 +167,7 @@ class Bucket(RemoteFiles):
         try:
             # the library refuses to be asked for anything else in the thread in which it takes them
             with _asking(self.url(name)), ThreadPoolExecutor(1) as maker:
-                _put(self._writer, key, counted(), use_multipart=True, **options)
+                obstore().put(self._writer, key, counted(), use_multipart=True, **options)
         except Exception as error:
             if failed:
                 raise failed[0] from failed[0].__cause__
@@ -193,7 +193,8 @@ class Bucket(RemoteFiles):
             again, was_asked = was_asked, True
             try:
                 with _asking(self.url(name)):
-                    _put(once, self.key(name), data, mode="create", use_multipart=False)
+                    options = {"mode": "create", "use_multipart": False}
+                    obstore().put(once, self.key(name), data, **options)
             except FileExistsError:
                 info = self.find(name) if again else None
                 if info is None or info.size != len(data) or read_bytes(self, info) != bytes(data):
@@ -334,9 +335,7 @@ def _is_virtual_hosted() -> bool:
 
 
 def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The bucket, and settings for an emulator, whose address Google's tools have in
-    STORAGE_EMULATOR_HOST.
-    """
+    """The bucket, and settings for an emulator at Google's STORAGE_EMULATOR_HOST."""
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if not host:
         return bucket, {}
@@ -348,9 +347,7 @@ def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The container and its settings, of Hadoop's URLs with the account:
-    `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`.
-    """
+    """The container and settings of Hadoop's `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`."""
     container, _, host = bucket.partition("@")
     _, settings = _azure_settings(container)
     return container, {**settings, "account_name": host.partition(".")[0]} if host else settings
@@ -401,12 +398,6 @@ def obstore() -> Any:
 
 def _exceptions() -> Any:
     return require_extra("obstore.exceptions", "cloud", "a bucket")
-
-
-def _put(
-    store: Any, key: str, data: bytes | bytearray | Iterator[bytes | bytearray], **options: Any
-) -> Any:
-    return obstore().put(store, key, data, **options)
 
 
 def _popped(chunks: list[Chunk]) -> Iterator[Chunk]:

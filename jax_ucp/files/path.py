@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jax_ucp.errors import FormatError
+from jax_ucp.arguments import URL
+from jax_ucp.errors import FormatError, UnsupportedPath
 from jax_ucp.files.local import check_name
-from jax_ucp.files.locations import locate, require_writable
+from jax_ucp.files.locations import locate
 from jax_ucp.files.protocol import (
     HEAD_BYTES,
     POINTER_BYTES,
@@ -146,5 +147,10 @@ def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:
 
 def target_path(path: str | os.PathLike[str]) -> FilePath:
     """A path or URL to be written to. Raises UnsupportedPath where nothing can be written."""
-    require_writable(path)
+    from jax_ucp.files.remote import READ_ONLY
+
+    text = str(os.fspath(path))
+    scheme = text.partition(":")[0].lower()
+    if scheme in READ_ONLY and URL.match(text):
+        raise UnsupportedPath(f"{text}: {READ_ONLY[scheme]}")
     return file_path(path)

@@ -84,18 +84,15 @@ def plan_requests(reads: Sequence[RangeRead]) -> list[Request]:
     pieces.sort(key=lambda piece: (piece.file.name, piece.start))
     requests: list[Request] = []
     for piece in pieces:
-        if requests and _joins(requests[-1], piece):
-            requests[-1].stop = max(requests[-1].stop, piece.stop)
-            requests[-1].parts += piece.parts
-        else:
-            requests.append(piece)
+        if requests:
+            last = requests[-1]
+            is_near = last.file == piece.file and piece.start - last.stop <= GAP_BYTES
+            if is_near and max(last.stop, piece.stop) - last.start <= REQUEST_BYTES:
+                last.stop = max(last.stop, piece.stop)
+                last.parts += piece.parts
+                continue
+        requests.append(piece)
     return requests
-
-
-def _joins(last: Request, piece: Request) -> bool:
-    if last.file != piece.file or piece.start - last.stop > GAP_BYTES:
-        return False
-    return max(last.stop, piece.stop) - last.start <= REQUEST_BYTES
 
 
 def _pieces(read: RangeRead) -> Iterator[Request]:

@@ -47,9 +47,7 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
     async def _begin_stages(
         self, directory: v1.path.PathAwaitingCreation, pending: SnapshottedSave
     ) -> Coroutine[Any, Any, None]:
-        """The end of the save, to be awaited, when all is on the host: a thread that outlives this
-        event loop writes it.
-        """
+        """The end of the save, when all is on the host; a thread outlives this loop for it."""
         with pending.shared.telling():
             await directory.await_creation()
         pool = ThreadPoolExecutor(1)

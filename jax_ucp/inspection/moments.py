@@ -37,7 +37,14 @@ def together(
     settings: Mapping[str, Mapping[str, Any]],
 ) -> list[Together]:
     """All arrays, each once: a parameter with its moments where it has them, others alone."""
-    moments = list(_moments_of_params(params, settings)) or list(_moments_of_optax(leaves))
+    moments: list[Moments] = []
+    for name, parameter in params.items():
+        states = parameter.states
+        if states.keys() >= {*_TORCH}:
+            m, v = operator.itemgetter(*_TORCH)(states)
+            counted = parameter if "step" in states else None
+            moments.append(Moments(states["param"], m, v, settings.get(name, {}), counted))
+    moments = moments or list(_moments_of_optax(leaves))
     by_param = {
         each.param.name: each
         for each in moments
@@ -72,18 +79,6 @@ def _adam_step(moments: Moments) -> AdamStep:
     if 0 in (first, second):
         return AdamStep()
     return AdamStep(settings["lr"], first, second, settings["eps"])
-
-
-def _moments_of_params(
-    params: Mapping[str, Parameter], settings: Mapping[str, Mapping[str, Any]]
-) -> Iterator[Moments]:
-    """The moments in a trainer's tree, {state: {parameter: array}}."""
-    for name, parameter in params.items():
-        states = parameter.states
-        if states.keys() >= {*_TORCH}:
-            m, v = operator.itemgetter(*_TORCH)(states)
-            counted = parameter if "step" in states else None
-            yield Moments(states["param"], m, v, settings.get(name, {}), counted)
 
 
 def _moments_of_optax(leaves: Sequence[Leaf]) -> Iterator[Moments]:

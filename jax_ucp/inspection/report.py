@@ -215,9 +215,7 @@ def _leaf(leaf: Leaf, pieces: Sequence[Piece]) -> Report:
         return entry | {"value": leaf.value}
     entry |= {"shape": list(leaf.shape), "dtype": leaf.dtype}
     if leaf.kind == "prng_key":
-        entry["key"] = _dtype_words(
-            leaf
-        )  # shape and dtype are those of its data, as they are stored
+        entry["key"] = _dtype_words(leaf)  # shape and dtype are those of its data, as stored
     if leaf.sharding:
         entry["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
         entry["spec"] = [

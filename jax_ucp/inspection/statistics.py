@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from jax_ucp.arrays.budget import run_bounded, threads
+from jax_ucp.arrays.budget import fair_share, run_bounded, threads
 from jax_ucp.arrays.protocol import BLOCK_BYTES, ArrayInfo
 from jax_ucp.errors import QuantizedWeights, UCPError
 from jax_ucp.layout.box import Box
@@ -120,19 +120,27 @@ class AdamStep:
     second: float = 1.0
     eps: float = 0.0
 
-    def squares(self, m: np.ndarray, v: np.ndarray, scratch: np.ndarray) -> float:
-        """The sum of the squares of the step, in the dtype of `scratch`, memory of its size."""
+    @np.errstate(all="ignore")
+    def squares(self, m: np.ndarray, v: np.ndarray) -> float:
+        """The sum of the squares of the step; single precision will do for its elements."""
+        m, v = m.reshape(-1), v.reshape(-1)
+        # written over and over: new memory would cost more than the arithmetic
+        memory = np.empty(min(_CACHED, m.size), np.result_type(m.dtype, v.dtype, np.float32))
         # m / (sqrt(v / second) + eps) = sqrt(second) * m / (sqrt(v) + eps * sqrt(second))
         root = math.sqrt(self.second)
-        eps = scratch.dtype.type(self.eps * root)
-        np.sqrt(v, out=scratch, casting="unsafe")
-        if eps:
-            scratch += eps
-        elif scratch.min() == 0:
-            scratch[scratch == 0] = np.inf
-        np.divide(m, scratch, out=scratch, casting="unsafe")
+        eps = memory.dtype.type(self.eps * root)
         factor = self.rate * root / self.first
-        return _products(scratch, scratch) * factor * factor
+        total = 0.0
+        for i in range(0, m.size, _CACHED):
+            step = memory[: m.size - i]
+            np.sqrt(v[i : i + _CACHED], out=step, casting="unsafe")
+            if eps:
+                step += eps
+            elif step.min() == 0:
+                step[step == 0] = np.inf
+            np.divide(m[i : i + _CACHED], step, out=step, casting="unsafe")
+            total += _products(step, step) * factor * factor
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,7 @@ def statistics_of(
 ) -> dict[str, Statistics]:
     """The statistics of each leaf's array, by name, sampled to read about `max_read_bytes`."""
     sums = {leaf.name: Statistics(math.prod(leaf.shape)) for each in groups for leaf in each.leaves}
-    most = largest_read([arrays[name].nbytes for name in sums], max_read_bytes)
+    most = fair_share([arrays[name].nbytes for name in sums], max_read_bytes)
     lock = threading.Lock()
 
     def look(together: Together, box: Box) -> None:
@@ -164,29 +172,16 @@ def statistics_of(
                 sums[leaf.name] += part
                 progress(part.seen * np.dtype(leaf.dtype).itemsize)
 
-    run_bounded(
-        (
-            (_cost(together, box), partial(look, together, box))
-            for together in groups
-            for box in _boxes(together, arrays, most, budget_bytes)
-        ),
-        budget_bytes,
-    )
+    def jobs() -> Iterator[tuple[int, Callable[[], None]]]:
+        """Blocks with the bytes in memory meanwhile: those read, and doubles of some for a step."""
+        for each in groups:
+            itemsize = sum(np.dtype(leaf.dtype).itemsize for leaf in each.leaves)
+            doubles = 8 * _CACHED * (1 + len(each.leaves))
+            for box in _boxes(each, arrays, most, budget_bytes):
+                yield box.size * itemsize + doubles, partial(look, each, box)
+
+    run_bounded(jobs(), budget_bytes)
     return sums
-
-
-def largest_read(sizes: Sequence[int], total: int) -> int:
-    """The bytes read at most of any array, for all together to be about `total`.
-
-    >>> largest_read([10, 20, 300, 400], 230), largest_read([10, 20], 230)
-    (100, 20)
-    """
-    left = total
-    for arrays_left, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
-        if size > left // arrays_left:
-            return max(1, left // arrays_left)
-        left -= size
-    return max(sizes, default=1)
 
 
 def _boxes(
@@ -210,12 +205,6 @@ def _boxes(
             yield inside
 
 
-def _cost(together: Together, box: Box) -> int:
-    """Bytes in memory while a block is looked at: what was read, and doubles of it for a step."""
-    each = sum(np.dtype(leaf.dtype).itemsize for leaf in together.leaves)
-    return box.size * each + 8 * _CACHED * (1 + len(together.leaves))
-
-
 def _parts(
     together: Together, box: Box, read: Callable[[Leaf, Box], np.ndarray]
 ) -> list[Statistics]:
@@ -233,22 +222,8 @@ def _parts(
             has_whole_rows = len(leaf.shape) > 1 and box.shape[1:] == leaf.shape[1:]
             parts.append(block_statistics(block, has_whole_rows))
     if together.step is not None and len(blocks) == len(together.leaves):
-        parts[0] += Statistics(0, steps=_step_squares(together.step, *blocks[1:]))
+        parts[0] += Statistics(0, steps=together.step.squares(*blocks[1:]))
     return parts
-
-
-def _step_squares(step: AdamStep, m: np.ndarray, v: np.ndarray) -> float:
-    """The sum of the squares of a step; single precision will do for its elements."""
-    m, v = m.reshape(-1), v.reshape(-1)
-    # written over and over: new memory would cost more than the arithmetic
-    dtype = np.result_type(m.dtype, v.dtype, np.float32)
-    scratch = np.empty(min(_CACHED, m.size), dtype)
-    total = 0.0
-    with np.errstate(all="ignore"):
-        for i in range(0, m.size, _CACHED):
-            pair = m[i : i + _CACHED], v[i : i + _CACHED]
-            total += step.squares(*pair, scratch[: pair[0].size])
-    return total
 
 
 def block_statistics(block: np.ndarray, has_whole_rows: bool = False) -> Statistics:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from jax_ucp.arrays.optimizer_groups import common_settings
 from jax_ucp.inspection.report import Report
 from jax_ucp.tree import Axes
 
@@ -73,12 +74,7 @@ def head_lines(report: Report) -> Iterator[tuple[str, str]]:
         )
     # The optimizer's settings: those common to all groups, then those of each group alone.
     if groups := report["groups"]:
-        each = [group["settings"] for group in groups]
-        common = {
-            name: value
-            for name, value in each[0].items()
-            if all(name in other and other[name] == value for other in each[1:])
-        }
+        common = common_settings([group["settings"] for group in groups])
         yield "settings", _settings(common)
         for group in groups if len(groups) > 1 else ():
             own = {name: value for name, value in group["settings"].items() if name not in common}

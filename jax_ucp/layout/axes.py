@@ -104,12 +104,13 @@ class Expression:
     @property
     def names(self) -> frozenset[str]:
         """The axes that it names."""
-        return frozenset(name for dim in self.dims for name in _names(dim)) - {REST}
+        return frozenset(axis.name for dim in self.dims for axis in _axes(dim)) - {REST}
 
     @property
     def rotated(self) -> frozenset[str]:
         """The axes of which it says how pairs of features lie."""
-        return frozenset(node.name for dim in self.dims for node in _rotated(dim))
+        axes = (axis for dim in self.dims for axis in _axes(dim))
+        return frozenset(axis.name for axis in axes if isinstance(axis, Rotated))
 
     def spread(self, axes: Sequence[str]) -> Expression:
         """The expression with the axes called `axes` in place of `...`."""
@@ -144,7 +145,7 @@ def parse(text: str) -> Expression:
     expression = Expression(tuple(dims))
     if math.prod(map(_choices, dims)) > MAX_COMPONENTS:
         raise SpecError(f"in {text!r}: more than {MAX_COMPONENTS} choices of parts")
-    for component in components(expression, _ONES):
+    for component in components(expression, ONES):
         if component.repeated:
             repeated = ", ".join(component.repeated)
             raise SpecError(
@@ -324,21 +325,9 @@ class Lengths:
         self.sizes = {name: one.length for name, one in known.items()}
         self.faults: list[str] = []
 
-    def learn(self, name: str, length: int, origin: str) -> None:
-        self.known[name] = Known(length, origin)
-        self.sizes[name] = length
-
     def unknown(self, dim: Node) -> list[str]:
         """The axes of a node of which no length is known, each once."""
-        return list(dict.fromkeys(name for name in _names(dim) if name not in self.sizes))
-
-    def open_fault(self, claim: Claim, axis: int) -> str:
-        """The message that the shape of an array leaves lengths open."""
-        dim = claim.expression.dims[axis]
-        return (
-            f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves"
-            f" the length of {' and '.join(sorted(self.unknown(dim)))} open; give it in sizes"
-        )
+        return list(dict.fromkeys(a.name for a in _axes(dim) if a.name not in self.sizes))
 
 
 def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
@@ -362,42 +351,42 @@ def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
     while progress:
         left = [item for item in waiting if not _settle(*item, lengths)]
         progress, waiting = len(left) < len(waiting), left
-    lengths.faults += itertools.starmap(lengths.open_fault, waiting)
+    for claim, axis in waiting:
+        dim = claim.expression.dims[axis]
+        lengths.faults.append(
+            f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves"
+            f" the length of {' and '.join(sorted(lengths.unknown(dim)))} open; give it in sizes"
+        )
     return lengths
 
 
 def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
-    """Whether one axis of an array is settled: its lengths are known, or it has a fault."""
+    """Whether one axis of an array is settled: its lengths are known by now, or it has a fault."""
     dim, length = claim.expression.dims[axis], claim.shape[axis]
     unknown = lengths.unknown(dim)
     if len(unknown) > 1:
         return False
-    if unknown:
-        _solve(claim, axis, unknown[0], lengths)
-    elif _length(dim, lengths.sizes) != length:
-        lengths.faults.append(f"{claim.name}: {_contradiction(dim, axis, length, lengths)}")
-    return True
-
-
-def _solve(claim: Claim, axis: int, name: str, lengths: Lengths) -> None:
-    """Learn the one unknown length on an array's axis, or add a fault if none fits."""
-    dim, length = claim.expression.dims[axis], claim.shape[axis]
-    sizes = {known: lengths.sizes[known] for known in _names(dim) if known != name}
+    if not unknown:
+        if _length(dim, lengths.sizes) != length:
+            lengths.faults.append(f"{claim.name}: {_contradiction(dim, axis, length, lengths)}")
+        return True
     # The length of a dim is linear in its one unknown: base + rate * unknown.
-    base = _length(dim, {**sizes, name: 0})
-    rate = _length(dim, {**sizes, name: 1}) - base
+    (name,) = unknown
+    base = _length(dim, {**lengths.sizes, name: 0})
+    rate = _length(dim, {**lengths.sizes, name: 1}) - base
     if rate == 0 or length < base or (length - base) % rate:
         contradiction = _contradiction(dim, axis, length, lengths)
         lengths.faults.append(f"{claim.name}: {contradiction}; no length of {name} makes that fit")
-        return
-    lengths.learn(
-        name, (length - base) // rate, f"axis {axis} of {claim.name}, {list(claim.shape)}"
-    )
+        return True
+    origin = f"axis {axis} of {claim.name}, {list(claim.shape)}"
+    lengths.known[name] = Known((length - base) // rate, origin)
+    lengths.sizes[name] = lengths.known[name].length
+    return True
 
 
 def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
     """A message: an expression contradicts the length of an axis; where lengths come from."""
-    known = {name: lengths.known[name] for name in _names(dim) if name in lengths.known}
+    known = {a.name: lengths.known[a.name] for a in _axes(dim) if a.name in lengths.known}
     origins = ", ".join(f"{name} = {one.length} ({one.origin})" for name, one in known.items())
     whole = "" if lengths.unknown(dim) else f" = {_length(dim, lengths.sizes)}"
     return (
@@ -419,21 +408,13 @@ def _length(node: Node, sizes: Mapping[str, int]) -> int:
             return sum(_length(part, sizes) for part in parts)
 
 
-def _names(node: Node) -> Iterator[str]:
+def _axes(node: Node) -> Iterator[Axis | Rotated]:
     """The axes of a node; one in several parts of a sum comes as often."""
     if isinstance(node, Axis | Rotated):
-        yield node.name
+        yield node
     else:
         for part in node.parts:
-            yield from _names(part)
-
-
-def _rotated(node: Node) -> Iterator[Rotated]:
-    if isinstance(node, Rotated):
-        yield node
-    elif not isinstance(node, Axis):
-        for part in node.parts:
-            yield from _rotated(part)
+            yield from _axes(part)
 
 
 def index_size(name: str, sizes: Mapping[str, int]) -> int:
@@ -451,9 +432,4 @@ class _Ones(dict[str, int]):
         return 1
 
 
-_ONES: Mapping[str, int] = _Ones()
-
-
-def axis_sets(expression: Expression) -> list[frozenset[str]]:
-    """The names of the axes of every component, in order."""
-    return [component.names for component in components(expression, _ONES)]
+ONES: Mapping[str, int] = _Ones()

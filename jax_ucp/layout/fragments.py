@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jax_ucp.errors import LayoutError
-from jax_ucp.layout.box import Box
+from jax_ucp.layout.box import Box, row_major_strides
 from jax_ucp.layout.box_index import BoxIndex
 from jax_ucp.layout.parts import Part, Shape, row_major
 
@@ -123,13 +124,14 @@ class ParamLayout:
         elements, as those of flat buffers are; a run of a shard is behind its others.
         """
         free = [0] * len(self.shards)
+        strides = row_major_strides(self.shape)
         at = 0
         for part in self.parts:
             shard = part.input
             if not 0 <= shard < len(free) or not _is_run(part, self.shards[shard], self.shape):
                 return False
             (first,) = part.source.offset
-            if first < free[shard] or _row_major(part.target.offset, self.shape) != at:
+            if first < free[shard] or sum(map(operator.mul, part.target.offset, strides)) != at:
                 return False
             free[shard] = first + part.size
             at += part.size
@@ -222,10 +224,3 @@ def _is_run(part: Part, shard: Shape, shape: Shape) -> bool:
         span = (span - 1) * length + n
         elements *= n
     return span == elements and 0 <= source.offset[0] <= shard[0] - elements
-
-
-def _row_major(position: Sequence[int], shape: Sequence[int]) -> int:
-    offset = 0
-    for p, n in zip(position, shape, strict=True):
-        offset = offset * n + p
-    return offset

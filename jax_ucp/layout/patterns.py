@@ -18,7 +18,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from jax_ucp.errors import LayoutError
@@ -54,8 +54,7 @@ class Averaged:
     """Every shard holds a version of the whole parameter, which is their mean."""
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
-        layout = _copies(shards)
-        return ParamLayout(layout.shape, layout.shards, layout.parts, averaged=True)
+        return replace(_copies(shards), averaged=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,11 @@ class Sharded:
         object.__setattr__(self, "grid", grid)
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
-        grid = self._grid(len(shards))
-        ndim = len(shards[0])
-        if max(self.axes) >= ndim:
+        grid = self.grid or (len(shards),)
+        if math.prod(grid) != len(shards) or not shards:
+            needed = math.prod(grid) or "some"
+            raise LayoutError(f"{self} needs {needed} shards, found {len(shards)}")
+        if max(self.axes) >= len(shards[0]):
             raise LayoutError(
                 f"{self} does not fit shards of shape {shards[0]}: there is no axis"
                 f" {max(self.axes)}"
@@ -120,12 +121,6 @@ class Sharded:
             for k, axis in enumerate(self.axes):
                 sizes[k][place[k]] = shard[axis]
         return [[0, *accumulate(row)] for row in sizes]
-
-    def _grid(self, ranks: int) -> tuple[int, ...]:
-        grid = self.grid or (ranks,)
-        if math.prod(grid) != ranks or ranks == 0:
-            raise LayoutError(f"{self} needs {math.prod(grid) or 'some'} shards, found {ranks}")
-        return grid
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,16 @@ class Fused:
         parts: list[Part] = []
         for rank, (shard, runs) in enumerate(zip(shards, runs_of, strict=True)):
             lengths = [stop - start for start, stop in runs]
-            self._check_shard(rank, shards, sum(lengths))
+            if _resized(shard, self.axis, 0) != _resized(shards[0], self.axis, 0):
+                raise LayoutError(
+                    f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}"
+                )
+            if sum(lengths) != shard[self.axis]:
+                raise LayoutError(
+                    f"{self} over {len(shards)} shards needs {sum(lengths)} rows on axis"
+                    f" {self.axis} of shard {rank}, which has shape {shard}. If a part is not cut"
+                    " on this axis, name it in `whole`."
+                )
             offsets = accumulate(lengths, initial=0)
             for offset, (start, stop) in zip(offsets, runs, strict=False):
                 source = _on_axis(Box.whole(shard), self.axis, offset, offset + stop - start)
@@ -187,18 +191,6 @@ class Fused:
                     target = _on_axis(whole, self.axis, start, stop)
                     parts.append(box_part(rank, source, target))
         return ParamLayout(shape, tuple(shards), tuple(parts))
-
-    def _check_shard(self, rank: int, shards: Sequence[Shape], rows: int) -> None:
-        """Raise LayoutError unless the shard has `rows`, and the first one's other axes."""
-        shard = shards[rank]
-        if _resized(shard, self.axis, 0) != _resized(shards[0], self.axis, 0):
-            raise LayoutError(f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}")
-        if rows != shard[self.axis]:
-            raise LayoutError(
-                f"{self} over {len(shards)} shards needs {rows} rows on axis {self.axis} of"
-                f" shard {rank}, which has shape {shard}. If a part is not cut on this axis,"
-                " name it in `whole`."
-            )
 
     @property
     def _rows(self) -> dict[str, int]:
@@ -210,27 +202,25 @@ class Fused:
             ends = [0, *accumulate(shard[self.axis] for shard in shards)]
             yield from self._interleaved(ends[rank], ends[rank + 1])
             return
-        first = 0
+        first, ranks = 0, len(shards)
         for name, rows in self._rows.items():
-            yield self._own_rows(name, first, rank, len(shards))
-            first += rows
-
-    def _own_rows(self, name: str, first: int, rank: int, ranks: int) -> tuple[int, int]:
-        size = self.parts[name]
-        if name in self.whole:
-            return first, first + self._rows[name]
-        if isinstance(size, int):
-            if size % ranks:
+            size = self.parts[name]
+            if name in self.whole:
+                yield first, first + rows
+            elif isinstance(size, int):
+                if size % ranks:
+                    raise LayoutError(
+                        f"{self}: {size} rows of {name} cannot be cut evenly over {ranks} ranks; "
+                        "give its rows on each rank, or name it in `whole`"
+                    )
+                yield first + rank * size // ranks, first + (rank + 1) * size // ranks
+            elif len(size) != ranks:
                 raise LayoutError(
-                    f"{self}: {size} rows of {name} cannot be cut evenly over {ranks} ranks; "
-                    "give its rows on each rank, or name it in `whole`"
+                    f"{self}: {name} has rows for {len(size)} ranks, but there are {ranks} shards"
                 )
-            return first + rank * size // ranks, first + (rank + 1) * size // ranks
-        if len(size) != ranks:
-            raise LayoutError(
-                f"{self}: {name} has rows for {len(size)} ranks, but there are {ranks} shards"
-            )
-        return first + sum(size[:rank]), first + sum(size[: rank + 1])
+            else:
+                yield first + sum(size[:rank]), first + sum(size[: rank + 1])
+            first += rows
 
     def _interleaved(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Ranges of parameter rows for the rows [start, stop) of Megatron's order."""

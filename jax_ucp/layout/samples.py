@@ -45,21 +45,16 @@ def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
     runs = _runs_of(first, each)
     for blocks in others:
         if len(blocks) > 1:  # a single one is the whole array
-            runs += _runs_of(_without_a_run(blocks, runs), 1)
+            index = BoxIndex(runs)
+            hits = [(block, (runs[i] for i in index.meeting(block))) for block in blocks]
+            without = [block for block, met in hits if not any(run.within(block) for run in met)]
+            runs += _runs_of(without, 1)
     return tuple(runs)
 
 
 def _runs_of(blocks: Sequence[Box], count: int) -> list[Box]:
     """`count` runs of each of the blocks."""
     return list(itertools.chain.from_iterable(_runs(block, count) for block in blocks))
-
-
-def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:
-    """The blocks inside of which none of the runs lies."""
-    index = BoxIndex(runs)
-    return [
-        block for block in blocks if not any(runs[i].within(block) for i in index.meeting(block))
-    ]
 
 
 def _runs(block: Box, count: int) -> list[Box]:

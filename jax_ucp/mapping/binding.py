@@ -294,7 +294,7 @@ def _bound(
     known = _known(mapping, given, config, faults)
     lengths = {name: one.length for name, one in known.items()}
     mapping = replace(mapping, rules=tuple(_numbered(mapping.rules, lengths, faults)))
-    faults += _long_blocks(mapping.rules, lengths)
+
     skipped, instances = _claimed(mapping, shapes, lengths, faults)
     claims = [
         claim
@@ -329,7 +329,11 @@ def _bound(
                     f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}"
                 )
             leaves[name] = form
-    faults += _leaves_below_others(leaves)
+    for name in leaves:
+        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
+        faults += [
+            f"{leaf} is a leaf, so {name} cannot be below it" for leaf in above if leaf in leaves
+        ]
     if faults:
         raise _refusal(mapping, faults)
     sizes = {name: n for name, n in inferred.sizes.items() if name.isidentifier()}
@@ -351,26 +355,14 @@ def _numbered(
             )
             continue
         try:
-            yield rule.with_numbers(lengths)
+            numbered = rule.with_numbers(lengths)
         except SpecError as error:
             faults.append(f"{rule.label}: {error}")
-
-
-def _leaves_below_others(leaves: Collection[str]) -> Iterator[str]:
-    """Messages about leaves that lie below another leaf, as a/b lies below a."""
-    for name in leaves:
-        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
-        for leaf in above:
-            if leaf in leaves:
-                yield f"{leaf} is a leaf, so {name} cannot be below it"
-
-
-def _long_blocks(rules: Sequence[MappingRule], lengths: Mapping[str, int]) -> Iterator[str]:
-    """Faults: places in a block, of which `sizes` says that there are more than the block has."""
-    for rule in rules:
-        for i, n in rule.blocks.items():
+            continue
+        for i, n in numbered.blocks.items():
             if lengths.get(i, n) > n:
-                yield f"{rule.label} has blocks of {n}, but {i} = {lengths[i]} in sizes"
+                faults.append(f"{rule.label} has blocks of {n}, but {i} = {lengths[i]} in sizes")
+        yield numbered
 
 
 def _claimed(
@@ -467,7 +459,7 @@ def _uneven(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Itera
                 numbers = [shared.get(index, "") for index in placeholder.names]
                 if not all(map(_NUMBER.fullmatch, numbers)):
                     break
-                beginning = name.until(i)
+                beginning = replace(name, texts=name.texts[:i], placeholders=name.placeholders[:i])
                 if lengths.keys() >= {*beginning.indices}:
                     continue
                 filled = beginning.filled(shared)

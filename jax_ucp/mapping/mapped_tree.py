@@ -15,7 +15,7 @@ from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.dtypes import holds_every
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.mapped import Agreed, Agreement, Tied, agreed, scaled
-from jax_ucp.arrays.optimizer_groups import Group, groups_of
+from jax_ucp.arrays.optimizer_groups import Group, common_settings, groups_of
 from jax_ucp.arrays.value import Array, Computed, Joined, formed, users
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.parts import LeafForm, LeafLayout
@@ -86,9 +86,7 @@ def map_contents(
 
 @dataclass(frozen=True)
 class _Formed:
-    """The array of a leaf. Where it has tied copies, `tied` are the leaf and these, as stored, made
-    of the arrays `names`.
-    """
+    """A leaf's array; with tied copies, `tied` are it and these as stored, of arrays `names`."""
 
     array: Array
     tied: Sequence[Joined] = ()
@@ -134,9 +132,7 @@ class _Tree:
         return names, {names[path]: formed for path, formed in formed_at.items()}
 
     def _formed(self, state: Path, name: str) -> _Formed | None:
-        """The array of one state of a leaf; None if no parameter has the state, or if it is left
-        out.
-        """
+        """The array of one state of a leaf; None if no parameter has it, or it is left out."""
         form, leaves = self.forms[name], self.states.at[state]
         params = list(filter(leaves.__contains__, form.params))
         if not params:
@@ -170,7 +166,10 @@ class _Tree:
         ]
         array: Array = tied[0]
         if of_weights:
-            self._note_cast(name, dtype, form.dtype)
+            if form.dtype not in ("", dtype):
+                is_exact = holds_every(np.dtype(form.dtype), np.dtype(dtype))
+                how = "exact" if is_exact else "rounded"
+                self.notes.append(f"{name} is cast from {dtype} to {form.dtype}: {how}")
             array = scaled(array, form)
         if len(tied) == 1:
             return _Formed(array)
@@ -190,12 +189,6 @@ class _Tree:
                     " single numbers, have a place; open with weights_only=True to leave them"
                 )
         return all_unlike
-
-    def _note_cast(self, name: str, stored: str, dtype: str) -> None:
-        if dtype in ("", stored):
-            return
-        how = "exact" if holds_every(np.dtype(dtype), np.dtype(stored)) else "rounded"
-        self.notes.append(f"{name} is cast from {stored} to {dtype}: {how}")
 
 
 def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> list[LeafLayout]:
@@ -219,19 +212,9 @@ def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, .
     settings_of = {name: group.settings for group in contents.groups for name in group.params}
     agreed: dict[str, dict[str, Any]] = {}
     for leaf, form in forms.items():
-        settings = [settings_of[param] for param in form.params if param in settings_of]
-        agreed[leaf] = _agreed(settings) if settings else {}
+        known = [settings_of[param] for param in form.params if param in settings_of]
+        agreed[leaf] = common_settings(known or [{}])
     return groups_of(agreed)
-
-
-def _agreed(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings that all of these have with equal values."""
-    first, *others = settings
-    return {
-        key: value
-        for key, value in first.items()
-        if all(key in other and other[key] == value for other in others)
-    }
 
 
 def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> Iterator[Item]:
@@ -244,10 +227,18 @@ def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> I
     left = dict(tree.left)
     for state, of_state in tree.states.at.items():
         left |= {label_of(state, name): why for name, why in skipped.items() if name in of_state}
-    labels = _items_left(contents, leaves, left)
+    # the stored items that hold nothing but states left out, each with the label of its last
+    labels: dict[str, str] = {}
+    kept: set[str] = set()
+    for label, leaf in leaves if left else ():
+        items = [f"{piece.file}:{piece.item}" for piece in contents.locate(leaf)]
+        if label in left:
+            labels |= dict.fromkeys(items, label)
+        else:
+            kept.update(items)
     accounted: set[str] = set()
     for item in contents.inventory:
-        label = labels.get(item.where)
+        label = None if item.where in kept else labels.get(item.where)
         if label is None:
             yield item
         else:
@@ -258,20 +249,3 @@ def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> I
         if label not in accounted:
             leaf = leaf_of[label]
             yield Item(label, f"{leaf.dtype} {list(leaf.shape)}", "skipped", reason)
-
-
-def _items_left(
-    contents: Contents, leaves: Sequence[tuple[str, Leaf]], left: Collection[str]
-) -> dict[str, str]:
-    """The stored items that hold nothing but states left out, each with the label of its last."""
-    if not left:
-        return {}
-    kept: set[str] = set()
-    label_of: dict[str, str] = {}
-    for label, leaf in leaves:
-        items = [f"{piece.file}:{piece.item}" for piece in contents.locate(leaf)]
-        if label in left:
-            label_of |= dict.fromkeys(items, label)
-        else:
-            kept.update(items)
-    return {item: label for item, label in label_of.items() if item not in kept}

@@ -139,10 +139,6 @@ class NamePattern:
     def with_numbers(self, sizes: Mapping[str, int]) -> NamePattern:
         return NamePattern(self.texts, tuple(one.with_numbers(sizes) for one in self.placeholders))
 
-    def until(self, count: int) -> NamePattern:
-        """The name up to and with so many of its placeholders."""
-        return NamePattern(self.texts[:count], self.placeholders[:count])
-
     def filled(self, values: Mapping[str, str]) -> str:
         """The name with its placeholders replaced, as far as there are values for them."""
         filled = [one.text(values) for one in self.placeholders]
@@ -159,26 +155,23 @@ def parse_name(text: str) -> NamePattern:
     """
     parts = _BRACES.split(text)
     texts = parts[::2]
-    placeholders = tuple(_placeholder(inner, text) for inner in parts[1::2])
+    placeholders: list[Placeholder] = []
+    for inner in parts[1::2]:
+        match = _PLACEHOLDER.fullmatch(inner)
+        fields: dict[str, str] = match.groupdict() if match else {}
+        placeholder = Placeholder(**dict(filter(operator.itemgetter(1), fields.items())))
+        names = placeholder.names
+        if not names or len({*names}) < len(names):
+            raise SpecError(
+                f"{{{inner}}} in {text!r} is not a placeholder; write a name in braces, {{name+1}},"
+                " or {6*block+name}"
+            )
+        placeholders.append(placeholder)
     if _BRACE.search("".join(texts)):
         raise SpecError(f"a brace in {text!r} is not closed, or was never opened")
     if not all(map(_SEPARATOR.search, texts[1:-1])):
         raise SpecError(f"{text!r} has two placeholders in one part; between them is a . or a /")
-    return NamePattern(tuple(texts), placeholders)
-
-
-def _placeholder(inner: str, name: str) -> Placeholder:
-    """The placeholder in a name's braces. Raises SpecError if there is another text."""
-    match = _PLACEHOLDER.fullmatch(inner)
-    fields: dict[str, str] = match.groupdict() if match else {}
-    placeholder = Placeholder(**dict(filter(operator.itemgetter(1), fields.items())))
-    names = placeholder.names
-    if not names or len({*names}) < len(names):
-        raise SpecError(
-            f"{{{inner}}} in {name!r} is not a placeholder; write a name in braces, {{name+1}},"
-            " or {6*block+name}"
-        )
-    return placeholder
+    return NamePattern(tuple(texts), tuple(placeholders))
 
 
 @lru_cache(maxsize=4096)

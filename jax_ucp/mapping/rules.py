@@ -30,7 +30,7 @@ from typing import Any
 from jax_ucp.arguments import local_path
 from jax_ucp.arrays.contents import STORED
 from jax_ucp.errors import SpecError
-from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
+from jax_ucp.layout.axes import ONES, REST, Expression, components, is_padding, parse
 from jax_ucp.mapping.model_config import settings_in
 from jax_ucp.mapping.names import NamePattern, parse_name
 from jax_ucp.shard_spec.document import Document, document, dumped, fields
@@ -106,14 +106,12 @@ class MappingRule:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that `sizes` may give a length: axes, placeholders in names, and the name whose
-        power `scale` is, such as `head_dim`.
-        """
+        """The names that may have a length: axes, placeholders, and the size in `scale`."""
         axes = (*self.params.values(), *self.tied.values(), *self.leaves.values())
         of_axes = [expression(text).names for text in axes]
-        of_names = [{*name.indices, *name.sizes} for name in self._parsed_names]
+        of_names = [name.indices for name in self._parsed_names]
         of_scale = {self.factor.size} if isinstance(self.factor, Power) else ()
-        return frozenset[str]().union(*of_axes, *of_names, of_scale)
+        return self.sizes_in_names.union(*of_axes, *of_names, of_scale)
 
     @property
     def rotated(self) -> frozenset[str]:
@@ -473,7 +471,7 @@ def expression(axes: str) -> Expression:
 def _keys(name: str, axes: str) -> list[frozenset[str]]:
     """The axes of each component, those in the name too; without padding."""
     in_name = frozenset(parse_name(name).indices)
-    keys = [axes_of_part | in_name for axes_of_part in axis_sets(expression(axes))]
+    keys = [part.names | in_name for part in components(expression(axes), ONES)]
     return [key for key in keys if not any(map(is_padding, key))]
 
 
@@ -568,9 +566,7 @@ def _listed(axes: frozenset[str]) -> str:
 
 
 def _layout_faults(rules: Sequence[MappingRule], variants: Dict[str, object]) -> Iterator[str]:
-    """Faults of layouts: not all form the same leaves, one is alone, a name is a variant's or
-    no word.
-    """
+    """Faults of layouts: one forms other leaves than the rest, or has no name of its own."""
     leaves: dict[str, set[str]] = defaultdict(set)
     for rule in rules:
         leaves[rule.layout].update(rule.leaves)

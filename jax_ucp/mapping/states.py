@@ -62,13 +62,28 @@ def states_of(contents: Contents, params: str | None = None) -> States:
 
     Raises TreeMismatch where the tree is neither.
     """
-    return _imported(contents) if params is None else _of_run(contents, params)
+    if params is None:
+        return _imported(contents)
+    weights = _weights(contents, params)
+    suffix = {id(leaf): name for name, leaf in weights.items()}
+    states: dict[Path, dict[str, Leaf]] = defaultdict(dict)
+    others: list[Leaf] = []
+    place: Path = ()
+    for leaf in contents.leaves:
+        if id(leaf) in suffix:
+            place = _place(leaf.path, params)
+            states[place][suffix[id(leaf)]] = leaf
+            continue
+        found = next(_named(leaf, weights), None) if leaf.has_array else None
+        if found is None:
+            others.append(leaf)
+        else:
+            states[found[0]][found[1]] = leaf
+    return States(place, dict(states), others)
 
 
 def top_labels(contents: Contents) -> Sequence[str]:
-    """The labels of the first three levels above arrays, those called `params` first; none of a
-    tree `{state: {parameter: array}}`.
-    """
+    """The labels of three levels above arrays, `params` first; none of {state: {name: array}}."""
     paths = [leaf.path for leaf in contents.leaves if leaf.has_array]
     if any(len(path) > 1 and path[0].name == "param" for path in paths):
         return ()
@@ -80,10 +95,7 @@ def top_labels(contents: Contents) -> Sequence[str]:
 
 
 def weights_of(contents: Contents, params: str) -> Contents:
-    """The parameters of a training run's tree as `{param: {parameter: array}}`, and nothing else.
-
-    Raises TreeMismatch where there are none below the label `params`.
-    """
+    """The parameters below `params` as `{param: {name: array}}`. Raises TreeMismatch for none."""
     weights = _weights(contents, params)
     at = {
         (*PARAM, *(Key("dict", key) for key in name.split("/"))): leaf
@@ -120,25 +132,6 @@ def _imported(contents: Contents) -> States:
             " the tree of a training run, say where they are with params= (--params)"
         )
     return States(named["param"], dict(states))
-
-
-def _of_run(contents: Contents, params: str) -> States:
-    weights = _weights(contents, params)
-    suffix = {id(leaf): name for name, leaf in weights.items()}
-    states: dict[Path, dict[str, Leaf]] = defaultdict(dict)
-    others: list[Leaf] = []
-    place: Path = ()
-    for leaf in contents.leaves:
-        if id(leaf) in suffix:
-            place = _place(leaf.path, params)
-            states[place][suffix[id(leaf)]] = leaf
-            continue
-        found = next(_named(leaf, weights), None) if leaf.has_array else None
-        if found is None:
-            others.append(leaf)
-        else:
-            states[found[0]][found[1]] = leaf
-    return States(place, dict(states), others)
 
 
 def _place(path: Path, label: str) -> Path:

@@ -27,7 +27,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from jax_ucp.errors import SpecError
@@ -287,7 +287,7 @@ def _test(node: ast.expr) -> Test:
             if not isinstance(right, ast.List):
                 raise _NoExpression("what stands after `in` is a list of literals")
             value, items, is_in = _value(left), _literals(right.elts), isinstance(op, ast.In)
-            return lambda config: _is_among(value(config), items) == is_in
+            return lambda config: any(map(partial(_equal, value(config)), items)) == is_in
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _comparison(node, left, op, right)
         case ast.Call(func=ast.Name(id="repeats"), args=[left, *more], keywords=[]) if more:
@@ -410,10 +410,6 @@ def _equal(left: Any, right: Any) -> bool:
     if is_number(left) and is_number(right):
         return left == right
     return type(left) is type(right) and left == right
-
-
-def _is_among(value: Any, items: Iterable[Any]) -> bool:
-    return any(_equal(value, item) for item in items)
 
 
 def _repeats(value: Any, items: Sequence[Any]) -> bool:

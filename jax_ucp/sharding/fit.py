@@ -156,8 +156,11 @@ def _logical_names(leaves: Sequence[Leaf]) -> set[str]:
     return set(itertools.chain.from_iterable(map(axis_names, axes)))
 
 
-def axis_names(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else axes or ()
+def axis_names(axes: object) -> tuple[str, ...]:
+    """The names in one entry of a spec, of mesh axes or logical ones."""
+    if isinstance(axes, tuple | list):
+        return tuple(axes)
+    return (axes,) if isinstance(axes, str) else ()
 
 
 def wanted_spec(

@@ -277,7 +277,7 @@ def run_restore(
     reading.run(checks)
     values = list(map(_as_kind, plan.placements, reading.values()))
     if plan.target is not None:
-        kept = {node.path: node.unfilled for node in plan.kept}
+        kept = {n.path: n.value if n.original is None else n.original for n in plan.kept}
         paths = [node.path for node in plan.nodes]
         return fill(plan.target, kept | dict(zip(paths, values, strict=True)))
     paths = [p.leaf.path for p in plan.placements]

@@ -72,7 +72,7 @@ class Staging:
     `is_copied` is set when all were there: the devices' memory may be donated then.
     """
 
-    parts: dict[str, Mapping[Box, np.ndarray | jax.Array]]
+    parts: dict[str, dict[Box, np.ndarray | jax.Array]]
     max_bytes: int
     is_copied: threading.Event = field(default_factory=threading.Event)
 
@@ -114,7 +114,16 @@ class Snapshot(MakesArrays):
         return np.stack(parts) if key in self.stacks else parts[0]
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        data = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
+        """The elements of `box`: a view of the part that holds them all, or a copy from several."""
+        parts = self.data[key]
+        pieces = _pieces(tuple(parts), box)
+        if len(pieces) == 1:
+            part, source, _ = pieces[0]
+            data = np.asarray(parts[part][source]).view()
+        else:
+            data = np.empty(box.shape, self.infos[key].dtype)
+            for part, source, target in pieces:
+                data[target] = parts[part][source]
         data.flags.writeable = False
         return data
 
@@ -199,7 +208,10 @@ def take_snapshot(described: Description, max_bytes: int | None = None) -> Snaps
             written_bytes[owner] += box.size * info.dtype.itemsize
             if owner == jax.process_index():
                 blocks.append((key, box))
-    parts = _needed(arrays, _unstacked(blocks, stacks))
+    needed: dict[str, list[Box]] = defaultdict(list)
+    for name, box in _unstacked(blocks, stacks):
+        needed[name].append(box)
+    parts = {name: _parts(arrays[name], tuple(boxes)) for name, boxes in needed.items()}
     snapshot = Snapshot(described.leaves, infos, chunks, blocks, {}, stacks)
     copied = (host_bytes(part) for of in parts.values() for part in of.values())
     if max_bytes is None or sum(copied) <= max_bytes:
@@ -289,7 +301,15 @@ def _stages(
         (key, _), parts = need
         return *order[key], min((box.start for _, box in parts), default=())
 
-    needs = [(block, _part_bytes(snapshot, staging.parts, block)) for block in snapshot.blocks]
+    needs: list[tuple[Place, dict[Place, int]]] = []
+    for block in snapshot.blocks:
+        parts = {
+            (name, place): host_bytes(part)
+            for name, box in _unstacked([block], snapshot.stacks)
+            for place, part in staging.parts[name].items()
+            if place.intersect(box) is not None
+        }
+        needs.append((block, parts))
     stages: list[tuple[list[Place], dict[Place, int]]] = []
     nbytes = 0
     for block, parts in sorted(needs, key=rank):
@@ -302,16 +322,6 @@ def _stages(
         stages[-1][0].append(block)
         stages[-1][1].update(more)
     return stages
-
-
-def _part_bytes(snapshot: Snapshot, parts: Parts, block: Place) -> dict[Place, int]:
-    """The parts that a block needs, by array and place, with the bytes of their copies."""
-    return {
-        (name, place): host_bytes(part)
-        for name, box in _unstacked([block], snapshot.stacks)
-        for place, part in parts[name].items()
-        if place.intersect(box) is not None
-    }
 
 
 def _write_jobs(
@@ -469,16 +479,6 @@ def _leaf(node: TreeNode, name: str) -> tuple[Leaf, np.ndarray | jax.Array | Non
     return leaf, value
 
 
-def _needed(
-    arrays: Mapping[str, np.ndarray | jax.Array], blocks: Iterable[Place]
-) -> dict[str, Mapping[Box, np.ndarray | jax.Array]]:
-    """The parts of each array that the blocks need, where they are."""
-    needed: dict[str, list[Box]] = defaultdict(list)
-    for name, box in blocks:
-        needed[name].append(box)
-    return {name: _parts(arrays[name], tuple(boxes)) for name, boxes in needed.items()}
-
-
 def _to_host(parts: Parts) -> dict[str, dict[Box, np.ndarray]]:
     """The parts as host arrays."""
     on_devices = [part for of in parts.values() for part in of.values()]
@@ -507,18 +507,6 @@ def _sources(sharding: Sharding, shape: Shape, needed: tuple[Box, ...]) -> list[
     """The distinct boxes here that meet a needed box, each with a device that holds it."""
     boxes = device_boxes(sharding, shape).items()
     return [(box, devices[0]) for box, devices in boxes if any(map(box.intersect, needed))]
-
-
-def _assemble(parts: Mapping[Box, np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
-    """The elements of `box`: a view of the part that holds them all, or a copy from several."""
-    pieces = _pieces(tuple(parts), box)
-    if len(pieces) == 1:
-        part, source, _ = pieces[0]
-        return parts[part][source]
-    out = np.empty(box.shape, dtype)
-    for part, source, target in pieces:
-        out[target] = parts[part][source]
-    return out
 
 
 @functools.lru_cache(maxsize=1024)

@@ -28,6 +28,7 @@ from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, index_box
+from jax_ucp.sharding.fit import axis_names
 from jax_ucp.sharding.jax_versions import set_mesh
 from jax_ucp.sharding.reads import touched_units
 from jax_ucp.version import VERSION
@@ -103,7 +104,7 @@ class SharedRead:
         # the sharding of the pieces, each padded to the length of the cut, side by side
         own = self.sharding.spec
         spec: list[object] = [*own, *[None] * (axis + 1 - len(own))]
-        spec[axis] = (*_names(spec[axis]), *self.cut.names)
+        spec[axis] = (*axis_names(spec[axis]), *self.cut.names)
         inner = NamedSharding(mesh, PartitionSpec(*spec))
         arrays = jax.device_put(list(parts), list(_own_pieces(self)))
         pieces = jax.make_array_from_single_device_arrays(shape, inner, arrays)
@@ -243,14 +244,8 @@ def _mesh(sharding: NamedSharding) -> Mesh:
     return sharding.mesh
 
 
-def _names(axes: object) -> tuple[str, ...]:
-    if isinstance(axes, tuple):
-        return axes
-    return (axes,) if isinstance(axes, str) else ()
-
-
 def _free_names(sharding: NamedSharding) -> tuple[str, ...]:
-    used = set(itertools.chain.from_iterable(map(_names, sharding.spec)))
+    used = set(itertools.chain.from_iterable(map(axis_names, sharding.spec)))
     sizes = sharding.mesh.shape
     return tuple(name for name in sizes if sizes[name] > 1 and name not in used)
 

@@ -44,7 +44,12 @@ def to_host(parts: Sequence[jax.Array]) -> list[np.ndarray]:
 
     All are on the host when it returns: their buffers may be donated then.
     """
-    arrays = [np.empty(part.shape, part.dtype) if _by_pinned(part) else None for part in parts]
+    arrays = [
+        np.empty(part.shape, part.dtype)
+        if part.nbytes >= PINNED_FROM_BYTES and has_pinned(_device(part))
+        else None
+        for part in parts
+    ]
     direct = [part for part, array in zip(parts, arrays, strict=True) if array is None]
     for part in direct:
         if _device(part).platform != "cpu":  # on CPU it only costs
@@ -65,9 +70,7 @@ def host_bytes(part: np.ndarray | jax.Array) -> int:
 
 
 def to_device(data: np.ndarray, device: Device) -> jax.Array:
-    """The data on a device, floats as integers of their bits: XLA may compute 16 bits in 32, which
-    changes a signalling NaN.
-    """
+    """The data there, floats as their bits: XLA may compute 16 bits in 32, changing a NaN's."""
     bits = _bits_of(data.dtype)
     return jax.device_put(data if bits is None else np.ascontiguousarray(data).view(bits), device)
 
@@ -76,10 +79,6 @@ def has_pinned(device: Device) -> bool:
     """Whether copies from a device go through its pinned memory."""
     is_gpu = device.platform in ("gpu", "cuda", "rocm")
     return is_gpu and any(memory.kind == PINNED for memory in device.addressable_memories())
-
-
-def _by_pinned(part: jax.Array) -> bool:
-    return part.nbytes >= PINNED_FROM_BYTES and has_pinned(_device(part))
 
 
 def _pieces(part: jax.Array, out: np.ndarray) -> Iterator[tuple[int, Callable[[], None]]]:

@@ -60,11 +60,6 @@ class TreeNode:
     original: Any = None
 
     @property
-    def unfilled(self) -> Any:
-        """The value that stays there if the checkpoint has none."""
-        return self.value if self.original is None else self.original
-
-    @property
     def label(self) -> str:
         return _label(self.path)
 

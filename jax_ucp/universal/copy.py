@@ -436,9 +436,7 @@ class CopyTask:
         return max(block.cost for block in self.blocks)
 
     def run(self, opened: OpenedJob) -> list[Written]:
-        """The record of each block, which is written unless it is on disk as noted. Raises
-        CorruptData at the first proof that fails.
-        """
+        """The record of each block, written unless it is on disk as noted. Raises CorruptData."""
         files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
         pairs = list(zip(self.blocks, self.noted, strict=True))

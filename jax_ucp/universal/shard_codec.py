@@ -80,9 +80,7 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
 
 @functools.lru_cache(maxsize=1024)
 def _index(shape: Shape, chunks: Chunks, itemsize: int) -> bytes:
-    """The index, with its crc32c, of an outer chunk of which `shape` is inside the array: inner
-    chunks lie one after the other.
-    """
+    """The index and its crc32c of an outer chunk, of which `shape` is inside the array."""
     index = np.full((*_inner_grid(chunks), 2), _NOT_STORED, np.uint64)
     nbytes = math.prod(chunks.inner) * itemsize + CRC_BYTES
     places = itertools.product(*map(range, grid_shape(shape, chunks.inner)))
@@ -274,11 +272,12 @@ class _Neighbours:
         ((want, out),) = piece.takers
         if piece.shard is not self._pieces[0].shard or out is not self._takers[0][1]:
             return False
-        boxes = self._box, piece.box
-        if not _fill_a_block(boxes) or not piece.box.within(want):
+        around = Box.around((self._box, piece.box))
+        has_gap = around.size != self._box.size + piece.box.size  # they do not overlap
+        if has_gap or not piece.box.within(want):
             return False
         self._pieces.append(piece)
-        self._box = Box.around(boxes)
+        self._box = around
         return True
 
     def reads(self) -> list[RangeRead]:
@@ -317,15 +316,8 @@ class _Neighbours:
             out[hit.relative_to(want).index] = elements[hit.relative_to(self._box).index]
 
 
-def _fill_a_block(boxes: Sequence[Box]) -> bool:
-    """Whether boxes that do not overlap have no gap between them."""
-    return Box.around(boxes).size == sum(box.size for box in boxes)
-
-
 def _tiles(elements: np.ndarray, inner: Shape) -> np.ndarray:
-    """A view of an array of whole tiles of the shape `inner`: the axes of a tile's place, then
-    those of its elements.
-    """
+    """A view of an array as whole tiles of `inner`: axes of places, then those of elements."""
     grid, ndim = grid_shape(elements.shape, inner), len(inner)
     pairs = list(itertools.chain.from_iterable(zip(grid, inner, strict=True)))
     return elements.reshape(pairs).transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])

@@ -120,16 +120,11 @@ def leaf_fault(leaf: Leaf) -> str | None:
             return f"an empty {leaf.value!r:.40}, which is not a kind of node"
         case "prng_key" if not (leaf.key_impl and leaf.shape and leaf.dtype == "uint32"):
             return f"a PRNG key of {leaf.key_impl!r:.40} {about}"
-        case kind if _is_no_number(leaf):
+        case kind if kind in _NUMBERS and (
+            leaf.shape or np.dtype(leaf.dtype).kind not in _NUMBERS[kind]
+        ):
             return f"a number ({kind}) {about}"
     return sharding_fault(leaf.sharding) if leaf.sharding else None
-
-
-def _is_no_number(leaf: Leaf) -> bool:
-    """Whether a leaf should be one number, and is not."""
-    if leaf.kind not in _NUMBERS:
-        return False
-    return bool(leaf.shape) or np.dtype(leaf.dtype).kind not in _NUMBERS[leaf.kind]
 
 
 def sharding_fault(sharding: SavedSharding) -> str | None:
@@ -163,9 +158,7 @@ def array_fault(shape: Shape, stored: ArrayRecord) -> str | None:
 # Thousands of arrays have few shapes.
 @functools.lru_cache(maxsize=1024)
 def _grid(shape: Shape, outer: Shape, inner: Shape) -> tuple[str | None, int, int]:
-    """The fault of chunks for arrays of a shape, or None; how many outer and inner ones there
-    are.
-    """
+    """The fault of chunks for arrays of a shape, or None; the counts of outer and inner ones."""
     if not len(outer) == len(inner) == len(shape):
         return f"has shape {shape}, but chunks of {outer} and {inner}", 0, 0
     if 0 in inner or any(o % i for o, i in zip(outer, inner, strict=True)):

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jax_ucp.cli.text_table import TextTable, fitted_widths
+from jax_ucp.arrays.budget import fair_share
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.text import visible
 
 CELLS = st.text(alphabet="ab /.é漢\x1b\u202e", max_size=12)
@@ -44,7 +45,7 @@ def test_a_table_that_does_not_fit_is_folded_and_has_every_character(width, rows
 
 @given(needed=st.lists(st.integers(1, 60), min_size=1, max_size=5), room=st.integers(10, 120))
 def test_widths_fit_into_the_room_and_no_column_is_wider_than_it_needs(needed, room):
-    widths = fitted_widths(needed, room)
+    widths = [min(width, fair_share(needed, room)) for width in needed]
     assert sum(widths) <= room
     assert all(1 <= width <= need for width, need in zip(widths, needed, strict=True))
     assert widths == needed or sum(needed) > room
