@@ -56,13 +56,15 @@ def run_bounded(
     Neighbours that cost little are run as one, unless each waits for a network. The first job that
     raises stops those not yet begun, and its error is raised here.
     """
+
+    def run_all(batch: list[tuple[int, Callable[[], object]]]) -> None:
+        for _, job in batch:
+            job()
+
     max_bytes = min(BATCH_BYTES, budget_bytes // threads())
     with ThreadPoolExecutor(threads(remote)) as pool:
         submissions = (
-            Submission(
-                sum(cost for cost, _ in batch),
-                partial(lambda jobs: [job() for _, job in jobs], batch),
-            )
+            Submission(sum(cost for cost, _ in batch), partial(run_all, batch))
             for batch in batches(
                 jobs, operator.itemgetter(0), max_bytes, 1 if remote else BATCH_JOBS
             )
