@@ -23,6 +23,7 @@ SECTIONS = {
     "DeepSpeed": ("deepspeed",),
     "Megatron": ("megatron",),
     "Orbax, Flax, T5X and Paxml": ("orbax", "flax", "t5x", "zarr folders"),
+    "Equinox": ("equinox",),
     "PyTorch DCP": ("dcp",),
     "DTensors of each rank": ("dtensors",),
     "safetensors": ("safetensors",),

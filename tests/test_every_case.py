@@ -58,7 +58,8 @@ IN_LANES = in_lanes([(case,) for case in CASES])
 KINDS = [Case(label) for label in (
     "deepspeed/tp2_dp2_z1_bf16_swiglu", "deepspeed/tp2_dp2_z3_bf16",
     "deepspeed_universal/autoep2_dp4_z3_fp32", "deepspeed_writers/nvme_z3_small_dp2",
-    "dtensors/tp_2x2_small", "gguf/llama_k", "jax/orbax05-manager_items", "jax/orbax05-paxml",
+    "dtensors/tp_2x2_small", "gguf/llama_k", "jax/equinox0138-training",
+    "jax/orbax05-manager_items", "jax/orbax05-paxml",
     "jax/orbax05-t5x", "jax/orbax0128-flax_msgpack_file", "jax/orbax06-processes_ocdbt",
     "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16", "megatron/legacy_ep2_moe_grouped_bf16",
     "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16", "megatron/old0153_tp2_zarr_fp32",

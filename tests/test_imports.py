@@ -35,7 +35,7 @@ CONTAINED = {
 }
 FORMATS = (
     *("torch_save", "safetensors", "dcp", "quantized", "peft", "gguf", "orbax", "flax_msgpack"),
-    *("huggingface", "dtensor_ranks", "deepspeed", "megatron"),
+    *("equinox", "huggingface", "dtensor_ranks", "deepspeed", "megatron"),
 )
 FOLDERS = tuple(f"formats.{name}" for name in FORMATS)
 # The rooms from the bottom up: each may import those above it in this list, besides itself.

@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("tutorials", "reference", "formats")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md"))
 PAGES = [page for page in PAGES if "```python" in page.read_text()]
-NEEDS = {"maxtext": "maxtext"}  # a page, and the package that it needs beside those of the tests
+NEEDS = {
+    "maxtext": "maxtext",
+    "equinox": "equinox",
+}  # a page, and the package that it needs beside those of the tests
 BLOCK = re.compile(r"```(python|sh)\n(.*?)```\n(?:\n?```text\n(.*?)```\n)?", re.DOTALL)
 SHIM = """#!/bin/sh
 exec {python} -c "import sys; sys.argv[0] = 'jax-ucp'; from jax_ucp.cli.main import main; main()" "$@"

@@ -26,11 +26,6 @@ _FOREIGN = {
         "Keras's HDF5",
         f"build the model and load it, `model.load_weights(path)`; {_OF_KERAS}",
     ),
-    ".eqx": (
-        "a file of Equinox, arrays without their names",
-        "build the model and load it, `model = eqx.tree_deserialise_leaves(path, model)`;"
-        " `ucp.Checkpoint.of(eqx.filter(model, eqx.is_array))` is a checkpoint",
-    ),
     ".npz": ("numpy's npz", "`ucp.Checkpoint.of(dict(np.load(path)))` is a checkpoint"),
     ".nemo": ("NeMo's archive", "unpack it, `tar -xf`, and open the folder of weights in it"),
     ".onnx": ("ONNX", "export the model's weights as safetensors"),

@@ -25,6 +25,7 @@ from jax_ucp.formats.dcp import reader as dcp
 from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
 from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
+from jax_ucp.formats.equinox import reader as equinox
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
 from jax_ucp.formats.gguf import reader as gguf
 from jax_ucp.formats.hints import not_read, of_another_format, point_inside
@@ -151,6 +152,7 @@ FORMATS: tuple[Format, ...] = (
            torch_state.open_torch, WORDS, "none"),
     Format("GGUF", "a file, or the first part of a split one", gguf.recognise, gguf.open_gguf,
            WORDS),
+    Format("Equinox", "*.eqx", equinox.recognise, equinox.open_equinox, frozenset()),
     Format("Flax's msgpack", "a file, or T5X's folder with `checkpoint`", flax_msgpack.recognise,
            flax_msgpack.open_flax, WORDS),
     Format("a step of Paxml, T5X or an old Orbax", "a number, with items",

@@ -3,8 +3,8 @@
 On GPUs `np.asarray` of device memory goes through a staging buffer of XLA, at a tenth of the link's
 speed (jax issues 21438 and 36651); a copy to `pinned_host` memory does not (jax pull request 22114,
 and Orbax's `enable_pinned_host_transfer`, which is on for GPUs alone). Such memory is scarce: XLA
-has 64 GB of it at most. So arrays pass through it in pieces, and stay in ordinary memory. The way to a GPU
-needs nothing: XLA sends host buffers of less than 1 GiB through pinned memory of its own
+has 64 GB of it at most. So arrays pass through it in pieces, and stay in ordinary memory. The way
+to a GPU needs nothing: XLA sends host buffers of less than 1 GiB through pinned memory of its own
 (`should_stage_host_to_device_transfers` in `xla/pjrt/pjrt_stream_executor_client.cc`).
 """
 

@@ -408,6 +408,11 @@ class Targets:
         data = inputs.spoilt_msgpack(rng, rng.choice(self.packed))
         return self._done(rng, self.put("x.msgpack", data))
 
+    def equinox_files(self, rng: Random) -> Read:
+        """A file of Equinox with some bytes changed."""
+        source = rng.choice(sorted(DATA.glob("jax/equinox*/ckpt/model.eqx")))
+        return self._done(rng, self.put("x.eqx", inputs.noise(rng, source.read_bytes())))
+
     def indexes(self, rng: Random) -> Read:
         """A saved index that says something else: in its file, in what the checkpoint's files
         answered, or in their bytes.
@@ -560,7 +565,7 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
 # How many of a hundred and more inputs each target gets.
 SHARES = {
     "pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10, "universal": 14,
-    "orbax": 14, "msgpack_files": 10, "quantized": 10, "yaml_texts": 6, "adapters": 8, "gguf": 8, "indexes": 8,
+    "orbax": 14, "msgpack_files": 10, "equinox_files": 4, "quantized": 10, "yaml_texts": 6, "adapters": 8, "gguf": 8, "indexes": 8,
 }  # fmt: skip
 
 

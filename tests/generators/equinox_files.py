@@ -1,0 +1,82 @@
+"""Files that Equinox writes, with the leaves that it wrote.
+
+`PYTHONPATH=. python tests/generators/equinox_files.py OUT`, by a Python that has equinox and jax. Each case is
+`OUT/<case>/ckpt/model.eqx`, `truth.npz` (leaves by number) and `case.json`. Run with equinox 0.13.8, jax 0.10.2.
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ABOUT = {
+    "mlp": "an MLP behind a line of JSON with its sizes, as Equinox's example writes it",
+    "training": "a model with normalisation and dropout, in bfloat16, its Adam's moments, a count, a learning rate,"
+    " arrays of numpy in both orders",
+}
+
+
+def mlp():
+    sizes = {"in_size": 3, "out_size": 2, "width_size": 5, "depth": 2}
+    return sizes, eqx.nn.MLP(**sizes, key=jax.random.key(0))
+
+
+def training():
+    keys = jax.random.split(jax.random.key(1), 3)
+    layers = [
+        eqx.nn.Linear(4, 6, key=keys[0]),
+        eqx.nn.LayerNorm(6),
+        eqx.nn.Dropout(0.25),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.Linear(6, 2, use_bias=False, key=keys[1]),
+    ]
+    model = eqx.nn.Sequential(layers)
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)
+    moments = jax.tree.map(
+        lambda x: jax.random.normal(keys[2], x.shape), eqx.filter(model, eqx.is_array)
+    )
+    table = np.arange(12, dtype=np.int16).reshape(3, 4)
+    return None, (
+        model,
+        moments,
+        jnp.int32(7),
+        0.001,
+        {"rows": table, "columns": np.asfortranarray(table), "on": True},
+    )
+
+
+def main(out: Path) -> None:
+    for name, make in (("mlp", mlp), ("training", training)):
+        line, tree = make()
+        folder = out / name
+        (folder / "ckpt").mkdir(parents=True)
+        with (folder / "ckpt" / "model.eqx").open("wb") as file:
+            if line:
+                file.write((json.dumps(line) + "\n").encode())
+            eqx.tree_serialise_leaves(file, tree)
+        leaves = [np.asarray(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
+        dtypes = {str(i): "bfloat16" for i, x in enumerate(leaves) if x.dtype == jnp.bfloat16}
+        bits = {str(i): x.view(np.uint16) if str(i) in dtypes else x for i, x in enumerate(leaves)}
+        np.savez(folder / "truth.npz", **bits)
+        about = {
+            "about": ABOUT[name],
+            "writer": {
+                "equinox": version("equinox"),
+                "jax": jax.__version__,
+                "numpy": np.__version__,
+            },
+            "options": {},
+            "at": "ckpt/model.eqx",
+        }
+        if dtypes:
+            about["dtypes"] = dtypes
+        (folder / "case.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
