@@ -24,7 +24,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ import types
 from pathlib import Path
 
 import numpy as np
+import ranks
 
 sys.path.remove(str(Path(__file__).parent))  # this file is called like the package
 
@@ -659,15 +659,9 @@ ENVIRONMENT = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def launch(spec: dict, out: Path, world: int) -> bool:
     """Train in a process for each rank, forked after the imports, which take longer."""
-    port, workers = str(free_port()), []
+    port, workers = str(ranks.free_port()), []
     for rank in range(world):
         worker = os.fork()
         if not worker:

@@ -4,10 +4,8 @@
 
 DIR has the source of Megatron-LM in one folder for each tag: DIR/core_v0.19.0/megatron/... The
 Python that runs this has torch, numpy, einops, packaging, pyyaml, psutil, and for 0.16 six, regex,
-pydantic and requests. Models, optimizers and writers are Megatron's own; what needs a GPU stands
-in: CUDA's calls, the modules of TransformerEngine with the parameters that it registers, and its
-FusedAdam by its formulas (`transformer_engine/pytorch/optimizers/fused_adam.py`,
-`common/multi_tensor/adam.cu`, v2.18).
+pydantic and requests. Models, optimizers and writers are Megatron's own; what needs a GPU is in
+`megatron_stand_ins.py`.
 
 Gradients are noise, the same whatever the parallelism; three steps are made with them. The state is
 taken from the live parameters and optimizers of all ranks, never from the files; where the
@@ -20,24 +18,20 @@ tokens instead of noise; after the save they go on for three more, whose losses 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
-import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import types
-import typing
 from pathlib import Path
+
+import megatron_stand_ins as megatron
+import numpy as np
+import ranks
+import torch
+import torch.distributed as dist
 
 STEPS, VOCAB = 3, 101
 BASE = """--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads 4
@@ -239,114 +233,37 @@ def main() -> None:
     if options.case:
         _write(next(case for case in CASES if case.name == options.case), options)
         return
+    script, source = Path(__file__).resolve(), options.source.resolve()
+    by_name = {case.name: case for case in CASES}
     failed = [
-        case.name
-        for case in CASES
-        if (not options.only or any(part in case.name for part in options.only))
-        and not _run(case, options)
+        name
+        for name in ranks.chosen(by_name, options.only)
+        if not ranks.write_case(
+            options.out / name,
+            [script, options.out.resolve(), "--source", source, "--case", name],
+            source / by_name[name].tag,
+        )
     ]
     print(f"failed: {failed}" if failed else "all written")
-
-
-def _run(case: Case, options: argparse.Namespace) -> bool:
-    """Write a case in a process of its own, and end all that it leaves behind."""
-    folder = options.out / case.name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(Path(__file__).resolve()),
-        str(options.out.resolve()),
-    ]
-    command += ["--source", str(options.source.resolve()), "--case", case.name]
-    path = f"{options.source.resolve() / case.tag}:{os.environ.get('PYTHONPATH', '')}"
-    settings = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    settings |= {"TORCHDYNAMO_DISABLE": "1", "PYTORCH_JIT": "0", "NVTE_TORCH_COMPILE": "0"}
-    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code = process.wait(120)
-        except subprocess.TimeoutExpired:
-            code = -1
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    lines = (folder / "log").read_text().splitlines()
-    written = not code and (folder / "case.json").is_file()
-    print(f"{case.name}: {'written' if written else 'FAILED'}", flush=True)
-    if written:
-        (folder / "log").unlink()
-    else:
-        print("   ", "\n    ".join(lines[-6:]), flush=True)
-    return written
-
-
-def _free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return own.getsockname()[1]
 
 
 def _write(case: Case, options: argparse.Namespace) -> None:
     """Train and save, one process for each rank."""
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]  # its name
-    _stand_in_for_cuda()
-    engine = ("transformer_engine", "transformer_engine_torch") if case.te else ()
-    sys.meta_path.insert(0, _StandIns(("triton", *engine)))
-    if "muon" in case.argv or "lion" in case.argv:
-        _stand_in_for_muon()
-    typing.override = getattr(typing, "override", lambda method: method)
+    megatron.install_cuda()
+    engine = megatron.TRANSFORMER_ENGINE if case.te else ()
+    muon = ("emerging_optimizers",) if "muon" in case.argv or "lion" in case.argv else ()
+    megatron.install_packages("triton", *engine, *muon)
     sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}
     argv = BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1).split()
     argv += case.model.split() + case.argv.split() + ["--bf16"] * (not case.computes)
     argv += ["--transformer-impl", "transformer_engine" if case.te else "local"]
     argv += ["--save", str(options.out / case.name / "ckpt")]
     sys.argv = ["generate", *argv]
-    _import_megatron()
+    importlib.import_module("pretrain_gpt")
     if case.computes:
         _let_core_attention_be_told_lengths()
-    os.environ["WORLD_SIZE"] = str(case.world)
-    rank, children = 0, []
-    for number in range(1, case.world):
-        child = os.fork()
-        if not child:
-            rank, children = number, []
-            break
-        children.append(child)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    try:
-        _train_and_save(case, options.out / case.name)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os.killpg(0, signal.SIGKILL)
-    for child in children:
-        os.waitpid(child, 0)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _stand_in_for_muon() -> None:
-    """NVIDIA's emerging_optimizers alone, of the stand-ins that the other generator has."""
-    path = Path(__file__).with_name("megatron_stand_ins.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    stand_ins = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stand_ins)
-    stand_ins._STAND_INS = ("emerging_optimizers",)
-    stand_ins.install_transformer_engine()
-
-
-def _import_megatron() -> None:
-    import megatron.training.initialize as initialize
-    import megatron.training.training  # noqa: F401
-    import pretrain_gpt  # noqa: F401
-
-    initialize._compile_dependencies = lambda: None
+    ranks.on_ranks(case.world, lambda: _train_and_save(case, options.out / case.name))
 
 
 def _let_core_attention_be_told_lengths() -> None:
@@ -366,12 +283,10 @@ def _let_core_attention_be_told_lengths() -> None:
 
 
 def _train_and_save(case: Case, folder: Path) -> None:
-    import torch
-    import torch.distributed as dist
     from megatron.training import get_args
 
-    models, optimizer, scheduler = _set_up()
-    bare = [_unwrapped(model) for model in models]
+    models, optimizer, scheduler = megatron.set_up()
+    bare = [megatron.unwrapped(model) for model in models]
     places = [_places(model) for model in bare]
     for model, own in zip(bare, places, strict=True):
         with torch.no_grad():
@@ -408,7 +323,7 @@ def _train_and_save(case: Case, folder: Path) -> None:
         f"buffer/{name}": bias.float().numpy().copy() for m in bare for name, bias in _buffers(m)
     }
     measured = _logits(bare) if case.has_logits else {}
-    _save(models, optimizer, scheduler)
+    megatron.save(STEPS, models, optimizer, scheduler)
     if case.goes_on:
         measured = _next((models, optimizer, scheduler))
     gathered = [None] * case.world if dist.get_rank() == 0 else None
@@ -423,54 +338,6 @@ def _train_and_save(case: Case, folder: Path) -> None:
     dist.barrier()
 
 
-def _set_up():
-    """The model chunks, the optimizer and the scheduler, as Megatron's own training has them."""
-    import inspect
-    from functools import partial
-
-    import megatron.training.initialize as initialize
-    import megatron.training.training as training
-    from megatron.core.enums import ModelType
-
-    try:
-        from megatron.training.arguments import parse_and_validate_args
-
-        parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-        initialize.initialize_megatron(allow_no_cuda=True)
-    except ImportError:
-        defaults = {"tokenizer_type": "NullTokenizer"}
-        initialize.initialize_megatron(allow_no_cuda=True, args_defaults=defaults)
-    import pretrain_gpt
-
-    provider = pretrain_gpt.model_provider
-    try:
-        from gpt_builders import gpt_builder
-
-        provider = partial(provider, gpt_builder)
-    except ImportError:
-        pass
-    wanted = inspect.signature(training.setup_model_and_optimizer).parameters
-    values = {name: provider for name in wanted if "provider" in name}
-    if "model_type" in wanted:
-        values["model_type"] = ModelType.encoder_or_decoder
-    return training.setup_model_and_optimizer(**values)
-
-
-def _unwrapped(model):
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
-def _save(models, optimizer, scheduler) -> None:
-    import megatron.training.training as training
-    from megatron.training.checkpointing import save_checkpoint
-
-    clean = getattr(training, "preprocess_common_state_dict", None)
-    more = {"preprocess_common_state_dict_fn": clean} if clean else {}
-    save_checkpoint(STEPS, models, optimizer, scheduler, 12345, **more)
-
-
 # Where the elements of a parameter are in the whole: for each tensor of the checkpoint its key and
 # shape, the index there, and which elements of the parameter these are.
 Place = list[tuple[str, tuple[int, ...], tuple, "object"]]
@@ -478,7 +345,6 @@ Place = list[tuple[str, tuple[int, ...], tuple, "object"]]
 
 def _places(model) -> dict[str, Place]:
     """The places of a model's parameters, by what Megatron says of how they are sharded."""
-    import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -511,7 +377,6 @@ def _data_group():
 
 
 def _noise(key: str, shape: tuple[int, ...], *what: object):
-    import numpy as np
 
     seed = int.from_bytes(hashlib.sha256(repr((key, what)).encode()).digest()[:8], "little")
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
@@ -519,8 +384,6 @@ def _noise(key: str, shape: tuple[int, ...], *what: object):
 
 def _local(place: Place, *what: object):
     """Noise of whole tensors, as a rank has it of one parameter, flat."""
-    import numpy as np
-    import torch
 
     result = np.zeros(sum(index.size for *_, index in place), np.float32)
     for key, shape, at, index in place:
@@ -530,45 +393,31 @@ def _local(place: Place, *what: object):
 
 def _states(optimizer, parameter):
     """(state, first element or None, array) of what the optimizers have of a parameter."""
-    for own in _leaves(optimizer):
+    for own in megatron.each_optimizer(optimizer):
         if type(own).__name__ == "DistributedOptimizer":
             if parameter not in own.model_param_group_index_map:
                 continue  # other data-parallel ranks have all of it, or another optimizer
             start = own._get_model_param_range_map(parameter)["param"].start
             tensors = own._get_main_param_and_optimizer_states(parameter)
-            exact = getattr(own.optimizer, "exact", {})
+            exact = getattr(own.optimizer, "exact", {})  # not of torch's Adam
             group, order = own.model_param_group_index_map[parameter]
             live = own.optimizer.param_groups[group]["params"][order]
             tensors["param"] = exact.get(live, tensors["param"])
             for state, value in tensors.items():
                 if state != "step":
-                    yield state, start, _array(value)
+                    yield state, start, megatron.array_of(value.reshape(-1))
             return
         live = getattr(parameter, "main_param", parameter)
         if any(live is other for group in own.optimizer.param_groups for other in group["params"]):
-            yield "param", None, _array(live)
+            yield "param", None, megatron.array_of(live.reshape(-1))
             for state, value in own.optimizer.state[live].items():
                 if hasattr(value, "shape") and state != "step":
-                    yield state, None, _array(value)
+                    yield state, None, megatron.array_of(value.reshape(-1))
             return
-    if not any(type(own).__name__ == "DistributedOptimizer" for own in _leaves(optimizer)):
-        yield "param", None, _array(parameter)
-
-
-def _leaves(optimizer):
-    inner = getattr(optimizer, "chained_optimizers", None)
-    if not inner:
-        return [optimizer]
-    return [leaf for part in inner for leaf in ([part] if part is optimizer else _leaves(part))]
-
-
-def _array(tensor):
-    import torch
-
-    tensor = tensor.detach().reshape(-1)
-    if tensor.dtype == torch.bfloat16:
-        return "bfloat16", tensor.view(torch.int16).numpy().view("uint16").copy()
-    return str(tensor.dtype).removeprefix("torch."), tensor.numpy().copy()
+    if not any(
+        type(own).__name__ == "DistributedOptimizer" for own in megatron.each_optimizer(optimizer)
+    ):
+        yield "param", None, megatron.array_of(parameter.reshape(-1))
 
 
 def _buffers(model):
@@ -583,8 +432,6 @@ def _buffers(model):
 
 def _logits(chunks) -> dict[str, object]:
     """Tokens, and the logits that the live model gives of them, on rank 0; every rank takes part."""
-    import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
@@ -614,7 +461,6 @@ def _logits(chunks) -> dict[str, object]:
 
 def _next(run) -> dict[str, object]:
     """The tokens of the next steps, of whose rows each is a row and what follows it; the losses."""
-    import numpy as np
 
     steps = range(STEPS, 2 * STEPS)
     losses = [train_step(run, step) for step in steps]
@@ -624,7 +470,6 @@ def _next(run) -> dict[str, object]:
 
 def _tokens(step: int):
     """A batch for a step, of no meaning: rows of a token more than the model is given."""
-    import torch
     from megatron.training import get_args
 
     args, generator = get_args(), torch.Generator().manual_seed(step)
@@ -633,8 +478,6 @@ def _tokens(step: int):
 
 def train_step(run, step: int) -> float:
     """The loss of one of Megatron's own steps, on data that depends on the step alone."""
-    import torch
-    import torch.distributed as dist
     from megatron.core import mpu
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -672,8 +515,6 @@ def train_step(run, step: int) -> float:
 
 def _write_truth(case: Case, folder: Path, items, more) -> None:
     """Put together what all ranks have, and write it under the names of the local spec."""
-    import numpy as np
-    import torch
 
     flat: dict[tuple, tuple[Place, np.ndarray, np.ndarray]] = {}
     dtypes: dict[str, str] = {}
@@ -744,7 +585,6 @@ def _named(key: str, whole):
 
 def _as_other_trainer(case: Case, folder: Path, args) -> None:
     """Leave the files as trainers on Megatron-Core do that write no args, with a `common.pt`."""
-    import torch
     import yaml
 
     iteration = folder / "ckpt" / f"iter_{STEPS:07d}"
@@ -779,412 +619,6 @@ def _as_other_trainer(case: Case, folder: Path, args) -> None:
     state = {"step": torch.tensor(STEPS), "consumed_train_samples": torch.tensor(8 * STEPS)}
     torch.save(state, iteration / "train_state.pt")
     shutil.copy(iteration / "train_state.pt", folder / "ckpt" / "latest_train_state.pt")
-
-
-# What stands in for a GPU.
-
-
-def _stand_in_for_cuda() -> None:
-    """Calls of CUDA do nothing, or are done on the CPU."""
-    import numpy
-    import torch
-    import torch.cuda.random as cuda_random
-
-    numpy.product = numpy.prod  # which older releases call
-
-    torch.set_num_threads(1)
-    cpu, cuda = torch.device("cpu"), torch.cuda
-
-    class Stream:
-        cuda_stream = 0
-
-        def __init__(self, *_, **__):
-            pass
-
-        def __getattr__(self, name):
-            return lambda *_, **__: None
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return False
-
-    random_state = {"get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8)}
-    for name in ("set_rng_state", "manual_seed", "manual_seed_all", "seed"):
-        random_state[name] = lambda *_, **__: None  # of its own, as dynamo wants it
-    random_state["initial_seed"] = lambda: 1
-    for name, call in random_state.items():
-        setattr(cuda, name, call)
-        setattr(cuda_random, name, call)
-    nothing = ("set_device", "synchronize", "empty_cache", "set_stream", "_lazy_init",
-               "reset_peak_memory_stats", "ipc_collect")  # fmt: skip
-    for name in nothing:
-        setattr(cuda, name, lambda *_, **__: None)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved",
-                 "max_memory_reserved"):  # fmt: skip
-        setattr(cuda, name, lambda *_, **__: 0)
-    cuda.device_count, cuda.current_device = lambda: 1, lambda: cpu
-    cuda.Event = cuda.Stream = Stream
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: Stream()
-    cuda.stream = lambda *_, **__: contextlib.nullcontext()
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.memory_stats = lambda *_, **__: {}
-    cuda.mem_get_info = lambda *_, **__: (1 << 33, 1 << 34)
-    cuda.get_device_capability = lambda *_, **__: (9, 0)
-    cuda.get_device_name = lambda *_, **__: "cpu"
-    about = {"major": 9, "minor": 0, "total_memory": 1 << 34, "name": "cpu"}
-    cuda.get_device_properties = lambda *_, **__: types.SimpleNamespace(
-        multi_processor_count=1, **about
-    )
-    cuda.default_generators = (torch.default_generator,)
-    nvtx = {name: lambda *_, **__: None for name in ("range_push", "range_pop")}
-    cuda.nvtx = types.SimpleNamespace(range=lambda *_, **__: contextlib.nullcontext(), **nvtx)
-    for kind in ("Float", "Long", "Int", "Byte", "Double", "Half", "BFloat16"):
-        setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
-
-    def on_cpu(value):
-        named = isinstance(value, str) and value.startswith("cuda")
-        placed = isinstance(value, torch.device) and value.type == "cuda"
-        return cpu if named or placed else value
-
-    tensor = torch.Tensor
-    move, kind_of = tensor.to, tensor.type
-    tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
-    tensor.pin_memory, tensor.is_pinned = lambda self, *_, **__: self, lambda self, *_: False
-    tensor.to = lambda self, *a, **k: move(
-        self, *map(on_cpu, a), **{name: on_cpu(value) for name, value in k.items()}
-    )
-
-    def type_of(self, *a, **k):
-        if a and isinstance(a[0], str):
-            a = (a[0].replace("torch.cuda.", "torch."), *a[1:])
-        kind = kind_of(self, *a, **k)
-        return kind.replace("torch.", "torch.cuda.", 1) if isinstance(kind, str) else kind
-
-    tensor.type = type_of
-    makers = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "eye",
-              "empty_like", "zeros_like", "ones_like", "full_like", "randint", "as_tensor",
-              "linspace", "rand_like")  # fmt: skip
-    for name in makers:
-        setattr(torch, name, _made_on_cpu(getattr(torch, name), on_cpu))
-
-
-def _made_on_cpu(maker, on_cpu):
-    def make(*args, **options):
-        if "device" in options:
-            options["device"] = on_cpu(options["device"])
-        options.pop("pin_memory", None)
-        return maker(*args, **options)
-
-    return make
-
-
-class _Anything(type):
-    """A class that has whatever is asked of it, and does nothing."""
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
-
-
-class _Nothing(metaclass=_Anything):
-    def __init__(self, *_, **__):
-        pass
-
-    def __call__(self, *_, **__):
-        return None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return False
-
-
-class _Room(types.ModuleType):
-    """A module of TransformerEngine: what it lacks is a class that does nothing."""
-
-    __path__: typing.ClassVar[list[str]] = []
-    __version__ = "2.9.0"
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in (
-            "common",
-            "recipe",
-            "pytorch",
-            "ops",
-            "module",
-            "distributed",
-            "tensor",
-            "language",
-        ):
-            return importlib.import_module(f"{self.__name__}.{name}")
-        made = _Anything(name, (_Nothing,), {})
-        setattr(self, name, made)
-        return made
-
-
-class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds any module of packages; those of TransformerEngine that have parameters are below."""
-
-    def __init__(self, packages):
-        self.packages = packages
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.packages:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return _Room(spec.name)
-
-    def exec_module(self, module):
-        for name, made in _engine().get(module.__name__, {}).items():
-            setattr(module, name, made)
-
-
-def _engine() -> dict[str, dict[str, object]]:
-    """The parts of TransformerEngine that register parameters or keep states, by module."""
-    global _ENGINE
-    if _ENGINE is None:
-        _ENGINE = _engine_parts()
-    return _ENGINE
-
-
-_ENGINE: dict[str, dict[str, object]] | None = None
-
-
-def _engine_parts() -> dict[str, dict[str, object]]:
-    import torch
-    from torch import nn
-
-    def parameter(*shape, dtype):
-        return nn.Parameter(torch.zeros(*shape, dtype=dtype or torch.float32))
-
-    class Base(nn.Module):
-        fp8 = fp8_calibration = False
-        fp8_meta = types.MappingProxyType({"fp8_checkpoint": False})
-
-        def get_extra_state(self):
-            return None
-
-        def set_extra_state(self, state):
-            pass
-
-        def set_tensor_parallel_group(self, group):
-            pass
-
-    def cut(features_in, features_out, options):
-        ranks = options.get("tp_size", 1)
-        if options.get("parallel_mode") == "column":
-            features_out //= ranks
-        if options.get("parallel_mode") == "row":
-            features_in //= ranks
-        return features_out, features_in
-
-    class Linear(Base):
-        def __init__(self, in_features, out_features, bias=True, params_dtype=None, **options):
-            super().__init__()
-            self.use_bias, self.parallel_mode = bias, options.get("parallel_mode")
-            rows, columns = cut(in_features, out_features, options)
-            self.in_features, self.out_features = columns, rows
-            self.weight = parameter(rows, columns, dtype=params_dtype)
-            if bias:
-                self.bias = parameter(rows, dtype=params_dtype)
-            else:
-                self.bias = torch.Tensor()
-
-    class LayerNormLinear(Base):
-        def __init__(self, in_features, out_features, bias=True, params_dtype=None,
-                     normalization="LayerNorm", **options):  # fmt: skip
-            super().__init__()
-            self.use_bias, self.parallel_mode = bias, options.get("parallel_mode")
-            rows, columns = cut(in_features, out_features, options)
-            self.layer_norm_weight = parameter(in_features, dtype=params_dtype)
-            self.layer_norm_bias = None
-            if normalization == "LayerNorm":
-                self.layer_norm_bias = parameter(in_features, dtype=params_dtype)
-            self.weight = parameter(rows, columns, dtype=params_dtype)
-            self.bias = parameter(rows, dtype=params_dtype) if bias else torch.Tensor()
-
-    class GroupedLinear(Base):
-        def __init__(self, num_gemms, in_features, out_features, bias=True, params_dtype=None,
-                     **options):  # fmt: skip
-            super().__init__()
-            self.num_gemms, self.use_bias = num_gemms, bias
-            self.parallel_mode = options.get("parallel_mode")
-            rows, columns = cut(in_features, out_features, options)
-            for number in range(num_gemms):
-                weight = parameter(rows, columns, dtype=params_dtype)
-                self.register_parameter(f"weight{number}", weight)
-                if bias:
-                    self.register_parameter(f"bias{number}", parameter(rows, dtype=params_dtype))
-
-    class RMSNorm(Base):
-        def __init__(self, normalized_shape=None, hidden_size=None, params_dtype=None, **_):
-            super().__init__()  # the size has one name or the other
-            self.size = normalized_shape or hidden_size
-            self.weight = parameter(self.size, dtype=params_dtype)
-
-    class LayerNorm(RMSNorm):
-        def __init__(self, params_dtype=None, **options):
-            super().__init__(params_dtype=params_dtype, **options)
-            self.bias = parameter(self.size, dtype=params_dtype)
-
-    class DotProductAttention(Base):
-        def __init__(self, num_attention_heads, kv_channels, softmax_type="vanilla", tp_size=1,
-                     **options):  # fmt: skip
-            super().__init__()
-            if softmax_type == "learnable":
-                heads = num_attention_heads // tp_size
-                self.softmax_offset = parameter(heads, dtype=torch.float32)
-
-    class States:
-        def __init__(self, *_, **__):
-            self.states_ = {}
-
-        def is_initialized(self):
-            return False
-
-        def get_states(self):
-            return dict(self.states_)
-
-        def reset(self):
-            self.states_ = {}
-
-        def add(self, name, seed):
-            self.states_[name] = torch.zeros(16, dtype=torch.uint8)
-
-        def set_states(self, states):
-            self.states_ = states
-
-        def fork(self, *_, **__):
-            return contextlib.nullcontext()
-
-    def applier(operation, buffer, lists, *arguments):
-        return operation(0, buffer, lists, *arguments)
-
-    def norm(_, __, lists, *___):
-        total = sum(float(tensor.float().norm()) ** 2 for tensor in lists[0])
-        return torch.tensor([total**0.5]), None
-
-    def scale(_, __, lists, factor, *___):
-        for source, target in zip(*lists, strict=True):
-            target.copy_(source.float().mul(factor).to(target.dtype))
-
-    modules = {"Linear": Linear, "LayerNormLinear": LayerNormLinear, "LayerNorm": LayerNorm}
-    modules |= {"GroupedLinear": GroupedLinear, "RMSNorm": RMSNorm}
-    modules |= {"DotProductAttention": DotProductAttention}
-    optimizers = {"FusedAdam": _fused_adam(), "FusedSGD": torch.optim.SGD}
-    optimizers |= {"multi_tensor_applier": applier, "multi_tensor_l2norm": norm}
-    optimizers |= {"multi_tensor_scale": scale}
-    tracker = {"CudaRNGStatesTracker": States}
-    return {
-        "transformer_engine.pytorch": modules,
-        "transformer_engine.pytorch.distributed": tracker,
-        "transformer_engine.pytorch.optimizers": optimizers,
-        "transformer_engine.pytorch.cpu_offload": {
-            "get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(), None)
-        },
-    }
-
-
-def _fused_adam():
-    """TransformerEngine's FusedAdam: its states and their dtypes, its formulas in fp32."""
-    import torch
-
-    limits = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}
-
-    class FusedAdam(torch.optim.Optimizer):
-        def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
-                     bias_correction=True, adam_w_mode=True, master_weights=False,
-                     master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
-                     exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False,
-                     store_param_remainders=False, **_):  # fmt: skip
-            defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-            super().__init__(params, defaults | {"weight_decay": weight_decay})
-            self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
-            full = master_weights and master_weight_dtype == torch.float32
-            self.store_param_remainders = store_param_remainders and full
-            self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-            self.dtypes["master_param"] = master_weight_dtype
-            self._scales, self.exact = {}, {}
-
-        def initialize_state(self, param, *_):
-            for name in ("exp_avg", "exp_avg_sq"):
-                self._keep(param, name, torch.zeros(param.shape))
-            if self.master_weights:
-                self._keep_master(param, param.detach().float())
-
-        def _is_split(self, param):
-            return self.store_param_remainders and param.dtype == torch.bfloat16
-
-        def _keep_master(self, param, master):
-            """Keep a master; a bfloat16 weight whose master is in halves is rounded half up."""
-            if not self._is_split(param):
-                self._keep(param, "master_param", master)
-                param.data.copy_(master)
-                return
-            bits = master.reshape(-1).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-            low = (bits & 0xFFFF).to(torch.int32).to(torch.int16)
-            high = (((bits + 0x8000) >> 16) & 0xFFFF).to(torch.int32).to(torch.int16)
-            self.state[param]["master_param"] = low.reshape(param.shape)
-            param.data.copy_(high.view(torch.bfloat16).reshape(param.shape))
-            self.exact[param] = master.clone()
-
-        def _keep(self, param, name, value):
-            """Keep a state in its dtype, with a scale for the narrow ones."""
-            dtype = self.dtypes[name]
-            scale = torch.ones(1)
-            if dtype in limits:
-                scale = (value.abs().max() / limits[dtype]).reshape(1)
-                value = value * torch.where(scale > 0, scale.reciprocal(), 0.0)
-            if dtype == torch.uint8:
-                value = value.to(torch.float8_e4m3fn)
-            self._scales.setdefault(param, {})[name] = scale
-            self.state[param][name] = value.to(dtype) if dtype != torch.uint8 else value
-
-        def get_unscaled_state(self, param, name, *_):
-            value = self.state[param][name]
-            if value.dtype in (torch.int16, torch.float32):
-                return value
-            return value.float() * self._scales[param][name]
-
-        @torch.no_grad()
-        def step(self, closure=None, grad_scaler=None):
-            for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
-                for param in group["params"]:
-                    grad = param.decoupled_grad if self.use_decoupled_grad else param.grad
-                    if grad is not None:
-                        self._update(group, param, grad.float())
-
-        def _update(self, group, param, grad):
-            if not self.state[param]:
-                self.initialize_state(param)
-            (beta1, beta2), count = group["betas"], group["step"]
-            first = beta1 * self.get_unscaled_state(param, "exp_avg") + (1 - beta1) * grad
-            second = beta2 * self.get_unscaled_state(param, "exp_avg_sq") + (1 - beta2) * grad**2
-            change = first / (1 - beta1**count)
-            change = change / ((second / (1 - beta2**count)).sqrt() + group["eps"])
-            master = param.detach().float()
-            if self.master_weights:
-                kept = self._is_split(param)
-                master = self.exact[param] if kept else self.get_unscaled_state(
-                    param, "master_param")  # fmt: skip
-            master = master - group["lr"] * (change + group["weight_decay"] * master)
-            self._keep(param, "exp_avg", first)
-            self._keep(param, "exp_avg_sq", second)
-            if self.master_weights:
-                self._keep_master(param, master)
-            else:
-                param.copy_(master)
-
-    return FusedAdam
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ import importlib.machinery
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import types
 from pathlib import Path
+
+from ranks import free_port
 
 STEPS, VOCAB = 3, 101
 BASE = """--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 16
@@ -77,9 +78,7 @@ def _run(case: Case, options: argparse.Namespace) -> None:
     folder = options.out / case.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        port = own.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(options.out)]
     command += ["--source", str(options.source), "--case", case.name]
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}

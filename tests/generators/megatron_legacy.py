@@ -1,6 +1,6 @@
 """Writes cases of Megatron's `torch`, `torch_dcp` and `fsdp_dtensor` checkpoints, with their truth.
 
-    python tests/generators/megatron_legacy.py OUT --source DIR [--only CASE] [--list]
+    python tests/generators/megatron_legacy.py OUT --source DIR [--only CASE ...]
 
 `DIR/<tag>` is Megatron-LM's source at a tag, such as `core_v0.16.1`. Everything that decides what
 is stored is Megatron's own: arguments, model, optimizer, checkpoint writer. It runs on CPUs over
@@ -14,25 +14,22 @@ A case is `OUT/<case>/{ckpt, truth.npz, case.json}`. Keys of truth are `<state>/
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib
-import inspect
 import json
-import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VOCAB = 101
+import megatron_stand_ins as megatron
+import numpy as np
+import ranks
+import torch
+
+STEPS, VOCAB = 3, 101
 _COMMON = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 16"
     " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 100"
@@ -59,15 +56,11 @@ class Case:
     world: int = 2
     model: str = _LLAMA
     format: str = "torch"
-    engine: bool = True
-    seed: int = 0
-    steps: int = 3
     about: str = ""
 
     @property
     def command_line(self) -> list[str]:
-        implementation = "transformer_engine" if self.engine else "local"
-        last = f" --ckpt-format {self.format} --transformer-impl {implementation}"
+        last = f" --ckpt-format {self.format} --transformer-impl transformer_engine"
         return f"{_COMMON}{self.model} {self.options}{last}".split()
 
 
@@ -216,115 +209,25 @@ CASES: tuple[Case, ...] = (
 # fmt: on
 
 
-# --- the process that starts the others
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def generate(case: Case, out: Path, source: Path, packages: str, limit: int = 400) -> bool:
-    """Run one case; whether it wrote one. What its processes said is shown where it did not."""
-    folder = out / case.name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(case.world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "CASE": json.dumps(asdict(case)),
-        "OUT": str(folder),
-        "SOURCE": str(source / case.tag),
-        "PACKAGES": packages,
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "PYTORCH_JIT": "0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if case.format == "torch" else "8",
-    }
-    with open(folder / "log0", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--work"],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            print(f"{case.name}: stopped after {limit} s")
-    with contextlib.suppress(ProcessLookupError):
-        # Megatron leaves processes of its own behind
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    logs = sorted(folder.glob("log*"))
-    written = (folder / "case.json").is_file()
-    if not written:
-        faults = [log for log in logs if "Traceback" in log.read_text()]
-        for log in faults[:1] or logs[:1]:
-            print(f"{case.name}: {log.name}\n" + "\n".join(log.read_text().splitlines()[-14:]))
-    for log in logs if written else ():
-        log.unlink()
-    print(f"{case.name}: {'written' if written else 'FAILED'}", flush=True)
-    return written
-
-
 # --- one rank
 
 
-def work() -> None:
-    """What every rank does; the first starts the others when Megatron is imported."""
-    case = Case(**json.loads(os.environ["CASE"]))
-    import megatron_stand_ins
-
-    # beside it lies `megatron.py`
-    sys.path.remove(str(Path(__file__).parent))
-    sys.path.insert(0, os.environ["SOURCE"])
-    sys.path += [path for path in os.environ["PACKAGES"].split(":") if path]
-    megatron_stand_ins.install_cuda()
+def work(case: Case, folder: Path) -> None:
+    """Train and save, in a process for each rank."""
+    sys.path.remove(str(Path(__file__).parent))  # beside this lies `megatron.py`
+    megatron.install_cuda()
     if case.format == "fsdp_dtensor":  # which makes the name of a device of it
-        megatron_stand_ins.number_device()
+        megatron.number_device()
     if case.format == "torch_dcp":
-        megatron_stand_ins.mesh_of_cpus()
-    megatron_stand_ins.install_without_triton()
-    if case.engine:
-        megatron_stand_ins.install_transformer_engine()
-    sys.argv = [
-        *("megatron", *case.command_line),
-        *("--seed", str(1234 + case.seed), "--save", f"{os.environ['OUT']}/ckpt"),
-    ]
-    importlib.import_module("megatron.training.training")
+        megatron.mesh_of_cpus()
+    megatron.install_packages("triton", *megatron.TRANSFORMER_ENGINE, "emerging_optimizers")
+    sys.argv = ["megatron", *case.command_line, "--seed", "1234", "--save", f"{folder}/ckpt"]
     importlib.import_module("pretrain_gpt")
-    _fork(case.world)
-    try:
-        _RUNS[case.format](case).run()
-    except BaseException:
-        traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _fork(world: int) -> None:
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0"
-    for rank in range(1, world):
-        sys.stdout.flush()
-        if os.fork() == 0:
-            log = os.open(f"{os.environ['OUT']}/log{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-            return
+    ranks.on_ranks(case.world, _RUNS[case.format](case, folder).run)
 
 
 def _random(shape: Any, *what: Any) -> Any:
     """Normal numbers that follow from what they are for."""
-    import torch
 
     digest = hashlib.sha256(repr(what).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -355,38 +258,23 @@ class Piece:
 
 
 class _Run:
-    def __init__(self, case: Case):
-        self.case = case
+    def __init__(self, case: Case, folder: Path):
+        self.case, self.folder = case, folder
 
     def run(self) -> None:
         self.build()
         self.train()
         pieces = [self.piece(*found) for found in self.parameters()]
         pieces += self.buffers()
-        self.save()
+        self.args.iteration = STEPS
+        megatron.save(STEPS, self.model, self.optimizer, self.schedule)
         self.write(pieces)
 
     def build(self) -> None:
-        initialize = importlib.import_module("megatron.training.initialize")
-        training = importlib.import_module("megatron.training.training")
-        initialize._compile_dependencies = lambda: None
+        self.model, self.optimizer, self.schedule = megatron.set_up()
         self.ranks = importlib.import_module("megatron.core.parallel_state")
-        self.ranks.get_nccl_options = lambda *_: None  # the groups are gloo's
-        defaults = {"tokenizer_type": "NullTokenizer"}
-        try:
-            initialize.initialize_megatron(allow_no_cuda=True, args_defaults=defaults)
-        except TypeError:  # newer releases parse the command line before
-            arguments = importlib.import_module("megatron.training.arguments")
-            arguments.parse_and_validate_args(args_defaults=defaults)
-            initialize.initialize_megatron(allow_no_cuda=True)
         self.args = importlib.import_module("megatron.training").get_args()
-        model_type = importlib.import_module("megatron.core.enums").ModelType
-        known = inspect.signature(training.setup_model_and_optimizer).parameters
-        options = {name: _provider() for name in known if "provider" in name}
-        options["model_type"] = model_type.encoder_or_decoder
-        own = {name: value for name, value in options.items() if name in known}
-        self.model, self.optimizer, self.schedule = training.setup_model_and_optimizer(**own)
-        self.bare = [_unwrapped(chunk) for chunk in self.model]
+        self.bare = [megatron.unwrapped(chunk) for chunk in self.model]
 
     # -- names
 
@@ -419,7 +307,6 @@ class _Run:
     # -- training
 
     def train(self) -> None:
-        import torch
 
         with torch.no_grad():
             for parameter, name in self.parameters():
@@ -432,7 +319,7 @@ class _Run:
                 buffer.copy_(_random(buffer.shape, "b", name))
         if hasattr(self.optimizer, "reload_model_params"):
             self.optimizer.reload_model_params()
-        for step in range(self.case.steps):
+        for step in range(STEPS):
             self.set_gradients(step)
             updated, *_ = self.optimizer.step()
             assert updated, "the step was skipped"
@@ -440,7 +327,6 @@ class _Run:
             self.args.consumed_train_samples += self.args.global_batch_size
 
     def set_gradients(self, step: int) -> None:
-        import torch
 
         for chunk in self.model:
             if hasattr(chunk, "zero_grad_buffer"):
@@ -463,7 +349,7 @@ class _Run:
     def identity(self, parameter: Any, name: str) -> tuple[Any, ...]:
         """Equal for replicas: the tied output layer is the embedding."""
         same = _EMBEDDING if name == _TIED and self.tied else name
-        return self.case.seed, same, self.place(parameter, name)[0]
+        return 0, same, self.place(parameter, name)[0]
 
     @property
     def tied(self) -> bool:
@@ -491,9 +377,11 @@ class _Run:
     def piece(self, parameter: Any, name: str) -> Piece:
         rank, ranks, split = self.place(parameter, name)
         gated = self.args.swiglu and "linear_fc1." in name
-        states = {state: (at, *_array(tensor)) for state, at, tensor in self.states(parameter)}
+        states = {
+            state: (at, *megatron.array_of(tensor)) for state, at, tensor in self.states(parameter)
+        }
         if "param" not in states:
-            states["param"] = (None, *_array(parameter))
+            states["param"] = (None, *megatron.array_of(parameter))
         known = _EMBEDDING if name == _TIED and self.tied else name
         return Piece(known, rank, ranks, split, bool(gated), tuple(parameter.shape), states)
 
@@ -506,13 +394,15 @@ class _Run:
 
     def buffers(self) -> list[Piece]:
         return [
-            Piece(name, 0, 1, None, False, tuple(b.shape), {"buffer": (None, *_array(b))})
+            Piece(
+                name, 0, 1, None, False, tuple(b.shape), {"buffer": (None, *megatron.array_of(b))}
+            )
             for name, b in self.named_buffers()
         ]
 
     def states(self, parameter: Any) -> Iterator[tuple[str, int | None, Any]]:
         """The master and states that the optimizers have of a parameter."""
-        for optimizer in _each(self.optimizer):
+        for optimizer in megatron.each_optimizer(self.optimizer):
             if type(optimizer).__name__ == "DistributedOptimizer":
                 yield from self.distributed_states(optimizer, parameter)
                 continue
@@ -529,7 +419,6 @@ class _Run:
     def distributed_states(
         self, optimizer: Any, parameter: Any
     ) -> Iterator[tuple[str, int | None, Any]]:
-        import torch
 
         if parameter not in optimizer.model_param_gbuf_map:
             return
@@ -545,25 +434,13 @@ class _Run:
         else:
             states = dict(inner.state[held])
         master = states.pop("param", held)
-        yield "param", start, inner.master_of(held) if master.dtype == torch.int16 else master
+        yield "param", start, inner.exact[held] if master.dtype == torch.int16 else master
         yield from _named_states(states, start)
         yield from _step_of(inner, held)
 
     # -- files
 
-    def save(self) -> None:
-        training = importlib.import_module("megatron.training.training")
-        checkpointing = importlib.import_module("megatron.training.checkpointing")
-        options = {}
-        if hasattr(training, "preprocess_common_state_dict"):
-            options["preprocess_common_state_dict_fn"] = training.preprocess_common_state_dict
-        self.args.iteration = self.case.steps
-        checkpointing.save_checkpoint(
-            self.case.steps, self.model, self.optimizer, self.schedule, 12345, **options
-        )
-
     def write(self, pieces: list[Piece]) -> None:
-        import torch
 
         distributed = torch.distributed
         distributed.barrier()
@@ -572,8 +449,7 @@ class _Run:
         if distributed.get_rank():
             return
         truth, dtypes = joined([piece for own in everything for piece in own])
-        folder = Path(os.environ["OUT"])
-        _write_case(self.case, folder, self.args.padded_vocab_size, truth, dtypes)
+        _write_case(self.case, self.folder, self.args.padded_vocab_size, truth, dtypes)
 
 
 class _TorchFsdp(_Run):
@@ -592,7 +468,7 @@ class _MegatronFsdp(_Run):
 
     def parameters(self) -> Iterator[tuple[Any, str]]:
         layers = {f"decoder.layers.{i}": i for i in range(self.args.num_layers)}
-        for optimizer in _each(self.optimizer):
+        for optimizer in megatron.each_optimizer(self.optimizer):
             for group in optimizer.optimizer.param_groups:
                 for parameter in group["params"]:
                     local = optimizer._param_name(parameter)
@@ -604,20 +480,19 @@ class _MegatronFsdp(_Run):
         return 0  # the optimizer's names have global numbers
 
     def train(self) -> None:
-        import torch
 
         with torch.no_grad():
             for parameter, name in self.parameters():
                 own = self.identity(parameter.orig_param, name)
                 noise = _random(parameter.orig_param.shape, "w", *own) * 0.05
                 self.put(parameter, parameter, noise + (parameter.dim() == 1))
-        for step in range(self.case.steps):
+        for step in range(STEPS):
             for parameter, name in self.parameters():
                 own = self.identity(parameter.orig_param, name)
                 parameter.grad = torch.zeros_like(parameter)
                 noise = _random(parameter.orig_param.shape, "g", step, *own) * 0.1
                 self.put(parameter.grad, parameter, noise)
-            for optimizer in _each(self.optimizer):
+            for optimizer in megatron.each_optimizer(self.optimizer):
                 optimizer.optimizer.step()
             self.args.consumed_train_samples += self.args.global_batch_size
 
@@ -629,14 +504,14 @@ class _MegatronFsdp(_Run):
         whole = parameter.orig_param
         rank, ranks, split = self.place(whole, name)
         start = _range(parameter).start
-        states = {"param": (start, *_array(parameter.to_local()))}
-        for optimizer in _each(self.optimizer):
+        states = {"param": (start, *megatron.array_of(parameter.to_local()))}
+        for optimizer in megatron.each_optimizer(self.optimizer):
             inner = optimizer.optimizer
             for state, at, tensor in _named_states(inner.state.get(parameter, {}), start):
                 own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                states[state] = at, *_array(own)
+                states[state] = at, *megatron.array_of(own)
             for state, _, tensor in _step_of(inner, parameter):
-                states[state] = None, *_array(tensor)
+                states[state] = None, *megatron.array_of(tensor)
         gated = bool(self.args.swiglu and "linear_fc1." in name)
         return Piece(name, rank, ranks, split, gated, tuple(whole.shape), states)
 
@@ -648,32 +523,7 @@ def _range(parameter: Any) -> slice:
 _RUNS = {"torch": _Run, "torch_dcp": _TorchFsdp, "fsdp_dtensor": _MegatronFsdp}
 
 
-def _provider() -> Callable[..., Any]:
-    from functools import partial
-
-    provider = importlib.import_module("pretrain_gpt").model_provider
-    try:
-        return partial(provider, importlib.import_module("gpt_builders").gpt_builder)
-    except ImportError:
-        return provider
-
-
 def _nothing() -> None: ...
-
-
-def _unwrapped(module: Any) -> Any:
-    while hasattr(module, "module"):
-        module = module.module
-    return module
-
-
-def _each(optimizer: Any) -> Iterator[Any]:
-    inner = getattr(optimizer, "chained_optimizers", None)
-    if inner is None:
-        yield optimizer
-        return
-    for each in inner:
-        yield from _each(each)
 
 
 def _layer_numbers(chunk: Any) -> dict[str, int]:
@@ -686,7 +536,6 @@ def _layer_numbers(chunk: Any) -> dict[str, int]:
 
 
 def _named_states(states: Any, start: int | None) -> Iterator[tuple[str, int | None, Any]]:
-    import torch
 
     for name, value in states.items():
         if torch.is_tensor(value):
@@ -694,30 +543,14 @@ def _named_states(states: Any, start: int | None) -> Iterator[tuple[str, int | N
 
 
 def _step_of(inner: Any, held: Any) -> Iterator[tuple[str, int | None, Any]]:
-    import torch
 
     for group in inner.param_groups:
         if any(held is each for each in group["params"]) and isinstance(group.get("step"), int):
             yield "step", None, torch.tensor(group["step"], dtype=torch.int32)
 
 
-def _array(tensor: Any) -> tuple[str, Any]:
-    """The name of its dtype, and its elements; those that numpy lacks as unsigned bits."""
-    import torch
-
-    tensor = tensor.detach()
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    name = str(tensor.dtype).removeprefix("torch.")
-    bits = {1: torch.uint8, 2: torch.int16}
-    if name == "bfloat16" or name.startswith("float8"):
-        tensor = tensor.contiguous().view(bits[tensor.element_size()])
-    array = tensor.contiguous().cpu().numpy().copy()
-    return name, array.view("uint16") if name == "bfloat16" else array
-
-
 def joined(pieces: list[Piece]) -> tuple[dict[str, Any], dict[str, str]]:
     """Whole parameters of all ranks' pieces, and their dtypes. Raises where replicas differ."""
-    import numpy as np
 
     shards: dict[tuple[str, str], dict[int, list[tuple[int | None, Any]]]] = {}
     about: dict[str, Piece] = {}
@@ -747,7 +580,6 @@ def joined(pieces: list[Piece]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _whole(what: str, parts: list[tuple[int | None, Any]], shape: tuple[int, ...]) -> Any:
-    import numpy as np
 
     flat = [(start, array) for start, array in parts if start is not None]
     if not flat:
@@ -765,7 +597,6 @@ def _whole(what: str, parts: list[tuple[int | None, Any]], shape: tuple[int, ...
 
 
 def _joined_ranks(wholes: list[Any], piece: Piece) -> Any:
-    import numpy as np
 
     if piece.split is None:
         for other in wholes[1:]:
@@ -781,15 +612,13 @@ def _joined_ranks(wholes: list[Any], piece: Piece) -> Any:
 def _write_case(
     case: Case, folder: Path, padded: int, truth: dict[str, Any], dtypes: dict[str, str]
 ) -> None:
-    import numpy as np
-    import torch
 
     np.savez_compressed(folder / "truth.npz", **truth)
     facts = {
         "about": case.about or f"{case.format}: {case.options.strip()}",
         "model": {"vocab_size": VOCAB, "padded_vocab_size": padded},
         "writer": {"megatron-core": case.tag, "torch": torch.__version__},
-        "stand_ins": ["CUDA", *(["TransformerEngine"] if case.engine else [])],
+        "stand_ins": ["CUDA", "TransformerEngine"],
         "command_line": " ".join(case.command_line),
         "world": case.world,
         "options": {"sizes": {"vocab": VOCAB}},
@@ -800,21 +629,23 @@ def _write_case(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--source", type=Path, help="has Megatron-LM's source by tag")
-    parser.add_argument("--packages", default="", help="paths of what Megatron imports")
-    parser.add_argument("--only", action="append", help="a case, or the beginning of its name")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args()
-    if options.work:
-        work()
-    only = tuple(options.only or ("",))
-    cases = [case for case in CASES if case.name.startswith(only)]
-    if options.list:
-        print("\n".join(f"{case.name}: {case.tag} {case.options}" for case in cases))
-        return 0
-    failed = [c for c in cases if not generate(c, options.out, options.source, options.packages)]
+    by_name, out = {case.name: case for case in CASES}, options.out.resolve()
+    if options.case:
+        work(by_name[options.case], out / options.case)
+    failed = []
+    for name in ranks.chosen(by_name, options.only):
+        case = by_name[name]
+        arguments = [Path(__file__).resolve(), out, "--case", name]
+        devices = "1" if case.format == "torch" else "8"
+        if not ranks.write_case(
+            out / name, arguments, options.source / case.tag, CUDA_DEVICE_MAX_CONNECTIONS=devices
+        ):
+            failed.append(name)
     return 1 if failed else 0
 
 

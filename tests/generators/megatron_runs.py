@@ -15,17 +15,19 @@ in for CUDA, are as in `megatron.py`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
+import importlib
 import importlib.util
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import typing
 from pathlib import Path
+
+import megatron_stand_ins as megatron
+import ranks
+import torch
+import torch.distributed as dist
 
 HERE = Path(__file__).resolve()
 STEPS = 3
@@ -129,21 +131,8 @@ def _launch(options, what, argv, world, save=None, load=None, first=STEPS, more=
     out = options.folder.resolve() / "result.json"
     spec = {"argv": arguments, "world": world, "save": bool(save), "out": str(out)}
     spec |= {"load": str(load) if load else "", "first": first, "more": more}
-    path = f"{options.source.resolve()}:{os.environ.get('PYTHONPATH', '')}"
-    settings = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    settings |= {"TORCHDYNAMO_DISABLE": "1", "PYTORCH_JIT": "0", "OMP_NUM_THREADS": "1"}
-    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_generator()._free_port())}
-    command = [sys.executable, "-W", "ignore", str(HERE), str(options.folder), "--source", "."]
-    command += ["--python", ".", "--run", json.dumps(spec)]
-    with (options.folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code = process.wait(300)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what Megatron spawned
+    arguments = [HERE, options.folder, "--source", ".", "--python", ".", "--run", json.dumps(spec)]
+    code = ranks.run_alone(arguments, options.source, options.folder / "log")
     if code:
         lines = (options.folder / "log").read_text().splitlines()
         raise SystemExit(f"{what} failed:\n" + "\n".join(lines[-30:]))
@@ -162,59 +151,37 @@ def _generator():
 def _run(spec) -> None:
     generator = _generator()
     sys.path[:] = [path for path in sys.path if path != str(HERE.parent)]
-    generator._stand_in_for_cuda()
-    sys.meta_path.insert(0, generator._StandIns(("triton",)))
-    typing.override = getattr(typing, "override", lambda method: method)
+    megatron.install_cuda()
+    megatron.install_packages("triton")
     sys.argv = ["run", *spec["argv"]]
-    generator._import_megatron()
-    import megatron.core.transformer.moe.moe_utils as moe
-
+    importlib.import_module("pretrain_gpt")
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(moe).setdefault("te_general_gemm", None)  # 0.16.1 names it without the engine too
     if "--use-distributed-optimizer" in spec["argv"]:
-        _use_fused_adam(generator)
-    os.environ["WORLD_SIZE"] = str(spec["world"])
-    rank, children = 0, []
-    for number in range(1, spec["world"]):
-        child = os.fork()
-        if not child:
-            rank, children = number, []
-            break
-        children.append(child)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    try:
-        _train(generator, spec, rank)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os.killpg(0, signal.SIGKILL)
-    for child in children:
-        os.waitpid(child, 0)
-    sys.stdout.flush()
-    os._exit(0)
+        _use_fused_adam()
+    ranks.on_ranks(spec["world"], lambda: _train(generator, spec))
 
 
-def _use_fused_adam(generator) -> None:
+def _use_fused_adam() -> None:
     """Megatron cannot load what its distributed optimizer saved of torch's Adam."""
     import megatron.core.optimizer as optimizers
     from megatron.core.optimizer import distrib_optimizer
 
-    optimizers.Adam = distrib_optimizer.Adam = generator._fused_adam()
+    optimizers.Adam = distrib_optimizer.Adam = megatron.FusedAdam
     optimizers.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
 
 
-def _train(generator, spec, rank: int) -> None:
-    import torch.distributed as dist
+def _train(generator, spec) -> None:
     from megatron.training import get_args
 
-    run = generator._set_up()
+    run = megatron.set_up()
     args, first, result = get_args(), spec["first"], {}
     if spec["save"]:
         for iteration in range(STEPS):
             generator.train_step(run, iteration)
         args.iteration, args.consumed_train_samples = STEPS, 8 * STEPS
-        generator._save(*run)
+        megatron.save(STEPS, *run)
     elif args.iteration != first or args.consumed_train_samples != 8 * first:
         raise RuntimeError(f"iteration {args.iteration}, {args.consumed_train_samples} samples")
     if spec["load"]:
@@ -225,7 +192,7 @@ def _train(generator, spec, rank: int) -> None:
     dist.all_gather_object(everyone, _live(run))
     result["live"] = everyone
     result["losses"] = [generator.train_step(run, first + each) for each in range(spec["more"])]
-    if not rank:
+    if not dist.get_rank():
         Path(spec["out"]).write_text(json.dumps(result))
     dist.barrier()
 
@@ -257,8 +224,6 @@ def _live(run) -> dict[str, str]:
 
 
 def _digest(value) -> str:
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return ""
     raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -2,27 +2,31 @@
 
 Names, shapes and the order of parameters are TransformerEngine's own (its `pytorch/module/*.py` of
 release 2.9); no module computes anything, for the generators set gradients themselves. `FusedAdam`
-keeps the state that TransformerEngine's keeps: two moments for each parameter, the step in the
-group.
+has the states of TransformerEngine's and its formulas, in float32
+(`transformer_engine/pytorch/optimizers/fused_adam.py`, `common/multi_tensor/adam.cu`, v2.18).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import inspect
 import sys
 import types
 import typing
 from typing import Any, Literal
 
+import numpy
 import torch
 
 _CPU = torch.device("cpu")
 _TE_VERSION = "2.9.0"
 _VERSIONS = {"transformer-engine": _TE_VERSION, "emerging-optimizers": "0.2.0"}
+TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
 
 
 class _Handle:
@@ -71,7 +75,8 @@ _CUDA = {
     "get_device_name": lambda *_, **__: "cpu",
     "default_generators": (torch.default_generator,),
     **{name: _nothing for name in (*("set_device", "synchronize", "empty_cache", "set_stream", "set_rng_state"),
-        *("manual_seed", "manual_seed_all", "seed", "reset_peak_memory_stats", "_lazy_init"))},
+        *("manual_seed", "manual_seed_all", "seed", "reset_peak_memory_stats", "_lazy_init",
+        "ipc_collect"))},
     **{name: lambda *_, **__: 0 for name in (*("memory_allocated", "max_memory_allocated", "memory_reserved"),
         "max_memory_reserved")},
     **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in ("Float", "Long", "Int", "Byte", "Double", "Half",
@@ -98,6 +103,8 @@ def _factory(create: Any) -> Any:
 
 def install_cuda() -> None:
     """Everything that asks for a GPU gets the CPU."""
+    numpy.product = numpy.prod  # which older releases call
+    torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # makes a table of torch.cuda's functions, once
     for name, stand_in in _CUDA.items():
         setattr(torch.cuda, name, stand_in)
@@ -119,6 +126,7 @@ def install_cuda() -> None:
 
     torch.Tensor.type = cuda_type
     torch.Tensor.cuda = torch.Tensor.pin_memory = lambda self, *_, **__: self
+    torch.Tensor.is_pinned = lambda self, *_: False
     torch.nn.Module.cuda = lambda self, *_, **__: self
     kinds = ("empty", "zeros", "ones", "full", "rand", "randn", "arange", "tensor", "as_tensor")
     likes = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like")
@@ -138,13 +146,6 @@ def mesh_of_cpus() -> None:
 def number_device() -> None:
     """The current device is a number, as on a machine with GPUs, and not the CPU itself."""
     torch.cuda.current_device = lambda: 0
-
-
-def install_without_triton() -> None:
-    """Modules of Megatron that are nothing but kernels."""
-    for name in ("custom_layers.batch_invariant_kernels", "moe.paged_stash"):
-        name = f"megatron.core.transformer.{name}"
-        sys.modules[name] = _Module(name)
 
 
 def _on_cpu_text(value: Any) -> Any:
@@ -168,20 +169,35 @@ class _Anything(type):
 
 
 class _Unused(metaclass=_Anything):
-    """A class or function of TransformerEngine that nothing here needs."""
+    """A class or function of a package that nothing here needs."""
 
     def __init__(self, *args: Any, **kwargs: Any): ...
 
     def __class_getitem__(cls, item: Any) -> Any:
         return cls
 
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
 
-def _empty(*shape: int, dtype: Any, device: Any) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(*shape, dtype=dtype, device=_on_cpu(device)))
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _parameter(*shape: int, dtype: Any, split: int | None = None) -> torch.nn.Parameter:
+    """Marked as by `set_tensor_model_parallel_attributes` of TransformerEngine's
+    `pytorch/utils.py`.
+    """
+    made = torch.nn.Parameter(torch.zeros(*shape, dtype=dtype))
+    if split is not None:
+        made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, split, 1
+    return made
 
 
 class _Base(torch.nn.Module):
     """TransformerEngine's modules have an `_extra_state`, empty without fp8."""
+
+    fp8 = fp8_calibration = False
+    fp8_meta = types.MappingProxyType({"fp8_checkpoint": False})
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -191,118 +207,77 @@ class _Base(torch.nn.Module):
     def set_tensor_parallel_group(self, group: Any) -> None: ...
 
 
-def _divided(features: tuple[int, int], mode: str | None, size: int) -> tuple[int, int]:
-    inputs, outputs = features
-    if mode == "column":
-        outputs //= size
-    if mode == "row":
-        inputs //= size
-    return inputs, outputs
-
-
 class Linear(_Base):
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        *,
         bias: bool = True,
         parallel_mode: str | None = None,
         tp_size: int = 1,
         params_dtype: Any = None,
-        device: Any = None,
-        **_: Any,
+        **options: Any,
     ):
         super().__init__()
-        inputs, outputs = _divided((in_features, out_features), parallel_mode, tp_size)
-        self.parallel_mode = parallel_mode
-        self.norms(in_features, params_dtype, device, **_)
-        self.weight = _empty(outputs, inputs, dtype=params_dtype, device=device)
-        split = {"column": 0, "row": 1}.get(parallel_mode or "")
-        if split is not None:
-            _mark(self.weight, split)
-        self.register_parameter("bias", None)
-        if bias:
-            self.bias = _empty(outputs, dtype=params_dtype, device=device)
-            if parallel_mode == "column":
-                _mark(self.bias, 0)
+        self.use_bias, self.parallel_mode = bias, parallel_mode
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        self.add_parameters(params_dtype, **options)
 
-    def norms(self, features: int, dtype: Any, device: Any, **_: Any) -> None: ...
+    def add_parameters(self, dtype: Any, number: str = "", **_: Any) -> None:
+        split = {"column": 0, "row": 1}.get(self.parallel_mode or "")
+        weight = _parameter(self.out_features, self.in_features, dtype=dtype, split=split)
+        self.register_parameter(f"weight{number}", weight)
+        if self.use_bias:
+            split = 0 if split == 0 else None
+            own = _parameter(self.out_features, dtype=dtype, split=split)
+            self.register_parameter(f"bias{number}", own)
+        elif not number:
+            self.bias = torch.Tensor()
 
 
 class LayerNormLinear(Linear):
-    def norms(
-        self, features: int, dtype: Any, device: Any, normalization: str = "LayerNorm", **_: Any
-    ) -> None:
-        self.layer_norm_weight = _empty(features, dtype=dtype, device=device)
+    def add_parameters(self, dtype: Any, *, normalization: str = "LayerNorm", **_: Any) -> None:
+        self.layer_norm_weight = _parameter(self.in_features, dtype=dtype)
+        self.layer_norm_bias = None
         if normalization == "LayerNorm":
-            self.layer_norm_bias = _empty(features, dtype=dtype, device=device)
+            self.layer_norm_bias = _parameter(self.in_features, dtype=dtype)
+        super().add_parameters(dtype)
 
 
-class GroupedLinear(_Base):
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        parallel_mode: str | None = None,
-        tp_size: int = 1,
-        params_dtype: Any = None,
-        device: Any = None,
-        **_: Any,
-    ):
-        super().__init__()
-        self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
-        inputs, outputs = _divided((in_features, out_features), parallel_mode, tp_size)
-        split = {"column": 0, "row": 1}.get(parallel_mode or "")
-        for i in range(num_gemms):
-            weight = _empty(outputs, inputs, dtype=params_dtype, device=device)
-            self.register_parameter(f"weight{i}", weight)
-            if split is not None:
-                _mark(weight, split)
-            if bias:
-                own = _empty(outputs, dtype=params_dtype, device=device)
-                self.register_parameter(f"bias{i}", own)
+class GroupedLinear(Linear):
+    def __init__(self, num_gemms: int, *sizes: int, **options: Any):
+        self.num_gemms = num_gemms
+        super().__init__(*sizes, **options)
+
+    def add_parameters(self, dtype: Any, **_: Any) -> None:
+        for number in range(self.num_gemms):
+            super().add_parameters(dtype, str(number))
 
     def init_fp8_metadata(self, *_: Any, **__: Any) -> None: ...
 
 
-def _mark(parameter: torch.nn.Parameter, split: int) -> None:
-    """As `set_tensor_model_parallel_attributes` of TransformerEngine's `pytorch/utils.py`."""
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim = split
-    parameter.partition_stride = 1
-
-
-class _Norm(_Base):
-    biased = False
-
+class RMSNorm(_Base):
     def __init__(
         self,
-        normalized_shape: int | None = None,
+        normalized_shape: int = 0,
         *_: Any,
-        hidden_size: int = 0,
+        hidden_size: int = 0,  # the size has one name or the other
         params_dtype: Any = None,
-        device: Any = None,
         **__: Any,
     ):
         super().__init__()
-        size = normalized_shape or hidden_size
-        self.weight = _empty(size, dtype=params_dtype, device=device)
-        if self.biased:
-            self.bias = _empty(size, dtype=params_dtype, device=device)
+        self.size = normalized_shape or hidden_size
+        self.weight = _parameter(self.size, dtype=params_dtype)
 
     def get_extra_state(self) -> Any:
         return None
 
 
-class LayerNorm(_Norm):
-    biased = True
-
-
-class RMSNorm(_Norm): ...
+class LayerNorm(RMSNorm):
+    def __init__(self, *sizes: int, params_dtype: Any = None, **options: Any):
+        super().__init__(*sizes, params_dtype=params_dtype, **options)
+        self.bias = _parameter(self.size, dtype=params_dtype)
 
 
 class DotProductAttention(_Base):
@@ -316,8 +291,7 @@ class DotProductAttention(_Base):
     ):
         super().__init__()
         if softmax_type == "learnable":
-            own = num_attention_heads // tp_size
-            self.softmax_offset = torch.nn.Parameter(torch.empty(own))
+            self.softmax_offset = _parameter(num_attention_heads // tp_size, dtype=torch.float32)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -326,20 +300,21 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with its step in the group, as TransformerEngine's `pytorch/optimizers/fused_adam.py`.
+    """Adam with its step in the group; `exact` has the masters that are stored as two halves."""
 
-    The arithmetic is plain; with `store_param_remainders` the master is the weight's bits and the
-    int16 remainder of them, and the weight is rounded half up.
-    """
+    limits: typing.ClassVar = {
+        torch.float16: torch.finfo(torch.float16).max / 2,
+        torch.uint8: 448.0,
+    }
 
     def __init__(
         self,
         params: Any,
         lr: float = 1e-3,
-        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        bias_correction: bool = True,
         master_weights: bool = False,
         master_weight_dtype: Any = torch.float32,
         exp_avg_dtype: Any = torch.float32,
@@ -348,105 +323,87 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         **_: Any,
     ):
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, defaults | {"weight_decay": weight_decay})
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
-        self.store_param_remainders = store_param_remainders
-        self.name_to_dtype_map = {
-            "exp_avg": exp_avg_dtype,
-            "exp_avg_sq": exp_avg_sq_dtype,
-            "master_param": master_weight_dtype,
-        }
+        full = master_weights and master_weight_dtype == torch.float32
+        self.store_param_remainders = store_param_remainders and full
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.dtypes["master_param"] = master_weight_dtype
+        self._scales, self.exact = {}, {}
 
-    def _remainders(self, parameter: torch.Tensor) -> bool:
-        return self.store_param_remainders and parameter.dtype == torch.bfloat16
-
-    def initialize_state(self, parameter: torch.Tensor, *_: Any) -> None:
-        """Moments, and the master where the weight has none of its own."""
-        own = self.state[parameter]
+    def initialize_state(self, param: Any, *_: Any) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
-            own[name] = torch.zeros_like(parameter, dtype=self.name_to_dtype_map[name])
-        if not self.master_weights:
+            self._keep(param, name, torch.zeros(_local(param).shape))
+        if self.master_weights:
+            self._keep_master(param, param.detach().float())
+
+    def _is_split(self, param: Any) -> bool:
+        return self.store_param_remainders and param.dtype == torch.bfloat16
+
+    def _keep_master(self, param: Any, master: torch.Tensor) -> None:
+        """Keep a master; a bfloat16 weight whose master is in halves is rounded half up."""
+        if not self._is_split(param):
+            self._keep(param, "master_param", master)
+            param.data.copy_(master)
             return
-        if self._remainders(parameter):
-            own["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
+        bits = master.reshape(-1).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        low = (bits & 0xFFFF).to(torch.int32).to(torch.int16)
+        high = (((bits + 0x8000) >> 16) & 0xFFFF).to(torch.int32).to(torch.int16)
+        self.state[param]["master_param"] = low.reshape(param.shape)
+        param.data.copy_(high.view(torch.bfloat16).reshape(param.shape))
+        self.exact[param] = master.clone()
+
+    def _keep(self, param: Any, name: str, value: torch.Tensor) -> None:
+        """Keep what the rank has of a state in its dtype, with a scale for the narrow ones."""
+        dtype = self.dtypes[name]
+        scale = torch.ones(1)
+        if dtype in self.limits:
+            scale = (value.abs().max() / self.limits[dtype]).reshape(1)
+            value = value * torch.where(scale > 0, scale.reciprocal(), 0.0)
+        value = value.to(torch.float8_e4m3fn if dtype == torch.uint8 else dtype)
+        self._scales.setdefault(param, {})[name] = scale
+        if hasattr(param, "_local_tensor"):  # a DTensor, as are its states
+            own = self.state[param].setdefault(name, torch.zeros_like(param, dtype=dtype))
+            own._local_tensor.copy_(value)
         else:
-            dtype = self.name_to_dtype_map["master_param"]
-            own["master_param"] = parameter.detach().clone().to(dtype)
+            self.state[param][name] = value
 
-    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        stored = self.state[parameter][name]
-        return stored if stored.dtype == torch.int16 else stored.float()
-
-    def set_scaled_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        own = self.state[parameter]
-        if name not in own:
-            self.initialize_state(parameter)
-        own[name].copy_(value.to(own[name].dtype))
-
-    def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The fp32 master, put together of the weight's bits and the remainder."""
-        own = self.state[parameter]
-        if "master_param" not in own:
-            return parameter.detach().float()
-        stored = own["master_param"]
-        if stored.dtype != torch.int16:
-            return stored.float()
-        low = stored.to(torch.int32)
-        high = parameter.detach().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-        return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
-
-    def _store(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        own = self.state[parameter]
-        if "master_param" in own and own["master_param"].dtype == torch.int16:
-            bits = master.view(torch.int32)
-            low = (bits & 0xFFFF).to(torch.int16)
-            high = (bits >> 16) + (low < 0).to(torch.int32)
-            own["master_param"].copy_(low)
-            parameter.data.copy_(high.to(torch.int16).view(torch.bfloat16))
-            return
-        if "master_param" in own:
-            own["master_param"].copy_(master)
-        _local(parameter.data).copy_(master)
+    def get_unscaled_state(self, param: Any, name: str, *_: Any) -> torch.Tensor:
+        value = _local(self.state[param][name])
+        if value.dtype in (torch.int16, torch.float32):
+            return value
+        return value.float() * self._scales[param][name]
 
     @torch.no_grad()
     def step(self, closure: Any = None, **_: Any) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                name = "decoupled_grad" if self.use_decoupled_grad else "grad"
-                gradient = getattr(parameter, name, None)
-                if gradient is not None:
-                    self._update(parameter, _local(gradient).float(), group)
+            for param in group["params"]:
+                grad = param.decoupled_grad if self.use_decoupled_grad else param.grad
+                if grad is not None:
+                    self._update(group, param, _local(grad).float())
 
-    def _update(self, parameter: Any, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        if not self.state[parameter]:
-            self.initialize_state(parameter)
-        own = {name: _local(state) for name, state in self.state[parameter].items()}
-        (first, second), step = group["betas"], group["step"]
-        mean = own["exp_avg"].float() * first + gradient * (1 - first)
-        square = own["exp_avg_sq"].float() * second + gradient * gradient * (1 - second)
-        own["exp_avg"].copy_(mean)
-        own["exp_avg_sq"].copy_(square)
-        scale = (square / (1 - second**step)).sqrt() + group["eps"]
-        master = _local(self.master_of(parameter))
-        change = mean / (1 - first**step) / scale + group["weight_decay"] * master
-        self._store(parameter, master - max(group["lr"], 1e-3) * change)
-
-
-class FusedSGD(torch.optim.SGD):
-    """SGD with momentum, and a rate that is not zero while it warms up."""
-
-    def __init__(
-        self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **_: Any
-    ):
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    def _update(self, group: dict[str, Any], param: Any, grad: torch.Tensor) -> None:
+        if not self.state[param]:
+            self.initialize_state(param)
+        (beta1, beta2), count = group["betas"], group["step"]
+        first = beta1 * self.get_unscaled_state(param, "exp_avg") + (1 - beta1) * grad
+        second = beta2 * self.get_unscaled_state(param, "exp_avg_sq") + (1 - beta2) * grad**2
+        change = first / (1 - beta1**count)
+        change = change / ((second / (1 - beta2**count)).sqrt() + group["eps"])
+        master = _local(param.detach()).float()
+        if self._is_split(param):
+            master = self.exact[param]
+        elif self.master_weights:
+            master = self.get_unscaled_state(param, "master_param")
+        master = master - group["lr"] * (change + group["weight_decay"] * master)
+        self._keep(param, "exp_avg", first)
+        self._keep(param, "exp_avg_sq", second)
+        if self.master_weights:
+            self._keep_master(param, master)
+        else:
+            _local(param.data).copy_(master)
 
 
 class Lion(torch.optim.Optimizer):
@@ -518,7 +475,7 @@ _MODULES = {
     "transformer_engine.pytorch": {"Linear": Linear, "LayerNormLinear": LayerNormLinear,
         "GroupedLinear": GroupedLinear, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm,
         "DotProductAttention": DotProductAttention},
-    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD,
+    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": type("FusedSGD", (torch.optim.SGD,), {}),
         "multi_tensor_applier": _apply, "multi_tensor_scale": _scale, "multi_tensor_l2norm": _norm},
     "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(),
         _nothing)},
@@ -534,13 +491,8 @@ _MODULES = {
 # fmt: on
 
 
-_PACKAGES = (
-    *("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common"),
-    "emerging_optimizers",
-)
-
-
-_STAND_INS = ("transformer_engine", "transformer_engine_torch", "emerging_optimizers")
+# Modules that are taken as attributes of the module above them.
+_SUBMODULES = ("common", "recipe", "pytorch", "ops", "module", "distributed", "tensor", "language")
 
 
 class _Module(types.ModuleType):
@@ -551,7 +503,7 @@ class _Module(types.ModuleType):
             raise AttributeError(name)
         if f"{self.__name__}.{name}" in sys.modules:
             return sys.modules[f"{self.__name__}.{name}"]
-        if name.islower() and self.__name__ in _PACKAGES:
+        if name in _SUBMODULES:
             return importlib.import_module(f"{self.__name__}.{name}")
         own = type(name, (_Unused,), {"__module__": self.__name__})
         setattr(self, name, own)
@@ -559,8 +511,11 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: tuple[str, ...]):
+        self.packages = packages
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.split(".")[0] not in _STAND_INS:
+        if fullname.split(".")[0] not in self.packages:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -574,9 +529,75 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, name, value)
 
 
-def install_transformer_engine() -> None:
+def install_packages(*packages: str) -> None:
+    """Find every module of these packages, and their versions."""
     if not hasattr(typing, "override"):  # of Python 3.12
         typing.override = lambda method: method
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder(packages))
+    versions = {k: v for k, v in _VERSIONS.items() if k.replace("-", "_") in packages}
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: _VERSIONS.get(name.replace("_", "-")) or version(name)
+    importlib.metadata.version = lambda name: versions.get(name.replace("_", "-")) or version(name)
+
+
+# --- Megatron's own training
+
+
+def set_up() -> tuple[Any, Any, Any]:
+    """The model chunks, the optimizer and the scheduler, as Megatron's own training has them."""
+    initialize = importlib.import_module("megatron.training.initialize")
+    training = importlib.import_module("megatron.training.training")
+    pretrain = importlib.import_module("pretrain_gpt")
+    initialize._compile_dependencies = _nothing
+    importlib.import_module("megatron.core.parallel_state").get_nccl_options = _nothing
+    defaults = {"tokenizer_type": "NullTokenizer"}
+    try:
+        initialize.initialize_megatron(allow_no_cuda=True, args_defaults=defaults)
+    except TypeError:  # newer releases parse the command line before
+        arguments = importlib.import_module("megatron.training.arguments")
+        arguments.parse_and_validate_args(args_defaults=defaults)
+        initialize.initialize_megatron(allow_no_cuda=True)
+    provider = pretrain.model_provider
+    with contextlib.suppress(ImportError):
+        builders = importlib.import_module("gpt_builders")
+        provider = functools.partial(provider, builders.gpt_builder)
+    wanted = inspect.signature(training.setup_model_and_optimizer).parameters
+    values = {name: provider for name in wanted if "provider" in name}
+    if "model_type" in wanted:
+        kinds = importlib.import_module("megatron.core.enums").ModelType
+        values["model_type"] = kinds.encoder_or_decoder
+    return training.setup_model_and_optimizer(**values)
+
+
+def save(step: int, models: Any, optimizer: Any, scheduler: Any) -> None:
+    training = importlib.import_module("megatron.training.training")
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    clean = getattr(training, "preprocess_common_state_dict", None)
+    more = {"preprocess_common_state_dict_fn": clean} if clean else {}
+    checkpointing.save_checkpoint(step, models, optimizer, scheduler, 12345, **more)
+
+
+def unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def each_optimizer(optimizer: Any) -> list[Any]:
+    """The optimizers that a chain has, also in chains of its own."""
+    inner = getattr(optimizer, "chained_optimizers", None)
+    if not inner:
+        return [optimizer]
+    parts = [[part] if part is optimizer else each_optimizer(part) for part in inner]
+    return [leaf for part in parts for leaf in part]
+
+
+def array_of(tensor: torch.Tensor) -> tuple[str, Any]:
+    """The name of its dtype, and its elements; those that numpy lacks as unsigned bits."""
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    name = str(tensor.dtype).removeprefix("torch.")
+    bits = {1: torch.uint8, 2: torch.int16}
+    if name == "bfloat16" or name.startswith("float8"):
+        tensor = tensor.contiguous().view(bits[tensor.element_size()])
+    array = tensor.contiguous().numpy().copy()
+    return name, array.view("uint16") if name == "bfloat16" else array
