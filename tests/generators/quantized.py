@@ -11,6 +11,7 @@ bitsandbytes, gptqmodel, autoawq, nvidia-modelopt and mlx; what is not installed
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import shutil
@@ -26,12 +27,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Truth = Mapping[str, torch.Tensor]
-CASES: dict[str, Callable[[Path], tuple[Truth, list[str]]]] = {}
+CASES: dict[str, tuple[Callable[[Path], Truth], list[str]]] = {}
 
 
-def case(function: Callable[[Path], tuple[Truth, list[str]]]) -> Callable[..., Any]:
-    CASES[function.__name__] = function
-    return function
+def add(
+    name: str, make: Callable[..., Truth], packages: str = "", *args: Any, **sizes: Any
+) -> None:
+    """A case that `make` writes, by these packages and transformers."""
+    CASES[name] = (lambda folder: make(folder, *args, **sizes)), ["transformers", *packages.split()]
 
 
 def versions(packages: list[str]) -> dict[str, str]:
@@ -44,7 +47,8 @@ def write(out: Path, name: str) -> None:
     (folder / "ckpt").mkdir(parents=True)
     torch.manual_seed(sum(name.encode()))
     try:
-        truth, packages = CASES[name](folder / "ckpt")
+        make, packages = CASES[name]
+        truth = make(folder / "ckpt")
     except ImportError as error:
         shutil.rmtree(folder)
         print(f"{name}: left out, {error}", file=sys.stderr)
@@ -86,19 +90,31 @@ def tiny_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: int) 
     return source
 
 
+def coded(
+    folder: Path,
+    source: Path,
+    quantization: Mapping[str, Any],
+    code: Callable[[str, torch.Tensor], tuple[Truth, torch.Tensor]],
+    ends: str | tuple[str, ...] = "_proj.weight",
+) -> Truth:
+    """The model's truth; writes what `code` stores of weights with these ends, and its config."""
+    stored, truth = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if name.endswith(ends):
+            parts, truth[name] = code(name, weight)
+            stored |= parts
+        else:
+            stored[name] = truth[name] = weight
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config_with(folder, source, quantization)
+    return truth
+
+
 def config_with(folder: Path, source: Path, quantization: Mapping[str, Any]) -> None:
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = dict(quantization)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     shutil.rmtree(source)
-
-
-def weights_of(source: Path) -> dict[str, torch.Tensor]:
-    return load_file(source / "model.safetensors")
-
-
-def linears(weights: Mapping[str, torch.Tensor]) -> list[str]:
-    return [name for name in weights if name.endswith("_proj.weight")]
 
 
 # fp8 with block scales: the operation by which transformers saves it.
@@ -111,33 +127,20 @@ def _fine_grained(folder: Path, block: tuple[int, int] | None, fmt: str, **sizes
     source = tiny_llama(folder, **sizes)
     config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=fmt)
     quantizer = types.SimpleNamespace(quantization_config=config)
-    stored, truth = {}, {}
-    weights = weights_of(source)
-    for name, weight in weights.items():
-        if name not in linears(weights):
-            stored[name] = truth[name] = weight
-            continue
+
+    def code(name: str, weight: torch.Tensor) -> tuple[Truth, torch.Tensor]:
         made = Fp8Quantize(quantizer).convert({name: weight})
-        stored |= made
         scale = made[name.replace(".weight", ".weight_scale_inv")]
-        truth[name] = Fp8Dequantize(quantizer)._dequantize_one(made[name], scale, torch.bfloat16)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config_with(folder, source, json.loads(config.to_json_string(use_diff=False)))
-    return truth
+        return made, Fp8Dequantize(quantizer)._dequantize_one(made[name], scale, torch.bfloat16)
+
+    return coded(folder, source, json.loads(config.to_json_string(use_diff=False)), code)
 
 
-@case
-def fp8_block_32(folder: Path) -> tuple[Truth, list[str]]:
-    return _fine_grained(folder, (32, 32), "float"), ["transformers"]
+add("fp8_block_32", _fine_grained, "", (32, 32), "float")
+add("fp8_block_of_powers_of_two", _fine_grained, "", (16, 32), "ue8m0", hidden_size=96, head_dim=24)
 
 
-@case
-def fp8_block_of_powers_of_two(folder: Path) -> tuple[Truth, list[str]]:
-    return _fine_grained(folder, (16, 32), "ue8m0", hidden_size=96, head_dim=24), ["transformers"]
-
-
-@case
-def fp8_experts(folder: Path) -> tuple[Truth, list[str]]:
+def _fp8_experts(folder: Path) -> Truth:
     """As transformers 5.23 saves it: the codes of each expert, and the scales of all."""
     import transformers.quantizers.quantizer_finegrained_fp8 as quantizer
     from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -172,11 +175,10 @@ def fp8_experts(folder: Path) -> tuple[Truth, list[str]]:
         for expert, own in enumerate(whole):
             for part, weight in zip(parts, own.chunk(len(parts)), strict=True):
                 truth[f"{prefix}.{expert}.{part}.weight"] = weight
-    return truth, ["transformers"]
+    return truth
 
 
-@case
-def fp8_deepseek_v4(folder: Path) -> tuple[Truth, list[str]]:
+def _fp8_deepseek_v4(folder: Path) -> Truth:
     """DeepSeek's own layout, by hand: exponents called `scale`, and experts of fp4."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -202,7 +204,11 @@ def fp8_deepseek_v4(folder: Path) -> tuple[Truth, list[str]]:
     settings |= {"activation_scheme": "dynamic", "weight_block_size": [32, 32]}
     about = {"model_type": "deepseek_v4", "expert_dtype": "fp4", "quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(about, indent=1))
-    return truth, ["transformers"]
+    return truth
+
+
+add("fp8_experts", _fp8_experts)
+add("fp8_deepseek_v4", _fp8_deepseek_v4)
 
 
 # compressed-tensors: written by llm-compressor, or by the library itself.
@@ -249,14 +255,7 @@ def _bases(stored: Mapping[str, torch.Tensor]) -> set[str]:
     return {name.removesuffix("weight_scale") for name in stored if name.endswith(ends)}
 
 
-_WRITERS = ["transformers", "compressed-tensors", "llmcompressor"]
-
-
-def _preset(name: str, scheme: Any, **sizes: int) -> None:
-    def made(folder: Path) -> tuple[Truth, list[str]]:
-        return _llm_compressor(folder, scheme, **sizes), _WRITERS
-
-    CASES[name] = made
+_CT = _llm_compressor, "compressed-tensors llmcompressor"
 
 
 def _integers(bits: int, **more: Any) -> dict[str, Any]:
@@ -269,29 +268,34 @@ def _floats(strategy: str) -> dict[str, Any]:
 
 _SMALL = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64}
 _ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 100}
-_preset("ct_fp8_channel", "FP8_DYNAMIC")
-_preset("ct_fp8_channel_odd", "FP8_DYNAMIC", **_ODD)
-_preset("ct_fp8_block", "FP8_BLOCK", hidden_size=144, intermediate_size=160, head_dim=36)
-_preset("ct_fp8_block_odd", "FP8_BLOCK", hidden_size=80, head_dim=20, intermediate_size=136)
-_preset("ct_fp8_tensor", _floats("tensor"))
-_preset("ct_fp8_tensor_small", _floats("tensor"), **_SMALL)
-_preset("ct_int8_channel", "W8A8")
-_preset("ct_int8_channel_small", "W8A8", **_SMALL)
-_preset("ct_int8_packed", _integers(8, symmetric=True, strategy="channel"), **_ODD)
-_preset("ct_int4_group", "W4A16", hidden_size=128, intermediate_size=128)
-_preset("ct_int4_asymmetric", _integers(4, symmetric=False, strategy="group", group_size=32))
-_preset("ct_int4_channel_odd", _integers(4, symmetric=False, strategy="channel"), **_ODD)
-_preset("ct_int3_group", _integers(3, symmetric=False, strategy="group", group_size=16))
-_preset("ct_dense_fp8", "FP8_DYNAMIC", dense=True)
-_preset("ct_dense_int4", _integers(4, symmetric=False, strategy="group", group_size=32), dense=True)
-_preset("ct_nvfp4", "NVFP4A16")
-_preset("ct_nvfp4_wide", "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
-_preset("ct_mxfp4", "MXFP4A16")
-_preset("ct_mxfp4_wide", "MXFP4A16", hidden_size=96, head_dim=24, intermediate_size=160)
-_preset("ct_mxfp6", "MXFP6A16")
-_preset("ct_mxfp6_wide", "MXFP6A16", hidden_size=96, head_dim=24, intermediate_size=160)
-_preset("ct_mxfp8", "MXFP8A16")
-_preset("ct_mxfp8_wide", "MXFP8A16", hidden_size=96, head_dim=24, intermediate_size=160)
+add("ct_fp8_channel", *_CT, "FP8_DYNAMIC")
+add("ct_fp8_channel_odd", *_CT, "FP8_DYNAMIC", **_ODD)
+add("ct_fp8_block", *_CT, "FP8_BLOCK", hidden_size=144, intermediate_size=160, head_dim=36)
+add("ct_fp8_block_odd", *_CT, "FP8_BLOCK", hidden_size=80, head_dim=20, intermediate_size=136)
+add("ct_fp8_tensor", *_CT, _floats("tensor"))
+add("ct_fp8_tensor_small", *_CT, _floats("tensor"), **_SMALL)
+add("ct_int8_channel", *_CT, "W8A8")
+add("ct_int8_channel_small", *_CT, "W8A8", **_SMALL)
+add("ct_int8_packed", *_CT, _integers(8, symmetric=True, strategy="channel"), **_ODD)
+add("ct_int4_group", *_CT, "W4A16", hidden_size=128, intermediate_size=128)
+add("ct_int4_asymmetric", *_CT, _integers(4, symmetric=False, strategy="group", group_size=32))
+add("ct_int4_channel_odd", *_CT, _integers(4, symmetric=False, strategy="channel"), **_ODD)
+add("ct_int3_group", *_CT, _integers(3, symmetric=False, strategy="group", group_size=16))
+add("ct_dense_fp8", *_CT, "FP8_DYNAMIC", dense=True)
+add(
+    "ct_dense_int4",
+    *_CT,
+    _integers(4, symmetric=False, strategy="group", group_size=32),
+    dense=True,
+)
+add("ct_nvfp4", *_CT, "NVFP4A16")
+add("ct_nvfp4_wide", *_CT, "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
+add("ct_mxfp4", *_CT, "MXFP4A16")
+add("ct_mxfp4_wide", *_CT, "MXFP4A16", hidden_size=96, head_dim=24, intermediate_size=160)
+add("ct_mxfp6", *_CT, "MXFP6A16")
+add("ct_mxfp6_wide", *_CT, "MXFP6A16", hidden_size=96, head_dim=24, intermediate_size=160)
+add("ct_mxfp8", *_CT, "MXFP8A16")
+add("ct_mxfp8_wide", *_CT, "MXFP8A16", hidden_size=96, head_dim=24, intermediate_size=160)
 
 
 # Two groups that differ in symmetry alone, and scales of a cache beside weights.
@@ -302,14 +306,14 @@ def _by_modules(symmetric: bool, modules: str) -> dict[str, Any]:
     return {"targets": [f"re:.*{modules}.*"], **weights}
 
 
-_preset(
+add(
     "ct_int4_some_asymmetric",
+    *_CT,
     {"attention": _by_modules(True, "self_attn"), "mlp": _by_modules(False, "mlp")},
 )
 
 
-@case
-def ct_fp8_cache_scales(folder: Path) -> tuple[Truth, list[str]]:
+def _ct_fp8_cache_scales(folder: Path) -> Truth:
     """As llm-compressor's `kv_cache_scheme` writes it, but for the calibration of its scales."""
     truth = _llm_compressor(folder, "FP8_DYNAMIC", **_SMALL)
     stored = load_file(folder / "model.safetensors")
@@ -320,37 +324,36 @@ def ct_fp8_cache_scales(folder: Path) -> tuple[Truth, list[str]]:
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     config["quantization_config"]["kv_cache_scheme"] = {**cache, "dynamic": False}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return truth, _WRITERS
+    return truth
+
+
+add("ct_fp8_cache_scales", _ct_fp8_cache_scales, _CT[1])
 
 
 # AutoFP8's layout, by what vLLM 0.11 `layers/quantization/fp8.py` reads; the rule is that of
 # transformers for a scale of a whole weight.
 
 
-@case
-def fp8_auto(folder: Path) -> tuple[Truth, list[str]]:
+def _fp8_auto(folder: Path) -> Truth:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    source = tiny_llama(folder)
     config = FineGrainedFP8Config(weight_block_size=None)
     quantizer = types.SimpleNamespace(quantization_config=config)
-    stored, truth = {}, {}
-    weights = weights_of(source)
-    for name, weight in weights.items():
-        if name not in linears(weights):
-            stored[name] = truth[name] = weight
-            continue
+
+    def code(name: str, weight: torch.Tensor) -> tuple[Truth, torch.Tensor]:
         scale = weight.float().abs().max() / 448
-        stored[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale"] = scale.reshape(1)
+        codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+        stored = {name: codes, f"{name}_scale": scale.reshape(1)}
         stored[name.replace("weight", "input_scale")] = torch.tensor([0.01])
-        truth[name] = Fp8Dequantize(quantizer)._dequantize_one(stored[name], scale, torch.bfloat16)
-    stored["model.layers.0.self_attn.kv_scale"] = torch.tensor([1.0])
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        stored["model.layers.0.self_attn.kv_scale"] = torch.tensor([1.0])
+        return stored, Fp8Dequantize(quantizer)._dequantize_one(codes, scale, torch.bfloat16)
+
     settings = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
-    config_with(folder, source, {**settings, "ignored_layers": ["lm_head"]})
-    return truth, ["transformers"]
+    return coded(folder, tiny_llama(folder), {**settings, "ignored_layers": ["lm_head"]}, code)
+
+
+add("fp8_auto", _fp8_auto)
 
 
 # MLX: its own codes, with the names that `mlx_lm.convert` gives them. The truth is what it makes of
@@ -358,14 +361,20 @@ def fp8_auto(folder: Path) -> tuple[Truth, list[str]]:
 
 
 def _mlx(
-    folder: Path, settings: Mapping[str, Any], own: Mapping[str, Any] | None = None, **sizes: int
+    folder: Path,
+    mode: str,
+    bits: int,
+    group: int,
+    own: Mapping[str, Any] | None = None,
+    **sizes: int,
 ) -> Truth:
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)
+    settings = {"group_size": group, "bits": bits, "mode": mode}
     source = tiny_llama(folder, **{"intermediate_size": 128, **sizes})
     stored, truth = {}, {}
-    for name, weight in weights_of(source).items():
+    for name, weight in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
         said = (own or {}).get(module, settings)
         made = mx.array(weight.float().numpy()).astype(mx.bfloat16)
@@ -388,23 +397,19 @@ def _mlx(
     return truth
 
 
-def _mlx_case(name: str, mode: str, bits: int, group: int, own: Any = None, **sizes: int) -> None:
-    settings = {"group_size": group, "bits": bits, "mode": mode}
-    CASES[name] = lambda folder: (_mlx(folder, settings, own, **sizes), ["transformers", "mlx"])
-
-
 _OWN = {
     "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 6, "mode": "affine"},
     "model.layers.0.mlp.up_proj": {"group_size": 128, "bits": 5, "mode": "affine"},
     "model.layers.0.self_attn.v_proj": {"group_size": 32, "bits": 2, "mode": "affine"},
     "lm_head": False,
 }
-_mlx_case("mlx_3", "affine", 3, 64)
-_mlx_case("mlx_4_wide", "affine", 4, 32, hidden_size=96, head_dim=24, intermediate_size=160)
-_mlx_case("mlx_8_and_others", "affine", 8, 64, _OWN, hidden_size=128)
-_mlx_case("mlx_mxfp4", "mxfp4", 4, 32)
-_mlx_case("mlx_mxfp8", "mxfp8", 8, 32)
-_mlx_case("mlx_nvfp4", "nvfp4", 4, 16)
+_MLX = _mlx, "mlx"
+add("mlx_3", *_MLX, "affine", 3, 64)
+add("mlx_4_wide", *_MLX, "affine", 4, 32, hidden_size=96, head_dim=24, intermediate_size=160)
+add("mlx_8_and_others", *_MLX, "affine", 8, 64, _OWN, hidden_size=128)
+add("mlx_mxfp4", *_MLX, "mxfp4", 4, 32)
+add("mlx_mxfp8", *_MLX, "mxfp8", 8, 32)
+add("mlx_nvfp4", *_MLX, "nvfp4", 4, 16)
 
 
 # MXFP4 as gpt-oss has it. Its own writer runs on a GPU: codes and exponents are torchao's, the names
@@ -431,31 +436,21 @@ def _gpt_oss(folder: Path, experts: int, hidden: int, inner: int) -> Truth:
     model = GptOssForCausalLM(config).to(torch.bfloat16)
     source = folder.parent / "source"
     model.save_pretrained(source)
-    stored, truth = {}, {}
-    for name, weight in weights_of(source).items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            stored[name] = truth[name] = weight
-            continue
+
+    def code(name: str, weight: torch.Tensor) -> tuple[Truth, torch.Tensor]:
         rows = weight.transpose(1, 2).contiguous()
-        scales, codes = to_mx(rows, torch.float4_e2m1fn_x2, 32)
+        exponents, codes = to_mx(rows, torch.float4_e2m1fn_x2, 32)
+        scales = exponents.view(torch.uint8)
         blocks = codes.view(torch.uint8).reshape(*rows.shape[:2], -1, 16)
-        stored[f"{name}_blocks"] = blocks
-        stored[f"{name}_scales"] = scales.view(torch.uint8)
-        made = convert_moe_packed_tensors(blocks, scales.view(torch.uint8).to(torch.uint8))
-        truth[name] = made
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config_with(folder, source, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return truth
+        whole = convert_moe_packed_tensors(blocks, scales)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}, whole
+
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return coded(folder, source, settings, code, ("experts.gate_up_proj", "experts.down_proj"))
 
 
-@case
-def mxfp4_gpt_oss(folder: Path) -> tuple[Truth, list[str]]:
-    return _gpt_oss(folder, 2, 64, 96), ["transformers", "torchao"]
-
-
-@case
-def mxfp4_gpt_oss_narrow(folder: Path) -> tuple[Truth, list[str]]:
-    return _gpt_oss(folder, 3, 32, 32), ["transformers", "torchao"]
+add("mxfp4_gpt_oss", _gpt_oss, "torchao", 2, 64, 96)
+add("mxfp4_gpt_oss_narrow", _gpt_oss, "torchao", 3, 32, 32)
 
 
 # ModelOpt: its own quantiser and exporter; the truth is in float32, because its fp8 rounds scales to
@@ -515,24 +510,18 @@ def _modelopt(folder: Path, config: str | Callable[[Any], Any], **sizes: int) ->
     return truth
 
 
-def _modelopt_case(name: str, config: str | Callable[[Any], Any], **sizes: int) -> None:
-    CASES[name] = lambda folder: (
-        _modelopt(folder, config, **sizes),
-        ["transformers", "nvidia-modelopt"],
-    )
-
-
 _SQUARE = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 256}
 _SQUARE |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-_modelopt_case("modelopt_fp8", "FP8_DEFAULT_CFG")
-_modelopt_case("modelopt_fp8_block", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", **_SQUARE)
-_modelopt_case("modelopt_mixed", _mixed)
-_modelopt_case("modelopt_fp8_channel_odd", "FP8_PER_CHANNEL_PER_TOKEN_CFG", **_ODD)
-_modelopt_case("modelopt_mxfp8", "MXFP8_DEFAULT_CFG")
-_modelopt_case("modelopt_mxfp8_small", "MXFP8_DEFAULT_CFG", **_SMALL)
-_modelopt_case("modelopt_nvfp4", "NVFP4_DEFAULT_CFG")
+_OPT = _modelopt, "nvidia-modelopt"
+add("modelopt_fp8", *_OPT, "FP8_DEFAULT_CFG")
+add("modelopt_fp8_block", *_OPT, "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", **_SQUARE)
+add("modelopt_mixed", *_OPT, _mixed)
+add("modelopt_fp8_channel_odd", *_OPT, "FP8_PER_CHANNEL_PER_TOKEN_CFG", **_ODD)
+add("modelopt_mxfp8", *_OPT, "MXFP8_DEFAULT_CFG")
+add("modelopt_mxfp8_small", *_OPT, "MXFP8_DEFAULT_CFG", **_SMALL)
+add("modelopt_nvfp4", *_OPT, "NVFP4_DEFAULT_CFG")
 _WIDE = {"hidden_size": 80, "head_dim": 20, "intermediate_size": 112}
-_modelopt_case("modelopt_nvfp4_wide", "W4A16_NVFP4_CFG", **_WIDE)
+add("modelopt_nvfp4_wide", *_OPT, "W4A16_NVFP4_CFG", **_WIDE)
 
 
 # GPTQ: GPTQModel packs codes that were rounded to the nearest, and dequantises what it packed.
@@ -542,13 +531,7 @@ def _gptq(folder: Path, bits: int, group: int, order: bool, v2: bool) -> Truth:
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
-    source = tiny_llama(folder, torch.float16)
-    stored, truth = {}, {}
-    weights = weights_of(source)
-    for name, weight in weights.items():
-        if name not in linears(weights):
-            stored[name] = truth[name] = weight
-            continue
+    def code(name: str, weight: torch.Tensor) -> tuple[Truth, torch.Tensor]:
         rows, columns = weight.shape
         size = columns if group == -1 else group
         linear = torch.nn.Linear(columns, rows, bias=False)
@@ -571,14 +554,14 @@ def _gptq(folder: Path, bits: int, group: int, order: bool, v2: bool) -> Truth:
         )
         module.pack(linear, scales, zeros, groups.to(torch.int32))
         module.post_init()
-        truth[name] = module.dequantize_weight().T.contiguous()
+        whole = module.dequantize_weight().T.contiguous()
         if not v2:
             layout = types.SimpleNamespace(bits=bits, pack_dtype=torch.int32)
             convert_gptq_v2_to_v1_format_module(module, layout)
         base = name.removesuffix("weight")
-        for part in ("qweight", "qzeros", "scales", "g_idx"):
-            stored[base + part] = getattr(module, part).detach().clone()
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        parts = ("qweight", "qzeros", "scales", "g_idx")
+        return {base + part: getattr(module, part).detach().clone() for part in parts}, whole
+
     quantization = {
         "quant_method": "gptq",
         "bits": bits,
@@ -587,21 +570,17 @@ def _gptq(folder: Path, bits: int, group: int, order: bool, v2: bool) -> Truth:
         "sym": False,
         "checkpoint_format": "gptq_v2" if v2 else "gptq",
     }
-    config_with(folder, source, quantization)
-    return truth
+    return coded(folder, tiny_llama(folder, torch.float16), quantization, code)
 
 
-def _gptq_case(name: str, *arguments: Any) -> None:
-    CASES[name] = lambda folder: (_gptq(folder, *arguments), ["transformers", "gptqmodel"])
-
-
-_gptq_case("gptq_4", 4, 32, False, False)
-_gptq_case("gptq_4_v2_act_order", 4, 32, True, True)
-_gptq_case("gptq_3_act_order", 3, 32, True, False)
-_gptq_case("gptq_3", 3, -1, False, True)
-_gptq_case("gptq_8", 8, -1, False, True)
-_gptq_case("gptq_8_act_order", 8, 16, True, False)
-_gptq_case("gptq_2", 2, 16, False, False)
+_GPTQ = _gptq, "gptqmodel"
+add("gptq_4", *_GPTQ, 4, 32, False, False)
+add("gptq_4_v2_act_order", *_GPTQ, 4, 32, True, True)
+add("gptq_3_act_order", *_GPTQ, 3, 32, True, False)
+add("gptq_3", *_GPTQ, 3, -1, False, True)
+add("gptq_8", *_GPTQ, 8, -1, False, True)
+add("gptq_8_act_order", *_GPTQ, 8, 16, True, False)
+add("gptq_2", *_GPTQ, 2, 16, False, False)
 
 
 # AWQ: AutoAWQ's own module and its own dequantisation.
@@ -611,13 +590,7 @@ def _awq(folder: Path, group: int, **sizes: int) -> Truth:
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
 
-    source = tiny_llama(folder, torch.float16, **sizes)
-    stored, truth = {}, {}
-    weights = weights_of(source)
-    for name, weight in weights.items():
-        if name not in linears(weights):
-            stored[name] = truth[name] = weight
-            continue
+    def code(name: str, weight: torch.Tensor) -> tuple[Truth, torch.Tensor]:
         rows, columns = weight.shape
         linear = torch.nn.Linear(columns, rows, bias=False).half()
         groups = weight.float().reshape(rows, -1, group)
@@ -632,11 +605,11 @@ def _awq(folder: Path, group: int, **sizes: int) -> Truth:
             linear, 4, group, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
         )
         base = name.removesuffix("weight")
-        for part in ("qweight", "qzeros", "scales"):
-            stored[base + part] = getattr(module, part).detach().clone()
         made = dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, group)
-        truth[name] = made.T.contiguous()
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        parts = ("qweight", "qzeros", "scales")
+        stored = {base + part: getattr(module, part).detach().clone() for part in parts}
+        return stored, made.T.contiguous()
+
     quantization = {
         "quant_method": "awq",
         "bits": 4,
@@ -644,21 +617,11 @@ def _awq(folder: Path, group: int, **sizes: int) -> Truth:
         "version": "gemm",
         "zero_point": True,
     }
-    config_with(folder, source, quantization)
-    return truth
+    return coded(folder, tiny_llama(folder, torch.float16, **sizes), quantization, code)
 
 
-@case
-def awq_32(folder: Path) -> tuple[Truth, list[str]]:
-    return _awq(folder, 32), ["transformers", "autoawq"]
-
-
-@case
-def awq_8_wide(folder: Path) -> tuple[Truth, list[str]]:
-    return _awq(folder, 8, hidden_size=96, head_dim=24, num_key_value_heads=4), [
-        "transformers",
-        "autoawq",
-    ]
+add("awq_32", _awq, "autoawq", 32)
+add("awq_8_wide", _awq, "autoawq", 8, hidden_size=96, head_dim=24, num_key_value_heads=4)
 
 
 # bitsandbytes: loaded and saved by transformers.
@@ -705,36 +668,33 @@ def _bitsandbytes(folder: Path, dtype: torch.dtype, config: dict[str, Any], **si
     return {name: made for name, made in truth.items() if name in stored}
 
 
-def _bnb_case(name: str, dtype: torch.dtype, config: dict[str, Any], **sizes: int) -> None:
-    CASES[name] = lambda folder: (
-        _bitsandbytes(folder, dtype, config, **sizes),
-        ["transformers", "bitsandbytes"],
-    )
-
-
 _four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
 _nf4 = {**_four, "bnb_4bit_quant_type": "nf4"}
 _double = {"bnb_4bit_use_double_quant": True}
-_bnb_case("bnb_int8", torch.bfloat16, {"load_in_8bit": True})
-_bnb_case("bnb_int8_float32", torch.float32, {"load_in_8bit": True}, **_ODD)
-_bnb_case("bnb_nf4", torch.bfloat16, _nf4)
-_bnb_case(
-    "bnb_nf4_double", torch.bfloat16, {**_nf4, "bnb_4bit_use_double_quant": True}, hidden_size=128
+_BNB = _bitsandbytes, "bitsandbytes"
+add("bnb_int8", *_BNB, torch.bfloat16, {"load_in_8bit": True})
+add("bnb_int8_float32", *_BNB, torch.float32, {"load_in_8bit": True}, **_ODD)
+add("bnb_nf4", *_BNB, torch.bfloat16, _nf4)
+add("bnb_nf4_double", *_BNB, torch.bfloat16, {**_nf4, **_double}, hidden_size=128)
+add("bnb_nf4_double_odd", *_BNB, torch.float32, {**_nf4, **_double}, **_ODD)
+add("bnb_fp4", *_BNB, torch.bfloat16, {**_four, "bnb_4bit_quant_type": "fp4"}, **_ODD)
+add("bnb_fp4_double", *_BNB, torch.float32, {**_four, "bnb_4bit_quant_type": "fp4", **_double})
+add(
+    "bnb_nf4_in_bfloat16", *_BNB, torch.bfloat16, {**_nf4, "bnb_4bit_quant_storage": torch.bfloat16}
 )
-_bnb_case("bnb_nf4_double_odd", torch.float32, {**_nf4, "bnb_4bit_use_double_quant": True}, **_ODD)
-_bnb_case("bnb_fp4", torch.bfloat16, {**_four, "bnb_4bit_quant_type": "fp4"}, **_ODD)
-_bnb_case("bnb_fp4_double", torch.float32, {**_four, "bnb_4bit_quant_type": "fp4", **_double})
-_bnb_case("bnb_nf4_in_bfloat16", torch.bfloat16, {**_nf4, "bnb_4bit_quant_storage": torch.bfloat16})
 
 
 # torchao: by transformers where its configs are known there, by its own safetensors support else.
 
 
-def _torchao(folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Truth:
+def _torchao(
+    folder: Path, described: Any, dtype: torch.dtype = torch.bfloat16, **sizes: int
+) -> Truth:
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import quantize_
     from transformers import AutoModelForCausalLM
 
+    config = described()
     source = tiny_llama(folder, dtype, **sizes)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     if isinstance(config, torch.dtype):  # MX has no config that leaves activations as they are
@@ -761,43 +721,25 @@ def _torchao(folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **s
     return truth
 
 
-def _ao_case(name: str, config: Callable[[], Any], *arguments: Any, **sizes: int) -> None:
-    CASES[name] = lambda folder: (
-        _torchao(folder, config(), *arguments, **sizes),
-        ["transformers", "torchao"],
-    )
+def _ao(name: str, module: str = "quantization", **arguments: Any) -> Callable[[], Any]:
+    """A config of torchao, made where torchao is."""
+    return lambda: getattr(importlib.import_module(f"torchao.{module}"), name)(**arguments)
 
 
-def _ao(name: str, **arguments: Any) -> Callable[[], Any]:
-    def made() -> Any:
-        import torchao.quantization as ao
-
-        return getattr(ao, name)(**arguments)
-
-    return made
-
-
-def _ao_prototype(name: str, **arguments: Any) -> Callable[[], Any]:
-    def made() -> Any:
-        import torchao.prototype.mx_formats as mx
-
-        return getattr(mx, name)(**arguments)
-
-    return made
-
-
-_ao_case("torchao_float8", _ao("Float8WeightOnlyConfig"))
-_ao_case("torchao_float8_float32", _ao("Float8WeightOnlyConfig"), torch.float32, **_ODD)
-_ao_case("torchao_int8", _ao("Int8WeightOnlyConfig", version=2))
-_ao_case("torchao_int8_float32", _ao("Int8WeightOnlyConfig", version=2), torch.float32, **_ODD)
-_ao_case("torchao_intx", _ao("IntxWeightOnlyConfig", weight_dtype=torch.int4))
-_ao_case("torchao_intx_odd", _ao("IntxWeightOnlyConfig", weight_dtype=torch.int3), **_ODD)
-_ao_case("torchao_nvfp4", _ao_prototype("NVFP4WeightOnlyConfig"))
-_ao_case("torchao_nvfp4_wide", _ao_prototype("NVFP4WeightOnlyConfig"), hidden_size=128)
-_ao_case("torchao_mxfp8", lambda: torch.float8_e4m3fn)
-_ao_case("torchao_mxfp8_wide", lambda: torch.float8_e5m2, hidden_size=96, head_dim=24)
-_ao_case("torchao_mxfp4", lambda: torch.float4_e2m1fn_x2)
-_ao_case("torchao_mxfp4_wide", lambda: torch.float4_e2m1fn_x2, hidden_size=96, head_dim=24)
+_MX = "prototype.mx_formats"
+_AO = _torchao, "torchao"
+add("torchao_float8", *_AO, _ao("Float8WeightOnlyConfig"))
+add("torchao_float8_float32", *_AO, _ao("Float8WeightOnlyConfig"), torch.float32, **_ODD)
+add("torchao_int8", *_AO, _ao("Int8WeightOnlyConfig", version=2))
+add("torchao_int8_float32", *_AO, _ao("Int8WeightOnlyConfig", version=2), torch.float32, **_ODD)
+add("torchao_intx", *_AO, _ao("IntxWeightOnlyConfig", weight_dtype=torch.int4))
+add("torchao_intx_odd", *_AO, _ao("IntxWeightOnlyConfig", weight_dtype=torch.int3), **_ODD)
+add("torchao_nvfp4", *_AO, _ao("NVFP4WeightOnlyConfig", _MX))
+add("torchao_nvfp4_wide", *_AO, _ao("NVFP4WeightOnlyConfig", _MX), hidden_size=128)
+add("torchao_mxfp8", *_AO, lambda: torch.float8_e4m3fn)
+add("torchao_mxfp8_wide", *_AO, lambda: torch.float8_e5m2, hidden_size=96, head_dim=24)
+add("torchao_mxfp4", *_AO, lambda: torch.float4_e2m1fn_x2)
+add("torchao_mxfp4_wide", *_AO, lambda: torch.float4_e2m1fn_x2, hidden_size=96, head_dim=24)
 
 
 if __name__ == "__main__":
