@@ -29,7 +29,6 @@ import numpy as np
 from cases import OF_TESTS
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
 from jax_ucp.codecs.unpickle import walk
-from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import MemoryRange
 from jax_ucp.formats.dcp.metadata import read_metadata
@@ -391,11 +390,3 @@ def resummed(data: bytes) -> bytes:
         name, extra, comment = struct.unpack_from("<3H", data, directory + 28)
         directory += 46 + name + extra + comment
     return bytes(out)
-
-
-def opens_as_torch(data: bytes) -> bool:
-    """Whether the bytes are a file of torch.save that reads; for tests of what is made here."""
-    try:
-        return all(fault is None for _, fault in TorchFile("a file", data=data).verify())
-    except FormatError:
-        return False

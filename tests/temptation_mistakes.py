@@ -268,7 +268,6 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
                 yield Attempt(f"{name} with {how}", put({name: other}))
 
 
-_LARGE = (".safetensors", ".gguf", ".pt", ".bin", ".distcp")  # what a hub keeps in git-lfs
 _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n"
 _NOT_FOUND = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head><body>Not found.</body></html>\n"
 _DENIED = b'{"error":"Repository not found"}'

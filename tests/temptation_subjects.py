@@ -88,14 +88,11 @@ def _pointing(name: str, data: bytes) -> bytes:
 _CHANGES: dict[str, Change] = {"step": STEP_LATER, "run": OTHER_RUN}
 
 
-def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> list[Subject]:
+def subjects(formats: tuple[str, ...] = FORMATS) -> list[Subject]:
     """Every valid checkpoint of these formats.
 
     Not those with remainders in place of masters (`pa*`): they have no second copy, while gaps in
     flat buffers hold what was in memory, so that what is invisible cannot be proved to be.
-
-    `real` is a folder of siblings that a trainer wrote: `real/step/CASE/ckpt` and
-    `real/run/CASE/ckpt`. With it only checkpoints that have such siblings are given.
     """
     cases = [
         case
@@ -116,22 +113,7 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
     }
     for format, make in makers.items():
         found += make() if format in formats else []
-    if real:
-        found = [_with_real_siblings(subject, real) for subject in found]
-        found = [subject for subject in found if subject.made and subject.format == "deepspeed"]
     return found
-
-
-def _with_real_siblings(subject: Subject, real: Path) -> Subject:
-    folders = {which: real / which / subject.name.split("/")[-1] / "ckpt" for which in _CHANGES}
-    if all((folder / "latest").is_file() for folder in folders.values()):
-        subject.made = lambda which: _under_these_names(read_folder(folders[which]))
-    return subject
-
-
-def _under_these_names(folder: dict[str, bytes]) -> dict[str, bytes]:
-    folder = {name.replace("global_step6", "global_step5"): data for name, data in folder.items()}
-    return folder | {"latest": b"global_step5"}
 
 
 def _recorded(case: Case) -> Subject:

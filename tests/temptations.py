@@ -655,17 +655,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES)
     )
-    parser.add_argument(
-        "--siblings",
-        type=Path,
-        help="a folder of siblings that a trainer wrote: step/CASE, run/CASE",
-    )
     parser.add_argument("--keep", type=Path, help="with --only: where the folder is kept")
     parser.add_argument(
         "--log", type=argparse.FileType("w"), help="a file for a line of JSON about each"
     )
     said = parser.parse_args(arguments)
-    found = subjects(tuple(said.format or FORMATS), said.siblings and said.siblings.absolute())
+    found = subjects(tuple(said.format or FORMATS))
     start, stop = said.start, None if said.all else said.start + said.count
     if said.only is not None:
         start, stop = said.only, said.only + 1

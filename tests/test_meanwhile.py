@@ -191,7 +191,6 @@ WRITERS: dict[str, Callable[[Path, dict], object]] = {
         for name in EXPORTS
     },
 }
-SHARDED = {"safetensors": {"max_shard_bytes": 1 << 16}}
 
 
 @pytest.fixture(params=WRITERS)

@@ -174,10 +174,6 @@ def base(tree: Any) -> dict[str, Any]:
     return tree["optimizer_state_dict"]["base_optimizer_state"]
 
 
-def set_state(name: str, value: Any) -> Callable[[Any], None]:
-    return lambda tree: base(tree)["state"][0].__setitem__(name, value)
-
-
 def set_info(**more: Any) -> Callable[[Any], None]:
     return lambda tree: tree["universal_checkpoint_info"].update(more)
 

@@ -495,7 +495,6 @@ def test_a_step_that_is_not_the_one_stored_is_refused(step, tree):
 
 # The command line.
 
-TO_DCP = ("export", SAFETENSORS, "out", "--format", "dcp")
 WRONG: list[tuple[tuple[object, ...], int, str]] = [
     (("inspect", SAFETENSORS, "--leaf", "nothing"), 1,
      "no leaf of .* matches 'nothing'; it has 21, such as param/"),

@@ -1,5 +1,5 @@
 """Time and memory of every parser against the bytes of its input, over sizes: `python -m
-hostile.growth` in `tests/`; with `--units 300`, random inputs; `--family json` measures one parser alone.
+hostile.growth` in `tests/`; `--family json` measures one parser alone.
 
 An input is a head and a unit, repeated until it has so many bytes: what a unit costs beyond the
 bytes it takes shows in the growth. The first unit of an input may be large and what follows refer
@@ -656,29 +656,7 @@ def _verdict(small: Cost, large: Cost, small_bytes: int, large_bytes: int) -> st
     return None
 
 
-def random_inputs(family: Family, count: int, seed: int) -> dict[str, Make]:
-    """Units of several inputs' units, drawn by a seed: an input's first bytes, then others'."""
-    rng = Random(seed)
-    made: dict[str, Make] = {}
-    kinds = sorted(family.inputs)
-    for number in range(count):
-        first, second = rng.choice(kinds), rng.choice(kinds)
-        cut, again = rng.random(), rng.choice([1, 3, 50])
-        made[f"{seed}.{number} {first} | {second}"] = _joined(
-            family.inputs[first], family.inputs[second], cut, again
-        )
-    return made
-
-
-def _joined(first: Make, second: Make, cut: float, again: int) -> Make:
-    def make(size: int) -> bytes:
-        a, b = first(size // 2), second(size // (2 * again))
-        return a[: int(len(a) * cut)] + b[int(len(b) * cut / 4) :] * again + a[int(len(a) * cut) :]
-
-    return make
-
-
-def run(names: list[str], units: int = 0, seed: int = 0, sample: int = 0) -> int:
+def run(names: list[str], seed: int = 0, sample: int = 0) -> int:
     """Measure, print what fails, and return how many inputs did."""
     faults = measured = 0
     with tempfile.TemporaryDirectory() as work:
@@ -687,7 +665,7 @@ def run(names: list[str], units: int = 0, seed: int = 0, sample: int = 0) -> int
         fuzz.limit_memory(MEMORY_BYTES)
         for title in names or known:
             family = known[title]
-            chosen = random_inputs(family, units, seed) if units else family.inputs
+            chosen = family.inputs
             if 0 < sample < len(chosen):
                 chosen = {kind: chosen[kind] for kind in Random(seed).sample([*chosen], sample)}
             begin = time.monotonic()
@@ -709,12 +687,11 @@ def run(names: list[str], units: int = 0, seed: int = 0, sample: int = 0) -> int
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--units", type=int, default=0, help="random inputs for each parser")
     parser.add_argument("--sample", type=int, default=0, help="so many inputs of each parser")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", action="append", default=[])
     said = parser.parse_args()
-    return 1 if run(said.family, said.units, said.seed, said.sample) else 0
+    return 1 if run(said.family, said.seed, said.sample) else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
-from cases import Case, names_of
+from cases import Case
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, FormatError
@@ -21,7 +21,6 @@ from jax_ucp.layout.box import Box
 from torch_writer import Size, change, edit, save
 
 DATA = CASES_DATA / "deepspeed"
-CASES = names_of("deepspeed")
 
 
 def test_two_entries_of_a_module_that_come_to_one_name_are_refused(tmp_path):

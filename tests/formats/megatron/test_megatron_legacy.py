@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
-from cases import names_of
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.megatron.buffers import buffer_walk
 from jax_ucp.formats.megatron.legacy_files import writing_ranks
@@ -20,7 +19,6 @@ from jax_ucp.formats.megatron.model import parts_of
 from jax_ucp.formats.megatron.run import Args
 
 DATA = CASES_DATA / "megatron"
-CASES = [case for case in names_of("megatron") if case.startswith("legacy_")]
 
 
 # Each master is in two tensors.
