@@ -23,11 +23,11 @@ from models.transformer import Config, Transformer
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 MESH = mesh_of(4, 2)
-# A case of each kind of partition, dtype, optimizer and model; `exclude_frozen` alone lacks what a
-# run would need.
+# A case of each optimizer and model: that states are those of the run, however they are partitioned,
+# is a law of every case.
 DEEPSPEED = [
-    "z1_bf16_dp2", "z1_fp16_dp2", "z1_fp32_dp2_lion", "z1_fp32_dp2_sgd", "z2_bf16_dp2_bf16master",
-    "z2_fp32_dp3_roundrobin", "z3_bf16_dp2_frozen_tied", "moe_ep2_dp2_z0_fp32", "autoep2_dp4_z3_fp32",
+    "z1_bf16_dp2", "z1_fp16_dp2", "z1_fp32_dp2_lion", "z1_fp32_dp2_sgd", "z3_bf16_dp2_frozen_tied",
+    "moe_ep2_dp2_z0_fp32", "autoep2_dp4_z3_fp32",
     "tp2_dp1_z1_fp32_gqa", "tp2_dp2_z1_bf16_swiglu", "pp2_dp2_z1_fp32",
 ]  # fmt: skip
 

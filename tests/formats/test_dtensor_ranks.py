@@ -58,6 +58,7 @@ def test_inspect_and_notes_name_the_writer_and_extras_have_what_lies_beside():
 # The next losses.
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "rate"), [("verl_llama", 0.005), ("accelerate_llama", 0.005)])
 def test_training_that_torch_began_goes_on_with_the_losses_that_torch_gives(case, rate):

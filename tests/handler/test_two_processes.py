@@ -11,12 +11,14 @@ from joined import said_by
 SECONDS = {"quick": 150, "all": 500}  # some ten times what they take alone on a machine
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=[pytest.mark.slow])])
+@pytest.fixture(scope="module")
 def said(request, tmp_path_factory) -> list[dict]:
-    """What each process met. Those that wait for one another for long are ended."""
-    saves = tmp_path_factory.mktemp(request.param)
-    arguments = "handlers.py", saves, request.param
-    return [json.loads(each) for each in said_by(2, *arguments, seconds=SECONDS[request.param])]
+    """What each process met, of all that is tried in the slow lane. Those that wait for one another
+    for long are ended.
+    """
+    how = "all" if not request.config.option.markexpr else "quick"
+    arguments = "handlers.py", tmp_path_factory.mktemp(how), how
+    return [json.loads(each) for each in said_by(2, *arguments, seconds=SECONDS[how])]
 
 
 @pytest.mark.timeout(600)

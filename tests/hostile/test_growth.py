@@ -23,18 +23,10 @@ def measured(*arguments: object) -> str:
 
 
 @linux
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["opcodes", "constructors", "zip", "json", "gguf", "dcp"])
-def test_a_few_inputs_of_a_parser_take_what_their_bytes_account_for(family):
-    assert " 0 faults" in measured("--family", family, "--sample", 4)
-
-
-@linux
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sample_of_every_parser_takes_what_the_bytes_of_its_input_account_for():
-    """All of them, and random ones, take hours: `growth.py --units 40`."""
-    assert " 0 faults" in measured("--sample", 2)
+    """All of them take hours: `python -m hostile.growth`."""
+    assert " 0 faults" in measured("--sample", 3)
 
 
 def test_every_constructor_and_every_opcode_is_measured():

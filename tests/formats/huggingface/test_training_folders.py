@@ -129,6 +129,7 @@ def next_losses(params, state, tx, config, batches):
     return np.array(losses)
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.slow
 def test_training_that_the_trainer_began_goes_on_with_the_losses_that_torch_gives():
     measured = Case("trainers/small_llama").measured()
