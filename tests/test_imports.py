@@ -77,7 +77,10 @@ OUTSIDE |= {
 
 def test_every_public_name_is_there_and_what_the_readme_names_is_public():
     assert all(getattr(jax_ucp, name) is not None for name in jax_ucp.__all__)
-    assert {*jax_ucp.__all__} <= {*dir(jax_ucp)}
+    assert sorted(jax_ucp.__all__) == jax_ucp.__all__
+    assert {*jax_ucp.__all__} == {*jax_ucp._HOMES} <= {*dir(jax_ucp)}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = jax_ucp.nothing
     readme = (PACKAGE.parent / "README.md").read_text()
     named = re.findall(r"\bucp\.(?!json\b)(\w+)", readme) + re.findall(r"\bjax_ucp\.(\w+)", readme)
     assert named
@@ -314,12 +317,3 @@ def test_zstd_that_is_not_installed_is_asked_for_by_name(tmp_path):
     done = without_torch(tmp_path, "torch/dcp_zstd/ckpt", absent=("zstandard",), first=python_3_14)
     assert "FormatError" in done.stderr
     assert "pip install 'jax_ucp[zstd]'" in done.stderr
-
-
-def test_the_public_names_are_those_listed():
-    for name in jax_ucp.__all__:
-        assert getattr(jax_ucp, name) is not None
-    assert sorted(jax_ucp.__all__) == jax_ucp.__all__
-    assert set(jax_ucp._HOMES) == set(jax_ucp.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = jax_ucp.nothing

@@ -2,33 +2,21 @@
 the save.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA as CASES_DATA
-from cases import names_of
+from cases import Case
 from jax_ucp.errors import FormatError
 from torch_writer import edit
-
-DATA = CASES_DATA / "deepspeed_universal"
-CASES = names_of("deepspeed_universal")
-
-
-def test_universal_and_native_give_the_same_tree():
-    native, atoms = ucp.open(DATA.parent / "deepspeed" / CASES[0]), ucp.open(DATA / CASES[0])
-    assert {leaf.label: leaf.shape for leaf in native.leaves} == {
-        leaf.label: leaf.shape for leaf in atoms.leaves
-    }
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    shutil.copytree(DATA / "tp2_dp1_z1_fp32_gqa", tmp_path / "u")
-    return tmp_path / "u" / "global_step5_universal"
+    copied = Case("deepspeed_universal/tp2_dp1_z1_fp32_gqa").copied(tmp_path / "u")
+    return copied / "global_step5_universal"
 
 
 def test_what_lies_beside_is_accounted_for_at_every_level_and_weights_are_noted(folder):
