@@ -1,12 +1,13 @@
 """Files of safetensors with any header, also of dtypes that numpy does not have."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.formats.safetensors.reader import DTYPES
+from jax_ucp.formats.safetensors.reader import DTYPES, SafetensorsFile
+from jax_ucp.layout.box import Box
 
 _NAMES = {np.dtype(dtype).name: name for name, dtype in DTYPES.items()}
 
@@ -41,3 +42,13 @@ def write_safetensors(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(safetensors(arrays, *more, **how))
     return path
+
+
+def edit(path: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    """Let a function change the tensors of a file."""
+    file = SafetensorsFile(path)
+    arrays = {name: file.read(name, Box.whole(i.shape)) for name, i in file.arrays().items()}
+    metadata = file.metadata
+    change(arrays)
+    path.unlink()  # its bytes may be mapped
+    write_safetensors(path, arrays, metadata)

@@ -15,7 +15,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -24,13 +23,16 @@ import jax_ucp as ucp
 from cases import (
     CORRUPTED,
     DATA,
-    FAMILIES,
     OF_TESTS,
     READ,
     RULES,
     Case,
+    arrays_of,
     assert_accounted_for,
+    assert_same,
+    bits_of,
     every,
+    faults_of,
     flat,
 )
 from helpers import digests, in_lanes, mesh_of, restored_on
@@ -45,7 +47,6 @@ from jax_ucp.formats.dcp.source import DcpSource
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.jax_versions import enable_x64
-from jax_ucp.universal.validation import storable
 from remote_files import counted, uploaded
 from servers.stores import Store
 from servers.web import web
@@ -67,7 +68,6 @@ KINDS = [Case(label) for label in (
     "torch/torchsave/trainer.pt", "trainers/small_llama",
 )]
 # fmt: on
-HAS_ALL = storable(np.dtype(ml_dtypes.float8_e8m0fnu))  # an old TensorStore lacks a dtype
 MESHES = mesh_of(4, 2), mesh_of(3, 2), mesh_of(1)
 # What every rank says alike is in the inventory once.
 COMPARED = {"buckets_coalesced", "param_groups"}
@@ -87,18 +87,6 @@ def files_of(case: Case) -> list[Path]:
 @functools.cache
 def formats_of_kinds() -> set[str]:
     return {case.open().format for case in KINDS}
-
-
-def arrays_of(checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
-    return {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array}
-
-
-def bits(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
-    return {label: array.tobytes() for label, array in arrays.items()}
-
-
-def faults_of(checkpoint: ucp.Checkpoint) -> list[str]:
-    return [fault for _, fault in checkpoint.verify() if fault]
 
 
 @pytest.fixture(scope="module", params=IN_LANES, ids=str)
@@ -168,25 +156,16 @@ def test_a_conversion_is_the_live_state_and_reads_little_twice(case, tmp_path):
     assert (converted.extras, converted.about) == (checkpoint.extras, checkpoint.about)
 
 
-def test_a_link_is_the_live_state(case, tmp_path):
-    """Of those that have a line in docs/tested.md."""
-    is_file = case.about.get("kind", "").startswith("torch_save")
-    if case.family not in FAMILIES or is_file or (case.name == "dcp_objects" and not HAS_ALL):
-        return
-    link = case.open().link(tmp_path / "link", checksum=True)
-    assert [fault for fault in case.wrong(link) if "is missing" not in fault] == []
-    assert faults_of(link) == []
-
-
 def test_sent_to_another_process_it_is_the_same(checkpoint, arrays):
-    sent = pickle.loads(pickle.dumps(checkpoint._contents))
+    here = checkpoint._contents
+    sent = pickle.loads(pickle.dumps(here))
     for leaf in checkpoint.leaves:
         if leaf.has_array:
             there = sent.arrays.read(leaf.name, Box.whole(leaf.shape))
             assert there.tobytes() == arrays[leaf.label].tobytes(), leaf.label
-    assert [check.label for check in sent.checks("full")] == [
-        check.label for check in checkpoint._contents.checks("full")
-    ]
+            assert sent.locate(leaf) == here.locate(leaf)
+    labels = [check.label for check in here.checks("full")]
+    assert [check.label for check in sent.checks("full")] == labels
 
 
 def test_any_box_is_that_of_the_whole(checkpoint, arrays):
@@ -233,7 +212,7 @@ def test_over_a_network_and_by_an_index_it_is_the_same(case, arrays, tmp_path):
     index = tmp_path / "a.ucp-index"
     with counted() as files:
         remote = case.open(f"counted://{case.path}")
-        assert bits(arrays_of(remote)) == bits(arrays)
+        assert_same(arrays_of(remote), arrays)
         assert files.asked["fetch"]
         remote.save_index(index)
         files.asked.clear()
@@ -407,6 +386,13 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
         yield pool
 
 
+@pytest.mark.parametrize("kind", [x for x in KINDS if not x.is_file], ids=str)
+def test_a_link_is_the_live_state(kind, tmp_path):
+    link = kind.open().link(tmp_path / "link", checksum=True)
+    assert [fault for fault in kind.wrong(link) if "is missing" not in fault] == []
+    assert faults_of(link) == []
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_an_executor_converts_to_the_same_bytes_and_verifies(kind, executor, tmp_path):
     checkpoint = kind.open()
@@ -434,7 +420,7 @@ def test_on_azure_it_is_the_same(kind, azure):
 def assert_same_in(store: Store, case: Case) -> None:
     opened = case.open(uploaded(case.path, f"{store.url}/run"))
     assert opened.path.startswith(store.url)
-    assert bits(arrays_of(opened)) == bits(arrays_of(case.open()))
+    assert bits_of(opened) == bits_of(case.open())
 
 
 def is_of_tensorstore(case: Case) -> bool:
@@ -447,4 +433,4 @@ def test_on_a_web_server_it_is_the_same(kind):
     with web(DATA) as (address, _):
         opened = kind.open(f"{address}/{kind.path.relative_to(DATA)}")
         assert opened.path.startswith(address)
-        assert bits(arrays_of(opened)) == bits(arrays_of(kind.open()))
+        assert bits_of(opened) == bits_of(kind.open())

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import Case
+from cases import Case, arrays_of, assert_same
 from commands import run
-from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.codecs.unpickle import walk
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
@@ -38,15 +37,6 @@ CHAIN = ("megatron-qwen3-to-hf", "hf-qwen3-to-maxtext")
 OWN_NORMS = "megatron-deepseek3-to-hf:own_norms"
 MASTERS = "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
-
-
-def arrays_of(checkpoint):
-    return {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
-
-
-def assert_same(found, want):
-    assert found.keys() == want.keys()
-    assert [label for label in want if not same_bits(found[label], want[label])] == []
 
 
 def stored(folder):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA, Case
+from cases import DATA, Case, bits_of
 from helpers import flip_bit
 from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files import remote
@@ -32,17 +32,13 @@ def at_hub(monkeypatch):
     return enter
 
 
-def arrays(checkpoint: ucp.Checkpoint) -> dict[str, bytes]:
-    return {label: checkpoint.read(label).tobytes() for label in checkpoint}
-
-
 @pytest.mark.parametrize("how", [{}, {"uses": 2}, {"busy": 2}])
 def test_a_model_of_the_hub_is_what_its_files_are(model, at_hub, how, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     with web.hub(model, **how) as address:
         at_hub(address)
-        got = arrays(ucp.open("hf://org/name"))
-    assert got == arrays(ucp.open(model))
+        got = bits_of(ucp.open("hf://org/name"))
+    assert got == bits_of(ucp.open(model))
     assert not (tmp_path / "home").exists()
 
 
@@ -51,7 +47,7 @@ def test_a_revision_is_the_commit_that_it_named_when_it_was_opened(model, at_hub
         at_hub(address)
         opened = ucp.open("hf://org/name@main")
         assert opened.path == f"hf://org/name@{web.commit(model)}"
-        assert arrays(ucp.open(opened.path)) == arrays(opened)
+        assert bits_of(ucp.open(opened.path)) == bits_of(opened)
         (model / "config.json").write_text(json.dumps({"model_type": "other"}))
         with pytest.raises(StoreError, match=r"config\.json"):
             (file_path(opened.path) / "config.json").read_bytes()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from cases import arrays_of
 from dcp_writer import Writer
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs.torch_file import TorchFile
@@ -17,10 +18,6 @@ from jax_ucp.layout.box import Box
 from torch_writer import save
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
-
-
-def arrays(checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
-    return {leaf.label: checkpoint.read(leaf.label).copy() for leaf in checkpoint.leaves}
 
 
 def flipped(path: Path) -> None:
@@ -41,7 +38,7 @@ def test_the_optimizer_of_a_trainers_file_is_not_verified(tmp_path):
         {"model": WEIGHTS, "optim": {"state": states, "param_groups": groups}}, tmp_path / "run.pt"
     )
     flipped(tmp_path / "run.pt")
-    found = arrays(ucp.open(tmp_path / "run.pt", weights_only=True).save(tmp_path / "copy"))
+    found = arrays_of(ucp.open(tmp_path / "run.pt", weights_only=True).save(tmp_path / "copy"))
     assert found.keys() == {"param/a", "param/b"}
     assert all(same_bits(found[f"param/{name}"], array) for name, array in WEIGHTS.items())
     with pytest.raises(UCPError, match="do not have the CRC"):
@@ -71,7 +68,7 @@ DAMAGES = [Path.unlink, lambda path: os.truncate(path, 100), lambda path: os.tru
 def test_items_of_the_optimizer_need_not_be_there(damage, tmp_path):
     folder = dcp(tmp_path / "c")
     damage(folder / "__1_0.distcp")
-    found = arrays(ucp.open(folder, weights_only=True).save(tmp_path / "copy"))
+    found = arrays_of(ucp.open(folder, weights_only=True).save(tmp_path / "copy"))
     assert found.keys() == {"param/a", "param/b"}
     assert all(same_bits(found[f"param/{name}"], array) for name, array in WEIGHTS.items())
     with pytest.raises(UCPError, match=r"__1_0\.distcp"):

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA, Case, copied
+from cases import DATA, Case, arrays_of, assert_same, copied
 from hostile.files import little_memory, saved
-from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, UCPError
 
 LABELS = (
@@ -45,7 +44,7 @@ class Copy:
     opener: Callable[[Path], ucp.Checkpoint]
 
     def __post_init__(self) -> None:
-        self.want = arrays(self.open())
+        self.want = arrays_of(self.open())
 
     @property
     def path(self) -> Path:
@@ -60,7 +59,7 @@ class Copy:
             opened = self.open()
         except UCPError as error:
             return str(error)
-        assert_same(opened, self.want)
+        assert_same(arrays_of(opened), self.want)
         return "\n".join(opened.notes)
 
     def kinds_of_files(self) -> list[Path]:
@@ -87,16 +86,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
     path, opener = (DATA / source, ucp.open) if source in PLAIN else (source.path, source.open)
     copied(path.parent if path.is_file() else path, folder)
     return Copy(folder, path.name if path.is_file() else "", opener)
-
-
-def arrays(opened: ucp.Checkpoint) -> dict[str, np.ndarray]:
-    return {leaf.label: opened.read(leaf.label) for leaf in opened.leaves if leaf.has_array}
-
-
-def assert_same(opened: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
-    found = arrays(opened)
-    assert found.keys() == want.keys()
-    assert all(same_bits(found[label], want[label]) for label in want)
 
 
 _outside: list[Path] = []
@@ -139,7 +128,7 @@ def test_a_link_out_of_the_folder_is_refused_for_each_file_of_each_format(checkp
             assert not any(Path(file).is_relative_to(path) for file in read)  # which is not needed
         path.unlink()
         shutil.move(outside, path)
-    assert_same(checkpoint.open(), checkpoint.want)
+    assert_same(arrays_of(checkpoint.open()), checkpoint.want)
 
 
 def files_of(opened: ucp.Checkpoint) -> set[str]:
@@ -151,7 +140,7 @@ def test_steps_of_a_run_may_be_links_to_each_other_where_the_run_is_named(tmp_pa
     run = tmp_path / "run"
     shutil.copytree(DATA / "deepspeed" / "z1_bf16_dp2", run)
     step = next(run.glob("global_step*"))
-    want = arrays(ucp.open(run))
+    want = arrays_of(ucp.open(run))
     # a later step, one of whose files is that of the step before
     states = step.with_name("global_step6")
     shutil.copytree(step, states)
@@ -161,8 +150,8 @@ def test_steps_of_a_run_may_be_links_to_each_other_where_the_run_is_named(tmp_pa
     (run / "latest").write_text("last")
     (run / "last").symlink_to("global_step6")
     (tmp_path / "named").symlink_to("run")
-    assert_same(ucp.open(run), want)
-    assert_same(ucp.open(tmp_path / "named"), want)
+    assert_same(arrays_of(ucp.open(run)), want)
+    assert_same(arrays_of(ucp.open(tmp_path / "named")), want)
     with pytest.raises(
         FormatError, match=rf"global_step6/.* is a link to .*{step.name}.*, outside"
     ):
@@ -181,7 +170,7 @@ def test_links_inside_the_folder_are_followed_in_each_format(checkpoint):
         kept = checkpoint.folder / ".kept" / str(number)
         file.rename(kept)
         file.symlink_to(os.path.relpath(kept, file.parent))
-    assert_same(checkpoint.open(), checkpoint.want)
+    assert_same(arrays_of(checkpoint.open()), checkpoint.want)
 
 
 def test_links_into_a_hub_s_blobs_are_followed_in_each_format_and_no_further(checkpoint, tmp_path):
@@ -195,7 +184,7 @@ def test_links_into_a_hub_s_blobs_are_followed_in_each_format_and_no_further(che
     for number, file in enumerate([x for x in checkpoint.folder.rglob("*") if x.is_file()]):
         file.rename(hub / "blobs" / str(number))
         file.symlink_to(os.path.relpath(hub / "blobs" / str(number), file.parent))
-    assert_same(checkpoint.open(), checkpoint.want)
+    assert_same(arrays_of(checkpoint.open()), checkpoint.want)
     read = files_of(checkpoint.open())
     for file in checkpoint.kinds_of_files():
         if file == checkpoint.path:
@@ -243,7 +232,7 @@ def test_a_file_that_is_too_large_to_be_read_whole_is_refused_before_in_any_form
             assert f"{file} has {SPARSE_BYTES:,} bytes" in said
             assert "not JSON" not in said
         os.truncate(file, size)
-    assert_same(checkpoint.open(), checkpoint.want)
+    assert_same(arrays_of(checkpoint.open()), checkpoint.want)
 
 
 def test_a_file_that_names_another_is_short(tmp_path):

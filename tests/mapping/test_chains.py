@@ -16,7 +16,7 @@ import pytest
 
 import decoder
 import jax_ucp as ucp
-from cases import Case
+from cases import Case, arrays_of, assert_same
 from commands import run, run_json
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError, SpecError, TreeMismatch
@@ -92,15 +92,6 @@ def chained(case, *mappings):
 def decoder_config(checkpoint):
     """The config as the decoder reads it."""
     return {**checkpoint.config, "rope_parameters": checkpoint.config["rope_scaling"]}
-
-
-def arrays_of(checkpoint):
-    return {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
-
-
-def assert_same(found, want):
-    assert found.keys() == want.keys()
-    assert [label for label in want if not same_bits(found[label], want[label])] == []
 
 
 def test_every_mapping_from_megatron_is_tried():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA
+from cases import DATA, assert_same
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.mapping.binding import outcomes
@@ -51,12 +51,6 @@ def mapped(checkpoint, mapping, config):
     return checkpoint.map(rules, config=config, assume=unmet)
 
 
-def equal(got, want):
-    assert got.keys() == want.keys()
-    for name, array in want.items():
-        assert same_bits(got[name], array), name
-
-
 def test_every_mapping_with_experts_one_by_one_was_tried():
     with_layouts = [name for name in shipped() if "packed" in ucp.Mapping.load(name).layouts]
     assert sorted(mapping for _, mapping in CASES) == with_layouts
@@ -76,7 +70,7 @@ def test_both_layouts_give_the_same_leaves_bit_for_bit_and_the_same_moments(mode
     assert one.params.keys() != other.params.keys()
     first, second = (mapped(each, mapping, config) for each in (one, other))
     want = {leaf.label: first.read(leaf.label) for leaf in first.leaves}
-    equal({leaf.label: second.read(leaf.label) for leaf in second.leaves}, want)
+    assert_same({leaf.label: second.read(leaf.label) for leaf in second.leaves}, want)
     assert any(label.startswith("exp_avg/") for label in want)
 
 
@@ -87,8 +81,10 @@ def test_the_inverse_writes_either_layout_whichever_was_read(model, mapping):
     rules = ucp.Mapping.load(mapping)
     for read in (apart, packed):
         leaves = mapped(read(model), mapping, config)
-        equal(arrays_of(leaves.map(rules.inverse())), arrays_of(apart(model)))
-        equal(arrays_of(leaves.map(rules.variant("packed").inverse())), arrays_of(packed(model)))
+        assert_same(arrays_of(leaves.map(rules.inverse())), arrays_of(apart(model)))
+        assert_same(
+            arrays_of(leaves.map(rules.variant("packed").inverse())), arrays_of(packed(model))
+        )
 
 
 @pytest.mark.parametrize(("model", "mapping"), CASES)
@@ -159,7 +155,7 @@ def test_a_run_is_exported_in_either_layout(tmp_path):
     for name, want in (("per_expert", apart), ("packed", packed)):
         weights = run.weights("params").map(rules.variant(name).inverse(), config=config)
         weights.export(tmp_path / name, "safetensors")
-        equal(arrays_of(ucp.open(tmp_path / name)), arrays_of(want("qwen3_moe")))
+        assert_same(arrays_of(ucp.open(tmp_path / name)), arrays_of(want("qwen3_moe")))
 
 
 def test_halves_of_a_packed_expert_are_not_exchanged():

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA
+from cases import DATA, arrays_of, assert_same
 from commands import run_json
-from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError
 from jax_ucp.mapping.rules import shipped
 
@@ -49,15 +48,6 @@ ASSUMED["hf-qwen3-moe-to-tunix"] = ["rope_theta", "norm_topk_prob"]
 
 def release(model="qwen35_moe"):
     return ucp.open(DATA / "maxtext" / model / "release")
-
-
-def arrays_of(checkpoint):
-    return {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
-
-
-def assert_same(found, want):
-    assert found.keys() == want.keys()
-    assert [label for label in want if not same_bits(found[label], want[label])] == []
 
 
 def text_config(config):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import Case
+from cases import Case, bits_of
 from commands import run
 from helpers import contents_of, memory, numbered
 from jax_ucp.arrays.checks import LeafClaim
@@ -69,10 +69,6 @@ def objects(url: str) -> dict[str, bytes]:
     return {file.name: read_file(files, file.name) for file in files.walk()}
 
 
-def bits(checkpoint) -> dict[str, bytes]:
-    return {label: checkpoint.read(label).tobytes() for label in checkpoint}
-
-
 CASES = [(format, {}) for format in FORMATS]
 CASES += [("safetensors", {"max_shard_bytes": 10_000}), ("deepspeed", {"zero_stage": 3})]
 
@@ -84,7 +80,7 @@ def test_an_export_into_a_bucket_has_the_bytes_of_the_local_one(format, options,
     there = checkpoint.export(f"{store.url}/out", format, **options)
     assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
     assert there.path.startswith(store.url)
-    assert bits(there) == bits(here)
+    assert bits_of(there) == bits_of(here)
 
 
 def test_an_export_to_megatron_into_a_bucket_is_named_by_its_tracker_last(store, tmp_path):
@@ -92,7 +88,7 @@ def test_an_export_to_megatron_into_a_bucket_is_named_by_its_tracker_last(store,
     here = checkpoint.export(tmp_path / "out", "megatron")
     there = checkpoint.export(f"{store.url}/out", "megatron")
     assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
-    assert bits(there) == bits(here)
+    assert bits_of(there) == bits_of(here)
     assert checkpoint.plan_export("megatron").files[-1].name == "latest_checkpointed_iteration.txt"
 
 
@@ -364,7 +360,7 @@ def test_an_export_that_the_store_ends_leaves_nothing(s3, tmp_path, monkeypatch)
 @pytest.mark.parametrize(("format", "options"), CASES)
 def test_without_one_of_its_files_nothing_opens_with_other_bits(format, options, s3, tmp_path):
     """A kill leaves some of the files, and not the last."""
-    whole = bits(source(tmp_path).export(tmp_path / "out", format, **options))
+    whole = bits_of(source(tmp_path).export(tmp_path / "out", format, **options))
     written = local_files(tmp_path / "out")
     for number, missing in enumerate(written):
         files = file_path(f"{s3.url}/{number}").folder()
@@ -374,7 +370,7 @@ def test_without_one_of_its_files_nothing_opens_with_other_bits(format, options,
             opened = ucp.open(f"{s3.url}/{number}")
         except UCPError:
             continue
-        assert bits(opened) == whole, missing
+        assert bits_of(opened) == whole, missing
 
 
 @pytest.mark.parametrize("url", ["hf://org/name", "https://host/x", "ftp://host/x"])
@@ -428,7 +424,7 @@ def test_a_killed_export_leaves_nothing_that_opens_and_is_wrong(format, faulty_s
     store, proxy = faulty_s3
     proxy.set(Faults(latency_s=0.02))
     memory(large(300) | {"exp_avg": large(300)["param"]}).save(tmp_path / "source")
-    whole = bits(ucp.open(tmp_path / "source").export(tmp_path / "out", format))
+    whole = bits_of(ucp.open(tmp_path / "source").export(tmp_path / "out", format))
     dice, ends = random.Random(format), Counter()
     for number in range(6):
         url = f"{store.url}/{number}"
@@ -440,7 +436,7 @@ def test_a_killed_export_leaves_nothing_that_opens_and_is_wrong(format, faulty_s
         process.kill()
         process.communicate()
         try:
-            assert bits(ucp.open(url)) == whole
+            assert bits_of(ucp.open(url)) == whole
             ends["whole"] += 1
         except (UCPError, FileNotFoundError):
             ends["not there"] += 1

@@ -36,7 +36,7 @@ from jax_ucp.layout import patterns
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.tree import Key, Leaf
-from jax_ucp.universal.copy import copy, plan_copy
+from jax_ucp.universal.copy import CopyBlock, CopyPlan, copy, plan_copy
 from jax_ucp.universal.store import ZarrStore
 
 
@@ -190,20 +190,30 @@ def contents(path: Path, rows: int = 64) -> Contents:
     return Contents("memory", str(path), leaves, arrays, files=files)
 
 
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def stopped(source: Contents, plan: CopyPlan, out: Path, after: int = 1) -> list[CopyBlock]:
+    """The blocks that a copy wrote before it was stopped."""
+    written = []
+
+    def stop_there(block):
+        written.append(block)
+        if len(written) == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy(source, plan, file_path(out), stop_there)
+    return written
+
+
 def test_a_copy_that_was_stopped_is_taken_up_where_it_was(tmp_path):
     (tmp_path / "source").write_text("the source")
     source = contents(tmp_path / "source", rows=16384)
     plan = plan_copy(source, budget_bytes=8192)
     assert len(plan.blocks) > 10
-    written = []
-
-    def stop_after_five(block):
-        written.append(block)
-        if len(written) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        copy(source, plan, file_path(tmp_path / "out"), stop_after_five)
+    stopped(source, plan, tmp_path / "out", after=5)
     with pytest.raises(NotACheckpoint, match="unfinished conversion: run the same convert again"):
         ucp.open(tmp_path / "out")
     before = len(source.arrays.reads)
@@ -341,15 +351,7 @@ def test_blocks_after_a_fault_are_not_copied(tmp_path):
 def test_what_a_stopped_copy_had_read_is_proved_again(tmp_path):
     store, source = twice_stored(tmp_path / "source")
     plan = plan_copy(source, 8192)
-    written = []
-
-    def stop_after_five(block):
-        written.append(block)
-        if len(written) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        copy(source, plan, file_path(tmp_path / "out"), stop_after_five)
+    written = stopped(source, plan, tmp_path / "out", after=5)
     place = tuple(written[0].box.start)
     whole, store.data["f:copy"][place] = store.data["f:copy"][place], 99999
     with pytest.raises(NotACheckpoint, match="unfinished conversion"):
@@ -368,9 +370,6 @@ def test_a_kill_while_a_copy_is_thrown_away_leaves_one_that_is_taken_up(tmp_path
     store.data["f:copy"][-1, -1] = 99999
     plan = plan_copy(source, 8192)
 
-    def stop(path):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr("jax_ucp.jobs.ledger.remove", stop)
         with pytest.raises(KeyboardInterrupt):
@@ -386,9 +385,6 @@ def test_a_checkpoint_that_was_finished_is_not_thrown_away(tmp_path, monkeypatch
     """A kill after the commit leaves the ledger: the same call only clears it away."""
     store, source = twice_stored(tmp_path / "source")
     plan = plan_copy(source, 8192)
-
-    def stop(ledger):
-        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalLedger, "remove", stop)
@@ -410,11 +406,7 @@ def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_u
     )
     taken = replace(master, inventory=[Item("source:a", "", "skipped", "not taken")])
 
-    def stop(block):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        copy(master, plan_copy(master, 8192), file_path(tmp_path / "out"), stop)
+    stopped(master, plan_copy(master, 8192), tmp_path / "out")
     with pytest.raises(FormatError, match="belongs to a conversion of another source or spec"):
         copy(taken, plan_copy(taken, 8192), file_path(tmp_path / "out"))
     copy(master, plan_copy(master, 8192), file_path(tmp_path / "out"))
@@ -441,9 +433,6 @@ def test_an_unfinished_copy_by_another_spec_is_not_taken_up(tmp_path):
     parts = ucp.open(case, spec=ucp.Spec.of(SPEC | {"*.query_key_value.{kind}": FUSED}))
     label = "param/layers.0.self_attention.query_key_value.weight"
     assert (rows.read(label) != parts.read(label)).any()
-
-    def stop(block):
-        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         rows.save(tmp_path / "out", progress=stop)
@@ -493,11 +482,7 @@ def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
     (tmp_path / "source").write_text("the source")
     source = contents(tmp_path / "source")
 
-    def stop(block):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        copy(source, plan_copy(source, 8192), file_path(tmp_path / "out"), stop)
+    stopped(source, plan_copy(source, 8192), tmp_path / "out")
     (tmp_path / "source").write_text("another source")
     other = contents(tmp_path / "source")
     with pytest.raises(FormatError, match="belongs to a conversion of another source or spec"):

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,11 +33,8 @@ from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused, Replicated, Sharded
 from jax_ucp.options import Options
+from megatron_model import BF16, EXPERTS, HIDDEN, LAYERS, STATES, args_of, arrays_of, shard
 from torch_writer import save
-
-HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 3, 20, 40, 4, 4
-BF16 = np.dtype(ml_dtypes.bfloat16)
-STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 @st.composite
@@ -187,43 +183,6 @@ def test_a_layout_that_is_none_is_refused_by_name(layout):
         stage_chunks(Args(fields))
 
 
-def model(gated: bool, moe: bool, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in module order."""
-    rows = (2 if gated else 1) * FFN
-    shapes = {
-        "embedding.word_embeddings.weight": (VOCAB, HIDDEN),
-        "embedding.position_embeddings.weight": (7, HIDDEN),
-    }
-    for i in range(LAYERS):
-        layer = f"decoder.layers.{i}."
-        shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
-        shapes[layer + "self_attention.linear_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
-        shapes[layer + "self_attention.linear_proj.bias"] = (HIDDEN,)
-        shapes[layer + "self_attention.linear_qkv.weight"] = (3 * HEADS * HEAD_DIM, HIDDEN)
-        shapes[layer + "pre_mlp_layernorm.weight"] = (HIDDEN,)
-        if moe:
-            shapes[layer + "mlp.router.weight"] = (EXPERTS, HIDDEN)
-        for mlp in [f"mlp.experts.{j}." for j in range(EXPERTS)] if moe else ["mlp."]:
-            shapes[layer + mlp + "linear_fc1.weight"] = (rows, HIDDEN)
-            shapes[layer + mlp + "linear_fc2.weight"] = (HIDDEN, FFN)
-    shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
-    return shapes if tied else {**shapes, "output_layer.weight": (VOCAB, HIDDEN)}
-
-
-def shard(name: str, whole: np.ndarray, ranks: int, gated: bool) -> list[list[np.ndarray]]:
-    """The pieces that each tensor-parallel rank has of a parameter, one after another."""
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return [[piece] for piece in np.split(whole, ranks, 1)]
-    if "linear_fc1" in name and gated:
-        gate, up = (np.split(half, ranks) for half in np.split(whole, 2))
-        return [[gate[r], up[r]] for r in range(ranks)]
-    if any(
-        word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")
-    ):
-        return [[piece] for piece in np.split(whole, ranks)]
-    return [[whole]] * ranks
-
-
 def buckets_of(
     modules: list[tuple[bool, list[np.ndarray]]], limit: int | None
 ) -> Iterator[list[tuple[int, np.ndarray]]]:
@@ -248,23 +207,13 @@ class Writer:
     """What a run with these degrees stores, in memory."""
 
     def __init__(self, folder: Path, t: int, p: int, v: int, e: int, etp: int, kind: str, *, gated=True, moe=False,
-                 tied=False, grouped=False, buckets=None, impl="local"):  # fmt: skip
+                 tied=False, grouped=False, buckets=None, hidden=HIDDEN):  # fmt: skip
         self.folder, self.kind, self.gated = folder, kind, gated
         self.t, self.p, self.v, self.e, self.etp = t, p, v, e, etp
-        rng, shapes = np.random.default_rng(0), model(gated, moe, tied)
-        self.whole = {
-            s: {n: rng.normal(size=x).astype(np.float32) for n, x in shapes.items()} for s in STATES
-        }
-        d = 2 * e
-        self.args = {
-            "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, "expert_model_parallel_size": e,
-            "virtual_pipeline_model_parallel_size": v if v > 1 else None, "expert_tensor_parallel_size": etp,
-            "context_parallel_size": 1, "data_parallel_size": d, "world_size": t * p * d, "num_layers": LAYERS,
-            "hidden_size": HIDDEN, "num_experts": EXPERTS if moe else None, "padded_vocab_size": VOCAB,
-            "untie_embeddings_and_output_weights": not tied, "use_distributed_optimizer": True,
-            "overlap_grad_reduce": buckets is not None, "ddp_bucket_size": buckets, "ddp_num_buckets": None,
-            "transformer_impl": impl, "moe_grouped_gemm": grouped,
-        }  # fmt: skip
+        self.whole = arrays_of(gated, moe, tied, hidden)
+        self.args = args_of(t, p, v, e, etp, moe=moe, tied=tied, hidden_size=hidden, use_distributed_optimizer=True,
+            overlap_grad_reduce=buckets is not None, ddp_bucket_size=buckets, transformer_impl="local",
+            moe_grouped_gemm=grouped)  # fmt: skip
         self.arrays: dict[str, np.ndarray] = {}
         self.tensors: dict[str, DistTensor] = {}
         self.objects: dict[str, StoredObject] = {}
@@ -481,9 +430,8 @@ def test_where_sizes_fit_one_order_of_modules_alone_it_is_that_one(tmp_path, kin
     assert [fault for _, fault in contents.verify() if fault] == []
 
 
-def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "HIDDEN", 64)
-    writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero")
+def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path):
+    writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero", hidden=64)
     read_files(writer.files(), Options())
     writer.args["transformer_impl"] = "transformer_engine"
     for options in (Options(), Options(on_conflict="copy")):

@@ -9,53 +9,15 @@ import argparse
 from collections import OrderedDict
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jax_ucp as ucp
+import megatron_model
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError
+from megatron_model import BF16, EXPERTS, FFN, HEAD_DIM, HEADS, HIDDEN, LAYERS, STATES
 from torch_writer import save
-
-HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 4, 3, 16, 40, 4, 4
-BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def model(gated: bool, experts: int, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in module order, with global numbers."""
-    rows = (2 if gated else 1) * FFN
-    shapes = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN)}
-    for i in range(LAYERS):
-        layer = f"decoder.layers.{i}."
-        shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
-        shapes[layer + "self_attention.linear_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
-        shapes[layer + "self_attention.linear_proj.bias"] = (HIDDEN,)
-        shapes[layer + "self_attention.linear_qkv.weight"] = (
-            (HEADS + 2 * GROUPS) * HEAD_DIM,
-            HIDDEN,
-        )
-        shapes[layer + "pre_mlp_layernorm.weight"] = (HIDDEN,)
-        if experts:
-            shapes[layer + "mlp.router.weight"] = (experts, HIDDEN)
-        for mlp in [f"mlp.experts.{j}." for j in range(experts)] or ["mlp."]:
-            shapes[layer + mlp + "linear_fc1.weight"] = (rows, HIDDEN)
-            shapes[layer + mlp + "linear_fc2.weight"] = (HIDDEN, FFN)
-    shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
-    return shapes if tied else {**shapes, "output_layer.weight": (VOCAB, HIDDEN)}
-
-
-def shard(name: str, whole: np.ndarray, rank: int, ranks: int, gated: bool) -> np.ndarray:
-    """One tensor-parallel rank's part of a parameter."""
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return np.split(whole, ranks, 1)[rank]
-    if "linear_fc1" in name and gated:
-        return np.concatenate([np.split(half, ranks)[rank] for half in np.split(whole, 2)])
-    if any(
-        word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")
-    ):
-        return np.split(whole, ranks)[rank]
-    return whole
 
 
 def write(
@@ -72,23 +34,12 @@ def write(
     tied: bool,
 ):
     """The files of a run, and its parameters and moments."""
-    rng, shapes = np.random.default_rng(0), model(gated, EXPERTS if moe else 0, tied)
-    states = ("param", "exp_avg", "exp_avg_sq")
-    whole = {
-        state: {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
-        for state in states
-    }
+    whole = megatron_model.arrays_of(gated, moe, tied, HIDDEN)
     d = 2 * e
-    common = {
-        "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, "expert_model_parallel_size": e,
-        "virtual_pipeline_model_parallel_size": v if v > 1 else None, "expert_tensor_parallel_size": etp,
-        "context_parallel_size": 1, "data_parallel_size": d, "world_size": t * p * d, "num_layers": LAYERS,
-        "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": None, "num_attention_heads": HEADS,
-        "group_query_attention": False, "num_query_groups": 1, "kv_channels": HEAD_DIM, "swiglu": gated,
-        "num_experts": EXPERTS if moe else None, "padded_vocab_size": VOCAB, "moe_layer_freq": 1,
-        "untie_embeddings_and_output_weights": not tied, "use_distributed_optimizer": kind == "flat",
-        "overlap_grad_reduce": False, "ddp_bucket_size": None, "ddp_num_buckets": None,
-    }  # fmt: skip
+    common = megatron_model.args_of(t, p, v, e, etp, moe=moe, tied=tied, hidden_size=HIDDEN, ffn_hidden_size=FFN,
+        moe_ffn_hidden_size=None, num_attention_heads=HEADS, group_query_attention=False, num_query_groups=1,
+        kv_channels=HEAD_DIM, swiglu=gated, moe_layer_freq=1, use_distributed_optimizer=kind == "flat",
+        overlap_grad_reduce=False, ddp_bucket_size=None)  # fmt: skip
     each, per_chunk = EXPERTS // e, LAYERS // (p * v)
     for pp in range(p):
         for r in range(e * etp):
@@ -114,13 +65,15 @@ def write(
                             continue
                         words[5] = f"local_experts.{int(words[5]) - ep * each}"
                     index, ranks = (er, etp) if "experts" in words else (tp, t)
-                    found[".".join(words)] = shard(name, array, index, ranks, gated)
+                    found[".".join(words)] = np.concatenate(
+                        megatron_model.shard(name, array, ranks, gated)[index]
+                    )
                 if tied and p > 1 and (pp, c) == (p - 1, v - 1):
                     embedding = whole[state]["embedding.word_embeddings.weight"]
                     found["output_layer.weight"] = np.split(embedding, t)[tp]
                 return found
 
-            held = {state: [chunk(state, c) for c in range(v)] for state in states}
+            held = {state: [chunk(state, c) for c in range(v)] for state in STATES}
             low = BF16 if kind != "fp32" else np.dtype(np.float32)
             names = ["model"] if v == 1 else [f"model{c}" for c in range(v)]
             tree = {

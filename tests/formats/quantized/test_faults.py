@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, FormatError, QuantizedWeights, UCPError
-from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
 from quantized_cases import SCHEMES, Made
-from safetensors_writer import write_safetensors
+from safetensors_writer import edit, write_safetensors
 
 DATA = Path(__file__).parents[2] / "data" / "quantized"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -27,14 +26,7 @@ Change = Callable[[dict[str, np.ndarray]], Any]
 def changed(case: str, folder: Path, change: Change) -> Path:
     """A copy of a case, whose tensors a function changes."""
     shutil.copytree(DATA / case / "ckpt", folder / "c")
-    path = folder / "c" / "model.safetensors"
-    file = SafetensorsFile(path)
-    arrays = {name: file.read(name, Box.whole(i.shape)) for name, i in file.arrays().items()}
-    metadata = file.metadata
-    del file
-    change(arrays)
-    path.unlink()
-    write_safetensors(path, arrays, metadata)
+    edit(folder / "c" / "model.safetensors", change)
     return folder / "c"
 
 
