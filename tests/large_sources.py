@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import gguf_writer
 import torch_writer
 from dcp_writer import Writer
-from helpers import memory
+from helpers import flip_bit, memory
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
@@ -205,7 +205,15 @@ FORMATS: Mapping[str, Callable[[Path], object]] = {
 }
 
 
-def made(format: str, folder: Path) -> Path:
+def made(format: str, folder: Path, of: Mapping[str, Callable[[Path], object]] = FORMATS) -> Path:
     """Where the checkpoint of a format lies, which is made below the folder."""
-    FORMATS[format](folder)
+    of[format](folder)
     return next(folder.glob("it*"), folder)
+
+
+def in_two_minds(folder: Path) -> Path:
+    """A checkpoint of DeepSpeed in which a bit of a file is not what its other copy says."""
+    SOURCES["deepspeed"](folder)
+    path = max(folder.glob("*optim_states.pt"), key=lambda path: path.stat().st_size)
+    flip_bit(path, path.stat().st_size // 2)
+    return folder

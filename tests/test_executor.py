@@ -15,14 +15,15 @@ import optax
 import pytest
 
 import jax_ucp as ucp
-from helpers import MemoryStore, digests, memory
+from helpers import MemoryStore, digests, flip_bit, memory
 from jax_ucp import errors
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import CorruptData, NotACheckpoint, WorkerError
 from jax_ucp.jobs import work
 from jax_ucp.jobs.work import _portable
 from jax_ucp.tree import Key, Leaf
-from test_read_once import SOURCES, STATES, files_of, reads_of
+from large_sources import SOURCES, STATES, made
+from test_read_once import files_of, reads_of
 from workers.executor import die_at_write, log_reads
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -44,9 +45,7 @@ def executor(request):
 
 @pytest.fixture(scope="module", params=SOURCES)
 def source(request, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    SOURCES[request.param](folder)
-    return folder / "it" if (folder / "it").exists() else folder
+    return made(request.param, tmp_path_factory.mktemp("source"), SOURCES)
 
 
 SMALL = 24 << 20  # many blocks
@@ -91,9 +90,7 @@ def test_a_flipped_bit_is_refused_with_the_same_words(source, job, executor, tmp
     path = max(tensors, key=lambda path: path.stat().st_size)
     if path.suffix == ".safetensors":
         return  # without checksums
-    data = bytearray(path.read_bytes())
-    data[2 * len(data) // 5] ^= 0x10
-    path.write_bytes(data)
+    flip_bit(path, 2 * path.stat().st_size // 5, bit=4)
     texts = []
     for how in ({}, {"executor": executor}):
         with pytest.raises(CorruptData, match=r"contradicts itself in [12] places") as refused:

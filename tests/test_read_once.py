@@ -17,7 +17,7 @@ import jax_ucp as ucp
 from helpers import flip_bit
 from jax_ucp.arrays import budget
 from jax_ucp.errors import CorruptData
-from large_sources import SOURCES, STATES
+from large_sources import SOURCES, STATES, made
 
 
 @contextmanager
@@ -60,9 +60,7 @@ TARGETS: dict[str, Callable[[ucp.Checkpoint, Path], object]] = {
 
 @pytest.fixture(scope="module", params=SOURCES)
 def source(request, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    SOURCES[request.param](folder)
-    return folder / "it" if (folder / "it").exists() else folder
+    return made(request.param, tmp_path_factory.mktemp("source"), SOURCES)
 
 
 @pytest.mark.parametrize("job", TARGETS)

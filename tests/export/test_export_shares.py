@@ -18,7 +18,7 @@ from jax_ucp.export import files, folder
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.jobs import run as jobs
 from jax_ucp.jobs.ledger import Share, write_complete
-from test_read_once import SOURCES, STATES
+from large_sources import STATES, in_two_minds
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = [
@@ -262,11 +262,7 @@ def test_an_export_by_one_process_is_not_joined(source, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_of_a_source_that_contradicts_itself_there_is_no_folder(count, tmp_path):
-    SOURCES["deepspeed"](tmp_path / "source")
-    path = max((tmp_path / "source").glob("*optim_states.pt"), key=lambda p: p.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    in_two_minds(tmp_path / "source")
     for format in ("safetensors", "dcp"):  # one of which leaves out what is damaged
         refused = 0
         for index in range(count):

@@ -26,7 +26,7 @@ from jax_ucp.universal import copy as copying
 from jax_ucp.universal.copy import UniversalTarget, plan_copy, require_target
 from jax_ucp.universal.packs import PACK_FROM
 from jax_ucp.universal.store import ZarrStore
-from test_read_once import SOURCES
+from large_sources import SOURCES, in_two_minds, made
 
 DATA = Path(__file__).parents[1] / "data"
 REAL = [
@@ -78,9 +78,7 @@ def test_every_block_and_every_array_is_of_one_part(count, arrays, packed):
 def source(request, tmp_path_factory) -> Path:
     if request.param in REAL:
         return DATA / request.param
-    folder = tmp_path_factory.mktemp("source")
-    SOURCES[request.param](folder)
-    return folder / "it" if (folder / "it").exists() else folder
+    return made(request.param, tmp_path_factory.mktemp("source"), SOURCES)
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
@@ -300,11 +298,7 @@ def test_those_that_are_last_together_commit_one_after_the_other(tmp_path, monke
 
 
 def test_of_a_source_that_contradicts_itself_there_is_no_checkpoint(tmp_path):
-    SOURCES["deepspeed"](tmp_path / "source")
-    path = max((tmp_path / "source").glob("*optim_states.pt"), key=lambda p: p.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    in_two_minds(tmp_path / "source")
     ends = []
     for index in range(3):
         try:
