@@ -109,20 +109,10 @@ def _layer_types(layers: int) -> list[Any]:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-NUMBERS = {
-    "rope_theta": 5000.0,
-    "factor": 3.0,
-    "original_max_position_embeddings": 24,
-    "beta_fast": 16.0,
-    "beta_slow": 2.0,
-    "mscale": 0.5,
-    "mscale_all_dim": 0.25,
-    "attention_factor": 2.0,
-    "truncate": False,
-    "low_freq_factor": 2.0,
-    "high_freq_factor": 8.0,
-    "partial_rotary_factor": 0.5,
-}
+NUMBERS = {"rope_theta": 5000.0, "factor": 3.0, "original_max_position_embeddings": 24,
+    "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.5, "mscale_all_dim": 0.25,
+    "attention_factor": 2.0, "truncate": False, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
+    "partial_rotary_factor": 0.5}  # fmt: skip
 ROPES: list[Config] = [
     YARN,
     {**YARN, "rope_theta": 5000.0},

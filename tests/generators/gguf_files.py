@@ -50,23 +50,11 @@ sys.argv = [script, *sys.argv[2:]]
 runpy.run_path(script, run_name="__main__")
 """
 
-_SIZES = {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+_SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 # Rows of whole blocks, of 256 and of 32, in all but two matrices of a layer.
-_WIDE = {
-    "hidden_size": 256,
-    "head_dim": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+_WIDE = {"hidden_size": 256, "head_dim": 8, "intermediate_size": 8, "num_attention_heads": 2,
+    "num_key_value_heads": 1}  # fmt: skip
 _NARROW = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 _K = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 _SMALL = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"]
@@ -267,14 +255,8 @@ def _case(
     CASES[name] = made
 
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
 _case("llama_f32", "Llama", "gguf-llama-to-hf")
 _case("llama_tied_f16", "Llama", "gguf-llama-to-hf", "f16", tie_word_embeddings=True, head_dim=12)
 _case("llama31_bf16", "Llama", "gguf-llama-to-hf", "bf16", rope_parameters=_LLAMA3, head_dim=16)
@@ -282,92 +264,38 @@ _case("llama_bias_f32", "Llama", "gguf-llama-to-hf", attention_bias=True, mlp_bi
 _case("mistral_f32", "Mistral", "gguf-llama-to-hf")
 _case("mixtral_f32", "Mixtral", "gguf-mixtral-to-hf", num_local_experts=3)
 _case("qwen2_f32", "Qwen2", "gguf-qwen2-to-hf", rope_theta=1e6)
-_case(
-    "qwen2_split",
-    "Qwen2",
-    "gguf-qwen2-to-hf",
-    arguments=("--split-max-tensors", "7"),
-    tie_word_embeddings=True,
-)
+_case("qwen2_split", "Qwen2", "gguf-qwen2-to-hf", arguments=("--split-max-tensors", "7"),
+    tie_word_embeddings=True)  # fmt: skip
 _case("qwen3_bf16", "Qwen3", "gguf-qwen3-to-hf", "bf16", head_dim=8, rope_theta=1e6)
-_case(
-    "qwen3_moe_f16",
-    "Qwen3Moe",
-    "gguf-qwen3-moe-to-hf",
-    "f16",
-    num_experts=3,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    norm_topk_prob=True,
-    head_dim=8,
-)
+_case("qwen3_moe_f16", "Qwen3Moe", "gguf-qwen3-moe-to-hf", "f16", num_experts=3,
+    num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8)  # fmt: skip
 _case("gemma_bf16", "Gemma", "gguf-gemma-to-hf", "bf16", head_dim=8)
 _case("gemma_f32", "Gemma", "gguf-gemma-to-hf", head_dim=8)
 _case("gemma2_bf16", "Gemma2", "gguf-gemma2-to-hf", "bf16", head_dim=8, query_pre_attn_scalar=8)
 _case("gemma3_bf16", "Gemma3Text", "gguf-gemma3-to-hf", "bf16", head_dim=8, query_pre_attn_scalar=8)
-_case(
-    "gpt_oss_bf16",
-    "GptOss",
-    "gguf-gpt-oss-to-hf",
-    "bf16",
-    num_hidden_layers=2,
-    num_local_experts=3,
-    num_experts_per_tok=2,
-    head_dim=8,
-)
+_case("gpt_oss_bf16", "GptOss", "gguf-gpt-oss-to-hf", "bf16", num_hidden_layers=2,
+    num_local_experts=3, num_experts_per_tok=2, head_dim=8)  # fmt: skip
 _case("glm4_f32", "Glm4", "gguf-glm4-to-hf", head_dim=8, attention_bias=True, pad_token_id=0)
 _case("phi3_f16", "Phi3", "gguf-phi3-to-hf", "f16", pad_token_id=0)
-_MLA = {
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_group": 2,
-    "topk_group": 1,
-}
+_MLA = {"num_hidden_layers": 2, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "q_lora_rank":
+    12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "n_group": 2, "topk_group": 1}  # fmt: skip
 _case("deepseek3_bf16", "DeepseekV3", "gguf-deepseek2-to-hf", "bf16", n_shared_experts=1, **_MLA)
-_case(
-    "deepseek2_f32",
-    "DeepseekV2",
-    "gguf-deepseek2-to-hf",
-    n_shared_experts=2,
-    **{**_MLA, "q_lora_rank": None},
-)
+_case("deepseek2_f32", "DeepseekV2", "gguf-deepseek2-to-hf", n_shared_experts=2, **{**_MLA,
+    "q_lora_rank": None})  # fmt: skip
 _LLAMA4 = {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 12}
 _LLAMA4 |= {"head_dim": 8, "intermediate_size": 8}
 _case("llama4_scout_f32", "Llama4Text", "gguf-llama4-to-hf", num_hidden_layers=2, **_LLAMA4)
-_case(
-    "llama4_maverick_bf16",
-    "Llama4Text",
-    "gguf-llama4-to-hf",
-    "bf16",
-    num_hidden_layers=4,
-    interleave_moe_layer_step=2,
-    **_LLAMA4,
-)
+_case("llama4_maverick_bf16", "Llama4Text", "gguf-llama4-to-hf", "bf16", num_hidden_layers=4,
+    interleave_moe_layer_step=2, **_LLAMA4)  # fmt: skip
 _case("llama_q8_0", "Llama", "gguf-llama-to-hf", "q8_0", **{**_NARROW, "num_hidden_layers": 1})
 _case("llama_k", "Llama", "gguf-llama-to-hf", blocks=_K, **_WIDE)
 _case("qwen2_k", "Qwen2", "gguf-qwen2-to-hf", blocks=_K[::-1], **_WIDE)
 _case("llama_blocks_of_32", "Llama", "gguf-llama-to-hf", blocks=_SMALL, **_NARROW)
 _case("qwen3_blocks_of_32", "Qwen3", "gguf-qwen3-to-hf", blocks=_SMALL[::-1], **_NARROW)
-_case(
-    "qwen3_moe_k",
-    "Qwen3Moe",
-    "gguf-qwen3-moe-to-hf",
-    blocks=["Q4_K", "Q6_K"],
-    num_experts=2,
-    num_experts_per_tok=1,
-    moe_intermediate_size=8,
-    norm_topk_prob=True,
-    **_WIDE,
-)
+_case("qwen3_moe_k", "Qwen3Moe", "gguf-qwen3-moe-to-hf", blocks=["Q4_K", "Q6_K"], num_experts=2,
+    num_experts_per_tok=1, moe_intermediate_size=8, norm_topk_prob=True, **_WIDE)  # fmt: skip
 
 
 def write(machine: Machine, out: Path, name: str) -> None:

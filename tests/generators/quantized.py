@@ -421,18 +421,9 @@ def _gpt_oss(folder: Path, experts: int, hidden: int, inner: int) -> Truth:
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    config = GptOssConfig(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_local_experts=experts,
-        num_experts_per_tok=1,
-        max_position_embeddings=32,
-    )
+    config = GptOssConfig(vocab_size=64, hidden_size=hidden, intermediate_size=inner,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_local_experts=experts, num_experts_per_tok=1, max_position_embeddings=32)  # fmt: skip
     model = GptOssForCausalLM(config).to(torch.bfloat16)
     source = folder.parent / "source"
     model.save_pretrained(source)
@@ -542,16 +533,8 @@ def _gptq(folder: Path, bits: int, group: int, order: bool, v2: bool) -> Truth:
         scales = torch.rand(rows, columns // size) * 0.01 + 0.001
         # v1 stores one less, and has no way to store 0.
         zeros = torch.randint(1, 1 << bits, scales.shape).float()
-        module = TorchLinear(
-            bits=bits,
-            group_size=group,
-            sym=False,
-            desc_act=order,
-            in_features=columns,
-            out_features=rows,
-            bias=False,
-            register_buffers=True,
-        )
+        module = TorchLinear(bits=bits, group_size=group, sym=False, desc_act=order,
+            in_features=columns, out_features=rows, bias=False, register_buffers=True)  # fmt: skip
         module.pack(linear, scales, zeros, groups.to(torch.int32))
         module.post_init()
         whole = module.dequantize_weight().T.contiguous()
@@ -610,13 +593,8 @@ def _awq(folder: Path, group: int, **sizes: int) -> Truth:
         stored = {base + part: getattr(module, part).detach().clone() for part in parts}
         return stored, made.T.contiguous()
 
-    quantization = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": group,
-        "version": "gemm",
-        "zero_point": True,
-    }
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm",
+        "zero_point": True}  # fmt: skip
     return coded(folder, tiny_llama(folder, torch.float16, **sizes), quantization, code)
 
 

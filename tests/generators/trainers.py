@@ -60,15 +60,8 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=4, num_local_experts=4),
 }  # fmt: skip
-COMMON = dict(
-    vocab_size=64,
-    num_hidden_layers=2,
-    max_position_embeddings=32,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-    decoder_start_token_id=1,
-)
+COMMON = dict(vocab_size=64, num_hidden_layers=2, max_position_embeddings=32, bos_token_id=1,
+    eos_token_id=2, pad_token_id=0, decoder_start_token_id=1)  # fmt: skip
 
 
 def case(function: Callable[..., dict[str, Any]], name: str, *args: Any, **options: Any) -> None:
