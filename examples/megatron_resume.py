@@ -5,7 +5,7 @@
     python examples/megatron_resume.py maxtext --negative-control
 
 Megatron-Core trained tiny models for three steps, saved, and went on for three more, whose tokens
-and losses are kept beside the checkpoint (`tests/generators/megatron.py`). Here each checkpoint is
+and losses are kept beside the checkpoint (`tests/generators/megatron_core.py`). Here each checkpoint is
 opened as its ranks wrote it, and mapped to Hugging Face's names and from there to the framework's.
 The weights go into the framework's own model, Adam's moments and steps into its own optax state,
 and the framework's own train step does the same three steps. The losses must be Megatron's.

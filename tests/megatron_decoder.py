@@ -8,7 +8,7 @@ from typing import Any
 
 HEADS, QK, POSITIONS, VALUES = 4, 8, 4, 8  # MLA's head dimensions
 GROUPS = 2
-# The settings of the runs that `tests/generators/megatron.py` writes.
+# The settings of the runs that `tests/generators/megatron_core.py` writes.
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.95), 1e-8, 0.1
 BATCHES, ROWS, LENGTH = 3, 2, 16
 # Logits of weights that were hardly trained are alike; so much steeper they tell them apart.

@@ -214,7 +214,7 @@ CASES: tuple[Case, ...] = (
 
 def work(case: Case, folder: Path) -> None:
     """Train and save, in a process for each rank."""
-    sys.path.remove(str(Path(__file__).parent))  # beside this lies `megatron.py`
+    sys.path.append(sys.path.pop(0))  # this folder has files with names of packages
     megatron.install_cuda()
     if case.format == "fsdp_dtensor":  # which makes the name of a device of it
         megatron.number_device()

@@ -1,4 +1,4 @@
-"""The losses of torch, going on from the live state of cases of `megatron.py`.
+"""The losses of torch, going on from the live state of cases of `megatron_core.py`.
 
     PYTHONPATH=tests python tests/generators/megatron_losses.py CASE_FOLDER...
 

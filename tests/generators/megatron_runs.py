@@ -9,7 +9,7 @@ runs that load them have: the tensors by `megatron.core`'s own
 three losses, at TP 2 and PP 2, and at TP 1, each beside those from Megatron's own checkpoint. With
 `--jax DIR` DIR has what `examples/megatron_resume.py --export` wrote, of runs that made three steps
 of six in JAX: their next three losses, beside those of Megatron alone. The source, and what stands
-in for CUDA, are as in `megatron.py`.
+in for CUDA, are as in `megatron_core.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import megatron_core
 import megatron_stand_ins as megatron
 import ranks
 import torch
@@ -102,13 +102,12 @@ def main() -> None:
 
 def _go_on(options) -> None:
     """Six steps of Megatron from the checkpoints of `next_` cases, and three from those of JAX."""
-    generator = _generator()
     options.folder.mkdir(parents=True, exist_ok=True)
     for exported in sorted(options.jax.resolve().iterdir()):
-        case = next(one for one in generator.CASES if one.name == f"next_{exported.name}")
+        case = next(one for one in megatron_core.CASES if one.name == f"next_{exported.name}")
         own = HERE.parents[1] / "data" / "megatron_next" / exported.name / "ckpt"
         sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}
-        argv = generator.BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1)
+        argv = megatron_core.BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1)
         argv += f" {case.model} {case.argv} --transformer-impl local"
         alone = _launch(options, case.name, argv, case.world, load=own, more=2 * STEPS)["losses"]
         more = _launch(options, exported, argv, case.world, load=exported, first=2 * STEPS)
@@ -139,18 +138,8 @@ def _launch(options, what, argv, world, save=None, load=None, first=STEPS, more=
     return json.loads(out.read_text())
 
 
-def _generator():
-    """`megatron.py` beside this file, whose name is Megatron's."""
-    spec = importlib.util.spec_from_file_location("generator", HERE.with_name("megatron.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generator"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _run(spec) -> None:
-    generator = _generator()
-    sys.path[:] = [path for path in sys.path if path != str(HERE.parent)]
+    sys.path.append(sys.path.pop(0))  # this folder has files with names of packages
     megatron.install_cuda()
     megatron.install_packages("triton")
     sys.argv = ["run", *spec["argv"]]
@@ -159,7 +148,7 @@ def _run(spec) -> None:
     vars(moe).setdefault("te_general_gemm", None)  # 0.16.1 names it without the engine too
     if "--use-distributed-optimizer" in spec["argv"]:
         _use_fused_adam()
-    ranks.on_ranks(spec["world"], lambda: _train(generator, spec))
+    ranks.on_ranks(spec["world"], lambda: _train(spec))
 
 
 def _use_fused_adam() -> None:
@@ -172,14 +161,14 @@ def _use_fused_adam() -> None:
     distrib_optimizer.HAVE_APEX_OR_TE = True
 
 
-def _train(generator, spec) -> None:
+def _train(spec) -> None:
     from megatron.training import get_args
 
     run = megatron.set_up()
     args, first, result = get_args(), spec["first"], {}
     if spec["save"]:
         for iteration in range(STEPS):
-            generator.train_step(run, iteration)
+            megatron_core.train_step(run, iteration)
         args.iteration, args.consumed_train_samples = STEPS, 8 * STEPS
         megatron.save(STEPS, *run)
     elif args.iteration != first or args.consumed_train_samples != 8 * first:
@@ -191,7 +180,7 @@ def _train(generator, spec) -> None:
     everyone = [None] * spec["world"]
     dist.all_gather_object(everyone, _live(run))
     result["live"] = everyone
-    result["losses"] = [generator.train_step(run, first + each) for each in range(spec["more"])]
+    result["losses"] = [megatron_core.train_step(run, first + each) for each in range(spec["more"])]
     if not dist.get_rank():
         Path(spec["out"]).write_text(json.dumps(result))
     dist.barrier()

@@ -471,7 +471,6 @@ def _norm(lists: Any, *_: Any) -> Any:
 
 # fmt: off
 _MODULES = {
-    "transformer_engine": {"__version__": _TE_VERSION},
     "transformer_engine.pytorch": {"Linear": Linear, "LayerNormLinear": LayerNormLinear,
         "GroupedLinear": GroupedLinear, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm,
         "DotProductAttention": DotProductAttention},
@@ -492,11 +491,16 @@ _MODULES = {
 
 
 # Modules that are taken as attributes of the module above them.
-_SUBMODULES = ("common", "recipe", "pytorch", "ops", "module", "distributed", "tensor", "language")
+_SUBMODULES = (
+    *("common", "recipe", "pytorch", "ops", "module", "distributed", "tensor", "language"),
+    "registry",
+)
 
 
 class _Module(types.ModuleType):
     """A module in which every name is a class that does nothing."""
+
+    __version__ = _TE_VERSION
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

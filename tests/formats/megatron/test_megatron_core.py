@@ -1,6 +1,6 @@
 """What newer releases of Megatron-Core write, and trainers on it that write no args.
 
-`tests/generators/megatron.py` wrote the cases.
+`tests/generators/megatron_core.py` wrote the cases.
 """
 
 import functools

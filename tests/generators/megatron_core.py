@@ -1,6 +1,6 @@
 """Checkpoints that Megatron-LM itself writes, on a CPU, with the live state of the run beside each.
 
-    python tests/generators/megatron.py OUT --source DIR [--only CASE ...]
+    python tests/generators/megatron_core.py OUT --source DIR [--only CASE ...]
 
 DIR has the source of Megatron-LM in one folder for each tag: DIR/core_v0.19.0/megatron/... The
 Python that runs this has torch, numpy, einops, packaging, pyyaml, psutil, and for 0.16 six, regex,
@@ -249,7 +249,7 @@ def main() -> None:
 
 def _write(case: Case, options: argparse.Namespace) -> None:
     """Train and save, one process for each rank."""
-    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]  # its name
+    sys.path.append(sys.path.pop(0))  # this folder has files with names of packages
     megatron.install_cuda()
     engine = megatron.TRANSFORMER_ENGINE if case.te else ()
     muon = ("emerging_optimizers",) if "muon" in case.argv or "lion" in case.argv else ()
