@@ -4,6 +4,7 @@ Every model here has the names and shapes that the mapping asks for. What the co
 as it does in models that people have: other rotations, activations, windows, routers, families.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -376,6 +377,62 @@ def test_requirements_that_are_none_are_refused_when_the_mapping_is_read(require
     with pytest.raises(SpecError) as error:
         ucp.Mapping.parse(f"requires: {requires}\nleaves: [{{param: a, leaf: b}}]", "my.yaml")
     assert fault in str(error.value)
+
+
+# By mapping, a digest of its requirements with those of `requirements.yaml` written out. Whoever
+# changes a requirement that several mappings share sees here which mappings change with it.
+REQUIREMENTS = {
+    "deepspeed-gpt2-to-hf": "72fe6f3288b79873",
+    "gguf-gemma-to-hf": "7f9a05fe382f9208", "gguf-gemma2-to-hf": "dc9ce2b4196026c3",
+    "gguf-gemma3-to-hf": "a41508757850dce3", "gguf-llama-to-hf": "a4ab40d86f8a28b8",
+    "gguf-mixtral-to-hf": "2de729ae755ede2a", "gguf-qwen2-to-hf": "a1adaf949ed3f238",
+    "gguf-qwen3-moe-to-hf": "c1a047d54a1eb7a3", "gguf-qwen3-to-hf": "2e19c470f1478d32",
+    "hf-deepseek2-to-maxtext": "fb44ca5c7fdb628b", "hf-deepseek3-to-maxtext": "fed9c3c6304590e1",
+    "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6", "hf-gemma-to-maxtext": "c7015573154c2a22",
+    "hf-gemma-to-tunix": "eea93f4d767766e3", "hf-gemma2-to-maxtext": "afda51f82a034160",
+    "hf-gemma2-to-tunix": "7e068db903477c27", "hf-gemma3-to-maxtext": "9cbdee102082b86d",
+    "hf-gemma3-to-tunix": "8b75487721044cad", "hf-gemma4-to-maxtext": "4a66f863e81fb807",
+    "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
+    "hf-gpt2-to-flax": "1628ce7b71f89e4e", "hf-llama-to-maxtext": "47113e84c36f385d",
+    "hf-llama-to-tunix": "7c97939be21d3f66", "hf-llama2-to-maxtext": "15b6351fae7a1413",
+    "hf-llama4-to-maxtext": "53a5c4d55b7d282d", "hf-seed-oss-to-maxtext": "0ebbde1a5b1158ef",
+    "hf-mistral-to-maxtext": "c2d1e57550edfde8", "hf-mixtral-to-maxtext": "f0526fde23b85910",
+    "hf-olmo2-to-maxtext": "8e06d9f90df8342c", "hf-olmo3-to-maxtext": "9a6a6ef5c84fb023",
+    "hf-qwen2-to-maxtext": "8ff51d8fc291efa6", "hf-qwen2-to-tunix": "212360a80fee2e59",
+    "hf-qwen3-moe-to-maxtext": "a0556ebfed402dbb", "hf-qwen3-moe-to-tunix": "a1931ecb60b564c4",
+    "hf-qwen3-next-to-maxtext": "3eefcddd26eaf73d", "hf-qwen3-to-maxtext": "d8634fd7da0596c8",
+    "hf-qwen3-to-tunix": "6fd39447adb9a817", "hf-qwen3.5-moe-to-maxtext": "fd95c01152e3cef3",
+    "megatron-deepseek3-to-hf": "66d1a0078dac7261", "megatron-gpt-oss-to-hf": "b77c8bda35eee85c",
+    "megatron-gpt-to-reference": "0ae9c0ff19ca220d", "megatron-gpt2-to-hf": "b26e1890ce26ff0e",
+    "megatron-llama-to-hf": "e631232e8a33eb61", "megatron-mixtral-to-hf": "3caadd865031181b",
+    "megatron-qwen2-to-hf": "41199c38c248f8b2", "megatron-qwen3-moe-to-hf": "8186d041e966be4b",
+    "megatron-qwen3-to-hf": "16ecfcf49a3dabe0", "vlm-qwen3-vl-to-hf": "a232703a6e5f1920",
+    "vlm-gemma4-to-hf": "7eb898da8559497c", "vlm-llama4-to-hf": "71a33f57653d14ab",
+    "vlm-qwen3-vl-moe-to-hf": "2e0a5a2a85551d43",
+    "vlm-qwen3.5-moe-to-hf": "223720f1cd91acca",
+    "gguf-deepseek2-to-hf": "9b70e95b55a73f5d",
+    "gguf-glm4-to-hf": "b2cd0b308dd07a8c",
+    "gguf-gpt-oss-to-hf": "7997d3595f330e62",
+    "gguf-llama4-to-hf": "0e3dfc1afd1cef10",
+    "gguf-phi3-to-hf": "1987b10fc86ebc7f",
+    "vlm-gemma3-to-hf": "8fca3364e9867ce6",
+    "vlm-qwen3-omni-moe-to-hf": "45cab2ee6caf551a",
+}  # fmt: skip
+
+
+def requirements_digest(mapping):
+    written_out = [[one.name, one.that, one.reason] for one in mapping.requires]
+    return hashlib.sha256(json.dumps(written_out).encode()).hexdigest()[:16]
+
+
+def test_shared_requirements_are_written_out_in_each_mapping_that_has_them():
+    mappings = [ucp.Mapping.load(name) for name in shipped()]
+    digests = {
+        mapping.name.removesuffix(".yaml"): requirements_digest(mapping)
+        for mapping in mappings
+        if mapping.requires
+    }
+    assert digests == REQUIREMENTS
 
 
 def requiring(item):
