@@ -82,6 +82,15 @@ def test_an_executor_writes_the_same_bytes(source, job, executor, tmp_path):
     assert heard
 
 
+def test_what_is_made_of_a_checkpoint_is_sent_as_it_is(executor, tmp_path):
+    checkpoint = ucp.open(DATA / "torch/hf_llama/ckpt").map(
+        "hf-llama-to-tunix", assume=["rope_theta"]
+    )
+    checkpoint.save(tmp_path / "here")
+    checkpoint.save(tmp_path / "there", executor=executor)
+    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
+
+
 @in_pairs
 def test_a_flipped_bit_is_refused_with_the_same_words(source, job, executor, tmp_path):
     copied = tmp_path / "source"
@@ -145,13 +154,11 @@ def _dequantized() -> ucp.Checkpoint:
     return ucp.open(DATA / "quantized_models/deepseek_v3_fp8/ckpt", dequantize="bfloat16")
 
 
-LLAMA = partial(ucp.open, DATA / "torch/hf_llama/ckpt")
 MADE = {
     "in memory": lambda: ucp.Checkpoint.of({"param": {"w": np.arange(6).reshape(2, 3)}}),
     "of a training run": _trained,
     "dequantised": _dequantized,
-    "weights": lambda: LLAMA().weights("param"),
-    "mapped": lambda: LLAMA().map("hf-llama-to-tunix", assume=["rope_theta"]),
+    "weights": lambda: ucp.open(DATA / "torch/hf_llama/ckpt").weights("param"),
 }
 
 
