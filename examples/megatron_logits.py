@@ -3,8 +3,8 @@
     python examples/megatron_logits.py
 
 Needs torch and transformers 5. Megatron's model gave the logits when it saved the checkpoint
-(`tests/generators/megatron_core.py`, `megatron_deepspeed.py`). As a control, heads, experts, the biases
-of experts' scores, sinks, and keys with values are exchanged.
+(`tests/generators/megatron_core.py`, `megatron_deepspeed.py`). As a control, heads, experts, the
+biases of experts' scores, sinks, and keys with values are exchanged.
 """
 
 import tempfile

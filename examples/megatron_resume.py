@@ -5,13 +5,13 @@
     python examples/megatron_resume.py maxtext --negative-control
 
 Megatron-Core trained tiny models for three steps, saved, and went on for three more, whose tokens
-and losses are kept beside the checkpoint (`tests/generators/megatron_core.py`). Here each checkpoint is
-opened as its ranks wrote it, and mapped to Hugging Face's names and from there to the framework's.
-The weights go into the framework's own model, Adam's moments and steps into its own optax state,
-and the framework's own train step does the same three steps. The losses must be Megatron's.
-`--negative-control` sets the moments to zero; the losses must then part, and it fails if they do
-not. `--export FOLDER` writes what a run of Qwen3 or Qwen3-MoE in MaxText has become for Megatron's
-`--load`, with which `tests/generators/megatron_runs.py` goes on.
+and losses are kept beside the checkpoint (`tests/generators/megatron_core.py`). Here each
+checkpoint is opened as its ranks wrote it, and mapped to Hugging Face's names and from there to the
+framework's. The weights go into the framework's own model, Adam's moments and steps into its own
+optax state, and the framework's own train step does the same three steps. The losses must be
+Megatron's. `--negative-control` sets the moments to zero; the losses must then part, and it fails
+if they do not. `--export FOLDER` writes what a run of Qwen3 or Qwen3-MoE in MaxText has become for
+Megatron's `--load`, with which `tests/generators/megatron_runs.py` goes on.
 
 MaxText keeps the scale of a Llama's or Mixtral's query in its weight, where Adam would take other
 steps: `plan_optimizer` refuses what the mapping to it gives. Such a run goes on with the moments of
