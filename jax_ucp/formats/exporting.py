@@ -145,7 +145,7 @@ def _as_safetensors(request: _Request) -> _Content:
     if method := declared(extras):
         notes.append(f"the config declares {method}, which is left out: no weight is stored so")
     files = [*companion_files(request.contents.companions)]
-    files += safetensors.safetensors_files(params, configs, max_shard_bytes)
+    files += safetensors.plan_files(params, configs, max_shard_bytes)
     if params.moments:
         states = ", ".join(params.moments)
         notes.append(
@@ -159,7 +159,7 @@ def _as_dcp(request: _Request) -> _Content:
     params, extras, source = request.params, request.extras, request.contents.source
     is_native = source.get("format", request.contents.format) == "dcp"
     objects = dcp.objects(extras, renamed="mapping" in source) if is_native else {}
-    files = dcp.dcp_files(params, objects)
+    files = dcp.plan_files(params, objects)
     notes = untold(dcp.groups(params, objects), "their group in param_groups has no settings")
     left = [] if is_native else _places_beside_groups(params, extras)
     return _Content(files, list(notes), left)
@@ -168,7 +168,7 @@ def _as_dcp(request: _Request) -> _Content:
 def _as_deepspeed(request: _Request) -> _Content:
     params, extras = request.params, request.extras
     steps = _steps(request.contents, params)
-    files = deepspeed.deepspeed_files(params, extras, steps, request.zero_stage)
+    files = deepspeed.plan_files(params, extras, steps, request.zero_stage)
     places = _places_beside_groups(params, extras)
     left = [place for place in places if not deepspeed.carries(*place)]
     return _Content(files, list(deepspeed.notes(params, extras)), left)
@@ -177,7 +177,7 @@ def _as_deepspeed(request: _Request) -> _Content:
 def _as_megatron(request: _Request) -> _Content:
     params, extras = request.params, request.extras
     steps = _steps(request.contents, params)
-    files, notes = megatron.megatron_files(params, extras, steps)
+    files, notes = megatron.plan_files(params, extras, steps)
     common, _ = megatron.common_of(extras)
     places = _places(extras)
     left = [place for place in places if not megatron.carries(*place, common)]

@@ -57,7 +57,7 @@ def recognise(path: FilePath) -> bool:
     return has_data or bool(metadata_files(path))
 
 
-def open_dcp(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a folder with `.metadata`, or with one `__<rank>.metadata` per rank.
 
     Raises FormatError, naming file and tensor; NotACheckpoint without metadata, written last.
@@ -66,7 +66,7 @@ def open_dcp(path: FilePath, options: Options) -> Contents:
 
 
 def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) -> Contents:
-    """The one checkpoint of several saves, in `folders`. Raises as `open_dcp`, or for twins."""
+    """The one checkpoint of several saves, in `folders`. Raises as `parse`, or for twins."""
     saves = [DcpSave.opened(path, folder, options) for folder in folders]
     source = saves[0].source
     if saves[0].prefix or len(saves) > 1:

@@ -52,7 +52,7 @@ class Chunked:
     chunks: Sequence[tuple[Shape, Tensor | np.ndarray]]
 
 
-def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
+def plan_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
     """The files of a checkpoint of parameters and states, with DCP's `objects` by path, if any.
 
     Raises UnsupportedLeaf for dtypes that torch lacks, TreeMismatch for two tensors of one name.

@@ -45,7 +45,7 @@ def recognise(path: FilePath) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def open_deepspeed(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory (with `latest`) or a tag's folder. Raises FormatError."""
     folder = tag_folder(path) or path
     if not folder.is_dir():

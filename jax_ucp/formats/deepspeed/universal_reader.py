@@ -66,7 +66,7 @@ def recognise(path: FilePath) -> bool:
     return any(_MODEL.fullmatch(child.name) for child in path.children())
 
 
-def open_deepspeed_universal(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a universal folder, or in the folder that `latest_universal` names."""
     folder = path
     if not (path / "zero").is_dir():

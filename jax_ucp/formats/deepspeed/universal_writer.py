@@ -60,7 +60,7 @@ _LISTS += ("expert_parameter_patterns",)
 Extras = Mapping[str, Mapping[str, Any]]
 
 
-def deepspeed_files(
+def plan_files(
     params: Parameters, extras: Extras, steps: Mapping[str, np.ndarray], zero_stage: int | None
 ) -> list[File]:
     """The files of a save directory: `latest_universal`, and the folder that it names.

@@ -60,7 +60,7 @@ def recognise(path: FilePath) -> bool:
     return has_rank_files(path)
 
 
-def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The checkpoint of all ranks' files in a folder. Raises FormatError, naming the file."""
     ranks = rank_files(path)
     kinds = [kind for kind in ranks.names if kind != OPTIM or not options.weights_only]

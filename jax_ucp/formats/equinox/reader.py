@@ -42,7 +42,7 @@ def recognise(path: FilePath) -> bool:
     return path.suffix == ".eqx" and path.is_file()
 
 
-def open_equinox(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The leaves of a file as a list, and the JSON before them as an extra. Raises FormatError for
     bytes of no leaf, CorruptData where the file ends within one.
     """

@@ -99,7 +99,7 @@ def recognise(path: FilePath) -> bool:
     return is_map_of_names(read_bytes(path.files, file, 0, min(file.size, _HEAD_BYTES)))
 
 
-def open_flax(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The tree of a msgpack file, or of the folder that has one. Raises FormatError."""
     save = _read(path)
     try:

@@ -38,7 +38,7 @@ def recognise(path: FilePath) -> bool:
     return read_bytes(path.files, file, 0, min(file.size, len(MAGIC))) == MAGIC
 
 
-def open_gguf(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The contents of a GGUF file: its tensors as parameters, and its keys as extras.
 
     If the file is the first part of a split model, all parts beside it are read too. Raises

@@ -30,7 +30,7 @@ from jax_ucp.formats.huggingface.companions import keep_companions
 from jax_ucp.formats.huggingface.training_folder import (
     MODEL,
     add_training,
-    parse,
+    training_beside,
     weights_of,
 )
 from jax_ucp.formats.peft.config import LORA, method_of
@@ -96,11 +96,11 @@ def recognise(path: FilePath) -> bool:
     return path.is_dir() and holds_weights(entry.name for entry in path.children())
 
 
-def open_weight_folder(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The weights in a folder, by the index or the names of its files.
 
     Raises FormatError, naming files, where some are missing, where several models or saves could be
-    meant, and where two saves differ; and as `open_safetensors` and `open_torch`.
+    meant, and where two saves differ; and as the readers of the files do.
     """
     for entry in sorted(path.children()):
         called_so = entry.name in CONFIGS or holds_weights([entry.name])
@@ -109,7 +109,7 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
             raise FormatError(f"{entry}: {why}")
     choice, models = _chosen(path, options)
     require_all(path, choice.save)
-    training = parse(path, [entry.name for entry in path.children()])
+    training = training_beside(path, [entry.name for entry in path.children()])
     if options.weights_only or not (training.optimizers or training.of_trainer):
         training = None
     elif len(models) > 1:
@@ -297,7 +297,7 @@ def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: O
         # The shapes of the whole tensors, which are here, show whether a rank is missing.
         ranks = len(ranks_of(_files(parts)))
         of_all = replace(options, sizes=Sizes({"ranks": ranks}))
-        other = open_weight_folder(parts, of_all) if recognise(parts) else None
+        other = parse(parts, of_all) if recognise(parts) else None
         fault = _other_structure(contents, other) if other else "it holds no weights"
     except (UCPError, OSError) as error:
         fault = str(error)

@@ -73,7 +73,7 @@ class TrainingFolder:
         return TRAINER_STATE in self.kept
 
 
-def parse(path: FilePath, names: Collection[str]) -> TrainingFolder:
+def training_beside(path: FilePath, names: Collection[str]) -> TrainingFolder:
     """The training checkpoint of files beside weights. Raises FormatError for rivals."""
     optimizers: dict[str, str] = {}
     for match in filter(None, map(_OPTIMIZER.fullmatch, sorted(names))):
@@ -149,7 +149,7 @@ def add_training(
 def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
     """A checkpoint with what the Trainer or accelerate saved beside it as extras."""
     names = [child.name for child in path.children() if child.is_file()]
-    folder = parse(path, names)
+    folder = training_beside(path, names)
     if not folder.kept:
         return contents
     beside = ContentsBuilder(contents.format, path, Combined.of_files({}))

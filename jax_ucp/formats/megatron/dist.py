@@ -79,7 +79,7 @@ def recognise(path: FilePath) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def open_megatron_dist(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory or an iteration's folder.
 
     Raises FormatError, naming file and tensor, or LayoutError for chunks that form no tensor.

@@ -98,7 +98,7 @@ def recognise(path: FilePath) -> bool:
     return folder != path and not data.startswith(_PICKLE)
 
 
-def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory, or in one iteration's folder.
 
     Raises FormatError, naming file and tensor, where metadata and files do not fit together, or

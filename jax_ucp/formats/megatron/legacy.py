@@ -95,7 +95,7 @@ def recognise(path: FilePath) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory or an iteration's folder.
 
     Raises FormatError, naming the file, or LayoutError where the rules do not fit the shards.

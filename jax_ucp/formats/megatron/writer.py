@@ -65,7 +65,7 @@ def carries(file: str, name: str, common: str) -> bool:
     return is_optimizers or (file == common and name not in NOT_COMMON)
 
 
-def megatron_files(
+def plan_files(
     params: Parameters,
     extras: Mapping[str, Mapping[str, Any]],
     steps: Mapping[str, np.ndarray],

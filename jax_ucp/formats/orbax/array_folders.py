@@ -31,7 +31,7 @@ def recognise(path: FilePath) -> bool:
     return any((child / ARRAY_FILE).is_file() for child in path.children() if child.is_dir())
 
 
-def open_array_folders(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The arrays in the folder, each at the path of its name. Raises FormatError."""
     directory = path.folder()
     note_files(directory)

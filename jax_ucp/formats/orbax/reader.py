@@ -41,7 +41,7 @@ def recognise(path: FilePath) -> bool:
     return (path / TREE_FILE).is_file()
 
 
-def open_orbax(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The PyTree checkpoint of stock Orbax at `path`. Raises FormatError."""
     directory = path.folder()
     note_files(directory)

@@ -127,7 +127,7 @@ def recognise(path: FilePath) -> bool:
     return path.is_file() and (is_index or path.name.endswith(SUFFIX))
 
 
-def open_safetensors(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The weights in a file, or in the files of an index, all under `param`.
 
     Raises FormatError, naming the file, LayoutError where parts overlap or leave a hole.

@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000  # what readers of the format accept
 _CODES = {np.dtype(kind).name: code for code, kind in DTYPES.items()}
 
 
-def safetensors_files(
+def plan_files(
     parameters: Parameters, configs: Mapping[str, Mapping[str, object]], max_shard_bytes: int
 ) -> list[File]:
     """The files of a model: shards of `max_shard_bytes`, an index if there are several, `configs`.

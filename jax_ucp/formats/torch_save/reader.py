@@ -48,7 +48,7 @@ def recognise(path: FilePath) -> bool:
     return path.is_file() and (path.name.endswith(INDEX_SUFFIX) or is_torch_file(path))
 
 
-def open_torch(path: FilePath, options: Options) -> Contents:
+def parse(path: FilePath, options: Options) -> Contents:
     """The tensors of a file, or of the files that an index names. Raises FormatError."""
     if path.name.endswith(INDEX_SUFFIX):
         index, names = index_save(path)
