@@ -96,8 +96,7 @@ def model_parallel_ranks(args: Args, expert: bool) -> list[ModelRank]:
     """The model-parallel ranks in the order of groups: tp, then ep for experts, then pp."""
     p = args.degree("pipeline_model_parallel_size")
     e = args.degree("expert_model_parallel_size") if expert else 1
-    t = args.expert_ranks if expert else args.degree("tensor_model_parallel_size")
-    places = itertools.product(range(p), range(e), range(t))
+    places = itertools.product(range(p), range(e), range(args.tensor_ranks(expert)))
     return [ModelRank(group, pp, rank, ep) for group, (pp, ep, rank) in enumerate(places)]
 
 
@@ -133,7 +132,7 @@ def plan_buffers(
     if expert:
         world = args.degree("world_size")
         kinds = (args.degree(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
-        dp = max(1, world // (math.prod(kinds) * args.expert_ranks))
+        dp = max(1, world // (math.prod(kinds) * args.tensor_ranks(True)))
     else:
         dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
     alignment = math.lcm(

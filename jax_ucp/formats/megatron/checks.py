@@ -106,7 +106,7 @@ def check_whole(args: Args, shapes: Mapping[str, Shape]) -> None:
 
 def shards_of(args: Args, expert: bool) -> int:
     """Into how many GTP shards each tensor-parallel rank's weights were cut; 1 is no GTP."""
-    ranks = args.expert_ranks if expert else args.degree("tensor_model_parallel_size")
+    ranks = args.tensor_ranks(expert)
     shards = args.optional(f"expert_{_SHARDS}" if expert else _SHARDS)
     return -(-shards // ranks) if isinstance(shards, int) else 1
 
@@ -153,8 +153,7 @@ def _fault(args: Args, name: str, stored: int, shards: int) -> str | None:
 def _rows(args: Args, name: str) -> tuple[int | None, int]:
     """The rows of a weight by args, None if not known, and how many ranks have parts of them."""
     layer = _LINEAR.fullmatch(name)
-    ranks = args.expert_ranks if is_expert(name) else args.degree("tensor_model_parallel_size")
-    length = None
+    length, ranks = None, args.tensor_ranks(is_expert(name))
     match layer[1] if layer else name:
         case n if n in (EMBEDDING, TIED):
             length = args.optional("padded_vocab_size")

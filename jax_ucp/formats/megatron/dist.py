@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Claims
+from jax_ucp.arrays.checks import Claims, LeafClaim
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.value import Array, stated
@@ -38,6 +38,7 @@ from jax_ucp.formats.megatron.checks import Comparison, check_gtp, of_model, ref
 from jax_ucp.formats.megatron.dist_files import (
     CONFIG_FILE,
     DistFiles,
+    ObjectSums,
     checkpoint_folder,
     is_checkpoint,
     open_files,
@@ -46,7 +47,6 @@ from jax_ucp.formats.megatron.dist_flat import (
     BufferStates,
     buffer_states,
     has_flat_buffers,
-    param_states,
 )
 from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable, state_of
 from jax_ucp.formats.megatron.dist_run import RUN_CONFIG
@@ -95,7 +95,9 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
     """The checkpoint that the files form; `beside` are files of the save directory."""
     with naming(files.folder):
         # dp_zero_gather_scatter has its tensors in objects.
-        inside = {} if options.weights_only else param_states(files)
+        groups = {key: group_key(key) for key in files.objects if not options.weights_only}
+        states_in = [key for key, group in groups.items() if group and group.what == "param_state"]
+        inside = {key: files.objects[key].load() for key in states_in}
         sources = {"": files.source, f"{files.common_name}:": files.common}
         sources |= {f"{files.objects[key].file}:{key}:": file for key, file in inside.items()}
         importer = ContentsBuilder(
@@ -146,10 +148,13 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
                 without_args = f"Megatron-Bridge wrote it: {RUN_CONFIG} says what the run was"
         add_notes(importer, files.args, options, rows, saved, notes, without_args)
         contents = importer.contents()
-    return replace(
-        contents,
-        claims=Claims(lambda: itertools.chain(contents.claims, files.object_claims(inside))),
-    )
+    # of objects, on which no leaf rests; the tensors inside some have claims of their own
+    objects = [
+        LeafClaim(ObjectSums(key, stored), frozenset())
+        for key, stored in files.objects.items()
+        if key not in inside
+    ]
+    return replace(contents, claims=Claims(lambda: itertools.chain(contents.claims, objects)))
 
 
 def _add_parameters(
@@ -209,18 +214,17 @@ def _check_alike(
     kept = frozenset(states) - {"weight", "param"}
     alike = [states for states in kinds if states & kept]
     usual = max(alike, key=kinds.__getitem__, default=frozenset[str]())
+    if kept == usual:
+        return
+    others = f"{kinds[usual]} parameters that share states with it"
     if lost := usual - kept:
-        raise FormatError(
-            f"{files.folder}: {min(lost)} of {name} is in no file, though {kinds[usual]} parameters"
-            " that share states with it have it: a part of the optimizer is missing. weights_only"
-            " opens the weights alone"
-        )
-    if more := kept - usual:
-        raise FormatError(
-            f"{files.folder}: {min(more)} is there of {name}, but not of {kinds[usual]} parameters"
-            " that share states with it: a part of the optimizer is missing. weights_only opens the"
-            " weights alone"
-        )
+        found = f"{min(lost)} of {name} is in no file, though {others} have it"
+    else:
+        found = f"{min(kept - usual)} is there of {name}, but not of {others}"
+    raise FormatError(
+        f"{files.folder}: {found}: a part of the optimizer is missing. weights_only opens the"
+        " weights alone"
+    )
 
 
 def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:

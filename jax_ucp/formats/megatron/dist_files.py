@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jax_ucp.arrays.checks import Check, Extent, LeafClaim, checks_of, verdicts
+from jax_ucp.arrays.checks import Check, Extent, checks_of, verdicts
 from jax_ucp.arrays.protocol import ArraySource
 from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.torch_file import TorchFile
@@ -53,7 +53,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True)
-class _ObjectSums:
+class ObjectSums:
     """The CRC recorded of the bytes of an object, where one is."""
 
     label: str
@@ -97,14 +97,6 @@ class DistFiles(StoredItems):
     common: TorchFile
     tree: Mapping[str, Any]
     common_name: str = COMMON_FILE
-
-    def object_claims(self, arrays: Collection[str]) -> Iterator[LeafClaim]:
-        """The claim of each object, on which no leaf rests; `arrays` are the objects whose tensors
-        have claims of their own.
-        """
-        for key, stored in self.objects.items():
-            if key not in arrays:
-                yield LeafClaim(_ObjectSums(key, stored), frozenset())
 
 
 def is_checkpoint(path: FilePath) -> bool:

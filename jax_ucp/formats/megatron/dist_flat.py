@@ -160,13 +160,6 @@ def part_of(label: str, part: ParamPart, start: int, pieces: Sequence[tuple[int,
 # -- the buffers that are stored
 
 
-def param_states(files: DistFiles) -> dict[str, TorchFile]:
-    """The files of `param_state` objects (dp_zero_gather_scatter), by key."""
-    groups = {key: group_key(key) for key in files.objects}
-    keys = [key for key, group in groups.items() if group and group.what == "param_state"]
-    return {key: files.objects[key].load() for key in keys}
-
-
 def _stored_buffers(
     files: DistFiles, inside: Mapping[str, TorchFile]
 ) -> dict[Address, StoredBuffer]:
@@ -299,9 +292,7 @@ def _rank_tensors(files: DistFiles, tensors: TensorStates) -> _RankTensors:
     for name, states in tensors.states.items():
         if name.endswith(BUFFERS):
             continue
-        ranks = files.args.degree("tensor_model_parallel_size")
-        if is_expert(name):
-            ranks = files.args.expert_ranks
+        ranks = files.args.tensor_ranks(is_expert(name))
         with naming(item=name):
             cuts[name] = cut_of(states["weight"].info.shape, tensors.boxes[name], ranks)
     copies = copies_of_embedding(files.args, cuts)

@@ -227,7 +227,7 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
     refuse_difference(table, of_model(args, shapes))
     # a writer that takes a tensor-parallel rank's part for all of a parameter lets ranks overwrite
     # one another
-    if max(args.expert_ranks, args.degree("tensor_model_parallel_size")) > 1:
+    if max(map(args.tensor_ranks, (True, False))) > 1:
         try:
             check_whole(args, shapes)
         except LayoutError as error:
@@ -305,10 +305,8 @@ def _whole(
     whole: dict[str, Array] = {}
     for local, (shape, runs) in join_gated(params).items():
         # ranks that have gate and up of their own one after the other in a tensor
-        ranks = 1
-        if local in params and args.get("swiglu", False) and _GATED_LAYER.search(local):
-            expert = is_expert(local)
-            ranks = args.expert_ranks if expert else args.degree("tensor_model_parallel_size")
+        has_both = local in params and args.get("swiglu", False) and _GATED_LAYER.search(local)
+        ranks = args.tensor_ranks(is_expert(local)) if has_both else 1
         whole[_name(args, local)] = _joined(importer, local, shape, runs, ranks)
     return whole
 

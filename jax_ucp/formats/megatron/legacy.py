@@ -295,11 +295,10 @@ def _layouts(
     folder: FilePath, args: Args, options: Options, params: Mapping[str, RankShards]
 ) -> dict[str, ParamLayout]:
     """The layout of every parameter over its tensor-parallel ranks, by the rules."""
-    degree, expert_degree = args.degree("tensor_model_parallel_size"), args.expert_ranks
     shards: dict[str, list[SpecShard]] = {}
     for name, param in params.items():
         copies = param.shards["weight"]
-        ranks = range(expert_degree if is_expert(name) else degree)
+        ranks = range(args.tensor_ranks(is_expert(name)))
         if absent := sorted(set(ranks) - set(copies)):
             raise FormatError(
                 f"{name} is in {param.file}, but not in the file of tensor-parallel rank"

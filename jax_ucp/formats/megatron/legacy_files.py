@@ -89,7 +89,7 @@ def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
     every pair of tp and ep is among them.
     """
     t, p, e = args.model_degrees
-    etp = args.expert_ranks
+    etp = args.tensor_ranks(True)
     if etp > t or not {r % t for r in range(e * etp)} == set(range(t)):
         raise FormatError(
             f"with tensor parallelism {t}, expert parallelism {e} and expert tensor parallelism"

@@ -84,10 +84,9 @@ class Args:
         )
         return tensor, pipeline, expert
 
-    @property
-    def expert_ranks(self) -> int:
-        """The tensor-parallel ranks of an expert: those of the rest by default."""
-        own = self.get("expert_tensor_parallel_size") is not None
+    def tensor_ranks(self, expert: bool) -> int:
+        """The tensor-parallel ranks of experts, or of the rest; by default those are as many."""
+        own = expert and self.get("expert_tensor_parallel_size") is not None
         return self.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
 
     @property
