@@ -103,12 +103,6 @@ class ContentsBuilder:
         self.shards = Combined.prefixed({"": self.shards, **sources})
         self.stored = self.shards.arrays()
 
-    def weight_files(self) -> set[str]:
-        """The files that hold parameters."""
-        params = (array for path, array in self.params.items() if str(path[0]) == "param")
-        items = itertools.chain.from_iterable(map(items_of, params))
-        return {item.partition(":")[0] for item in items}
-
     # Arrays.
 
     def array(self, key: str) -> Array:

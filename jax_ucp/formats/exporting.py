@@ -6,8 +6,7 @@ To add a format, write a module with a function that makes `File`s of `Parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.codecs.pickle_json import values
-from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
+from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, peak_bytes
 from jax_ucp.export.folder import FolderTarget
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
@@ -26,10 +25,12 @@ from jax_ucp.export.streams import BucketTarget
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
+from jax_ucp.formats.huggingface.companions import kind_of
 from jax_ucp.formats.huggingface.conv1d import require_own_layout
-from jax_ucp.formats.huggingface.model_folder import companion_files, model_configs
+from jax_ucp.formats.huggingface.model_folder import model_configs
 from jax_ucp.formats.huggingface.quantization import declared, undeclared
 from jax_ucp.formats.megatron import writer as megatron
+from jax_ucp.formats.nested import as_written
 from jax_ucp.formats.safetensors import writer as safetensors
 from jax_ucp.jobs.run import Target
 from jax_ucp.layout.box import Box
@@ -86,7 +87,7 @@ def plan_export(
         )
     extras, unwritable = values(contents.extras)
     request = _Request(contents, params, extras, max_shard_bytes, zero_stage)
-    with _of_trainers(contents):
+    with as_written(f"{contents.path} has extras that are not as its trainer writes them"):
         content = writer.content(request)
     notes: list[str] = []
     if dtype is not None:
@@ -144,7 +145,10 @@ def _as_safetensors(request: _Request) -> _Content:
     configs, notes = model_configs(undeclared(extras), params)
     if method := declared(extras):
         notes.append(f"the config declares {method}, which is left out: no weight is stored so")
-    files = [*companion_files(request.contents.companions)]
+    companions = request.contents.companions
+    files = [
+        File.literal(name, companions[name].read_bytes()) for name in companions if kind_of(name)
+    ]
     files += safetensors.plan_files(params, configs, max_shard_bytes)
     if params.moments:
         states = ", ".join(params.moments)
@@ -218,20 +222,6 @@ def _places_beside_groups(params: Parameters, extras: Extras) -> list[tuple[str,
     return [
         (file, name) for file, name in places if not params.groups or "param_groups" not in name
     ]
-
-
-@contextmanager
-def _of_trainers(contents: Contents) -> Iterator[None]:
-    """A context that raises FormatError where extras are not a trainer's."""
-    try:
-        yield
-    except UCPError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise FormatError(
-            f"{contents.path} has extras that are not as its trainer writes them ({what})"
-        ) from error
 
 
 def export_target(

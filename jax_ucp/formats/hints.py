@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from jax_ucp.codecs.torch_file import is_torch_file
 from jax_ucp.errors import FormatError, NotACheckpoint
@@ -52,7 +52,12 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
     wholes, of_files = _apart(files, _is_whole)
     gguf = [path for path in children if path.suffix == ".gguf" and path.is_file()]
     gguf = [path for path in gguf if not _LATER_PART.fullmatch(path.name)]
-    inside = [*_revisions(at), *folders, *wholes, *gguf]
+    # in huggingface_hub's cache of a model the revision of `main`, if it is there
+    snapshots, main = at / "snapshots", at / "refs" / "main"
+    revisions = list(filter(FilePath.is_dir, _children(snapshots))) if snapshots.is_dir() else []
+    named = main.read_pointer().strip() if revisions and main.is_file() else ""
+    revisions = [path for path in revisions if path.name == named] or revisions
+    inside = [*revisions, *folders, *wholes, *gguf]
     if inside:
         names = listed([path.name for path in inside])
         raise NotACheckpoint(
@@ -102,16 +107,6 @@ def of_another_format(path: FilePath) -> str:
         return ""
     name, way_in = _FOREIGN[path.suffix]
     return f"is {name}, which is not read here: {way_in}"
-
-
-def _revisions(at: FilePath) -> Iterator[FilePath]:
-    """The revisions in huggingface_hub's cache of a model: that of `main`, if it is there."""
-    snapshots, main = at / "snapshots", at / "refs" / "main"
-    if not snapshots.is_dir():
-        return
-    revisions = [path for path in _children(snapshots) if path.is_dir()]
-    named = main.read_pointer().strip() if main.is_file() else ""
-    yield from [path for path in revisions if path.name == named] or revisions
 
 
 def _children(at: FilePath) -> list[FilePath]:

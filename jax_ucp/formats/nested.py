@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from jax_ucp.codecs.unpickle import what_is
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, UCPError
+
+
+@contextmanager
+def as_written(fault: str) -> Iterator[None]:
+    """A context that raises FormatError with `fault` where an entry is missing, or of another type
+    than its writers give it.
+    """
+    try:
+        yield
+    except UCPError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise FormatError(f"{fault} ({type(error).__name__}: {error})") from error
 
 
 def as_dict(tree: Any) -> dict[Any, Any]:

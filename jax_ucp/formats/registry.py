@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from typing import Literal
 
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
+from jax_ucp.errors import FormatError, NotACheckpoint, SpecError
 from jax_ucp.files.listing import counting, listed
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.placeholders import stand_in
@@ -36,6 +36,7 @@ from jax_ucp.formats.huggingface.training_folder import add_trainer_state
 from jax_ucp.formats.megatron import dist as megatron_dist
 from jax_ucp.formats.megatron import fsdp as megatron_fsdp
 from jax_ucp.formats.megatron import legacy as megatron_legacy
+from jax_ucp.formats.nested import as_written
 from jax_ucp.formats.orbax import array_folders
 from jax_ucp.formats.orbax import reader as orbax
 from jax_ucp.formats.safetensors import reader as safetensors
@@ -226,7 +227,8 @@ def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Opt
             f"{path} is one checkpoint, not a run with steps: leave out step={options.step}, or"
             " open the folder that has the steps"
         )
-    try:
+    looks = f"{path} looks like {format.name} ({format.marker})"
+    with as_written(f"{looks}, but its metadata are not as expected"):
         with opening() as files, gc_paused():
             contents = format.parse(at, options)
             if format.parse is _open_index:  # which opened it as what it is of
@@ -242,15 +244,6 @@ def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Opt
                 notes.append(NOTHING_TWICE.format(options.on_conflict))
             settled = settle(replace(contents, notes=notes), options.dequantize)
         return replace(settled, files=files, reading=options.reading)
-    except UCPError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        # An entry that is missing, or of another type than the format's writers give it.
-        what = f"{type(error).__name__}: {error}"
-        raise FormatError(
-            f"{path} looks like {format.name} ({format.marker}), but its metadata are not as"
-            f" expected ({what})"
-        ) from error
 
 
 def _format_of(at: FilePath, step: int | None = None) -> Format | None:

@@ -303,18 +303,11 @@ def _first_of_known(
             f" says belong together: {names}. Open the one that is meant, or put an index"
             " (model.safetensors.index.json) beside the files of one"
         )
-    return _of_one_model(folder, saves[_first_loaded(models, saves)])
-
-
-def _first_loaded(known: Sequence[Model], saves: Mapping[Model, Sequence[WeightSave]]) -> Model:
-    """The first model that transformers would load; else the first whole one, or the first."""
-    for model in known:
-        if not all(save.numbered for save in saves[model]):
-            return model
-    for model in known:
-        if any(save.whole for save in saves[model]):
-            return model
-    return known[0]
+    # that which transformers would load; else the first whole one, or the first
+    loaded = [model for model in models if not all(save.numbered for save in saves[model])]
+    whole = [model for model in models if any(save.whole for save in saves[model])]
+    first, *_ = [*loaded, *whole, *models]
+    return _of_one_model(folder, saves[first])
 
 
 def _of_one_model(folder: str, saves: Sequence[WeightSave]) -> tuple[WeightSave, WeightSave | None]:

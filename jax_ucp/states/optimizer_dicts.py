@@ -194,18 +194,11 @@ def _owners(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Owner, 
 
 
 def _owner(key: int | str, names: Mapping[int, str]) -> Owner:
-    """The owner that a key is: a name, or a number that has none."""
-    number = number_of(key)
-    return str(key) if number is None else names.get(number, number)
-
-
-def number_of(step: Any) -> int | None:
-    """The number that a key is, as it was pickled or as a planner of DCP writes it in a path; None
-    if it is none.
+    """The owner that a key is: a name, or a number that has none, as it was pickled or as a planner
+    of DCP writes it in a path.
     """
-    if isinstance(step, str) and _NUMBER.fullmatch(step):
-        return int(step)
-    return step if type(step) is int else None
+    number = int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
+    return names.get(number, number) if type(number) is int else str(key)
 
 
 def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str], ...]:

@@ -128,12 +128,8 @@ def autoep_layers(model: StateFile) -> list[Mapping[str, Any]]:
     return list(model.state.get("ds_autoep_layers") or model.state.get("autoep_layers") or ())
 
 
-def is_native(name: str) -> bool:
-    return _NATIVE.fullmatch(name) is not None
-
-
 def expert_number(name: str) -> str | None:
-    """The number of a native expert in the name of its tensor; None for all others."""
+    """The number of a native expert, which is a text, in the name of its tensor; else None."""
     match = _NATIVE.fullmatch(name)
     return match[2] if match else None
 

@@ -76,7 +76,7 @@ class Slices:
     ) -> None:
         """Add a slice of inputs by a layout, or one input. Raises FormatError if one is there."""
         stage, ep, tp = place
-        if ep is not None and moe.is_native(name):
+        if ep is not None and moe.expert_number(name):
             place = stage, None, tp
         slices, label = self.states[state, name], self._label(state, name, place)
         if place in slices.arrays:

@@ -124,7 +124,7 @@ def _optimizer(slices: Slices, stored: StateFile, mp: int, ep: int, ranks: int) 
                 " cannot be told apart; open with weights_only to leave the optimizer aside"
             )
     shapes = slices.shapes_on(mp)
-    experts = list(filter(moe.is_native, shapes))
+    experts = list(filter(moe.expert_number, shapes))
     local = sum(len(group["params"]) for group in groups if group.get("moe"))
     if local and len(experts) > ranks * local:
         lost = f"expp_rank_{ranks}_mp_rank_{mp:02d}_optim_states.pt"

@@ -41,7 +41,7 @@ def places_of(slices: Slices, one: StageZero, said: SaidGroups | None) -> Places
     said = None if one.named else said
     copies = None
     if one.masters:
-        if any(map(moe.is_native, one.shapes)):
+        if any(map(moe.expert_number, one.shapes)):
             raise Undecided(
                 "there are experts, whose masters are not told apart; ZeRO-1 stores them with names"
             )

@@ -50,12 +50,10 @@ _MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
 
 # The lists of patterns in `universal_checkpoint_info` that define how a parameter is cut.
 _LISTS = (
-    "tp_replicated_parameter_patterns",
-    "parameter_to_average_patterns",
-    "vocabulary_parameter_patterns",
+    *("tp_replicated_parameter_patterns", "parameter_to_average_patterns"),
+    *("vocabulary_parameter_patterns", "parameter_with_2_sub_params_cat_dim_0"),
+    *("parameter_with_row_parallelism_patterns", "expert_parameter_patterns"),
 )
-_LISTS += ("parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns")
-_LISTS += ("expert_parameter_patterns",)
 
 Extras = Mapping[str, Mapping[str, Any]]
 
@@ -84,7 +82,12 @@ def plan_files(
     owned = _owned(params)
     groups = _groups(params, model, optimizer)
     frozen = {name: states["param"] for name, states in params.states.items() if name not in owned}
-    step = _check_steps(groups, steps, stage)
+    for group in groups:
+        own = {name: steps[name] for name in group["params"] if name in steps}
+        why = "DeepSpeed loads no group whose parameters differ in their step"
+        _one_step(own, why, "Export to another format")
+    why = "ZeRO-3 has one step for all parameters"
+    step = _one_step(steps, why, "Export for ZeRO-1 or 2") if stage == 3 else None
     counted = model.get("global_steps")
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
@@ -114,22 +117,6 @@ def plan_files(
     states = _model_states(model, shapes, frozen, params.buffers, global_steps, stage)
     files.append(torch_file(f"{tag}/{prefix}mp_rank_00_model_states.pt", states))
     return [*files, File.literal("latest_universal", tag.encode())]
-
-
-def _check_steps(
-    groups: Sequence[Mapping[str, Any]], steps: Mapping[str, np.ndarray], stage: int
-) -> Any:
-    """ZeRO-3's one step of all parameters, else None. Raises UnsupportedLeaf if steps differ."""
-    for group in groups:
-        own = {name: steps[name] for name in group["params"] if name in steps}
-        _one_step(
-            own,
-            "DeepSpeed loads no group whose parameters differ in their step",
-            "Export to another format",
-        )
-    if stage != 3:
-        return None
-    return _one_step(steps, "ZeRO-3 has one step for all parameters", "Export for ZeRO-1 or 2")
 
 
 def _owned(params: Parameters) -> dict[str, Mapping[str, Tensor]]:

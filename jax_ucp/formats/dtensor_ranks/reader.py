@@ -159,13 +159,13 @@ class _Saved:
 
     def __init__(self, ranks: RankFiles, files: Mapping[str, TorchFile]):
         self.ranks, self.files = ranks, files
-        self.states = ranks.states or [kind for kind in ranks.names if self._is_cut(kind)]
+        self.states = ranks.states
+        for kind in ranks.names if not ranks.states else ():
+            nodes = (node for _, _, file in self.of(kind) for _, node in walk(file.tree))
+            if any(isinstance(node, DTensor) for node in nodes):
+                self.states = [*self.states, kind]
         if not self.states and ranks.world_size == 1:
             self.states = [*ranks.names]
-
-    def _is_cut(self, kind: str) -> bool:
-        trees = (file.tree for _, _, file in self.of(kind))
-        return any(isinstance(node, DTensor) for tree in trees for _, node in walk(tree))
 
     def of(self, kind: str) -> Iterator[tuple[int, str, TorchFile]]:
         for rank, name in enumerate(self.ranks.names.get(kind, ())):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jax_ucp.export.files import File
 from jax_ucp.export.parameters import Parameters, is_floating
-from jax_ucp.files.path import FilePath
-from jax_ucp.formats.huggingface.companions import kind_of
 from jax_ucp.formats.peft.config import PREFIX
 from jax_ucp.formats.safetensors.writer import ADAPTER, CONFIG, CONFIGS
 
@@ -43,9 +40,3 @@ def model_configs(
         return kept, []
     kept[CONFIG] = changed
     return kept, [f"{CONFIG} says {dtype.name}, the dtype of the weights, in place of another"]
-
-
-def companion_files(companions: Mapping[str, FilePath]) -> Iterator[File]:
-    """The files that go with a model; names that are none of such files are not written."""
-    for name in filter(kind_of, companions):
-        yield File.literal(name, companions[name].read_bytes())

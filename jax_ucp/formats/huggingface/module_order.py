@@ -18,14 +18,8 @@ from jax_ucp.states.pairing import Undecided
 
 # What peft puts into a module in place of its weight (`LoraLayer`, `tuners/lora/layer.py`).
 _OF_ADAPTERS = (
-    (
-        "base_layer",
-        "lora_A",
-        "lora_B",
-        "lora_embedding_A",
-        "lora_embedding_B",
-        "lora_magnitude_vector",
-    ),
+    *("base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
+    "lora_magnitude_vector",
 )
 _Order = tuple[str, ...]
 
@@ -71,7 +65,7 @@ def in_order_of(model_type: str, names: Iterable[str], release: str = "") -> lis
     major = release.partition(".")[0]
     releases = [major] if major in known.orders else [key for key in known.orders if key != "all"]
     orders = [order for key in ("all", *releases) for order in known.orders.get(key, ())]
-    orders += _OF_ADAPTERS
+    orders.append(_OF_ADAPTERS)
     params = [name.split(".") for name in names if name.rpartition(".")[2] not in known.buffers]
     return [".".join(parts) for parts in _sorted(params, orders)]
 

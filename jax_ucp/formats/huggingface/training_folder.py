@@ -23,6 +23,7 @@ import numpy as np
 
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
+from jax_ucp.arrays.value import items_of
 from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
 from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.path import FilePath
@@ -249,7 +250,10 @@ class _ModelOf:
     @property
     def is_ordered(self) -> bool:
         """Whether weights come from one file of torch.save, which has the module's order."""
-        return self.imported.format == "torch" and len(self.imported.weight_files()) == 1
+        params = self.imported.params.items()
+        weights = [array for (state, _), array in params if str(state) == "param"]
+        files = {item.partition(":")[0] for array in weights for item in items_of(array)}
+        return self.imported.format == "torch" and len(files) == 1
 
     def types(self) -> list[str]:
         """The model types that a config may mean; none of code that is not in transformers."""

@@ -288,26 +288,23 @@ class _AdapterReader:
         rows of some tokens.
         """
         if tensor.endswith(_TOKENS):
-            return self._rows_replaced(name, tensor)
+            shape, module = self._shape(name, {"": tensor}), name.removesuffix(".weight")
+            ends = [e for e in self.config.tokens if f".{module}".endswith(f".{e}") or not e]
+            rows = self.config.tokens[ends[0]] if len(ends) == 1 else ()
+            want = (len(rows), *shape[1:])
+            if not rows or max(rows) >= shape[0] or self.tensors[tensor] != want:
+                raise FormatError(
+                    f"{tensor} has shape {list(self.tensors[tensor])}, {name} of the base"
+                    f" {list(shape)}, and {self.config.where} names {len(rows)} tokens of it, up to"
+                    f" {max(rows, default=0)}"
+                )
+            return WeightChange(name, replaced=tensor, shapes={tensor: want}, rows=rows)
         if name in self.base:
             self._require(tensor, self.base[name], name)
         # of a module that was trained whole, it may be new, as a head is
         elif not name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save)):
             self._shape(name, {"": tensor})
         return WeightChange(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})
-
-    def _rows_replaced(self, name: str, tensor: str) -> WeightChange:
-        shape, module = self._shape(name, {"": tensor}), name.removesuffix(".weight")
-        ends = [end for end in self.config.tokens if f".{module}".endswith(f".{end}") or not end]
-        rows = self.config.tokens[ends[0]] if len(ends) == 1 else ()
-        want = (len(rows), *shape[1:])
-        if not rows or max(rows) >= shape[0] or self.tensors[tensor] != want:
-            raise FormatError(
-                f"{tensor} has shape {list(self.tensors[tensor])}, {name} of the base"
-                f" {list(shape)}, and {self.config.where} names {len(rows)} tokens of it, up to"
-                f" {max(rows, default=0)}"
-            )
-        return WeightChange(name, replaced=tensor, shapes={tensor: want}, rows=rows)
 
     def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
         if weight in self.base:
@@ -329,13 +326,13 @@ class _AdapterReader:
             )
         if not (is_turned and is_plain):
             return int(is_turned)
-        if self._has_conv1d and not self.config.fan_in_fan_out:
+        if 1 in self._output_axes and not self.config.fan_in_fan_out:
             raise FormatError(
                 f"{weight} is square, and nothing tells whether its rows are inputs: the base has"
                 " Conv1D modules, of which fan_in_fan_out=false does not hold. If this is one of"
                 f" them, write fan_in_fan_out=true in {self.config.where}"
             )
-        if self.config.fan_in_fan_out and self._is_linear:
+        if self.config.fan_in_fan_out and self._output_axes == {0}:
             raise FormatError(
                 f"{weight} is square, and fan_in_fan_out=true says that its rows are inputs, but"
                 " the base's biases show Linear modules alone: the adapter was trained on Conv1D"
@@ -344,28 +341,18 @@ class _AdapterReader:
         return int(self.config.fan_in_fan_out)
 
     @cached_property
-    def _is_linear(self) -> bool:
-        """Whether all weights of the base have outputs first, by their biases."""
-        return not self._has_conv1d and any(
-            len(shape) == 2 and self._bias(weight) == shape[:1] != shape[1:]
-            for weight, shape in self.base.items()
-        )
+    def _output_axes(self) -> set[int]:
+        """The axes that outputs have in the base's weights that are not square, as biases count
+        them: the first in Linear modules, the last in Conv1D.
 
-    @cached_property
-    def _has_conv1d(self) -> bool:
-        """Whether the base has weights whose outputs, as their biases count them, come last.
-
-        Then `fan_in_fan_out` decides nothing: peft writes what the last module is, also where
-        others are Linear, as GPT-2's head (`dispatch_default`, `lora/layer.py`).
+        Where some come last, `fan_in_fan_out` decides nothing: peft writes what the last module is,
+        also where others are Linear, as GPT-2's head (`dispatch_default`, `lora/layer.py`).
         """
-        return any(map(self._is_conv1d, self.base))
-
-    def _is_conv1d(self, weight: str) -> bool:
-        shape = self.base[weight]
-        return len(shape) == 2 and self._bias(weight) == shape[1:] != shape[:1]
-
-    def _bias(self, weight: str) -> Shape | None:
-        return self.base.get(f"{weight.removesuffix('weight')}bias")
+        biases = {name: self.base.get(f"{name.removesuffix('weight')}bias") for name in self.base}
+        shapes = {
+            name: shape for name, shape in self.base.items() if len({*shape}) == len(shape) == 2
+        }
+        return {a for name, n in shapes.items() for a in (0, 1) if biases[name] == (n[a],)}
 
     def _require(self, tensor: str, shape: Shape, weight: str) -> None:
         if self.tensors[tensor] != shape:

@@ -34,24 +34,19 @@ def block_fp8(stored: StoredWeight) -> Dequantizer:
     if is_expert and expert_dtype is not None and (expert_dtype == "fp4") != is_fp4:
         stored.fault(f"the config says expert_dtype={expert_dtype!r:.40}, and its codes do not")
     if is_fp4:
+        # Experts of DeepSeek-V4: two fp4 in a byte, the first in the low half, and an exponent for
+        # each 32 of a row. Source: `_unpack_fp4` in transformers 5.23.
         if not is_expert:
             stored.unknown("two fp4 to a byte are known of experts alone")
-        return _fp4(stored, role)
+        shape, part, codes = in_bytes(stored, FP4, dtype="int8")
+        grid = of_rows(stored, shape, _FP4_GROUP, f"a group of {_FP4_GROUP}")
+        scale = stored.scale(role, grid.shape(shape), ("float8_e8m0fnu", "uint8"))
+        return Affine(stored.weight.scheme, shape, {"codes": part, "scale": scale}, codes, grid)
     size = stored.settings.get("weight_block_size")
     block = _block(stored, shape, size)
     for length, side in zip(shape, block, strict=True):
         stored.require_block(length, side, f"weight_block_size={size} in the config")
     return scaled(stored, role, Grid(block), _SCALES)
-
-
-def _fp4(stored: StoredWeight, role: str) -> Dequantizer:
-    """Experts of DeepSeek-V4: two fp4 in a byte, the first in the low half, and an exponent for
-    each 32 of a row. Source: `_unpack_fp4` in transformers 5.23.
-    """
-    shape, part, codes = in_bytes(stored, FP4, dtype="int8")
-    grid = of_rows(stored, shape, _FP4_GROUP, f"a group of {_FP4_GROUP}")
-    scale = stored.scale(role, grid.shape(shape), ("float8_e8m0fnu", "uint8"))
-    return Affine(stored.weight.scheme, shape, {"codes": part, "scale": scale}, codes, grid)
 
 
 def row_fp8(stored: StoredWeight) -> Dequantizer:

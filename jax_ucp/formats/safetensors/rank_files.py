@@ -158,9 +158,14 @@ def _shows_ranks(
     name: str, parts: Sequence[tuple[int, Box]], ranks: Sequence[int], width: int | None
 ) -> bool:
     """Whether a tensor was cut over just these ranks."""
-    axis = _cut_axis([box for _, box in parts])
-    if axis is None or len(parts) != len(ranks) or ranks[-1] - ranks[0] + 1 != len(ranks):
+    # the one axis on which the blocks differ, of a single one the first
+    edges = zip(*[zip(box.start, box.stop, strict=True) for _, box in parts], strict=True)
+    axes = [axis for axis, of_axis in enumerate(edges) if len({*of_axis}) > 1]
+    if len(parts) == 1 and parts[0][1].ndim:
+        axes = [0]
+    if len(axes) != 1 or len(parts) != len(ranks) or ranks[-1] - ranks[0] + 1 != len(ranks):
         return False
+    (axis,) = axes
     ordered = sorted(parts, key=lambda part: (part[1].start[axis], part[0]))
     lengths = [box.shape[axis] for _, box in ordered]
     order = [rank - ranks[0] for rank, _ in ordered]
@@ -180,15 +185,6 @@ def _shows_ranks(
     is_wide = axis == 0 and last == (width,) and bool(_NORM.fullmatch(name))
     is_whole = lengths[-1] < lengths[0] or is_wide
     return is_whole and _is_of(lengths)
-
-
-def _cut_axis(boxes: Sequence[Box]) -> int | None:
-    """The one axis on which boxes differ; the first of a single box; None of several."""
-    spans = zip(*[zip(box.start, box.stop, strict=True) for box in boxes], strict=True)
-    cut = [axis for axis, of_axis in enumerate(spans) if len({*of_axis}) > 1]
-    if len(boxes) == 1 and boxes[0].ndim:
-        return 0
-    return cut[0] if len(cut) == 1 else None
 
 
 def _is_of(lengths: Sequence[int]) -> bool:

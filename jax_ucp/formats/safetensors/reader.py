@@ -288,7 +288,9 @@ def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
         raise FormatError(
             f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have"
         )
-    if not _is_shape(shape):
+    # numpy makes no array with other sizes
+    are_lengths = all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+    if not are_lengths or math.prod(n or 1 for n in shape) > 1 << 58:
         raise FormatError(f"{path}: {name} has shape {shape!r:.80}")
     info = _info(shape, dtype)
     if info is None or end - begin != info.nbytes or begin < 0:
@@ -299,22 +301,12 @@ def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
     return _HeaderEntry(name, dtype, info, begin, end, _has_rows(shape, dtype))
 
 
-def _is_shape(shape: Sequence[Any]) -> bool:
-    """Whether an array can have these sizes; numpy makes none beyond any array."""
-    if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
-        return False
-    return math.prod(n or 1 for n in shape) <= 1 << 58
-
-
 def _info(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
-    """The array of a tensor; None if its elements are less than a byte, and fill no whole ones."""
-    if dtype in _PACKED_BITS:
-        return _packed(shape, dtype)
-    return ArrayInfo(tuple(shape), np.dtype(DTYPES[dtype]))
-
-
-def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
-    """A narrow tensor's bytes, in rows where each has whole bytes; None if it has not."""
+    """The array of a tensor. One whose elements are less than a byte is bytes, in rows where each
+    has whole ones; None if they fill no whole bytes.
+    """
+    if dtype in DTYPES:
+        return ArrayInfo(tuple(shape), np.dtype(DTYPES[dtype]))
     bits = _PACKED_BITS[dtype]
     if _has_rows(shape, dtype):
         return ArrayInfo((*shape[:-1], shape[-1] * bits // 8), np.dtype(np.uint8))
