@@ -130,23 +130,19 @@ def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Fac
     elif path.suffix in _TEXTS and path.size() <= MAX_TEXT_BYTES:
         imported.extra(name, "content", path.read_text())
     elif path.suffix in _SAVED or is_torch_file(path):
-        _keep_torch(imported, name, path, facts)
+        try:
+            file = TorchFile(path, lenient=True)
+            keep_proved(imported, name, file, file)
+        except UnsafePickle as error:
+            imported.leave_out(name, name, error)
+            return
+        except FormatError as error:
+            error.at(path, way_out="weights_only")
+            raise
+        facts.state_all(file, name, _NUMBER.sub("*", name), file.tree, only=("step", *COUNTS))
+        imported.unknown |= file.unknown
     else:
         imported.skip(name, f"{path.size()} bytes", "lies beside the weights; not read")
-
-
-def _keep_torch(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
-    try:
-        file = TorchFile(path, lenient=True)
-        keep_proved(imported, name, file, file)
-    except UnsafePickle as error:
-        imported.leave_out(name, name, error)
-        return
-    except FormatError as error:
-        error.at(path, way_out="weights_only")
-        raise
-    facts.state_all(file, name, _NUMBER.sub("*", name), file.tree, only=("step", *COUNTS))
-    imported.unknown |= file.unknown
 
 
 def _entries(node: object) -> list[tuple[str | int, object]] | None:

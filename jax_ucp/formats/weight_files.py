@@ -9,7 +9,7 @@ Mistral's `params.json` and Llama's have the sizes of the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ucp.errors import FormatError
@@ -137,17 +137,13 @@ def _is_plain(name: str) -> bool:
     return fits and "\0" not in name and "/" not in name and name not in ("", ".", "..")
 
 
-def keep_index(
-    imported: ContentsBuilder,
-    path: FilePath,
-    index: Mapping[str, Any],
-    in_files: Iterable[tuple[str, str]],
-) -> None:
-    """Account for an index and its metadata. Raises FormatError unless it lists just what
-    `in_files` has, as (file, name).
+def keep_index(imported: ContentsBuilder, path: FilePath, index: Mapping[str, Any]) -> None:
+    """Account for an index and its metadata. Raises FormatError unless it lists just the tensors
+    that are stored.
     """
     in_index = {(name, key) for key, name in index["weight_map"].items()}
-    for name, key in sorted(in_index ^ set(in_files)):
+    stored = (key.partition(":") for key in imported.stored)
+    for name, key in sorted(in_index ^ {(file, name) for file, _, name in stored}):
         place = "in the file, but not so in the index"
         if (name, key) in in_index:
             place = "in the index, but not in the file"
@@ -165,11 +161,6 @@ def keep_index(
     total = metadata.get("total_size")
     if total is not None and total not in totals:
         imported.notes.append(_OTHER_TOTAL.format(path.name, total, totals[0]))
-
-
-def tensors_of(imported: ContentsBuilder) -> list[tuple[str, str]]:
-    parts = [key.partition(":") for key in imported.stored]
-    return [(file, name) for file, _, name in parts]
 
 
 def keep_configs(imported: ContentsBuilder, folder: FilePath) -> None:

@@ -27,6 +27,7 @@ from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
 from jax_ucp.formats.deepspeed.swapped import with_swapped
+from jax_ucp.formats.huggingface.training_folder import add_trainer_state
 from jax_ucp.options import Options
 
 _SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
@@ -46,7 +47,9 @@ def recognise(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with `latest`) or a tag's folder. Raises FormatError."""
+    """The checkpoint in a save directory (with `latest`) or a tag's folder, with what a trainer has
+    beside it. Raises FormatError.
+    """
     folder = tag_folder(path) or path
     if not folder.is_dir():
         raise NotACheckpoint(
@@ -87,7 +90,7 @@ def parse(path: FilePath, options: Options) -> Contents:
     make_parameters(slices, joins)
     add_extras(slices)
     skip_other_files(slices, swapped.sources)
-    return builder.contents()
+    return add_trainer_state(builder.contents(), path)
 
 
 def _about(files: TagFiles) -> About:

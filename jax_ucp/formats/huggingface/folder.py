@@ -46,7 +46,6 @@ from jax_ucp.formats.weight_files import (
     read_json,
     refuse_rank,
     require_all,
-    tensors_of,
 )
 from jax_ucp.formats.weight_names import (
     Choice,
@@ -198,7 +197,7 @@ def _read(path: FilePath, save: WeightSave, options: Options) -> ContentsBuilder
             refuse_rank(path / save.files[0])
         imported = torch_state.read_weights(path, path, save.files, options)
     if index is not None:
-        keep_index(imported, path / save.index, index, tensors_of(imported))
+        keep_index(imported, path / save.index, index)
     return imported
 
 

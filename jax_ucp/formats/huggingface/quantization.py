@@ -220,7 +220,11 @@ def declared(extras: Mapping[str, Any]) -> str:
 def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The method that a config among the extras declares, and its settings; or ""."""
     for settings, otherwise in _settings(extras):
-        if method := _method(settings, otherwise):
+        if not isinstance(settings, Mapping):
+            continue
+        named = [str(settings[key] or "") for key in _METHODS if key in settings]
+        is_mlx = settings.keys() >= _MLX and not otherwise.endswith(".json")
+        if method := [*named, "MLX" if is_mlx else otherwise][0]:
             # DeepSeek-V4 has it beside the settings, and V4.1 among them
             experts = _item(extras.get("config.json", {}).get("config"), "expert_dtype")
             return method, settings if experts is None else {"expert_dtype": experts, **settings}
@@ -248,20 +252,6 @@ def undeclared(extras: Mapping[str, Any]) -> dict[str, Any]:
         elif not key:
             left.pop(file, None)
     return left
-
-
-def _method(settings: Any, otherwise: str) -> str:
-    """The method that quantisation settings name, else "MLX" for its two keys in a header, else
-    `otherwise`; empty if they are no mapping.
-    """
-    if not isinstance(settings, Mapping):
-        return ""
-    for key in _METHODS:
-        if key in settings:
-            return str(settings[key] or "")
-    if settings.keys() >= _MLX and not otherwise.endswith(".json"):
-        return "MLX"
-    return otherwise
 
 
 def _item(value: Any, key: str) -> Any:

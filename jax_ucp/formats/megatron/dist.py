@@ -118,8 +118,7 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
             for name in (*tensors.states, *buffers.states)
         }
         stepless = _add_parameters(importer, files, options, states, buffers)
-        _add_objects(importer, files)
-        _add_common(importer, files, options.weights_only)
+        _add_extras(importer, files, options.weights_only)
         for key in buffers.gaps:
             gap = "a gap between tensors in a flat buffer, which holds what was in memory"
             importer.skip(key, "", gap)
@@ -227,7 +226,8 @@ def _check_alike(
     )
 
 
-def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:
+def _add_extras(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
+    """Add the objects, and what ranks have in common."""
     for item in files.left:
         importer.skip(item, "object", LEFT)
     for key, stored in files.objects.items():
@@ -248,9 +248,6 @@ def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:
         if isinstance(tree, list) and len(tree) == 1:
             [tree] = tree
         importer.extra(stored.file, key, tree, opened)
-
-
-def _add_common(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
     common = files.common_name
     for name, value in files.tree.items():
         if name != "optimizer":

@@ -23,7 +23,7 @@ from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.peft.config import CONFIG, LoraConfig
 from jax_ucp.formats.peft.tensors import EMBEDDINGS, HEAD, WeightChange, changes
 from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import Part, Place, straight
+from jax_ucp.layout.parts import Part, Place, Shape, straight
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -39,6 +39,21 @@ class _Adapter:
     leaves: Mapping[str, Leaf]
     arrays: Mapping[str, Array]
     changes: Sequence[WeightChange]
+
+    @classmethod
+    def of(cls, contents: Contents, base: Mapping[str, Shape], model_type: str) -> _Adapter:
+        """The adapter of a base of these shapes. Raises FormatError where it does not fit."""
+        said = contents.extras.get(CONFIG, {}).get("config")
+        if said is None:
+            raise FormatError(
+                f"{contents.path} has no {CONFIG}: it is not an adapter of peft, or not whole"
+            )
+        config = LoraConfig.of(said, f"{contents.path}/{CONFIG}")
+        params = [leaf for leaf in contents.leaves if len(leaf.path) == 2]
+        leaves = {str(leaf.path[1].name): leaf for leaf in params if leaf.path[0].name == "param"}
+        shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        arrays = expressions(contents.arrays)
+        return cls(contents, leaves, arrays, changes(shapes, base, config, model_type))
 
     @property
     def name(self) -> str:
@@ -65,7 +80,8 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     tied = next((leaf for name, leaf in params.items() if name.endswith(EMBEDDINGS)), None)
     if tied is not None and HEAD not in params and said.get("tie_word_embeddings"):
         shapes[HEAD] = tied.shape  # which is not stored
-    read = [_adapter(contents, shapes, str(said.get("model_type"))) for contents in adapters]
+    model_type = str(said.get("model_type"))
+    read = [_Adapter.of(contents, shapes, model_type) for contents in adapters]
     changed: dict[str, list[_Step]] = defaultdict(list)  # of each weight, in the adapters' order
     for adapter in read:
         for change in adapter.changes:
@@ -141,23 +157,6 @@ def _parameters(base: Contents) -> dict[str, Leaf]:
                 " weights_only (--weights-only)"
             )
     return params
-
-
-def _adapter(contents: Contents, base: Mapping[str, tuple[int, ...]], model_type: str) -> _Adapter:
-    said = contents.extras.get(CONFIG, {}).get("config")
-    if said is None:
-        raise FormatError(
-            f"{contents.path} has no {CONFIG}: it is not an adapter of peft, or not whole"
-        )
-    config = LoraConfig.of(said, f"{contents.path}/{CONFIG}")
-    leaves = {
-        str(leaf.path[1].name): leaf
-        for leaf in contents.leaves
-        if len(leaf.path) == 2 and leaf.path[0].name == "param"
-    }
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    arrays = expressions(contents.arrays)
-    return _Adapter(contents, leaves, arrays, changes(shapes, base, config, model_type))
 
 
 def _is_untied(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]) -> bool:

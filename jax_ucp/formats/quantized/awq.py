@@ -16,7 +16,7 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _PACKING = Packing(4, 32, 0, order=_ORDER)
 
 
-def interleaved(stored: StoredWeight) -> Dequantizer:
+def weight(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scales", "qzeros")
     settings = stored.settings
     version = settings.get("version") or settings.get("format") or "gemm"

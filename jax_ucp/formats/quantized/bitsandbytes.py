@@ -31,7 +31,7 @@ _CODES, _NESTED_CODES = 16, 256
 _PACKING = Packing(4, 8, 1, is_high_first=True)
 
 
-def rows_or_runs(stored: StoredWeight) -> Dequantizer:
+def weight(stored: StoredWeight) -> Dequantizer:
     return _rows(stored) if stored.has("SCB") else _runs(stored)
 
 

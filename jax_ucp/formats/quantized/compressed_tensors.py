@@ -31,7 +31,7 @@ _MX_GROUP, _NVFP4_GROUP = 32, 16
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 
 
-def compressed(stored: StoredWeight) -> Dequantizer:
+def weight(stored: StoredWeight) -> Dequantizer:
     """The weight, by the one group of the config that is its own and whose settings it fits."""
     # what changes weights otherwise than by codes and scales
     sparsity = stored.settings.get("sparsity_config")
@@ -43,8 +43,8 @@ def compressed(stored: StoredWeight) -> Dequantizer:
     faults: list[UCPError] = []
     for format, args in _groups(stored):
         try:
-            weight = _FORMATS[format](stored, args)
-            made.append(replace(weight, scheme=f"compressed-tensors {format}"))
+            affine = _FORMATS[format](stored, args)
+            made.append(replace(affine, scheme=f"compressed-tensors {format}"))
         except UCPError as error:
             faults.append(error)
     if len(made) == 1:

@@ -22,7 +22,7 @@ _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 
 
-def grouped(stored: StoredWeight) -> Dequantizer:
+def weight(stored: StoredWeight) -> Dequantizer:
     stored.only("codes", "scales", "qzeros", "g_idx")
     # the first releases of AutoGPTQ do not name the layout
     format = stored.settings.get("checkpoint_format") or stored.settings.get("format") or "gptq"

@@ -28,7 +28,7 @@ _FLOATS: Mapping[str, tuple[np.ndarray, np.ndarray | None, int, int]] = {
 }
 
 
-def grouped(stored: StoredWeight) -> Dequantizer:
+def weight(stored: StoredWeight) -> Dequantizer:
     mode, bits, size = _settings(stored)
     table, scales = _FLOATS[mode][:2] if mode in _FLOATS else (None, None)
     words, groups = stored.matrix(), stored.info("scales").shape

@@ -28,7 +28,7 @@ _FLOAT32 = ("float32",)
 _FP4 = FP4 + np.float32(0)
 
 
-def scaled(stored: StoredWeight) -> Dequantizer:
+def weight(stored: StoredWeight) -> Dequantizer:
     algo = stored.settings.get("quant_algo")
     if algo == MIXED:
         # Without the table, the name is that of W4AFP8 to some and of anything to others.

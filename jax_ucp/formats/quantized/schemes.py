@@ -22,19 +22,19 @@ from jax_ucp.formats.quantized import (
 from jax_ucp.formats.quantized.stored import StoredWeight
 
 SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
-    "MLX": mlx.grouped,
-    "awq": awq.interleaved,
-    "bitsandbytes": bitsandbytes.rows_or_runs,
-    "compressed-tensors": compressed_tensors.compressed,
+    "MLX": mlx.weight,
+    "awq": awq.weight,
+    "bitsandbytes": bitsandbytes.weight,
+    "compressed-tensors": compressed_tensors.weight,
     "fbgemm_fp8": fp8.row_fp8,
     "fp8": fp8.block_fp8,
-    "gptq": gptq.grouped,
-    "modelopt": modelopt.scaled,
+    "gptq": gptq.weight,
+    "modelopt": modelopt.weight,
     "mxfp4": mxfp4.blocks,
-    "torchao": torchao.tensor,
+    "torchao": torchao.weight,
 }
 # Where `hf_quant_config.json` alone declares a method, it is called by its algorithm.
-_BY_ALGORITHM = dict.fromkeys((*modelopt.ALGOS, modelopt.MIXED), modelopt.scaled)
+_BY_ALGORITHM = dict.fromkeys((*modelopt.ALGOS, modelopt.MIXED), modelopt.weight)
 
 # What is told by the dtype alone.
 _FP4 = "F4, several to a byte"

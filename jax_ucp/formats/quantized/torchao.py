@@ -28,7 +28,7 @@ from jax_ucp.layout.box import Box
 _ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
 
-def tensor(stored: StoredWeight) -> Dequantizer:
+def weight(stored: StoredWeight) -> Dequantizer:
     """The weight, by the class that the header of its file names, with the parts that it names."""
     kind = stored.said.get("_type")
     attributes = stored.said.get("_data")

@@ -35,7 +35,6 @@ from jax_ucp.formats.weight_files import (
     keep_index,
     refuse_part,
     refuse_stand_in,
-    tensors_of,
 )
 from jax_ucp.formats.weight_names import model_of_index
 from jax_ucp.json_text import decode_json
@@ -138,7 +137,7 @@ def parse(path: FilePath, options: Options) -> Contents:
     else:
         index, names = index_save(path)
         imported = read_weights(path, path.parent, names, options.sizes, index)
-        keep_index(imported, path, index, tensors_of(imported))
+        keep_index(imported, path, index)
     keep_configs(imported, path.parent)
     return imported.contents()
 

@@ -31,7 +31,6 @@ from jax_ucp.formats.weight_files import (
     refuse_part,
     refuse_rank_of_llama,
     refuse_stand_in,
-    tensors_of,
 )
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
@@ -53,7 +52,7 @@ def parse(path: FilePath, options: Options) -> Contents:
     if path.name.endswith(INDEX_SUFFIX):
         index, names = index_save(path)
         imported = read_weights(path, path.parent, names, options)
-        keep_index(imported, path, index, tensors_of(imported))
+        keep_index(imported, path, index)
     else:
         refuse_part(path)
         imported = read_weights(path, path.parent, [path.name], options)
