@@ -49,7 +49,13 @@ class Facts:
         Raises FormatError, naming both files and both values, where one says otherwise.
         """
         first, known = self._known.setdefault((among, what), (file, value))
-        if not _alike(known, value):
+        # two values are alike that are one number, whatever its type; NaN is NaN
+        a, b = np.asarray(known), np.asarray(value)
+        if a.dtype != b.dtype:
+            are_alike = a.shape == b.shape and np.all(a == b)
+        else:
+            are_alike = a.item() == b.item() if a.dtype == object else same_bits(a, b)
+        if not are_alike:
             raise FormatError(
                 f"{self.folder / file}: {what} is {value!s:.{_SHOWN}}, but {known!s:.{_SHOWN}} in"
                 f" {first}; the files are not of one step of one run. Put the files of one save in"
@@ -97,11 +103,3 @@ def _facts(
             yield what, read(tree)
         case None | bool() | int() | float() | str() | np.generic():
             yield what, tree
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two values are one number, whatever its type; NaN is NaN."""
-    a, b = np.asarray(a), np.asarray(b)
-    if a.dtype == b.dtype:
-        return a.item() == b.item() if a.dtype == object else same_bits(a, b)
-    return bool(a.shape == b.shape and np.all(a == b))

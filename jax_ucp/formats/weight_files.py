@@ -227,7 +227,11 @@ def refuse_rank(path: FilePath) -> None:
     for line in checklist.read_text().splitlines() if checklist.is_file() else ():
         names.update(word.lstrip("*") for word in line.split()[-1:])  # behind its sum
     for pattern in _RANKS:
-        others = sorted(name for name in names if _differ_in_number(pattern, path.name, name))
+        own = pattern.fullmatch(path.name)
+        if own is None:
+            continue
+        alike = (m for m in map(pattern.fullmatch, names) if m and m.group(1, 3) == own.group(1, 3))
+        others = sorted(match[0] for match in alike if match[2] != own[2])
         if others:
             raise FormatError(
                 f"{path} is named after a rank, and there are others: {listed(others)}."
@@ -267,11 +271,3 @@ def refuse_rank_of_llama(imported: ContentsBuilder, path: FilePath) -> None:
                 " the others are missing. Copy them, and convert them with"
                 " convert_llama_weights_to_hf.py of transformers"
             )
-
-
-def _differ_in_number(pattern: re.Pattern[str], a: str, b: str) -> bool:
-    """Whether two names fit a pattern and differ in the second group alone."""
-    first, second = pattern.fullmatch(a), pattern.fullmatch(b)
-    if first is None or second is None or first[2] == second[2]:
-        return False
-    return (first[1], first[3]) == (second[1], second[3])

@@ -147,8 +147,14 @@ class TrialUpdates:
         """The kind of weight decay of each parameter; {} if `tx` changes none."""
         if self.first is None:
             return {}
-        once, twice = self.after(1.0, 0.0), self.after(2.0, 0.0)
-        return {name: _decay(once[name], twice[name]) for name in once}
+        decays: dict[str, Decay] = {}
+        twice = self.after(2.0, 0.0)
+        for name, once in self.after(1.0, 0.0).items():
+            is_proportional = np.allclose(twice[name], 2 * once, rtol=0.1, atol=0)
+            decays[name] = "in proportion" if is_proportional else "through the gradient"
+            if not once.any():
+                decays[name] = "none"
+        return decays
 
     def _all(self, weight: float, gradient: float) -> Iterator[Updates]:
         """Updates one after the other, by the parameter's name."""
@@ -167,10 +173,3 @@ class TrialUpdates:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-
-
-def _decay(once: np.ndarray, twice: np.ndarray) -> Decay:
-    if not once.any():
-        return "none"
-    is_proportional = np.allclose(twice, 2 * once, rtol=0.1, atol=0)
-    return "in proportion" if is_proportional else "through the gradient"

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax_ucp.layout.parts import Shape
 from jax_ucp.states.pairing import Undecided
@@ -59,7 +59,16 @@ def _ways(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     ways: list[Units] = []
     for wrapped in _wrappings([*shapes], len(lengths)):
-        units = _units([*shapes], wrapped)
+        # the parameters of each wrapped module without those of wrapped ones inside; outer first
+        by_module: dict[str, list[str]] = {"": []}
+        for name in shapes:
+            path = name.split(".")[:-1]
+            inside = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
+            around = ["", *filter(wrapped.__contains__, inside)]
+            for module in around:
+                by_module.setdefault(module, [])
+            by_module[around[-1]].append(name)
+        units = list(filter(None, by_module.values()))
         if len(units) != len(lengths) or units in ways:
             continue
         of_units = [-(-sum(map(sizes.__getitem__, unit)) // parts) for unit in units]
@@ -99,16 +108,3 @@ def subsets(sizes: Sequence[tuple[str, int]], most: int) -> Iterator[list[str]]:
         yield from choose(i + 1, left)
 
     yield from choose(0, most)
-
-
-def _units(names: Sequence[str], wrapped: Collection[str]) -> Units:
-    """The parameters of each wrapped module without those of wrapped ones inside; outer first."""
-    units: dict[str, list[str]] = {"": []}
-    for name in names:
-        path = name.split(".")[:-1]
-        inside = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
-        around = [module for module in inside if module in wrapped]
-        for module in around:
-            units.setdefault(module, [])
-        units[around[-1] if around else ""].append(name)
-    return [unit for unit in units.values() if unit]

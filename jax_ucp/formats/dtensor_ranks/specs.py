@@ -43,9 +43,21 @@ class TensorSpec:
 
 
 def spec_of(tensor: DTensor, rank: int, read: Read) -> TensorSpec:
-    """The spec of a DTensor in the file of `rank`. Raises FormatError where it does not fit."""
+    """The spec of a DTensor in the file of `rank`. Raises FormatError where it does not fit, or
+    `rank` is not at the coordinate of the mesh.
+    """
     fields = tensor.spec.fields
-    mesh = mesh_of(fields.get("mesh"), rank, read)
+    record = fields.get("mesh")
+    if not isinstance(record, Record):
+        raise FormatError(f"its mesh should be a DeviceMesh, but is {what_is(record)}")
+    shape, ranks = _grid(record.fields, rank, read)
+    coordinate = _coordinate(record.fields, shape)
+    here = int(np.ravel_multi_index(coordinate, shape)) if shape else 0
+    if ranks[here] != rank:
+        raise _misplaced(rank, f"rank {ranks[here]} at {list(coordinate)}")
+    names = record.fields.get("mesh_dim_names", record.fields.get("_mesh_dim_names"))
+    axes = tuple(map(str, names)) if isinstance(names, tuple | list) else ()
+    mesh = Mesh(shape, ranks, coordinate, axes)
     placements = fields.get("placements")
     if not isinstance(placements, tuple) or len(placements) != len(mesh.shape):
         raise FormatError(f"a mesh of {len(mesh.shape)} axes needs as many placements")
@@ -73,21 +85,6 @@ def _placement(entry: object, ndim: int) -> Placement:
     if type(factor) is not int or not 1 <= factor <= _MAX_SPLIT_FACTOR:
         raise FormatError(f"a split factor of {factor!r:.20} cannot be")
     return Split(axis, factor)
-
-
-def mesh_of(record: object, rank: int, read: Read) -> Mesh:
-    """The mesh of a DTensor. Raises FormatError where `rank` is not at its coordinate."""
-    if not isinstance(record, Record):
-        raise FormatError(f"its mesh should be a DeviceMesh, but is {what_is(record)}")
-    fields = record.fields
-    shape, ranks = _grid(fields, rank, read)
-    coordinate = _coordinate(fields, shape)
-    here = int(np.ravel_multi_index(coordinate, shape)) if shape else 0
-    if ranks[here] != rank:
-        raise _misplaced(rank, f"rank {ranks[here]} at {list(coordinate)}")
-    names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
-    axes = tuple(map(str, names)) if isinstance(names, tuple | list) else ()
-    return Mesh(shape, ranks, coordinate, axes)
 
 
 def _misplaced(rank: int, has: str) -> FormatError:

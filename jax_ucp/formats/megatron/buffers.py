@@ -18,7 +18,7 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax_ucp.errors import FormatError, LayoutError
@@ -226,14 +226,6 @@ def shared_embeddings(args: Args) -> frozenset[str]:
     if args.optional("mtp_num_layers"):
         return frozenset({EMBEDDING, EMBEDDING + MTP_COPY})
     return frozenset({EMBEDDING, TIED}) if args.copies_embedding else frozenset()
-
-
-def copies_of_embedding(args: Args, names: Iterable[str]) -> dict[str, str]:
-    """The parameters that later stages have copies of, by the names that the copies have here."""
-    several = args.degree("pipeline_model_parallel_size") > 1
-    if several and args.optional("mtp_num_layers"):
-        return {name + MTP_COPY: name for name in names if name.startswith("embedding.")}
-    return {TIED: EMBEDDING} if args.copies_embedding else {}
 
 
 def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | None:

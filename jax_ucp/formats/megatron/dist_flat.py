@@ -39,7 +39,6 @@ from jax_ucp.formats.megatron.buffers import (
     ModelRank,
     ModuleOrder,
     Plan,
-    copies_of_embedding,
     cut_of,
     module_orders,
     plan_buffers,
@@ -49,7 +48,14 @@ from jax_ucp.formats.megatron.checks import uses_gtp
 from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable
 from jax_ucp.formats.megatron.dist_tensors import TensorStates
-from jax_ucp.formats.megatron.model import BUFFERS, ParamPart, is_expert
+from jax_ucp.formats.megatron.model import (
+    BUFFERS,
+    EMBEDDING,
+    MTP_COPY,
+    TIED,
+    ParamPart,
+    is_expert,
+)
 from jax_ucp.formats.megatron.numbered import stored_tensors
 from jax_ucp.formats.megatron.parameters import BF16, are_remainders
 from jax_ucp.formats.nested import as_dict
@@ -295,7 +301,12 @@ def _rank_tensors(files: DistFiles, tensors: TensorStates) -> _RankTensors:
         ranks = files.args.tensor_ranks(is_expert(name))
         with naming(item=name):
             cuts[name] = cut_of(states["weight"].info.shape, tensors.boxes[name], ranks)
-    copies = copies_of_embedding(files.args, cuts)
+    # later stages' copies of the embedding, by the names that they have here, with their parameters
+    stages = files.args.degree("pipeline_model_parallel_size")
+    if stages > 1 and files.args.optional("mtp_num_layers"):
+        copies = {name + MTP_COPY: name for name in cuts if name.startswith("embedding.")}
+    else:
+        copies = {TIED: EMBEDDING} if files.args.copies_embedding else {}
     dtypes = dict(tensors.dtypes)
     if files.args.is_layer_wise:
         dtypes = {name: dtypes[name] for name in cuts if tensors.states[name].keys() == {"weight"}}

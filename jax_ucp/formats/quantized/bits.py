@@ -72,31 +72,8 @@ class Packing:
 
     def unpack(self, words: np.ndarray, box: Box) -> np.ndarray:
         """The codes in a box as uint8, of just those words that `box` says."""
-        start = box.start[self.axis] % self.codes
-        count = box.shape[self.axis]
-        codes = self._codes(_padded(words, self.axis, self.words))
-        index = [slice(None)] * codes.ndim
-        index[self.axis] = slice(start, start + count)
-        return codes[tuple(index)]
-
-    def numbers(self, words: np.ndarray, box: Box, table: np.ndarray | None) -> np.ndarray:
-        """The codes in a box, or their numbers in a table, from just the words of `box`."""
-        if self.bits != 4 or self.order or self.axis != words.ndim - 1:
-            codes = self.unpack(words, box)
-            return codes.astype(np.float32) if table is None else np.take(table, codes)
-        # each byte has two neighbours on the last axis: both at once, by its high and low half
-        table = _CODES if table is None else table
-        pairs = np.empty((16, 16, 2), np.float32)
-        pairs[..., int(self.is_high_first)] = table
-        pairs[..., int(not self.is_high_first)] = table[:, None]
-        codes = np.ascontiguousarray(words).view(np.uint8)
-        found = np.take(pairs.view(np.uint64).reshape(-1), codes).view(np.float32)
-        start = box.start[self.axis] % self.codes
-        return found[..., start : start + box.shape[self.axis]]
-
-    def _codes(self, words: np.ndarray) -> np.ndarray:
-        """All codes of whole groups of words."""
-        units, unit_bits = words, self.word_bits
+        # first all codes of whole groups of words
+        words, unit_bits = _padded(words, self.axis, self.words), self.word_bits
         if self.axis == words.ndim - 1 and 8 % self.bits == 0 and not self.order:
             units, unit_bits = np.ascontiguousarray(words).view(np.uint8), 8
         else:
@@ -117,7 +94,25 @@ class Packing:
             if self.is_high_first:
                 place ^= 1
             target[place :: group // self.bits] = value & mask
-        return codes
+        start = box.start[self.axis] % self.codes
+        index = [slice(None)] * codes.ndim
+        index[self.axis] = slice(start, start + box.shape[self.axis])
+        return codes[tuple(index)]
+
+    def numbers(self, words: np.ndarray, box: Box, table: np.ndarray | None) -> np.ndarray:
+        """The codes in a box, or their numbers in a table, from just the words of `box`."""
+        if self.bits != 4 or self.order or self.axis != words.ndim - 1:
+            codes = self.unpack(words, box)
+            return codes.astype(np.float32) if table is None else np.take(table, codes)
+        # each byte has two neighbours on the last axis: both at once, by its high and low half
+        table = _CODES if table is None else table
+        pairs = np.empty((16, 16, 2), np.float32)
+        pairs[..., int(self.is_high_first)] = table
+        pairs[..., int(not self.is_high_first)] = table[:, None]
+        codes = np.ascontiguousarray(words).view(np.uint8)
+        found = np.take(pairs.view(np.uint64).reshape(-1), codes).view(np.float32)
+        start = box.start[self.axis] % self.codes
+        return found[..., start : start + box.shape[self.axis]]
 
 
 def _padded(words: np.ndarray, axis: int, multiple: int) -> np.ndarray:

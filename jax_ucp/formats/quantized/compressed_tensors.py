@@ -128,7 +128,14 @@ def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
 def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     """Integers of 1 to 8 bits in words of 32, each larger by half its range."""
     stored.only("codes", "scale", "zero_point", "shape", "g_idx")
-    shape, bits = _stored_shape(stored), args["num_bits"]
+    # the shape of the weight, which is stored beside the words that hold it
+    info, words = stored.info("shape"), stored.info("codes").shape
+    label = stored.weight.parts["shape"]
+    if info.dtype.name not in _SHAPED or len(info.shape) != 1:
+        stored.fault(f"{label} is {info.dtype.name} {list(info.shape)}, and no shape")
+    shape, bits = tuple(int(n) for n in stored.read("shape")), args["num_bits"]
+    if len(shape) != len(words) or len(shape) < 2 or shape[:-1] != words[:-1] or min(shape) < 1:
+        stored.fault(f"{label} says {list(shape)}, and its words have shape {list(words)}")
     if args["type"] != "int" or type(bits) is not int or not 1 <= bits <= 8:
         stored.unknown(f"packed codes are integers of 1 to 8 bits, and not {args['type']!r:.20}")
     codes = Codes(Packing(bits, 32, len(shape) - 1), offset=1 << (bits - 1))
@@ -145,19 +152,6 @@ def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     if stored.has("zero_point"):
         parts["zero"] = stored.part("zero_point", _words(zeros, small), ("int32",))
     return Affine(stored.weight.scheme, shape, parts, codes, grid, zero_codes=zeros)
-
-
-def _stored_shape(stored: StoredWeight) -> tuple[int, ...]:
-    """The shape of the weight, which is stored beside the words that hold it."""
-    info = stored.info("shape")
-    label = stored.weight.parts["shape"]
-    if info.dtype.name not in _SHAPED or len(info.shape) != 1:
-        stored.fault(f"{label} is {info.dtype.name} {list(info.shape)}, and no shape")
-    shape = tuple(int(n) for n in stored.read("shape"))
-    words = stored.info("codes").shape
-    if len(shape) != len(words) or len(shape) < 2 or shape[:-1] != words[:-1] or min(shape) < 1:
-        stored.fault(f"{label} says {list(shape)}, and its words have shape {list(words)}")
-    return shape
 
 
 def _few_bits(

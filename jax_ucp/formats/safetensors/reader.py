@@ -221,7 +221,21 @@ class SafetensorsFile(ExtentTable):
         self.metadata = _metadata(self.path, header.pop("__metadata__", {}))
         entries = [_entry(self.path, name, entry) for name, entry in header.items()]
         entries.sort(key=lambda entry: (entry.begin, entry.end))
-        _check_tiled(self.path, entries, begin, data.size)
+        # tensors follow one another, and fill the file
+        end = begin
+        for entry in entries:
+            if begin + entry.begin != end:
+                raise FormatError(
+                    f"{self.path}: {entry.name} begins at byte {entry.begin} of the data, but"
+                    f" {end - begin} is the next one free"
+                )
+            end = begin + entry.end
+        if end != data.size:
+            cut = ": it is cut short, its download or its save has not ended"
+            raise CorruptData(
+                f"{self.path} has {data.size} bytes, but its header describes"
+                f" {end}{cut * (end > data.size)}"
+            )
         file = StoredFile(self.path, data)
         super().__init__(
             {entry.name: entry.info for entry in entries},
@@ -253,22 +267,6 @@ def _metadata(path: FilePath, metadata: Any) -> dict[str, str]:
         case dict(values) if {*map(type, values.values())} <= {str}:
             return values
     raise FormatError(f"{path}: __metadata__ should map strings to strings")
-
-
-def _check_tiled(path: FilePath, entries: Sequence[_HeaderEntry], start: int, size: int) -> None:
-    at = 0
-    for entry in entries:
-        if entry.begin != at:
-            raise FormatError(
-                f"{path}: {entry.name} begins at byte {entry.begin} of the data, but {at} is the"
-                " next one free"
-            )
-        at = entry.end
-    end = start + at
-    if end == size:
-        return
-    short = ": it is cut short, its download or its save has not ended" if end > size else ""
-    raise CorruptData(f"{path} has {size} bytes, but its header describes {end}{short}")
 
 
 def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
