@@ -80,12 +80,18 @@ def _float16(at: int) -> _Part:
     return read
 
 
-def _exponent(blocks: np.ndarray) -> np.ndarray:
-    """E8M0 in the first byte, of codes that are twice the numbers. 255 is no number."""
-    codes = blocks[:, :1]
-    scales = exponents(codes) * np.float32(0.5)
-    scales[codes == 255] = np.nan
-    return scales
+def _scaled(at: int, part: _Part) -> _Part:
+    """Scales of parts: numbers times the float16 at a byte of the block."""
+    return lambda blocks: _float16(at)(blocks) * part(blocks)
+
+
+def _halved(count: int, numbers: np.ndarray) -> _Part:
+    """Scales in the first bytes, of codes that are twice the numbers: halves of `numbers`. A byte
+    beyond those is no number.
+    """
+    table = np.full(256, np.nan, np.float32)
+    table[: len(numbers)] = numbers * np.float32(0.5)
+    return lambda blocks: table[blocks[:, :count]]
 
 
 def _planes(blocks: np.ndarray, start: int, stop: int, bits: int, run: int) -> np.ndarray:
@@ -103,9 +109,21 @@ def _less(codes: np.ndarray, offset: int) -> np.ndarray:
     return codes.view(np.int8)
 
 
-def _nibbles(start: int, run: int, offset: int = 0) -> _Part:
-    """Codes of four bits, from a byte to the end of the block."""
-    return lambda blocks: _less(_planes(blocks, start, blocks.shape[1], 4, run), offset)
+def _bits(*planes: tuple[int, int, int, int], less: int = 0) -> _Part:
+    """Codes whose bits are in several places, the lowest in the first, less a number.
+
+    A place has its first byte and its end, how many bits of a code it has, and the length of runs.
+    """
+
+    def read(blocks: np.ndarray) -> np.ndarray:
+        first, *others = planes
+        codes, shift = _planes(blocks, *first), first[2]
+        for plane in others:
+            codes |= _planes(blocks, *plane) << shift
+            shift += plane[2]
+        return _less(codes, less)
+
+    return read
 
 
 def _by_table(start: int, table: tuple[int, ...], run: int = 16) -> _Part:
@@ -119,37 +137,6 @@ def _by_table(start: int, table: tuple[int, ...], run: int = 16) -> _Part:
     return read
 
 
-def _five_bits(high: int, low: int, offset: int = 0) -> _Part:
-    """Codes of five bits: the fifth are together, in the order of the elements."""
-
-    def read(blocks: np.ndarray) -> np.ndarray:
-        codes = _planes(blocks, low, blocks.shape[1], 4, 16)
-        fifth = np.unpackbits(blocks[:, high : high + 4], axis=1, bitorder="little")
-        return _less(codes | fifth << 4, offset)
-
-    return read
-
-
-def _q3_k_codes(blocks: np.ndarray) -> np.ndarray:
-    """The third bit is stored inverted: where it is not set, the code is four less."""
-    codes = _planes(blocks, 32, 96, 2, 32)
-    codes |= _planes(blocks, 0, 32, 1, 32) << 2
-    return _less(codes, 4)
-
-
-def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
-    """Sixteen scales of six bits: eight bytes with their low halves, four with the rest."""
-    scales = _planes(blocks, 96, 104, 4, 8)
-    scales |= _planes(blocks, 104, 108, 2, 4) << 4
-    return _float16(108)(blocks) * _less(scales, 32)
-
-
-def _q5_k_codes(blocks: np.ndarray) -> np.ndarray:
-    codes = _planes(blocks, 48, 176, 4, 32)
-    codes |= _planes(blocks, 16, 48, 1, 32) << 4
-    return codes
-
-
 def _six_bits(first: int, shift: int) -> _Part:
     """Eight numbers of Q4_K and Q5_K: four in the low bits of four bytes, four split."""
 
@@ -159,27 +146,6 @@ def _six_bits(first: int, shift: int) -> _Part:
         return np.concatenate([own & 63, halves | own >> 2 & 48], axis=1)
 
     return read
-
-
-def _k_scales(blocks: np.ndarray) -> np.ndarray:
-    return _float16(0)(blocks) * _six_bits(4, 0)(blocks)
-
-
-def _k_minima(blocks: np.ndarray) -> np.ndarray:
-    return _float16(2)(blocks) * _six_bits(8, 4)(blocks)
-
-
-def _q6_k_codes(blocks: np.ndarray) -> np.ndarray:
-    codes = _planes(blocks, 0, 128, 4, 64)
-    codes |= _planes(blocks, 128, 192, 2, 32) << 4
-    return _less(codes, 32)
-
-
-def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
-    """Eight scales of six bits: four bytes with their low halves, two with the rest."""
-    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
-    high = np.stack([blocks[:, 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], axis=2).reshape(-1, 8)
-    return _float16(0)(blocks) * _less(low | high << 4, 32)
 
 
 # IQ1 to IQ3: a code is the number of four or eight elements together, in a table of ggml's.
@@ -301,36 +267,36 @@ def _tq1_0_codes(blocks: np.ndarray) -> np.ndarray:
     return _less((digits.astype(np.uint16) * 3 >> 8).astype(np.uint8), 1)
 
 
-def _nvfp4_scales(blocks: np.ndarray) -> np.ndarray:
-    """E4M3 without a sign, of codes that are twice the numbers. 127 and signs are no numbers."""
-    scales = FP8_E4M3[blocks[:, :4]] * np.float32(0.5)
-    scales[blocks[:, :4] > 127] = np.nan
-    return scales
-
-
 def _added(part: _Part) -> _Part:
     """A minimum that is added where others are subtracted."""
     return lambda blocks: -part(blocks)
 
 
+# Of Q4_K and Q5_K.
+_K = _scaled(0, _six_bits(4, 0)), _scaled(2, _six_bits(8, 4))
+
 # The elements of a block, its bytes, its codes, the scales of its parts, and their minima.
 TYPES: Mapping[str, BlockType] = {
-    "Q4_0": BlockType(32, 18, _nibbles(2, 16, 8), _float16(0)),
-    "Q4_1": BlockType(32, 20, _nibbles(4, 16), _float16(0), _added(_float16(2))),
-    "Q5_0": BlockType(32, 22, _five_bits(2, 6, 16), _float16(0)),
-    "Q5_1": BlockType(32, 24, _five_bits(4, 8), _float16(0), _added(_float16(2))),
+    "Q4_0": BlockType(32, 18, _bits((2, 18, 4, 16), less=8), _float16(0)),
+    "Q4_1": BlockType(32, 20, _bits((4, 20, 4, 16)), _float16(0), _added(_float16(2))),
+    "Q5_0": BlockType(32, 22, _bits((6, 22, 4, 16), (2, 6, 1, 1), less=16), _float16(0)),
+    "Q5_1": BlockType(32, 24, _bits((8, 24, 4, 16), (4, 8, 1, 1)), _float16(0),
+                      _added(_float16(2))),
     "Q8_0": BlockType(32, 34, lambda b: b[:, 2:].view(np.int8), _float16(0)),
-    "Q2_K": BlockType(256, 84, lambda b: _planes(b, 16, 80, 2, 32),
-                      lambda b: _float16(80)(b) * (b[:, :16] & 15),
-                      lambda b: _float16(82)(b) * (b[:, :16] >> 4)),
-    "Q3_K": BlockType(256, 110, _q3_k_codes, _q3_k_scales),
-    "Q4_K": BlockType(256, 144, lambda b: _planes(b, 16, 144, 4, 32), _k_scales, _k_minima),
-    "Q5_K": BlockType(256, 176, _q5_k_codes, _k_scales, _k_minima),
-    "Q6_K": BlockType(256, 210, _q6_k_codes,
-                      lambda b: _float16(208)(b) * b[:, 192:208].view(np.int8)),
+    "Q2_K": BlockType(256, 84, _bits((16, 80, 2, 32)), _scaled(80, lambda b: b[:, :16] & 15),
+                      _scaled(82, lambda b: b[:, :16] >> 4)),
+    # the third bit is stored inverted: where it is not set, the code is four less
+    "Q3_K": BlockType(256, 110, _bits((32, 96, 2, 32), (0, 32, 1, 32), less=4),
+                      _scaled(108, _bits((96, 104, 4, 8), (104, 108, 2, 4), less=32))),
+    "Q4_K": BlockType(256, 144, _bits((16, 144, 4, 32)), *_K),
+    "Q5_K": BlockType(256, 176, _bits((48, 176, 4, 32), (16, 48, 1, 32)), *_K),
+    "Q6_K": BlockType(256, 210, _bits((0, 128, 4, 64), (128, 192, 2, 32), less=32),
+                      _scaled(208, lambda b: b[:, 192:208].view(np.int8))),
     "IQ4_NL": BlockType(32, 18, _by_table(2, _NL4), _float16(0)),
-    "IQ4_XS": BlockType(256, 136, _by_table(8, _NL4), _iq4_xs_scales),
-    "MXFP4": BlockType(32, 17, _by_table(1, _TWICE_FP4), _exponent),
+    "IQ4_XS": BlockType(256, 136, _by_table(8, _NL4),
+                        _scaled(0, _bits((4, 8, 4, 1), (2, 4, 2, 1), less=32))),
+    "MXFP4": BlockType(32, 17, _by_table(1, _TWICE_FP4),
+                       _halved(1, exponents(np.arange(255, dtype=np.uint8)))),
     "IQ2_XXS": BlockType(256, 66, _iq2_xxs_codes,
                          lambda b: _odd(b, _words(b, 2, 66, "<u4")[:, 1::2] >> 28, 0.125)),
     "IQ2_XS": BlockType(256, 74, _iq2_xs_codes,
@@ -345,8 +311,9 @@ TYPES: Mapping[str, BlockType] = {
                        lambda b: _odd(b, _words(b, 34, 50, "<u2") >> 12 & 7, 0.125)),
     "IQ1_M": BlockType(256, 56, _iq1_m_codes, _iq1_m_scales),
     "TQ1_0": BlockType(256, 54, _tq1_0_codes, _float16(52)),
-    "TQ2_0": BlockType(256, 66, lambda b: _less(_planes(b, 0, 64, 2, 32), 1), _float16(64)),
-    "NVFP4": BlockType(64, 36, _by_table(4, _TWICE_FP4, 8), _nvfp4_scales),
+    "TQ2_0": BlockType(256, 66, _bits((0, 64, 2, 32), less=1), _float16(64)),
+    # E4M3 without a sign; the last one is no number
+    "NVFP4": BlockType(64, 36, _by_table(4, _TWICE_FP4, 8), _halved(4, FP8_E4M3[:128])),
 }  # fmt: skip
 
 
