@@ -23,7 +23,7 @@ from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid, in_bytes, of_rows
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
 from jax_ucp.formats.quantized.rounded import Rounded
-from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups, is_divisor
+from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups
 from jax_ucp.name_patterns import NamePatterns
 
 _SHAPED = ("int64", "int32")
@@ -171,11 +171,8 @@ def _few_bits(
             "scale": stored.scale("scale", grid.shape(shape), scales),
         }
         if is_global:
-            factor = stored.scale("global_scale", (1,), ("float32",))
-            why = "a finite number and not 0"
-            parts["factor"] = replace(factor, valid=is_divisor, why=why)
-        scheme = stored.weight.scheme
-        return Affine(scheme, shape, parts, codes, grid, divides=is_global)
+            parts["factor"] = stored.divisor("global_scale", (1,), ("float32",))
+        return Affine(stored.weight.scheme, shape, parts, codes, grid, divides=is_global)
 
     return make
 
@@ -196,10 +193,9 @@ def _dense(stored: StoredWeight, args: Mapping[str, Any]) -> Rounded:
     is_integer = args["type"] == "int" and type(bits) is int and 1 <= bits <= 8
     if not is_integer and (args["type"], bits) != ("float", 8):
         stored.unknown(f"type={args['type']!r:.20} with num_bits={bits!r:.20} in the config")
-    scale = stored.scale("scale", grid.shape(shape), FLOATS)
     parts = {
         "codes": stored.part("codes", shape, FLOATS),
-        "scale": replace(scale, valid=is_divisor, why="a finite number and not 0"),
+        "scale": stored.divisor("scale", grid.shape(shape), FLOATS),
     }
     _check_symmetry(stored, args)
     if stored.has("zero_point"):

@@ -70,6 +70,11 @@ class StoredWeight:
             return replace(part, valid=_is_exponent, why="an exponent below 255")
         return replace(part, valid=is_finite, why="a finite number")
 
+    def divisor(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> WeightPart:
+        """A part of numbers by which others are divided: finite, and not 0."""
+        part = self.part(role, shape, dtypes)
+        return replace(part, valid=_is_divisor, why="a finite number and not 0")
+
     def matrix(self) -> tuple[int, ...]:
         """The shape of the codes. Raises FormatError where they are no matrix, or several."""
         shape = self.info("codes").shape
@@ -149,7 +154,7 @@ def is_finite(elements: np.ndarray) -> np.ndarray:
     return np.isfinite(elements)
 
 
-def is_divisor(elements: np.ndarray) -> np.ndarray:
+def _is_divisor(elements: np.ndarray) -> np.ndarray:
     return np.isfinite(elements) & (elements != 0)
 
 
