@@ -14,7 +14,7 @@ cc342d4; `base_pytree_checkpoint_handler.py` of orbax-checkpoint 0.5.20.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,20 +70,14 @@ class _Pointer:
 
 
 @dataclass(frozen=True)
-class _Dialect:
-    """Who wrote a file, and how it says that an array lies elsewhere."""
-
-    format: str
-    pointer: Callable[[Any], _Pointer | None]
-
-
-@dataclass(frozen=True)
 class _Save:
-    """A file, the `folder` with its arrays elsewhere, and `own` names in it of no array."""
+    """A file of Flax, T5X or Orbax (`format`), the `folder` with its arrays elsewhere, and `own`
+    names in it of no array.
+    """
 
     file: FilePath
     tree: Any
-    dialect: _Dialect
+    format: str
     folder: FilePath
     own: frozenset[str]
     extras: Mapping[str, Any]
@@ -103,17 +97,18 @@ def parse(path: FilePath, options: Options) -> Contents:
     """The tree of a msgpack file, or of the folder that has one. Raises FormatError."""
     save = _read(path)
     try:
-        values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
+        values = dict(leaf_values(save.tree, lambda at: _pointer(save.format, at) is not None))
     except _NotOfT5X as error:
         raise FormatError(f"{save.file} has a TensorStore spec that {error}") from None
     if fault := tree_fault(values):
         raise FormatError(f"{save.file} is not a tree: {fault}")
     names = dict(zip(values, leaf_names(list(values)), strict=True))
-    found = {at: save.dialect.pointer(value) for at, value in values.items()}
+    found = {at: _pointer(save.format, value) for at, value in values.items()}
     pointers = {at: pointer for at, pointer in found.items() if pointer is not None}
     stored = {names[at]: pointer.name for at, pointer in pointers.items()}
     packed = {names[at]: value for at, value in values.items() if is_packed(value)}
     arrays, storage = packed_table(save.file, packed), None
+    is_orbaxs = save.format == "orbax"
     if stored:  # in folders, or in a database
         if not save.folder.is_dir():
             raise FormatError(
@@ -121,12 +116,12 @@ def parse(path: FilePath, options: Options) -> Contents:
             )
         directory = save.folder.folder()
         note_files(directory)
-        there = databases(directory, None) if save.dialect is _ORBAX else ()
+        there = databases(directory, None) if is_orbaxs else ()
         storage = ZarrFolder(directory, save.file.name, there)
         zarr = ZarrArrays(storage, stored)
         check_size(storage, zarr.arrays())
         arrays = joined(arrays, zarr)
-    saved = shardings(save.folder.folder()) if save.dialect is _ORBAX else {}
+    saved = shardings(save.folder.folder()) if is_orbaxs else {}
     leaves: list[Leaf] = []
     for at, value in values.items():
         if at in pointers:
@@ -148,17 +143,15 @@ def parse(path: FilePath, options: Options) -> Contents:
     inventory += [Item(at, "value", "extra", "kept as JSON") for at in extras]
     inventory += _beside(path, save, storage, stored)
     kept = {name: extras} if extras else {}
-    notes = [NO_CHECKSUMS if save.dialect is _ORBAX else _NO_CHECKSUMS]
+    notes = [NO_CHECKSUMS if is_orbaxs else _NO_CHECKSUMS]
     if storage and storage.is_unmerged:
         notes.append(UNMERGED)
-    if save.dialect is _ORBAX:
+    if is_orbaxs:
         notes.append(
             f"{TREE_FILE} is missing, as Orbax up to 0.2 left it: the tree is that of {name}, in"
             " which dicts stand for nodes with fields"
         )
-    return Contents(
-        save.dialect.format, str(path), leaves, arrays, inventory, extras=kept, notes=notes
-    )
+    return Contents(save.format, str(path), leaves, arrays, inventory, extras=kept, notes=notes)
 
 
 def _read(path: FilePath) -> _Save:
@@ -173,12 +166,12 @@ def _read(path: FilePath) -> _Save:
                 f" {_OLDEST_T5X} on are read, as T5X does"
             )
         own = frozenset({file.name, *MARKERS})
-        return _Save(file, tree["optimizer"], _T5X, file.parent, own, {"version": version})
+        return _Save(file, tree["optimizer"], "t5x", file.parent, own, {"version": version})
     if any(placeholder(value) for _, value in leaf_values(tree, lambda value: False)):
         own = frozenset({file.name, SHARDING_FILE, *MARKERS})
-        return _Save(file, tree, _ORBAX, file.parent, own, {})
+        return _Save(file, tree, "orbax", file.parent, own, {})
     folder = file.with_name(file.name + _GDA_SUFFIX)
-    return _Save(file, tree, _FLAX, folder, frozenset(), {})
+    return _Save(file, tree, "flax", folder, frozenset(), {})
 
 
 def _pointed(save: _Save, at: TreePath, name: str, pointer: _Pointer, info: ArrayInfo) -> Leaf:
@@ -201,7 +194,7 @@ def _beside(
     path: FilePath, save: _Save, storage: ZarrFolder | None, stored: Mapping[str, str]
 ) -> list[Item]:
     arrays = names_beside(storage, stored) if storage else set[str]()
-    if save.dialect is _FLAX:
+    if save.format == "flax":
         items = items_beside(save.folder, arrays, f"{save.folder.name}/") if storage else []
         return items + (items_beside(path, {save.file.name, *MARKERS}) if path.is_dir() else [])
     return items_beside(save.folder, arrays | save.own)
@@ -233,19 +226,16 @@ class _Spec(msgspec.Struct):
     path: str | None = None
 
 
-def _flax_pointer(value: Any) -> _Pointer | None:
-    if isinstance(value, str) and value.startswith(_GDA):
-        return _Pointer(value.removeprefix(_GDA))
-    return None
-
-
-def _orbax_pointer(value: Any) -> _Pointer | None:
-    name = placeholder(value)
-    return _Pointer(name) if name else None
-
-
-def _t5x_pointer(value: Any) -> _Pointer | None:
-    """The array of a TensorStore spec. Raises _NotOfT5X for a spec that T5X does not write."""
+def _pointer(format: str, value: Any) -> _Pointer | None:
+    """The array elsewhere that a value stands for; None of any other value. Raises _NotOfT5X for a
+    TensorStore spec that T5X does not write.
+    """
+    if format == "flax":
+        is_pointer = isinstance(value, str) and value.startswith(_GDA)
+        return _Pointer(value.removeprefix(_GDA)) if is_pointer else None
+    if format == "orbax":
+        name = placeholder(value)
+        return _Pointer(name) if name else None
     if not isinstance(value, dict) or not {"driver", "kvstore", "metadata"} <= value.keys():
         return None
     try:
@@ -256,8 +246,3 @@ def _t5x_pointer(value: Any) -> _Pointer | None:
     if spec.driver != "zarr" or not path:
         raise _NotOfT5X(f"is of {spec.driver!r:.40} at {path!r:.80}")
     return _Pointer(path.removesuffix("/"), spec.metadata.shape, spec.dtype)
-
-
-_FLAX = _Dialect("flax", _flax_pointer)
-_T5X = _Dialect("t5x", _t5x_pointer)
-_ORBAX = _Dialect("orbax", _orbax_pointer)
