@@ -57,8 +57,7 @@ def parse(path: FilePath, options: Options) -> Contents:
         )
     files = open_files(folder, options.weights_only)
     moe.check_expert_ranks(files)
-    swapped = with_swapped(files, options.weights_only)
-    files = swapped.files
+    files, swap_files, emptied = with_swapped(files, options.weights_only)
     if options.weights_only and any(files.ranks):
         try:
             for _ in teams(files, weights_only=True):
@@ -70,10 +69,10 @@ def parse(path: FilePath, options: Options) -> Contents:
             files = replace(files, ranks=[[] for _ in files.ranks], unusable=str(error))
     check_facts(files, options.weights_only)
     # first slices, then parameters of them, then the rest
-    slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
+    slices, joins = Slices(files, options, swap_files), Joins.of(files, options)
     builder, has_optimizer = slices.builder, any(files.ranks)
     builder.about = _about(files)
-    slices.skip(swapped.emptied, "placeholder", _SWAPPED)
+    slices.skip(emptied, "placeholder", _SWAPPED)
     if has_optimizer and "zenflow" in zero_config(files.models[0][0]):
         builder.cause = _ZENFLOW
         builder.notes.append(_ZENFLOW)
@@ -89,7 +88,7 @@ def parse(path: FilePath, options: Options) -> Contents:
         patterns.check_used(names)
     make_parameters(slices, joins)
     add_extras(slices)
-    skip_other_files(slices, swapped.sources)
+    skip_other_files(slices, swap_files)
     return add_trainer_state(builder.contents(), path)
 
 

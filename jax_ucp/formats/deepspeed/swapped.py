@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile
@@ -33,20 +32,16 @@ _ELEMENTS = "elements"
 _ALIGNED = 1024  # AIO_ALIGNED_BYTES, `runtime/swap_tensor/utils.py`
 
 
-@dataclass(frozen=True)
-class Swapped:
-    """The files with swapped tensors in the place of empty ones, and what these are."""
-
-    files: TagFiles
-    sources: Mapping[str, ExtentTable]
-    emptied: Sequence[str]
-
-
-def with_swapped(files: TagFiles, weights_only: bool) -> Swapped:
-    """Raises FormatError, naming the file, where one that an empty tensor needs is missing."""
+def with_swapped(
+    files: TagFiles, weights_only: bool
+) -> tuple[TagFiles, dict[str, ExtentTable], list[str]]:
+    """The files with swapped tensors in the place of empty ones, the swap files, and the keys of
+    empty tensors. Raises FormatError, naming the file, where one that an empty tensor needs is
+    missing.
+    """
     masters = itertools.chain.from_iterable(rank.masters for rank in files.all_ranks)
     if not files.zero3 or not any(map(_is_empty, masters)):
-        return Swapped(files, {}, [])
+        return files, {}, []
     if files.tp > 1 or any(rank.state.get("ds_zero_partition_groups") for rank in files.all_ranks):
         raise FormatError(
             f"{files.folder} has tensors that were swapped out to NVMe by a run of several tensor-"
@@ -82,7 +77,7 @@ def with_swapped(files: TagFiles, weights_only: bool) -> Swapped:
             }
             state["optimizer_state_dict"] = {**optimizer, "state": states}
         ranks.append(replace(rank, state=state))
-    return Swapped(replace(files, ranks=[ranks]), sources, emptied)
+    return replace(files, ranks=[ranks]), sources, emptied
 
 
 def _is_empty(tensor: Any) -> bool:
