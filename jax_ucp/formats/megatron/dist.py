@@ -134,8 +134,6 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
                 f"nothing says how often the optimizer of {listed(stepless, 1)} stepped;"
                 " plan_optimizer needs step= where it counts"
             )
-        weight = states.get(EMBEDDING, {}).get("weight")
-        rows = weight.info.shape[0] if weight else None
         saved = any(own.keys() != {"weight"} for own in states.values())
         without_args = ""
         if "args" not in files.tree:
@@ -145,7 +143,7 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
             )
             if (files.folder / RUN_CONFIG).is_file():
                 without_args = f"Megatron-Bridge wrote it: {RUN_CONFIG} says what the run was"
-        add_notes(importer, files.args, options, rows, saved, notes, without_args)
+        add_notes(importer, files.args, options, saved, notes, without_args)
         contents = importer.contents()
     # of objects, on which no leaf rests; the tensors inside some have claims of their own
     objects = [

@@ -39,7 +39,6 @@ from jax_ucp.formats.megatron.dist_files import checkpoint_folder, without_backe
 from jax_ucp.formats.megatron.dist_tensors import run_layout
 from jax_ucp.formats.megatron.model import (
     BUFFERS,
-    EMBEDDING,
     StoredRun,
     expert_of,
     gate_and_up,
@@ -257,10 +256,9 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
                 importer.extra(file, fqn, tensor)
     kind = "Megatron-FSDP (fsdp_dtensor)" if stored.named else "torch's FSDP2 (torch_dcp)"
     importer.notes.append(f"saved by Megatron with {kind}")
-    rows = shapes[EMBEDDING][0] if EMBEDDING in shapes else None
     alone = not (options.weights_only or stored.named) and numbered_alone(stored.numbered)
     optimizer = bool(stored.named or stored.numbered)
-    add_notes(importer, args, options, rows, optimizer, [NUMBERED_ALONE] * alone)
+    add_notes(importer, args, options, optimizer, [NUMBERED_ALONE] * alone)
     account_for_files(importer, save)
     return importer.contents()
 

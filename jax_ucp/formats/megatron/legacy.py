@@ -142,8 +142,7 @@ def parse(path: FilePath, options: Options) -> Contents:
         _account_for_files(importer, rank, options.weights_only)
     saved = [rank.tree["optimizer"] for rank in ranks if rank.has_optimizer]
     alone = has_states and any(numbered_alone(optimizer_parts(own)) for own in saved)
-    rows = by_name[EMBEDDING].shape[0] if EMBEDDING in by_name else None
-    add_notes(importer, args, options, rows, bool(saved), [NUMBERED_ALONE] * alone)
+    add_notes(importer, args, options, bool(saved), [NUMBERED_ALONE] * alone)
     return importer.contents()
 
 

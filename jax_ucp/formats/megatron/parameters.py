@@ -158,16 +158,17 @@ def add_notes(
     importer: ContentsBuilder,
     args: Args,
     options: Options,
-    rows: int | None,
     saved: bool,
     notes: Sequence[str],
     without_args: str = "",
 ) -> None:
     """Add the notes that people need of every Megatron checkpoint, and `notes` between them.
 
-    `rows` are the embedding's; `saved`: the files have an optimizer; `without_args` explains none.
+    `saved`: the files have an optimizer; `without_args` explains none.
     """
-    if rows is not None and "vocab" not in options.sizes:
+    embeddings = [array for path, array in importer.params.items() if str(path[-1]) == EMBEDDING]
+    if embeddings and "vocab" not in options.sizes:
+        rows = embeddings[0].info.shape[0]
         importer.notes.append(
             f"Megatron does not record the true vocabulary: all {rows} padded rows of the"
             " embeddings are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and the"
