@@ -32,13 +32,14 @@ from jax_ucp.options import Sizes
 from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec, SpecShard, layouts, regex_of
 
-_REPLICATED = "tp_replicated_parameter_patterns"
-_AVERAGED = "parameter_to_average_patterns"
-_ROWS = "parameter_with_row_parallelism_patterns"
-_HALVES = "parameter_with_2_sub_params_cat_dim_0"
-_VOCABULARY = "vocabulary_parameter_patterns"
+# The lists of `universal_checkpoint_info` that say how parameters are cut.
+REPLICATED = "tp_replicated_parameter_patterns"
+AVERAGED = "parameter_to_average_patterns"
+ROWS = "parameter_with_row_parallelism_patterns"
+HALVES = "parameter_with_2_sub_params_cat_dim_0"
+VOCABULARY = "vocabulary_parameter_patterns"
 _PIPELINE = "pipeline_replicated_parameter_patterns"
-_LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
+LISTS = (REPLICATED, AVERAGED, ROWS, HALVES, VOCABULARY)
 
 _SPEC = "Say how slices form parameters in a spec (spec=, --spec)"
 
@@ -102,9 +103,9 @@ class TensorParallel:
             for pattern in sub.patterns:
                 self.sub_params.setdefault(pattern, (len(self.sub_params), sub))
         self._lists = {
-            key: dict.fromkeys(pattern_list(self.info, key, path)) for key in (*_LISTS, _PIPELINE)
+            key: dict.fromkeys(pattern_list(self.info, key, path)) for key in (*LISTS, _PIPELINE)
         }
-        self._cutting = dict.fromkeys(chain(*map(self._lists.__getitem__, _LISTS), self.sub_params))
+        self._cutting = dict.fromkeys(chain(*map(self._lists.__getitem__, LISTS), self.sub_params))
         self._unsupported: Mapping[str, Any] = dict(
             self.info.get("autotp_unsupported_parameter_patterns") or {}
         )
@@ -119,7 +120,7 @@ class TensorParallel:
                 f" {_SPEC}"
             )
         self.widths_recorded = version >= 0.4
-        if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, _LISTS))):
+        if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, LISTS))):
             raise FormatError(
                 f"{path} was written by {tp} tensor-parallel ranks, but has no"
                 " universal_checkpoint_info with patterns: nothing says how their slices form"
@@ -133,9 +134,9 @@ class TensorParallel:
             return affine_layout(
                 self.maps[affine], slices, f"{self.path}: the affine map of {name}"
             )
-        listed = {key for key in _LISTS if self._hit(self._lists[key], name, key) is not None}
+        listed = {key for key in LISTS if self._hit(self._lists[key], name, key) is not None}
         pattern = self._cut(name, slices, listed)
-        if _VOCABULARY in listed:
+        if VOCABULARY in listed:
             vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
             if not isinstance(vocab, int):
                 raise FormatError(
@@ -183,18 +184,18 @@ class TensorParallel:
         """How a parameter in these lists is cut, in DeepSpeed's order of precedence."""
         if len(slices) == 1:
             return Unique()
-        if _REPLICATED in listed:
+        if REPLICATED in listed:
             return Replicated()
-        if _AVERAGED in listed:
+        if AVERAGED in listed:
             return Averaged()
-        if _HALVES in listed:
+        if HALVES in listed:
             halves = tuple(shape[0] // 2 for shape in slices)
             return Fused(0, {"first": halves, "second": halves})
         matching = self._patterns.matching(name)
         if parted := [pattern for pattern in matching if pattern in self.sub_params]:
             pattern = min(parted, key=lambda pattern: self.sub_params[pattern][0])
             return self._fused(name, slices, self.sub_params[pattern][1], pattern)
-        return Sharded(1 if _ROWS in listed else 0)
+        return Sharded(1 if ROWS in listed else 0)
 
     def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
         """Several arrays, each cut by itself: their widths on each rank; before 0.4 even ones."""

@@ -26,6 +26,14 @@ from jax_ucp.codecs.zip_writer import torch_file
 from jax_ucp.errors import FormatError, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, torch_groups, untold
+from jax_ucp.formats.deepspeed.tensor_parallel import (
+    AVERAGED,
+    HALVES,
+    LISTS,
+    REPLICATED,
+    ROWS,
+    VOCABULARY,
+)
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.name_patterns import NamePatterns, pattern_list
@@ -48,12 +56,7 @@ _OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimens
 _OPTIMIZER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
 _MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
 
-# The lists of patterns in `universal_checkpoint_info` that define how a parameter is cut.
-_LISTS = (
-    *("tp_replicated_parameter_patterns", "parameter_to_average_patterns"),
-    *("vocabulary_parameter_patterns", "parameter_with_2_sub_params_cat_dim_0"),
-    *("parameter_with_row_parallelism_patterns", "expert_parameter_patterns"),
-)
+_EXPERTS = "expert_parameter_patterns"  # a list that atoms are written by, and none is read by
 
 Extras = Mapping[str, Mapping[str, Any]]
 
@@ -93,7 +96,7 @@ def plan_files(
     tag = f"global_step{global_steps}_universal"
     # a file for each state of each parameter, but for the step of ZeRO-3
     info, files = _cutting(model), list[File]()
-    lists = {key: frozenset(_list(info, key)) for key in _LISTS}
+    lists = {key: frozenset(_list(info, key)) for key in (*LISTS, _EXPERTS)}
     parts: dict[str, tuple[int, Any]] = {}  # numbered: the first has precedence
     for sub in info.get("parameter_with_sub_params") or ():
         for pattern in _list({"patterns": _attributes(sub)["patterns"]}, "patterns"):
@@ -235,22 +238,19 @@ def _how_to_cut(
 
     `matching` are patterns of the lists and of `parts` that match; in `parts` the first counts.
     """
-
-    def matches(key: str) -> bool:
-        return not matching.isdisjoint(lists[key])
-
+    listed = {key for key, patterns in lists.items() if not matching.isdisjoint(patterns)}
     parted = [parts[pattern] for pattern in matching if pattern in parts]
     sub = min(parted, key=itemgetter(0))[1] if parted else None
-    cut: dict[str, Any] = {"cat_dim": int(matches("parameter_with_row_parallelism_patterns"))}
-    if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
+    cut: dict[str, Any] = {"cat_dim": int(ROWS in listed)}
+    if REPLICATED in listed or AVERAGED in listed:
         cut = {}
-    elif matches("parameter_with_2_sub_params_cat_dim_0"):
+    elif HALVES in listed:
         cut = {"cat_dim": 0, "param_n_sub_params": 2}
     elif sub is not None:
         cut = {"sub_param_shape": _sub_param_shape(sub, tensor)}
-    if matches("vocabulary_parameter_patterns"):
+    if VOCABULARY in listed:
         cut["vocab_tensor"] = True
-    if matches("expert_parameter_patterns"):
+    if _EXPERTS in listed:
         cut |= {"is_expert_param": True, "ep_num_experts": tensor.shape[0]}
     return cut
 

@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.peft.config import PREFIX, LoraConfig
@@ -100,18 +100,18 @@ def changes(
             faults.append(str(fault))
 
     reader = _AdapterReader(tensors, base, config, model_type in _INPUTS_FIRST)
-    for module, roles in modules.items():
-        if _is_wrapper(module, base):
-            continue
-        attempt(lambda module=module, roles=roles: reader.of_module(module, roles))
     wrappers: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for module, roles in modules.items():
-        if _is_wrapper(module, base):
+        below = (name.startswith(f"{module}.") for name in base)
+        # factors for a parameter of a module that is no `weight`
+        if f"{module}.weight" not in base and (module.endswith(_WRAPPED) or any(below)):
             wrappers[module.replace(_WRAPPED, "")].append(roles)
+        else:
+            attempt(partial(reader.of_module, module, roles))
     for module, several in wrappers.items():
-        attempt(lambda module=module, several=several: reader.of_parameters(module, several))
+        attempt(partial(reader.of_parameters, module, several))
     for name, tensor in others.items():
-        attempt(lambda name=name, tensor=tensor: [reader.replaced(name, tensor)])
+        attempt(partial(reader.replaced, name, tensor))
     counts = Counter((change.weight, bool(change.replaced)) for change in found)
     twice = sorted({name for (name, _), count in counts.items() if count > 1})
     of_rows = {change.weight for change in found if change.rows}
@@ -160,13 +160,6 @@ def _sorted(
         else:
             others[name.replace(f"{_WRAPPED}.", ".")] = tensor
     return modules, others, faults
-
-
-def _is_wrapper(module: str, base: Shapes) -> bool:
-    """Whether factors are for a parameter of a module that is no `weight`."""
-    return f"{module}.weight" not in base and (
-        module.endswith(_WRAPPED) or any(name.startswith(f"{module}.") for name in base)
-    )
 
 
 def _fit(ways: int, names: str) -> str:
@@ -283,7 +276,7 @@ class _AdapterReader:
             axes = axes[1:]
         return [WeightChange(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
 
-    def replaced(self, name: str, tensor: str) -> WeightChange:
+    def replaced(self, name: str, tensor: str) -> Sequence[WeightChange]:
         """A parameter that was trained whole, or is the base's own, kept beside the adapter; or its
         rows of some tokens.
         """
@@ -298,13 +291,13 @@ class _AdapterReader:
                     f" {list(shape)}, and {self.config.where} names {len(rows)} tokens of it, up to"
                     f" {max(rows, default=0)}"
                 )
-            return WeightChange(name, replaced=tensor, shapes={tensor: want}, rows=rows)
+            return [WeightChange(name, replaced=tensor, shapes={tensor: want}, rows=rows)]
         if name in self.base:
             self._require(tensor, self.base[name], name)
         # of a module that was trained whole, it may be new, as a head is
         elif not name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save)):
             self._shape(name, {"": tensor})
-        return WeightChange(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})
+        return [WeightChange(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})]
 
     def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
         if weight in self.base:
