@@ -292,9 +292,7 @@ def numbered_models(
 def _first_of_known(
     folder: str, saves: Mapping[Model, Sequence[WeightSave]]
 ) -> tuple[WeightSave, WeightSave | None]:
-    """The save of the first known or only model, maybe not a whole one, and another to compare.
-    Raises FormatError for several models, or more saves.
-    """
+    """The save of the first known or only model, and another one to compare."""
     known = [model for model in _KNOWN if model in saves]
     models = known or list(saves)
     of_one_library = known and len({model.stem.startswith("diffusion") for model in known}) == 1
@@ -308,13 +306,18 @@ def _first_of_known(
     # that which transformers would load; else the first whole one, or the first
     loaded = [model for model in models if not all(save.numbered for save in saves[model])]
     whole = [model for model in models if any(save.whole for save in saves[model])]
-    own = saves[[*loaded, *whole, *models][0]]
+    first, *_ = [*loaded, *whole, *models]
+    return _of_one_model(folder, saves[first])
+
+
+def _of_one_model(folder: str, saves: Sequence[WeightSave]) -> tuple[WeightSave, WeightSave | None]:
+    """The one whole save, or two to compare, or one that is not whole. Raises for more."""
     # indexes that name files that are not there, or not all that names count
-    stale = [save for save in own if save.index and not save.whole]
+    stale = [save for save in saves if save.index and not save.whole]
     # beside an index that lacks files, numbered parts are not a save that anybody would load
-    match [save for save in own if save.whole and not (stale and save.numbered)]:
+    match [save for save in saves if save.whole and not (stale and save.numbered)]:
         case []:
-            return (stale or own)[0], None
+            return (stale or saves)[0], None
         case [only]:
             return only, None
         case [first, second]:

@@ -95,7 +95,7 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
     """The checkpoint that the files form; `beside` are files of the save directory."""
     with naming(files.folder):
         # dp_zero_gather_scatter has its tensors in objects.
-        groups = {key: group_key(key) for key in files.objects if not options.weights_only}
+        groups = {} if options.weights_only else {key: group_key(key) for key in files.objects}
         states_in = [key for key, group in groups.items() if group and group.what == "param_state"]
         inside = {key: files.objects[key].load() for key in states_in}
         sources = {"": files.source, f"{files.common_name}:": files.common}
@@ -118,7 +118,8 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
             for name in (*tensors.states, *buffers.states)
         }
         stepless = _add_parameters(importer, files, options, states, buffers)
-        _add_extras(importer, files, options.weights_only)
+        _add_objects(importer, files)
+        _add_common(importer, files, options.weights_only)
         for key in buffers.gaps:
             gap = "a gap between tensors in a flat buffer, which holds what was in memory"
             importer.skip(key, "", gap)
@@ -224,8 +225,7 @@ def _check_alike(
     )
 
 
-def _add_extras(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
-    """Add the objects, and what ranks have in common."""
+def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:
     for item in files.left:
         importer.skip(item, "object", LEFT)
     for key, stored in files.objects.items():
@@ -246,6 +246,9 @@ def _add_extras(importer: ContentsBuilder, files: DistFiles, weights_only: bool)
         if isinstance(tree, list) and len(tree) == 1:
             [tree] = tree
         importer.extra(stored.file, key, tree, opened)
+
+
+def _add_common(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
     common = files.common_name
     for name, value in files.tree.items():
         if name != "optimizer":
