@@ -32,6 +32,7 @@ from jax_ucp.formats.hints import not_read, of_another_format, point_inside
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.quantization import settle
+from jax_ucp.formats.huggingface.training_folder import add_trainer_state
 from jax_ucp.formats.megatron import dist as megatron_dist
 from jax_ucp.formats.megatron import fsdp as megatron_fsdp
 from jax_ucp.formats.megatron import legacy as megatron_legacy
@@ -105,6 +106,11 @@ def _open_step_folder(path: FilePath, options: Options) -> Contents:
     return step_folders.open_step(path, options, open_contents)
 
 
+def _open_deepspeed(path: FilePath, options: Options) -> Contents:
+    """A checkpoint of DeepSpeed; what a trainer has beside it is kept."""
+    return add_trainer_state(deepspeed.parse(path, options), path)
+
+
 def _open_index(path: FilePath, options: Options) -> Contents:
     return saved_index.open_index(path, options, open_contents)
 
@@ -124,7 +130,7 @@ FORMATS: tuple[Format, ...] = (
            step_folders.is_step, _open_step_folder, TWICE, "weights"),
     Format("DeepSpeed's universal folder", "zero/", deepspeed_universal.recognise,
            deepspeed_universal.parse, SPEC, "weights"),
-    Format("DeepSpeed", "latest, or *_optim_states.pt", deepspeed.recognise, deepspeed.parse, SPEC,
+    Format("DeepSpeed", "latest, or *_optim_states.pt", deepspeed.recognise, _open_deepspeed, SPEC,
            "weights"),
     Format("Megatron", "metadata.json and common.pt", megatron_dist.recognise, megatron_dist.parse,
            TWICE, "weights"),

@@ -18,7 +18,7 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.facts import COUNTS, Facts
 from jax_ucp.formats.weight_files import read_json
-from jax_ucp.states.opaque import WeightsPlace, closed_tensors, tensor_holders
+from jax_ucp.states.opaque import WeightsPlace, require_known
 from jax_ucp.states.optimizer_dicts import Steps, joined
 from jax_ucp.states.state_pairing import StateTensor, is_trainable
 
@@ -93,8 +93,7 @@ class Tree:
                 case True, False:
                     unreadable_weights[file.path][label] = reason
                 case False, False:
-                    for holder in tensor_holders(node):
-                        raise FormatError(closed_tensors(holder))
+                    require_known(node)
         for path, reasons in unreadable_weights.items():
             raise cannot_be_read(reasons).at(path)
 

@@ -6,11 +6,12 @@ they are: it must not be taken for the model, nor another dict because this one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.unpickle import Opaque, children, walk
+from jax_ucp.errors import FormatError
 from jax_ucp.states.optimizer_dicts import Steps, head, joined, prefixes
 from jax_ucp.states.state_paths import has_word
 from jax_ucp.text import listed
@@ -78,24 +79,17 @@ def _is_state(path: Steps) -> bool:
     return bool(path) and head(path[0]) in ("state", "param_groups")
 
 
-def tensor_holders(node: object) -> Iterator[Opaque]:
-    """The outermost objects of unknown classes in a tree that hold tensors, or may hold some."""
+def require_known(node: object) -> None:
+    """Raise FormatError for an object of an unknown class in a tree that holds tensors, or may."""
     if not isinstance(node, Opaque):
         for _, child in children(node):
-            yield from tensor_holders(child)
-        return
-    has_tensors = any(isinstance(inner, StoredTensor) for _, inner in walk(node))
-    if node.closed or has_tensors:
-        yield node
-
-
-def closed_tensors(holder: Opaque) -> str:
-    """Why a tensor inside an object of an unknown class cannot be used, and what to do."""
-    return (
-        f"{holder.where} is an object of {holder.type}, which is not known here, and holds tensors"
-        " that only its class can tell apart. Save its state_dict(), or its tensors in a dict,"
-        " instead of the object"
-    )
+            require_known(child)
+    elif node.closed or any(isinstance(inner, StoredTensor) for _, inner in walk(node)):
+        raise FormatError(
+            f"{node.where} is an object of {node.type}, which is not known here, and holds tensors"
+            " that only its class can tell apart. Save its state_dict(), or its tensors in a dict,"
+            " instead of the object"
+        )
 
 
 def unknown_notes(names: Collection[str]) -> list[str]:

@@ -28,7 +28,7 @@ from jax_ucp.formats.deepspeed.zero import touched
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import Sharded, flat_layouts
-from jax_ucp.states.opaque import closed_tensors, tensor_holders
+from jax_ucp.states.opaque import require_known
 from jax_ucp.text import listed
 
 _EMPTIED = "ZeRO-3 empties the module; the values are in the partitions"
@@ -263,8 +263,7 @@ def tensors_of(
         if isinstance(value, StoredTensor):
             tensors[name] = value
             continue
-        for holder in tensor_holders(value):
-            raise FormatError(closed_tensors(holder))
+        require_known(value)
         slices.builder.extra(stored.name, f"{prefix}{name}", value)
     return tensors
 

@@ -27,7 +27,6 @@ from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
 from jax_ucp.formats.deepspeed.swapped import with_swapped
-from jax_ucp.formats.huggingface.training_folder import add_trainer_state
 from jax_ucp.options import Options
 
 _SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
@@ -47,9 +46,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with `latest`) or a tag's folder, with what a trainer has
-    beside it. Raises FormatError.
-    """
+    """The checkpoint in a save directory (with `latest`) or a tag's folder. Raises FormatError."""
     folder = tag_folder(path) or path
     if not folder.is_dir():
         raise NotACheckpoint(
@@ -89,7 +86,7 @@ def parse(path: FilePath, options: Options) -> Contents:
     make_parameters(slices, joins)
     add_extras(slices)
     skip_other_files(slices, swap_files)
-    return add_trainer_state(builder.contents(), path)
+    return builder.contents()
 
 
 def _about(files: TagFiles) -> About:
