@@ -46,10 +46,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def require_extra(module: str, extra: str, what: str) -> Any:
-    """A module of a library that is installed with `jax_ucp[extra]`.
-
-    Raises UnsupportedPath, for `what` cannot be read without.
-    """
+    """A module that `jax_ucp[extra]` installs. Raises UnsupportedPath: `what` needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -94,10 +94,7 @@ class NamePatterns:
         self._letter += len(self._plain)
 
     def matching(self, name: str) -> frozenset[str]:
-        """The patterns that match at the beginning of a name, as `re.match` does.
-
-        Raises FormatError for too many names.
-        """
+        """The patterns that `re.match` finds in a name. Raises FormatError for too many names."""
         if name not in self._matching:
             any_there = self._compiled or self._plain
             self._matching[name] = frozenset(self._match(name)) if any_there else frozenset()

@@ -22,38 +22,30 @@ from jax_ucp.layout.fragments import Shape
 _OF_ORBAX = {"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d"}
 RESERVED = frozenset(_OF_ORBAX | {"ucp.json"})
 
-
 # beside the leaves, by us; `d` is of stock Orbax alone
 _WRITTEN = frozenset(name.lower() for name in RESERVED - {"d"})
-
 
 # Unicode's default ignorable code points that count as printable (DerivedCoreProperties.txt).
 _IGNORABLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
 
-
 # An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there,
 # numpy's above.
 MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
 
-
 # zarr v3 in TensorStore, and numpy before 2, have no array of more axes.
 MAX_AXES = 32
-
 
 # Trees are walked recursively, by us and by JAX; Python ends a recursion of some 1,000 calls.
 MAX_TREE_DEPTH = 256
 
-
 KeyKind = Literal["dict", "list", "tuple", "attr"]
-
 
 _Number = Literal["bool", "int", "float", "complex"]
 LeafKind = Literal[
     "array", "jax", "numpy", "numpy_scalar", "prng_key", _Number, "str", "none", "empty"
 ]
-
 
 Axes = str | tuple[str, ...] | None
 

@@ -93,10 +93,7 @@ class ExtentTable(ArraySource):
         return self._stored[key]
 
     def sums(self) -> Iterable[SummedArrays]:
-        """Groups of arrays that files record checksums of; none, unless a subclass has some.
-
-        `regions` has the checksums, by the places that a group names.
-        """
+        """Groups of arrays with recorded checksums, which `regions` has; none by default."""
         return ()
 
     def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:

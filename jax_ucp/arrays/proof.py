@@ -20,10 +20,7 @@ from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
 
 
 class Proof(ABC):
-    """Elements of an array that something else must agree with.
-
-    `label` says what is looked at.
-    """
+    """Elements of an array that something else must agree with; `label` says what is compared."""
 
     label: str
     array: Array

@@ -167,11 +167,7 @@ class MakesArrays(ArraySource):
 def _sharing(
     boxes: Sequence[Box], block: Box, chunk: Sequence[int]
 ) -> Iterable[list[tuple[int, Box]]]:
-    """Groups of the boxes' intersections with a block, each with the index of its box; no two
-    groups have a chunk in common.
-
-    Data between two groups need not be read.
-    """
+    """The boxes' parts in a block, by the boxes' numbers, in groups with no chunk in common."""
     groups: dict[Box, list[tuple[int, Box]]] = {}
     for i, box in enumerate(boxes):
         if (hit := box.intersect(block)) is None:

@@ -25,11 +25,7 @@ from jax_ucp.tree import Leaf
 
 
 class ProvedReads:
-    """Before the first read of a leaf a sample of what is stored twice of it is compared; once,
-    whoever reads.
-
-    A leaf whose sample differs is refused every time.
-    """
+    """Reads; before a leaf's first one a sample of its copies is compared. A fault stays one."""
 
     def __init__(self, contents: Contents):
         self._contents = contents

@@ -22,33 +22,28 @@ from jax_ucp.layout.box import Box
 _MASTER = np.dtype(np.float32)
 
 
-def joined_halves(weights: np.ndarray, remainders: np.ndarray) -> np.ndarray:
-    """The fp32 masters of bfloat16 `weights`; `remainders` are whole numbers of 16 bits, signed.
-
-    A negative remainder is that of a weight which was rounded up.
+@dataclass(frozen=True, slots=True)
+class Halves(Rule):
+    """fp32 masters of their low 16 bits, `low`, whole numbers with a sign, and their bfloat16
+    `weights`: a negative remainder is that of a weight which was rounded up.
 
     >>> import ml_dtypes
     >>> masters = np.array([0.1, -3.0000002, 1.00390625], np.float32)
     >>> bits = masters.view(np.uint32)
     >>> weights = ((bits + 0x8000) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
-    >>> bool((joined_halves(weights, bits.astype(np.uint16).view(np.int16)) == masters).all())
+    >>> parts = {"weights": weights, "low": bits.astype(np.uint16).view(np.int16)}
+    >>> bool((Halves().values(Box((0,), (3,)), parts) == masters).all())
     True
     """
-    low = remainders.astype(np.int32)
-    high = weights.view(np.uint16).astype(np.int32) - (low < 0)
-    return (high << 16 | low & 0xFFFF).view(_MASTER)
-
-
-@dataclass(frozen=True, slots=True)
-class Halves(Rule):
-    """Masters of their low 16 bits, `low`, and their bfloat16 `weights`."""
 
     @property
     def elementwise(self) -> Sequence[str]:
         return ["low", "weights"]
 
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        return joined_halves(parts["weights"], parts["low"])
+        low = parts["low"].astype(np.int32)
+        high = parts["weights"].view(np.uint16).astype(np.int32) - (low < 0)
+        return (high << 16 | low & 0xFFFF).view(_MASTER)
 
 
 def masters(low: Array, weights: Array) -> Computed:

@@ -25,7 +25,7 @@ from jax_ucp.arrays.digests import checksum_checks, digest_checks
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
-from jax_ucp.checkpoint.views import Opened, mapped, of_run, with_args, with_model_config
+from jax_ucp.checkpoint.views import Opened, mapped, of_run, with_model_config
 from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
 from jax_ucp.files.listing import Asked, counting
 from jax_ucp.files.path import FilePath, file_path, target_path
@@ -360,10 +360,7 @@ class Checkpoint:
         return {leaf.label: leaf for leaf in arrays if counts[leaf.label] == 1}
 
     def abstract(
-        self,
-        *,
-        mesh: Mesh | Literal["saved"] | None = None,
-        rules: Sequence[Rule] = (),
+        self, *, mesh: Mesh | Literal["saved"] | None = None, rules: Sequence[Rule] = ()
     ) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `restore`, and what
         to compile for while it runs.
@@ -844,9 +841,7 @@ class Checkpoint:
         return self._made(rerooted(self._contents, to, variables))
 
     def plan_link(
-        self,
-        path: str | os.PathLike[str],
-        budget_bytes: int = DEFAULT_BUDGET,
+        self, path: str | os.PathLike[str], budget_bytes: int = DEFAULT_BUDGET
     ) -> LinkPlan:
         """The plan of a `link` with the same arguments: the arrays that stay in their files, and
         those that are copied, with the reasons.
@@ -1005,8 +1000,11 @@ class Checkpoint:
         if like is not None:
             if format != "megatron":
                 raise ValueError(f"like is for megatron: {format} goes on with no run's arguments")
-            extras = with_args(like) if isinstance(like, Mapping) else opened(like).extras
-            contents = of_run(contents, extras)
+            if isinstance(like, Mapping):  # a run of which nothing but its arguments is known
+                record = {"!record": "argparse.Namespace", "args": [], "fields": dict(like)}
+                contents = of_run(contents, {"args": {"args": record}})
+            else:
+                contents = of_run(contents, opened(like).extras)
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         return plan_export(contents, format, **arguments, budget_bytes=budget_bytes)
 

@@ -121,11 +121,6 @@ def with_model_config(
     return replace(described(contents, known), companions={**beside, **contents.companions})
 
 
-def with_args(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The extras of a Megatron run of which nothing but its arguments is known."""
-    return {"args": {"args": {"!record": "argparse.Namespace", "args": [], "fields": dict(args)}}}
-
-
 def of_run(contents: Contents, run: Mapping[str, Mapping[str, Any]]) -> Contents:
     """The contents as those of the Megatron run that has the extras `run`."""
     own = {

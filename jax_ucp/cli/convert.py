@@ -63,11 +63,7 @@ def convert(args: Arguments) -> None:
         if args.share:
             save = partial(checkpoint.save_share, share=args.share, begin=meter.expect)
         else:
-            save = partial(
-                checkpoint.save,
-                executor=args.executor,
-                **layout,
-            )
+            save = partial(checkpoint.save, executor=args.executor, **layout)
         result = save(
             args.target,
             **args.save_mesh,

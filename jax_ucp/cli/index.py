@@ -7,12 +7,7 @@ from jax_ucp.cli.options import OPENING, argument
 from jax_ucp.cli.output import console
 
 
-@command(
-    "index",
-    argument("source"),
-    argument("target"),
-    *OPENING,
-)
+@command("index", argument("source"), argument("target"), *OPENING)
 def index(args: Arguments) -> None:
     """Write an index of the checkpoint SOURCE to the file TARGET, whose name ends in .ucp-index.
 

@@ -26,7 +26,6 @@ _AGAIN = {
     "export": "nothing was written to TARGET; the same command starts over",
 }
 
-
 # Their lines in `jax-ucp --help`; each is in the module of its name, under its name.
 _SUMMARIES = {
     "convert": "Convert to the universal format.",

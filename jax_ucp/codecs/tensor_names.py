@@ -298,6 +298,8 @@ def _call(name: str) -> Constructor:
 
 def _value(name: str, args: tuple) -> object:
     """The value that a function of torch makes; its arguments have the names that torch gives."""
+    if name in _REFUSED:
+        return RefusedTensor(_REFUSED[name])
     match name, args:
         case (
             "torch._utils._rebuild_tensor_v2",
@@ -345,34 +347,22 @@ def _value(name: str, args: tuple) -> object:
     return NotImplemented
 
 
-def _refused(name: str, reason: str) -> Constructor:
-    return Constructor(name, lambda args: RefusedTensor(reason))
-
-
 _PLAIN_REBUILD = tuple(
     _call(f"torch._utils._rebuild_{kind}")
     for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter")
 )
-_REFUSED_REBUILD = (
-    _refused(
-        "torch._utils._rebuild_meta_tensor_no_storage",
-        "it is on the meta device, so it has no data",
-    ),
-    _refused("torch._utils._rebuild_sparse_tensor", "it is sparse; save tensor.to_dense() instead"),
-    _refused("torch._utils._rebuild_qtensor", "it is quantized; save tensor.dequantize() instead"),
-    _refused(
-        "torch._utils._rebuild_nested_tensor",
-        "it is a nested tensor; save its tensors as a list instead",
-    ),
-    _refused(
-        "torch._utils._rebuild_wrapper_subclass",
-        "it is a tensor subclass without data; save a plain tensor",
-    ),
-    _refused(
-        "torch._utils._rebuild_device_tensor_from_numpy",
-        "its device keeps it as numpy; save tensor.cpu()",
-    ),
-)
+_REFUSED = {
+    f"torch._utils._rebuild_{kind}": reason
+    for kind, reason in {
+        "meta_tensor_no_storage": "it is on the meta device, so it has no data",
+        "sparse_tensor": "it is sparse; save tensor.to_dense() instead",
+        "qtensor": "it is quantized; save tensor.dequantize() instead",
+        "nested_tensor": "it is a nested tensor; save its tensors as a list instead",
+        "wrapper_subclass": "it is a tensor subclass without data; save a plain tensor",
+        "device_tensor_from_numpy": "its device keeps it as numpy; save tensor.cpu()",
+    }.items()
+}
+_REFUSED_REBUILD = tuple(map(_call, _REFUSED))
 _REBUILD = frozenset(_PLAIN_REBUILD + _REFUSED_REBUILD)
 _PARAMETERS = ("nn.parameter.Parameter", "nn.parameter.Buffer")
 _TENSOR_TYPES = frozenset(Name(f"torch.{n}") for n in ("Tensor", "_tensor.Tensor", *_PARAMETERS))

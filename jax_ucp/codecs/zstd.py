@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from typing import Any
 
 from jax_ucp.errors import CorruptData, FormatError
@@ -13,7 +14,12 @@ PIECE_BYTES = 4 << 20
 
 def inflate(data: bytes, max_bytes: int) -> bytes:
     """The inflated bytes of a frame. Raises CorruptData, or FormatError without a library."""
-    library = _library()
+    for name in ("compression.zstd", "zstandard"):
+        with suppress(ImportError):
+            library = importlib.import_module(name)
+            break
+    else:
+        raise FormatError("it is compressed with zstd: pip install 'jax_ucp[zstd]' to read it")
     try:
         if library.__name__ == "zstandard":
             inflated = _read(library.ZstdDecompressor().stream_reader(data), max_bytes + 1)
@@ -34,12 +40,3 @@ def _read(reader: Any, most: int) -> bytes:
         pieces.append(piece)
         most -= len(piece)
     return b"".join(pieces)
-
-
-def _library() -> Any:
-    for name in ("compression.zstd", "zstandard"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise FormatError("it is compressed with zstd: pip install 'jax_ucp[zstd]' to read it")

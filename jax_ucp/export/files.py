@@ -229,17 +229,12 @@ def complete_files(
                     summed.append(SummedBytes(at, at + len(data), zlib.crc32(data)))
             out.flush()
             os.fsync(out.fileno())
-        crcs_of_files[file.name] = _crc_of_file(file.size, summed)
+        crc = end = 0
+        for part in sorted([*summed, SummedBytes(file.size, file.size, 0)]):
+            crc = zlib.crc32(bytes(part.start - end), crc)  # all bytes between parts are zero
+            crc, end = combined(crc, part.crc, part.stop - part.start), part.stop
+        crcs_of_files[file.name] = crc
     return crcs_of_files
-
-
-def _crc_of_file(size: int, parts: Sequence[SummedBytes]) -> int:
-    """The CRC-32 of a file of these parts, between which all bytes are zero."""
-    crc = end = 0
-    for part in sorted([*parts, SummedBytes(size, size, 0)]):
-        crc = zlib.crc32(bytes(part.start - end), crc)
-        crc, end = combined(crc, part.crc, part.stop - part.start), part.stop
-    return crc
 
 
 def create(path: Path, size: int, is_shared: bool = False) -> None:

@@ -58,7 +58,16 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
     TreeMismatch for any other tree, a parameter that is a buffer too, or a state without its
     parameter.
     """
-    _check_tree(contents)
+    strange = list(itertools.filterfalse(_is_state, contents.leaves))
+    if strange or not contents.leaves:
+        what = "it has no leaves"
+        if strange:
+            label = strange[0].label or "the tree itself"
+            what = f"{len(strange)} leaves lie elsewhere, the first {label}"
+        raise TreeMismatch(
+            f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be"
+            f" exported: {what}. Map the leaves of a model back to parameters first."
+        )
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     beside: dict[str, dict[str, Tensor]] = {BUFFER: {}, OTHER: {}}
     for leaf in contents.leaves:
@@ -81,20 +90,6 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
             f" {orphans[0]}); no format has a place for them. Leave them out of the tree."
         )
     return Parameters(states, beside[BUFFER], beside[OTHER], list(_of(contents.groups, states)))
-
-
-def _check_tree(contents: Contents) -> None:
-    strange = list(itertools.filterfalse(_is_state, contents.leaves))
-    if contents.leaves and not strange:
-        return
-    what = "it has no leaves"
-    if strange:
-        label = strange[0].label or "the tree itself"
-        what = f"{len(strange)} leaves lie elsewhere, the first {label}"
-    raise TreeMismatch(
-        f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be"
-        f" exported: {what}. Map the leaves of a model back to parameters first."
-    )
 
 
 def torch_groups(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
@@ -232,17 +232,22 @@ def listed(files: Files) -> Iterator[Files]:
 
 
 @contextmanager
-def counting() -> Iterator[Asked]:
-    """The requests that are made in this time, and what they bring."""
-    if (outer := _asked.get()) is not None:
+def outermost(variable: ContextVar[T | None], make: Callable[[], T]) -> Iterator[T]:
+    """A context with a value for all in it; one inside another gives that of the outer."""
+    if (outer := variable.get()) is not None:
         yield outer
         return
-    asked = Asked()
-    token = _asked.set(asked)
+    value = make()
+    token = variable.set(value)
     try:
-        yield asked
+        yield value
     finally:
-        _asked.reset(token)
+        variable.reset(token)
+
+
+def counting() -> AbstractContextManager[Asked]:
+    """A context that counts the requests that are made in it, and what they bring."""
+    return outermost(_asked, Asked)
 
 
 def count_request(nbytes: int = 0) -> None:

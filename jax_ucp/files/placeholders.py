@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jax_ucp.files.path import FilePath
 
 HEAD_BYTES = 512
@@ -92,18 +90,11 @@ def why_missing(folder: FilePath, name: str) -> str:
             f"it is a link to {path.link()}, which does not exist: the download or the cache is"
             " not complete"
         )
-    for download in _downloads(folder, name):
-        return f"{download} is a download that has not ended"
-    return ""
-
-
-def _downloads(folder: FilePath, name: str) -> Iterator[str]:
-    """Unfinished downloads of a file: beside it, or in the hub's folder, by hash since 0.27."""
-    for suffix in UNFINISHED:
-        if (folder / f"{name}{suffix}").exists():
-            yield f"{name}{suffix}"
+    beside = (f"{name}{suffix}" for suffix in UNFINISHED)
+    downloads = [download for download in beside if (folder / download).exists()]
     kept = folder / _HUB_DOWNLOADS
-    if kept.is_dir():
+    if not downloads and kept.is_dir():  # by hash since 0.27 of huggingface_hub
         unfinished = kept.matching(".incomplete")
         of_this = [path for path in unfinished if path.name.startswith(f"{name}.")]
-        yield from (path.below(folder) for path in of_this or unfinished)
+        downloads = [path.below(folder) for path in of_this or unfinished]
+    return f"{downloads[0]} is a download that has not ended" if downloads else ""

@@ -25,15 +25,19 @@ MOST_ARRAYS = 1024
 
 
 def pread_into(handle: int, reads: Iterable[RangeRead]) -> None:
-    """Fill the arrays of reads of one file. Neighbours are filled by one request.
-
-    Raises CorruptData where the file ends too soon.
-    """
+    """Fill the arrays of one file's reads, neighbours by one request. Raises CorruptData."""
     rooms: list[np.ndarray] = []
     start = stop = 0
     for read in reads:
         if not read.out.flags.c_contiguous:
-            _scatter(handle, read.start, read.out)
+            out, offset = read.out, read.start
+            room = np.empty(min(SCATTERED_BYTES, out.nbytes), np.uint8)
+            # Last axes first: each block is a run of the elements in row-major order.
+            for block in run_boxes(out.shape, out.itemsize, len(room)):
+                data = room[: block.size * out.itemsize]
+                _fill(handle, offset, [data])
+                copy_into(out[block.index], data.view(out.dtype).reshape(block.shape))
+                offset += len(data)
             continue
         if read.start != stop:
             _fill(handle, start, rooms)
@@ -41,16 +45,6 @@ def pread_into(handle: int, reads: Iterable[RangeRead]) -> None:
         rooms.append(read.out)
         stop = read.start + read.out.nbytes
     _fill(handle, start, rooms)
-
-
-def _scatter(handle: int, offset: int, out: np.ndarray) -> None:
-    room = np.empty(min(SCATTERED_BYTES, out.nbytes), np.uint8)
-    # The last axes are filled first: each block is a run of the elements in row-major order.
-    for block in run_boxes(out.shape, out.itemsize, len(room)):
-        data = room[: block.size * out.itemsize]
-        _fill(handle, offset, [data])
-        copy_into(out[block.index], data.view(out.dtype).reshape(block.shape))
-        offset += len(data)
 
 
 def _fill(handle: int, offset: int, outs: Iterable[np.ndarray]) -> None:

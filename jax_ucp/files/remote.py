@@ -30,7 +30,6 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
 R = TypeVar("R")
 
-
 # Statuses of HTTP after which the next request may be answered.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 

@@ -7,13 +7,13 @@ at before it is first read, and again at the end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.in_flight import stat_all
-from jax_ucp.files.listing import Asked
+from jax_ucp.files.listing import Asked, outermost
 from jax_ucp.files.protocol import FileInfo, Files
 
 
@@ -49,7 +49,18 @@ class SourceFiles:
 
     def changes(self) -> Iterator[str]:
         """The change of each file that is not as it was."""
-        for (url, (_, before)), now in zip(self._seen.items(), self._now(), strict=True):
+        # of one root behind a network, files are asked for together; on a disk each root has a
+        # boundary of its own
+        together: dict[object, list[int]] = defaultdict(list)
+        seen = self.seen
+        for i, (files, _) in enumerate(seen):
+            together[files.url() if files.is_remote else files].append(i)
+        infos: dict[int, FileInfo | None] = {}
+        for places in together.values():
+            names = [seen[i][1].name for i in places]
+            infos |= zip(places, stat_all(seen[places[0]][0], names), strict=True)
+        for i, (url, (_, before)) in enumerate(self._seen.items()):
+            now = infos[i]
             if now is None:
                 yield f"{url} is gone"
             elif now.size != before.size:
@@ -63,19 +74,6 @@ class SourceFiles:
                     f" version is {now.version}, and was {before.version})"
                 )
 
-    def _now(self) -> Sequence[FileInfo | None]:
-        seen = self.seen
-        # of one root behind a network, files are asked for together; on a disk each root has a
-        # boundary of its own
-        together: dict[object, list[int]] = defaultdict(list)
-        for i, (files, _) in enumerate(seen):
-            together[files.url() if files.is_remote else files].append(i)
-        now: dict[int, FileInfo | None] = {}
-        for places in together.values():
-            names = [seen[i][1].name for i in places]
-            now |= zip(places, stat_all(seen[places[0]][0], names), strict=True)
-        return [now[i] for i in range(len(seen))]
-
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""
         changes = list(self.changes())
@@ -88,18 +86,9 @@ class SourceFiles:
         raise CorruptData(title, changes, remedy="Open it again when nothing writes to it.")
 
 
-@contextmanager
-def opening() -> Iterator[SourceFiles]:
+def opening() -> AbstractContextManager[SourceFiles]:
     """A context for the files that readers note in it; a nested one gives those of the outer."""
-    if (outer := _opening.get()) is not None:
-        yield outer
-        return
-    files = SourceFiles()
-    token = _opening.set(files)
-    try:
-        yield files
-    finally:
-        _opening.reset(token)
+    return outermost(_opening, SourceFiles)
 
 
 def note(files: Files, file: FileInfo) -> None:

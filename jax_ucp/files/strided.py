@@ -85,24 +85,21 @@ class _GatheredReads:
         if _is_run(out.shape, steps, out.itemsize):
             self._reads.append((at, out))
         else:
-            self._add_scattered(at, steps, out)
+            extent = sum((n - 1) * step for n, step in zip(out.shape, steps, strict=True))
+            axis = max((i for i, n in enumerate(out.shape) if n > 1), key=lambda i: steps[i])
+            if steps[axis] < GAP_BYTES and extent < WINDOW_BYTES:
+                window = self._window(extent + out.itemsize)
+                elements = np.ndarray(out.shape, out.dtype, window, strides=tuple(steps))
+                self._reads.append((at, window))
+                self._copies.append((out, elements))
+            else:
+                count = out.shape[axis]
+                length = 1 if steps[axis] >= GAP_BYTES else count // 2
+                for first in range(0, count, length):
+                    part = (slice(None),) * axis + (slice(first, first + length),)
+                    self.add(at + first * steps[axis], steps, out[part])
         if len(self._reads) >= _READS_TOGETHER:
             self.flush()
-
-    def _add_scattered(self, at: int, steps: Sequence[int], out: np.ndarray) -> None:
-        extent = sum((n - 1) * step for n, step in zip(out.shape, steps, strict=True))
-        axis = max((i for i, n in enumerate(out.shape) if n > 1), key=lambda i: steps[i])
-        if steps[axis] < GAP_BYTES and extent < WINDOW_BYTES:
-            window = self._window(extent + out.itemsize)
-            elements = np.ndarray(out.shape, out.dtype, window, strides=tuple(steps))
-            self._reads.append((at, window))
-            self._copies.append((out, elements))
-            return
-        count = out.shape[axis]
-        length = 1 if steps[axis] >= GAP_BYTES else count // 2
-        for first in range(0, count, length):
-            part = (slice(None),) * axis + (slice(first, first + length),)
-            self.add(at + first * steps[axis], steps, out[part])
 
     def _window(self, nbytes: int) -> np.ndarray:
         """So many bytes of room. There is room for WINDOW_BYTES until the next flush."""

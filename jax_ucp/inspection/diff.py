@@ -257,10 +257,10 @@ class _RunningDifference:
     @np.errstate(over="ignore", invalid="ignore")
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
         """Count a block of both arrays, which are in one line."""
-        for i in range(0, a.size, _CACHED):
-            self._add(a[i : i + _CACHED], b[i : i + _CACHED])
-
-    def _add(self, a: np.ndarray, b: np.ndarray) -> None:
+        if a.size > _CACHED:
+            for i in range(0, a.size, _CACHED):
+                self.add(a[i : i + _CACHED], b[i : i + _CACHED])
+            return
         changed = _changed(a, b)
         count = int(np.count_nonzero(changed))
         if not count and a.dtype == b.dtype:

@@ -76,11 +76,7 @@ def link_plan(checkpoint: Checkpoint, target: str, plan: LinkPlan) -> Report:
             "chunks": sum(len(array.places) for array in plan.linked.arrays.values()),
             "files": len(plan.files),
         },
-        "copied": {
-            "arrays": len(plan.copied),
-            "bytes": plan.copied_bytes,
-            "reasons": plan.reasons,
-        },
+        "copied": {"arrays": len(plan.copied), "bytes": plan.copied_bytes, "reasons": plan.reasons},
         "notes": list(checkpoint.notes),
     }
 

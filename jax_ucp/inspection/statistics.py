@@ -262,23 +262,16 @@ def _single_statistics(block: np.ndarray, scratch: np.ndarray) -> Statistics:
     if not _SQUARED[0] < magnitude < _SQUARED[1]:
         scale = 2.0 ** -min(126, max(-126, math.frexp(magnitude)[1]))
         block = np.multiply(block, np.float32(scale), out=scratch)
-    mean, deviations = _mean_and_deviations(block, scratch)
-    mean, deviations = mean / scale, deviations / scale / scale
-    return Statistics(0, block.size, 0, 0, mean, deviations, least, greatest)
-
-
-def _mean_and_deviations(block: np.ndarray, scratch: np.ndarray) -> tuple[float, float]:
-    """The mean, and the sum of squared deviations; `scratch`, maybe `block`, is overwritten."""
     total, squares = _total(block), _products(block, block)
     mean = total / block.size
     deviations = squares - total * mean
-    if deviations > squares / 16:
-        return mean, deviations
-    # they nearly cancel: once more, of what lies about the mean
-    apart = np.subtract(block, np.float32(mean), out=scratch)
-    total, squares = _total(apart), _products(apart, apart)
-    rest = total / block.size
-    return float(np.float32(mean)) + rest, max(0.0, squares - total * rest)
+    if not deviations > squares / 16:  # they nearly cancel: once more, of what lies about the mean
+        apart = np.subtract(block, np.float32(mean), out=scratch)
+        total, squares = _total(apart), _products(apart, apart)
+        rest = total / block.size
+        mean, deviations = float(np.float32(mean)) + rest, max(0.0, squares - total * rest)
+    mean, deviations = mean / scale, deviations / scale / scale
+    return Statistics(0, block.size, 0, 0, mean, deviations, least, greatest)
 
 
 def _total(a: np.ndarray) -> float:

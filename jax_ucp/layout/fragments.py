@@ -63,10 +63,7 @@ class ParamLayout:
         return replace(self, shape=tuple(shape), parts=kept)
 
     def check(self) -> None:
-        """Prove that parts have every element once, and no shard element is claimed twice.
-
-        Raises LayoutError with every hole, overlap and double claim.
-        """
+        """Raise LayoutError with every hole, overlap and element that is claimed twice."""
         if faults := self._faults:
             raise LayoutError(
                 f"{len(self.shards)} shards do not form one array of shape {self.shape}:", faults
@@ -79,13 +76,12 @@ class ParamLayout:
             return ()
         if strays := list(self._strays()):
             return strays
-        overlaps = list(self._overlaps())
-        return [
-            *overlaps,
-            *self._holes(bool(overlaps)),
-            *self._double_claims(),
-            *self._missing_replicas(),
-        ]
+        faults = list(self._overlaps())
+        faults += [*self._holes(bool(faults)), *self._double_claims()]
+        for box, parts in self.replicas.items() if self.averaged else ():
+            if absent := sorted(set(range(len(self.shards))) - {part.input for part in parts}):
+                faults.append(f"the mean of {box} lacks shards {absent}")
+        return faults
 
     @property
     def is_one_shard(self) -> bool:
@@ -181,13 +177,6 @@ class ParamLayout:
                     f"double claim: {sources[i]} and {sources[j]} of shard {shard} share elements,"
                     f" for {parts[i].target_box} and {parts[j].target_box}"
                 )
-
-    def _missing_replicas(self) -> Iterable[str]:
-        if self.averaged:
-            for box, parts in self.replicas.items():
-                absent = sorted(set(range(len(self.shards))) - {part.input for part in parts})
-                if absent:
-                    yield f"the mean of {box} lacks shards {absent}"
 
 
 def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int, int]]:

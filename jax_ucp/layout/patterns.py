@@ -94,7 +94,12 @@ class Sharded:
                 f" {max(self.axes)}"
             )
         places = list(itertools.product(*map(range, grid)))
-        edges = self._edges(grid, places, shards)
+        sizes = [[0] * n for n in grid]
+        for place, shard in zip(places, shards, strict=True):
+            for k, axis in enumerate(self.axes):
+                sizes[k][place[k]] = shard[axis]
+        # for each of `axes` where the ranks' parts of it begin, and where the last one ends
+        edges = [[0, *accumulate(row)] for row in sizes]
         shape = list(shards[0])
         for axis, ends in zip(self.axes, edges, strict=True):
             shape[axis] = ends[-1]
@@ -111,16 +116,6 @@ class Sharded:
             if target.size:
                 parts.append(box_part(rank, Box.whole(shard), target))
         return ParamLayout(tuple(shape), tuple(shards), tuple(parts))
-
-    def _edges(
-        self, grid: Sequence[int], places: Sequence[tuple[int, ...]], shards: Sequence[Shape]
-    ) -> list[list[int]]:
-        """For each of `axes` where the ranks' parts of it begin, and where the last one ends."""
-        sizes = [[0] * n for n in grid]
-        for place, shard in zip(places, shards, strict=True):
-            for k, axis in enumerate(self.axes):
-                sizes[k][place[k]] = shard[axis]
-        return [[0, *accumulate(row)] for row in sizes]
 
 
 @dataclass(frozen=True)

@@ -192,11 +192,7 @@ class _Tree:
 
 
 def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> list[LeafLayout]:
-    """The layouts of a leaf that are made of these parameters alone.
-
-    Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable
-    if none has.
-    """
+    """The layouts that these parameters fill, of tied ones perhaps one. Raises _Unmappable."""
     layouts = [layout for layout in (form.layout, *form.copies) if {*layout.params} <= {*params}]
     if layouts:
         return layouts

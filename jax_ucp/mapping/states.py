@@ -33,10 +33,7 @@ class States:
         return self.at[self.params]
 
     def with_buffers(self, is_named: Callable[[str], bool]) -> States:
-        """The states with the buffers that have these names among the parameters.
-
-        Raises TreeMismatch where a name is that of a parameter too.
-        """
+        """The states with named buffers among parameters. Raises TreeMismatch for a name twice."""
         buffers = self.at.get(BUFFER, {})
         named = {name: leaf for name, leaf in buffers.items() if is_named(name)}
         if twice := sorted(named.keys() & self.weights.keys()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -44,10 +44,24 @@ class ReadRequest:
 
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
         """The elements of each box, in aligned memory of its own; every chunk is read once."""
-        return self._cast(read_boxes(self.source, self.key, boxes)) if boxes else []
+        return list(map(self.cast, read_boxes(self.source, self.key, boxes))) if boxes else []
 
-    def _cast(self, parts: Iterable[np.ndarray]) -> list[np.ndarray]:
-        return [_cast(self.key, data, self.dtype) for data in parts]
+    def cast(self, data: np.ndarray) -> np.ndarray:
+        """The data as `dtype`. Raises TreeMismatch if integers would change: only floats round."""
+        if data.dtype == self.dtype:
+            return data
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            result = data.astype(self.dtype)
+        if jnp.issubdtype(data.dtype, jnp.floating):
+            return result
+        changed = result.astype(data.dtype) != data
+        if changed.any():
+            raise TreeMismatch(
+                f"{self.key}: values of {data.dtype} do not fit {self.dtype}:"
+                f" {data[changed].flat[0]} would become {result[changed].flat[0]}. Restore it as it"
+                " is; on devices that needs jax_enable_x64 where it has 64 bits"
+            )
+        return result
 
     def array_of(self, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
         """The array made of its boxes, or of one around all of them."""
@@ -109,7 +123,7 @@ def read_at_once(
     wanted = [request for request in requests if request.boxes]
     parts = iter(read_boxes_of_each(source, [(r.key, list(r.boxes)) for r in wanted]))
     for request in requests:
-        data = request._cast(next(parts)) if request.boxes else []
+        data = list(map(request.cast, next(parts))) if request.boxes else []
         yield request.array_of(dict(zip(request.boxes, data, strict=True)))
 
 
@@ -180,24 +194,6 @@ def output_buffers(request: ReadRequest) -> OutputBuffers | None:
     device = next(iter(request.sharding.addressable_devices))
     usual = request.sharding.memory_kind in (None, device.default_memory().kind)
     return DeviceBuffers(request, request.sharding) if usual else None
-
-
-def _cast(key: str, data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The data as `dtype`. Raises TreeMismatch if integers would change: only floats round."""
-    if data.dtype == dtype:
-        return data
-    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
-        result = data.astype(dtype)
-    if jnp.issubdtype(data.dtype, jnp.floating):
-        return result
-    changed = result.astype(data.dtype) != data
-    if changed.any():
-        raise TreeMismatch(
-            f"{key}: values of {data.dtype} do not fit {dtype}: {data[changed].flat[0]} would"
-            f" become {result[changed].flat[0]}. Restore it as it is; on devices that needs"
-            " jax_enable_x64 where it has 64 bits"
-        )
-    return result
 
 
 @functools.partial(jax.jit, donate_argnums=0)

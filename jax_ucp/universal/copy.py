@@ -197,10 +197,7 @@ def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
 
 
 def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
-    """The stored chunk, if it is larger than a block and divides the array; else None.
-
-    None too if a length has only large divisors. With it no block is in two stored chunks.
-    """
+    """The stored chunk, if larger than a block and dividing the array in small factors; or None."""
     if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
         return None
     fits = all(

@@ -126,7 +126,12 @@ def _key(name: str, i: int) -> str:
 
 def _source(folder: Files, source: SourceFile) -> tuple[FilePath, FileInfo]:
     """The file that was linked. Raises CorruptData where it is gone, or another."""
-    path = source_path(folder, source.name)
+    # below the folder of the link, or where a symbolic link of its own leads
+    first, _, rest = source.name.partition("/")
+    target = folder.link(first) if first.startswith(LINK_FOLDER) and rest else None
+    path = FilePath(folder, source.name)
+    if target is not None and os.path.isabs(target):
+        path = file_path(target) / rest
     info = path.info()
     again = (
         "The checkpoint has no copy of it. Bring back the file as it was, or link or convert its"
@@ -143,15 +148,6 @@ def _source(folder: Files, source: SourceFile) -> tuple[FilePath, FileInfo]:
             f" the version {source.version}. {again}"
         )
     return path, info
-
-
-def source_path(folder: Files, name: str) -> FilePath:
-    """The file of a link: below its folder, or where a symbolic link of its own leads."""
-    first, _, rest = name.partition("/")
-    target = folder.link(first) if first.startswith(LINK_FOLDER) and rest else None
-    if target is not None and os.path.isabs(target):
-        return file_path(target) / rest
-    return FilePath(folder, name)
 
 
 def linked_fault(metadata: Metadata) -> str | None:

@@ -180,11 +180,12 @@ def with_checksums(plan: LinkPlan) -> LinkPlan:
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
         for name, array in linked.arrays.items():
             nbytes = math.prod(array.chunk) * linked.infos[name].dtype.itemsize
-            for i, (file, offset) in enumerate(array.places):
-                yield nbytes, partial(sum_into, crcs[name], i, data[file], offset, nbytes)
+            for i in range(len(array.places)):
+                yield nbytes, partial(sum_run, name, i, nbytes)
 
-    def sum_into(sums: np.ndarray, i: int, file: FileRange, offset: int, nbytes: int) -> None:
-        sums[i] = zlib.crc32(file.read(offset, offset + nbytes))
+    def sum_run(name: str, i: int, nbytes: int) -> None:
+        file, offset = linked.arrays[name].places[i]
+        crcs[name][i] = zlib.crc32(data[file].read(offset, offset + nbytes))
 
     run_bounded(jobs(), plan.copy.budget_bytes, any(file.is_remote for file in data))
     arrays = {

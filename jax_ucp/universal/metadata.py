@@ -33,9 +33,7 @@ VERSION, STACKED, LATEST = 1, 2, 3
 # which becomes three.
 MAX_VALUE_DEPTH = 320
 
-
 _Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
-
 
 _Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_AXES)]
 

@@ -97,10 +97,7 @@ def _value_type(leaf: Leaf) -> str:
 
 def _tree_entry(leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     value_type = _value_type(leaf)
-    value: dict[str, Any] = {
-        "value_type": value_type,
-        "skip_deserialize": value_type in NOT_STORED,
-    }
+    value: dict[str, Any] = {"value_type": value_type, "skip_deserialize": value_type in NOT_STORED}
     if value_type == "jax.Array":
         value["write_shape"] = arrays[leaf.name]
     keys: list[dict[str, Any]] = []

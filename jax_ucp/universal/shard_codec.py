@@ -14,12 +14,13 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import google_crc32c
 import numpy as np
 
 from jax_ucp.arrays.budget import batches
+from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.copying import mid_page
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
@@ -355,11 +356,12 @@ def _wanted_chunks(shard: OuterChunk) -> dict[Shape, list[tuple[Box, np.ndarray]
     return places
 
 
-def read_unit(chunks: Chunks, itemsize: int) -> Shape:
-    """The block that is read whole if any of it is wanted: an inner chunk, or a small file."""
-    count = math.prod(_inner_grid(chunks))
-    nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY_BYTES) + CRC_BYTES
-    return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
+@functools.lru_cache(maxsize=1024)
+def with_read_unit(info: ArrayInfo, chunks: Chunks) -> ArrayInfo:
+    """The info with the block that is read whole for any of it: an inner chunk, or a small file."""
+    nbytes = math.prod(chunks.inner) * info.dtype.itemsize + CRC_BYTES + _ENTRY_BYTES
+    is_small = math.prod(_inner_grid(chunks)) * nbytes + CRC_BYTES <= WHOLE_BYTES
+    return replace(info, chunk=chunks.outer if is_small else chunks.inner)
 
 
 def _inner_grid(chunks: Chunks) -> Shape:

@@ -41,9 +41,13 @@ def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, Shape, Hashable]]) -> dict[s
     alike: dict[tuple[ArrayInfo, Shape, Hashable], list[str]] = defaultdict(list)
     for name, piece in pieces.items():
         alike[piece].append(name)
-    groups = {
-        piece: names for piece, names in alike.items() if len(names) > 1 and _is_stacked(*piece)
-    }
+    groups: dict[tuple[ArrayInfo, Shape, Hashable], list[str]] = {}
+    for piece, names in alike.items():
+        info, cell, _ = piece
+        is_packed = info.nbytes <= SMALL_BYTES
+        has_small_pieces = math.prod(cell) * info.dtype.itemsize <= STACK_CELL_BYTES
+        if len(names) > 1 and has_small_pieces and not is_packed:
+            groups[piece] = names
     if sum(map(len, groups.values())) < STACK_FROM:
         return {}
     alone = sum(math.prod(grid_shape(info.shape, cell)) for info, cell, _ in pieces.values())
@@ -51,12 +55,6 @@ def stacks_of(pieces: Mapping[str, tuple[ArrayInfo, Shape, Hashable]]) -> dict[s
     if alone + len(pieces) <= MAX_ENTRIES < alone + more + len(pieces):
         return {}
     return {stack_name(i): names for i, names in enumerate(groups.values())}
-
-
-def _is_stacked(info: ArrayInfo, cell: Shape, common: Hashable) -> bool:
-    """Whether an array is large enough not to be packed, and its pieces are small."""
-    piece_bytes = math.prod(cell) * info.dtype.itemsize
-    return info.nbytes > SMALL_BYTES and piece_bytes <= STACK_CELL_BYTES
 
 
 def _more_keys(info: ArrayInfo, cell: Shape) -> int:

@@ -54,9 +54,9 @@ from jax_ucp.universal.shard_codec import (
     chunk_bytes,
     read_at_once,
     read_shard,
-    read_unit,
     shard_bytes,
     shard_parts,
+    with_read_unit,
 )
 from jax_ucp.universal.stacks import (
     Stacks,
@@ -109,7 +109,7 @@ class ZarrStore(ArraySource):
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
         self._packs: dict[FileInfo, ReadAhead] = {}
-        self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
+        self._arrays = {key: with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -295,11 +295,11 @@ class ZarrStore(ArraySource):
                 " checkpoint."
             ) from None
 
-    def content(self, name: str) -> bytes | None:
-        """The bytes of a file beside the arrays; None if it does not exist."""
-        if file := self.seen.get(name) if self.directory.is_remote else None:
-            return read_bytes(self.directory, file)
-        return read_file(self.directory, name)
+    def digest_now(self, name: str) -> str | None:
+        """The digest of a file beside the arrays, as it is; None if it does not exist."""
+        file = self.seen.get(name) if self.directory.is_remote else None
+        data = read_bytes(self.directory, file) if file else read_file(self.directory, name)
+        return None if data is None else digest(data)
 
     def has_kept(self, name: str) -> bool:
         """Whether a file still has the version that was written here."""
@@ -411,11 +411,6 @@ def _chunks(outer: Shape, inner: Shape) -> Chunks:
     return Chunks(outer, inner)
 
 
-@functools.lru_cache(maxsize=1024)
-def _with_read_unit(info: ArrayInfo, chunks: Chunks) -> ArrayInfo:
-    return replace(info, chunk=read_unit(chunks, info.dtype.itemsize))
-
-
 def require_storable(label: str, dtype: np.dtype) -> None:
     if not storable(dtype):
         raise UnsupportedLeaf(
@@ -513,28 +508,25 @@ def _index_entries(
     keys = [key for key in store.arrays() if key not in stacks]
     # an array's keys begin with its name and a slash: no key of another sorts between them
     for key in sorted([*keys, *homes, *linked.arrays], key="{}/".format):
-        if key in linked.arrays:
-            values = linked.values(key)
-        else:
-            values = _values_of_member(store, *homes[key]) if key in homes else _values(store, key)
+        is_linked = key in linked.arrays
+        values = linked.values(key) if is_linked else _values(store, *homes.get(key, (key, None)))
         found = {f"{key}/{name}".encode(): value for name, value in values}
         yield from ((name, found[name]) for name in sorted(found))
 
 
-def _values(store: ZarrStore, key: str) -> Iterator[tuple[str, Value]]:
+def _values(store: ZarrStore, key: str, i: int | None) -> Iterator[tuple[str, Value]]:
+    """The index entries of an array, or of the i-th array of a stack, by keys below its name."""
     info, chunks = store.arrays()[key], store.chunks[key]
-    yield "zarr.json", zarr_json(info, chunks)
-    for _, _, name, nbytes in _outer_chunks(info, chunks):
-        file, offset = store.find(f"{key}/{name}")
-        yield name, ValueRange(file, offset or 0, nbytes)
-
-
-def _values_of_member(store: ZarrStore, stack: str, i: int) -> Iterator[tuple[str, Value]]:
-    info, chunks = store.arrays()[stack], store.chunks[stack]
-    nbytes = chunk_bytes(chunks, info.dtype)
+    if i is None:
+        yield "zarr.json", zarr_json(info, chunks)
+        for _, _, name, nbytes in _outer_chunks(info, chunks):
+            file, offset = store.find(f"{key}/{name}")
+            yield name, ValueRange(file, offset or 0, nbytes)
+        return
     yield "zarr.json", zarr_json(member_info(info), member_chunks(chunks))
+    nbytes = chunk_bytes(chunks, info.dtype)
     for place, outer, offset in member_places(info, chunks, i):
-        yield chunk_name(place), ValueRange(f"{stack}/{chunk_name(outer)}", offset, nbytes)
+        yield chunk_name(place), ValueRange(f"{key}/{chunk_name(outer)}", offset, nbytes)
 
 
 def _stored_array(store: ZarrStore, key: str) -> ArrayRecord:
@@ -661,12 +653,7 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     """A line for each fault of the files beside the array data, or of the set of files."""
     faults = missing_files(metadata, store)
     unknown = [name for name in metadata.files if not store.has_kept(name)]
-
-    def digest_now(name: str) -> str | None:
-        data = store.content(name)
-        return None if data is None else digest(data)
-
-    found = each_file(store.directory, digest_now, unknown)
+    found = each_file(store.directory, store.digest_now, unknown)
     for name, now in zip(unknown, found, strict=True):
         if now not in (None, metadata.files[name]):
             faults.append(

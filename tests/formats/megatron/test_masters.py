@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from helpers import MemoryStore
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.arrays.remainders import joined_halves
+from jax_ucp.arrays.remainders import Halves
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.assemble import ContentsBuilder
@@ -56,7 +56,8 @@ def test_halves_of_any_32_bits_are_joined_to_them(bits):
     masters = np.array(bits, np.uint32).view(np.float32)
     remainders = masters.view(np.uint32).astype(np.uint16).view(np.int16)
     for low in (remainders, remainders.astype(np.float32)):
-        assert same_bits(joined_halves(rounded_half_up(masters), low), masters)
+        parts = {"weights": rounded_half_up(masters), "low": low}
+        assert same_bits(Halves().values(Box.whole(masters.shape), parts), masters)
 
 
 def test_widened_remainders_that_are_no_whole_numbers_are_refused(tmp_path):
