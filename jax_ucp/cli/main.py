@@ -60,31 +60,27 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BaseException as error:
-            if ctx.invoked_subcommand != "run":  # whose errors are those of somebody's program
-                _end_in_words(ctx, error)
+            if ctx.invoked_subcommand == "run":  # whose errors are those of somebody's program
+                raise
+            match error:
+                case KeyboardInterrupt():
+                    command = ctx.invoked_subcommand or ""
+                    click.echo(f"stopped: {_AGAIN.get(command, _NOTHING_WRITTEN)}", err=True)
+                    sys.exit(STOPPED)
+                case BrokenPipeError():
+                    sys.stdout = None  # the reader has what it wanted; nothing can be flushed
+                    sys.exit(0)
+                case click.UsageError():
+                    shown = visible_lines(error.format_message())
+                    if shown != error.format_message():
+                        raise click.UsageError(shown, ctx=error.ctx) from None
+                case UCPError() | OSError():
+                    raise click.ClickException(visible_lines(str(error))) from None
+                case MemoryError():
+                    raise click.ClickException(
+                        f"there is not enough memory: {visible_lines(str(error))}"
+                    ) from None
             raise
-
-
-def _end_in_words(ctx: click.Context, error: BaseException) -> None:
-    """End with a message for an error that users may meet; return for any other one."""
-    match error:
-        case KeyboardInterrupt():
-            command = ctx.invoked_subcommand or ""
-            click.echo(f"stopped: {_AGAIN.get(command, _NOTHING_WRITTEN)}", err=True)
-            sys.exit(STOPPED)
-        case BrokenPipeError():
-            sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
-            sys.exit(0)
-        case click.UsageError():
-            shown = visible_lines(error.format_message())
-            if shown != error.format_message():
-                raise click.UsageError(shown, ctx=error.ctx) from None
-        case UCPError() | OSError():
-            raise click.ClickException(visible_lines(str(error))) from None
-        case MemoryError():
-            raise click.ClickException(
-                f"there is not enough memory: {visible_lines(str(error))}"
-            ) from None
 
 
 @click.group(

@@ -77,10 +77,9 @@ class Hub(ReadOnlyFiles):
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
         prefix = f"{self.key(folder)}/".lstrip("/")
-        inside = len(f"{self._prefix}/") if self._prefix else 0
         for key, file in sorted(self._files.items()):
             if key.startswith(prefix):
-                yield FileInfo(key[inside:], file.size, file.version)
+                yield FileInfo(key[self._inside :], file.size, file.version)
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
         start = len(f"{folder}/") if folder else 0

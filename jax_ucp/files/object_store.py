@@ -67,9 +67,9 @@ class Bucket(RemoteFiles):
     def list(self, folder: str = "") -> Sequence[FileInfo]:
         prefix = self.key(folder)
         found = self._ask(folder, lambda: obstore().list_with_delimiter(self._store, prefix))
-        inside = len(f"{self._prefix}/") if self._prefix else 0
-        folders = [FileInfo(key[inside:], 0, "", "folder") for key in found["common_prefixes"]]
-        files = [_info(meta["path"][inside:], meta) for meta in found["objects"]]
+        prefixes = found["common_prefixes"]
+        folders = [FileInfo(key[self._inside :], 0, "", "folder") for key in prefixes]
+        files = [_info(meta["path"][self._inside :], meta) for meta in found["objects"]]
         # a key may be a file and what others begin with: the file is what has a name of its own
         names = {file.name for file in files} | {folder}
         folders = [entry for entry in folders if entry.name not in names]
@@ -79,9 +79,8 @@ class Bucket(RemoteFiles):
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
         """Every file below a folder, a thousand by one request."""
         prefix = self.key(folder)
-        inside = len(f"{self._prefix}/") if self._prefix else 0
         pages = self._ask(folder, lambda: [*obstore().list(self._store, prefix)])
-        found = [_info(meta["path"][inside:], meta) for page in pages for meta in page]
+        found = [_info(meta["path"][self._inside :], meta) for page in pages for meta in page]
         files = sorted(found, key=lambda file: file.name)
         folders = {folder}.union(*(_folders(file.name) for file in files))
         yield from (file for file in files if file.size or file.name not in folders)

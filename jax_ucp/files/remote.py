@@ -118,6 +118,11 @@ class RemoteFiles(Files):
             check_name(name)
         return self._key(name)
 
+    @property
+    def _inside(self) -> int:
+        """Where the names of files here begin in their keys."""
+        return len(f"{self._prefix}/") if self._prefix else 0
+
     def _key(self, name: str) -> str:
         return "/".join(filter(None, (self._prefix, name)))
 

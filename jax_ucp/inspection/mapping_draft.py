@@ -79,8 +79,18 @@ def mapping_draft(params: Mapping[str, Shape], leaves: Mapping[str, Shape]) -> s
     lengths = itertools.starmap("{}: {}".format, sorted(set(_AXIS.findall(rules))))
     sizes = f"sizes: {{{', '.join(lengths)}}}"
     body = "leaves:" if decided else "leaves: []"
-    lines = [_TITLE, count, sizes, body, rules, *_comments(sources, targets, fits, pairs)]
-    return "\n".join(filter(None, lines)) + "\n"
+    # each family, of both sides, that no rule names
+    left: list[str] = []
+    for source in itertools.filterfalse({fit.source for fit in pairs}.__contains__, sources):
+        candidates = [fit.target.name for fit in fits if fit.source == source]
+        shown = candidates[:MOST_NAMED]
+        if more := len(candidates) - len(shown):
+            shown.append(f"{more} more")
+        listed = " or ".join(shown) or "nothing in the model"
+        left.append(f"# open: {source.name} {list(source.shape)} fits {listed}")
+    for target in itertools.filterfalse({fit.target for fit in pairs}.__contains__, targets):
+        left.append(f"# open: {target.name} {list(target.axes)} of the model")
+    return "\n".join(filter(None, [_TITLE, count, sizes, body, rules, *left])) + "\n"
 
 
 def _families(shapes: Mapping[str, Shape]) -> list[_Family]:
@@ -117,24 +127,20 @@ def _ways(source: _Family, target: _Family) -> Iterator[tuple[str, str]]:
     if target.counts not in ((), source.counts):
         return
     stacked = () if target.counts else source.counts
-    for groups in _groupings(target.shape, (*stacked, *source.shape)):
-        if {1}.issuperset(map(len, groups[: len(stacked)])):
-            yield _axes(target, groups, stacked)
-
-
-def _groupings(shape: Shape, lengths: Shape) -> Iterator[list[list[int]]]:
-    """The ways to put the axes of a shape in groups, in order, that have these lengths."""
+    shape, lengths = target.shape, (*stacked, *source.shape)
     is_too_large = len(shape) > len(_SUFFIXES) or len(lengths) ** len(shape) > MOST_WAYS
     if is_too_large or math.prod(shape) != math.prod(lengths):
         return
+    # the target's axes, in order, in groups that have the lengths of the source's
     for owners in itertools.product(range(len(lengths)), repeat=len(shape)):
         groups: list[list[int]] = [[] for _ in lengths]
         products = [1] * len(lengths)
         for axis, owner in enumerate(owners):
             groups[owner].append(axis)
             products[owner] *= shape[axis]
-        if all(groups) and products == [*lengths]:
-            yield groups
+        are_single = {1}.issuperset(map(len, groups[: len(stacked)]))
+        if all(groups) and products == [*lengths] and are_single:
+            yield _axes(target, groups, stacked)
 
 
 def _axes(
@@ -180,23 +186,3 @@ def _rule(fit: _Fit) -> str:
     lines = "\n".join(texts).replace("\n", "\n# ")
     title = f"# open: axes of one length fit in {len(fit.ways)} ways; which is right, no shape says"
     return f"{title}\n# {lines}"
-
-
-def _comments(
-    sources: Sequence[_Family],
-    targets: Sequence[_Family],
-    fits: Sequence[_Fit],
-    pairs: Sequence[_Fit],
-) -> Iterator[str]:
-    """A comment for each family, of both sides, that no rule names."""
-    paired = {fit.source for fit in pairs}
-    for source in itertools.filterfalse(paired.__contains__, sources):
-        candidates = [fit.target.name for fit in fits if fit.source == source]
-        shown = candidates[:MOST_NAMED]
-        if left := len(candidates) - len(shown):
-            shown.append(f"{left} more")
-        listed = " or ".join(shown) or "nothing in the model"
-        yield f"# open: {source.name} {list(source.shape)} fits {listed}"
-    paired = {fit.target for fit in pairs}
-    for target in itertools.filterfalse(paired.__contains__, targets):
-        yield f"# open: {target.name} {list(target.axes)} of the model"

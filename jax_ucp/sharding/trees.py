@@ -77,12 +77,8 @@ def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> It
     except ValueError as error:
         raise UnsupportedLeaf(f"{_label(path)} has keys that JAX cannot sort: {error}") from None
     if len(children) == 1 and children[0][0] == ():
-        is_stand_in = isinstance(tree, StandIn)
-        yield (
-            TreeNode(path, tree.value, axes, tree.original)
-            if is_stand_in
-            else TreeNode(path, tree, axes)
-        )
+        value, original = (tree.value, tree.original) if isinstance(tree, StandIn) else (tree, None)
+        yield TreeNode(path, value, axes, original)
         return
     if not children:
         yield TreeNode(path, tree)
