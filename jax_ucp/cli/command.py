@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import jax_ucp
+from jax_ucp.arguments import local_path
 from jax_ucp.checkpoint import open_with
 from jax_ucp.cli.options import COMMON, FEW, SECTIONS
 from jax_ucp.errors import WorkerError
-from jax_ucp.mapping.rules import inverse_chain, load_chain
+from jax_ucp.mapping.rules import inverse_chain
 from jax_ucp.options import Options
 
 if TYPE_CHECKING:
@@ -127,7 +128,9 @@ class Arguments(SimpleNamespace):
         UsageError if options of their own are given without one.
         """
         if self.mapping is not None:
-            mappings = load_chain(self.mapping)
+            is_file = local_path(self.mapping).is_file()  # with a comma in its name, perhaps
+            names = [self.mapping] if is_file else self.mapping.split(",")
+            mappings = [jax_ucp.Mapping.load(name.strip()) for name in names]
             return inverse_chain(mappings) if self.inverse else mappings
         if any(getattr(self, name) not in (None, False, ()) for name in its_own):
             flags = " and ".join(f"--{name}" for name in its_own)

@@ -443,13 +443,6 @@ def _of_package(name: str) -> Mapping:
     return Mapping.parse((_MAPPINGS / f"{name}.yaml").read_text(encoding="utf-8"), f"{name}.yaml")
 
 
-def load_chain(source: str) -> list[Mapping]:
-    """The mappings `A,B` that follow one another. Raises SpecError as `Mapping.load` does."""
-    if "," not in source or local_path(source).is_file():
-        return [Mapping.load(source)]
-    return [Mapping.load(name.strip()) for name in source.split(",")]
-
-
 def inverse_chain(mappings: Sequence[Mapping]) -> list[Mapping]:
     """The mappings that undo these, the last first."""
     return [mapping.inverse() for mapping in reversed(mappings)]

@@ -74,6 +74,7 @@ COPIES_IN_FLIGHT = 3
 
 # A stored chunk is cut into lengths that divide it. A part of at most this length may stay whole.
 LARGEST_PART = 512
+_SMOOTH = (2 * 3 * 5 * 7) ** 62  # what a length shares with it are all its factors up to 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,22 +202,10 @@ def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
     if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
         return None
     fits = all(
-        n == c or (n % c == 0 and _rough_part(c) <= LARGEST_PART)
+        n == c or (n % c == 0 and c // math.gcd(c, _SMOOTH) <= LARGEST_PART)
         for n, c in zip(info.shape, chunk, strict=True)
     )
     return chunk if fits else None
-
-
-def _rough_part(length: int) -> int:
-    """A length without its prime factors up to 7.
-
-    >>> _rough_part(2048), _rough_part(50257 * 8)
-    (1, 50257)
-    """
-    for divisor in (2, 3, 5, 7):
-        while length % divisor == 0:
-            length //= divisor
-    return length
 
 
 class UniversalTarget(Target[CopyBlock]):
