@@ -38,7 +38,6 @@ from jax_ucp.shard_spec.expressions import (
     unmet,
     values_of,
 )
-from jax_ucp.shard_spec.rules import regex_of
 
 MISSING_SHOWN = 3
 # An axis of so many layers and experts that each becomes a leaf is of no model.
@@ -382,19 +381,22 @@ def _claimed(
         # Nothing is meant by a rule with an axis or an index of length zero.
         if not of_rule and not any(lengths.get(name) == 0 for name in rule.names):
             faults.append(f"{rule.label} finds no parameter")
-        for key, length in {**rule.blocks, **lengths}.items():
-            if of_rule and key in of_rule[0].shared:
-                numbers = {instance.shared[key] for instance in of_rule}
-                missing = (str(i) for i in range(length) if str(i) not in numbers)
-                if first := next(missing, None):
-                    faults.append(
-                        f"{rule.label} finds no parameter with {key} = {first}, of {length}"
-                    )
+        limits = {**rule.blocks, **lengths} if of_rule else {}
+        limits = {key: n for key, n in limits.items() if key in of_rule[0].shared}
+        for keys in (*zip(limits), tuple(limits)):  # each alone, and together
+            numbers = {tuple(map(instance.shared.__getitem__, keys)) for instance in of_rule}
+            every = itertools.product(*(map(str, range(limits[key])) for key in keys))
+            if first := next((one for one in every if one not in numbers), None):
+                which = (
+                    f"{key} = {i}, of {limits[key]}" for key, i in zip(keys, first, strict=True)
+                )
+                faults.append(f"{rule.label} finds no parameter with {' and '.join(which)}")
+                break
     faults += _uneven(instances, lengths)
     skipped: dict[str, str] = {}
     claims: dict[str, list[str]] = defaultdict(list)
-    for skip, regex in _skips_by_name(mapping):
-        for name in filter(regex.fullmatch, shapes):
+    for skip in mapping.skips:
+        for name in _skipped(skip, shapes, lengths):
             skipped[name] = skip.reason
             claims[name].append(f"skip {skip.param!r}")
     for instance in instances:
@@ -427,11 +429,13 @@ def _claim_faults(
         yield f"{names[0]} {list(shape)}{others}: {fault}"
 
 
-def _skips_by_name(mapping: LeafMapping) -> Iterator[tuple[Skip, re.Pattern[str]]]:
-    """The skips that name parameters, each with the regular expression of the names."""
-    for skip in mapping.skips:
-        if skip.param != REST:
-            yield skip, re.compile(regex_of(skip.param))
+def _skipped(skip: Skip, names: Collection[str], lengths: Mapping[str, int]) -> Iterator[str]:
+    """Those of the names that it skips."""
+    if "*" in skip.param:
+        yield from filter(skip.regex.fullmatch, names)
+    elif (pattern := parse_name(skip.param)).sizes <= lengths.keys():
+        numbered = str(pattern.with_numbers(lengths))
+        yield from (name for name in names if values_in(numbered, name, lengths) is not None)
 
 
 def _uneven(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:
@@ -772,5 +776,5 @@ def takes_buffer(mapping: LeafMapping, name: str) -> bool:
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
     regexes = [name_regex(name) for rule in mapping.rules for name in (*rule.params, *rule.tied)]
-    regexes += [regex for _, regex in _skips_by_name(mapping)]
+    regexes += [skip.regex for skip in mapping.skips]
     return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]

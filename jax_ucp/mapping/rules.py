@@ -32,7 +32,7 @@ from jax_ucp.arrays.contents import STORED
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.axes import ONES, REST, Expression, components, is_padding, parse
 from jax_ucp.mapping.model_config import settings_in
-from jax_ucp.mapping.names import NamePattern, parse_name
+from jax_ucp.mapping.names import NamePattern, name_regex, parse_name
 from jax_ucp.shard_spec.document import Document, document, dumped, fields
 from jax_ucp.shard_spec.expressions import Size, condition, is_number, names_in
 from jax_ucp.shard_spec.rules import regex_of
@@ -186,12 +186,17 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters to skip, with the reason. `*` is any text, `{layer}` one part of the name, and
-    `...` all that no rule and no other skip claims.
+    """Parameters to skip, with the reason. `*` is any text, and braces are then one part of a name,
+    and else what they are in rules. `...` is all that no rule and no other skip claims.
     """
 
     param: str
     reason: str
+
+    @property
+    def regex(self) -> re.Pattern[str]:
+        """The names that it stands for, or more."""
+        return re.compile(regex_of(self.param)) if "*" in self.param else name_regex(self.param)
 
 
 @dataclass(frozen=True)
@@ -653,8 +658,9 @@ def _skip(item: object, place: str) -> Skip:
     content = fields(item, "what is skipped", {"param", "reason"}, set())
     if not isinstance(content["param"], str) or not _is_text(content["reason"]):
         raise SpecError("what is skipped has a param, which is a name, and a reason")
-    regex_of(content["param"])
-    return Skip(**content)
+    skip = Skip(**content)
+    _ = skip.regex  # raises SpecError
+    return skip
 
 
 def _is_text(value: object) -> bool:

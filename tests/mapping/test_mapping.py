@@ -245,6 +245,36 @@ def test_what_is_skipped_is_named_as_in_a_spec():
         bind(mapping(text), {"h.1.2.w[0]": (1,)}, {}, {})
 
 
+def test_what_is_skipped_may_be_layers_by_their_numbers():
+    text = """sizes: {own: layers - shared, shared: shared}
+leaves:
+- {param: "h.{own}.k", axes: a, leaf: {k: own a}}
+skip:
+- {param: "h.{shared+own}.k", reason: not read}
+"""
+    shapes = {f"h.{i}.k": (3,) for i in range(5)}
+    bound = bind(mapping(text), shapes, {}, {"layers": 5, "shared": 2})
+    assert bound.skipped == {"h.3.k": "not read", "h.4.k": "not read"}
+    assert bound.leaves["k"].layout.shape == (3, 3)
+    bind(mapping(text), {f"h.{i}.k": (3,) for i in range(3)}, {}, {"layers": 5, "shared": 2})
+    with pytest.raises(LayoutError, match=r"h\.5\.k \[3\]: claimed by no rule"):
+        bind(mapping(text), shapes | {"h.5.k": (3,)}, {}, {"layers": 5, "shared": 2})
+    with pytest.raises(LayoutError, match=r"own = 3 .* but the array has 2 there"):
+        bind(mapping(text), {"h.0.k": (3,), "h.1.k": (3,)}, {}, {"layers": 5, "shared": 2})
+
+
+def test_a_parameter_that_lacks_at_one_pair_of_numbers_is_missed():
+    text = """sizes: {block: 2, local: 2}
+leaves:
+- {param: "h.{2*block+local}.k", axes: a, leaf: "layers_{2*block+local}/k"}
+"""
+    shapes = {f"h.{layer}.k": (3,) for layer in range(4)}
+    assert len(bind(mapping(text), shapes, {}, {}).leaves) == 4
+    del shapes["h.1.k"]
+    with pytest.raises(LayoutError, match=r"with local = 1, of 2 and block = 0, of 2$"):
+        bind(mapping(text), shapes, {}, {})
+
+
 def test_leaves_of_one_name_go_back_by_the_number_of_their_axes():
     text = """leaves:
 - {param: "{layer}.dense", axes: up embed, leaf: {"layers/{layer}/w": embed up}, optional: true}
