@@ -52,6 +52,17 @@ GEMMA4 |= {"final_logit_softcapping": 30.0}
 del GEMMA4["query_pre_attn_scalar"]
 GEMMA4_MOE = {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 GEMMA4_MOE |= {"moe_intermediate_size": 8}
+# E2B and E4B, all but the lengths. So many layers amplify rounding, unless each adds little: with
+# norms near one after them, transformers in fp32 is 1.6e-4 and 1.1e-3 off what it gives in fp64,
+# and so 5e-7 and 1.1e-6.
+QUIET = ("gemma4_e2b", "gemma4_e4b")
+GEMMA4_SMALL = {**GEMMA4, "head_dim": 4, "global_head_dim": 8, "attention_k_eq_v": False}
+GEMMA4_SMALL |= {"intermediate_size": 8, "hidden_size_per_layer_input": 4}
+GEMMA4_SMALL |= {"vocab_size_per_layer_input": 64}
+GEMMA4_E2B = {**GEMMA4_SMALL, "num_hidden_layers": 35, "num_kv_shared_layers": 20}
+GEMMA4_E2B |= {"num_attention_heads": 2, "num_key_value_heads": 1, "use_double_wide_mlp": True}
+GEMMA4_E2B |= {"layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7}
+GEMMA4_E4B = {**GEMMA4_SMALL, "num_hidden_layers": 42, "num_kv_shared_layers": 18}
 LLAMA4 = {"num_hidden_layers": 8, "hidden_size": 16, "head_dim": 8, "intermediate_size": 6}
 LLAMA4 |= {"intermediate_size_mlp": 10, "num_local_experts": 4, "num_experts_per_tok": 1}
 LLAMA4 |= {"attention_chunk_size": 8, "rope_parameters": {**LLAMA3, "factor": 8.0}}
@@ -123,6 +134,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_apart": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": False, "num_hidden_layers": 6}),
     "gemma4": ("Gemma4Text", {**GEMMA4, "num_hidden_layers": 6}),
     "gemma4_moe": ("Gemma4Text", GEMMA4_MOE),
+    "gemma4_e2b": ("Gemma4Text", GEMMA4_E2B),
+    "gemma4_e4b": ("Gemma4Text", GEMMA4_E4B),
     "llama4": ("Llama4Text", LLAMA4),
     "llama4_maverick": (
         "Llama4Text",
@@ -170,6 +183,7 @@ BLOCKS = {
 BLOCKS |= {"qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3"}
 BLOCKS |= {"gpt_oss": "gpt_oss", "deepseek_v3": "deepseek", "deepseek_v2": "deepseek"}
 BLOCKS |= {"deepseek_v32": "deepseek"}
+SMALL_GEMMAS = {35: "gemma4-e2b", 42: "gemma4-e4b"}  # by their layers
 BLOCKS |= {"qwen3_next": "qwen3_next", "gemma": "gemma", "olmo2": "olmo3", "olmo3": "olmo3"}
 BLOCKS |= {
     "qwen3_5_moe_text": "qwen3_5",
@@ -184,16 +198,19 @@ NAMES |= {"deepseek_v32": "deepseek3.2-671b"}
 ROPES = {"llama3": "llama3.1", "yarn": "yarn"}
 QK_NORMS = ("qwen3", "qwen3_moe", "olmo2", "olmo3")
 EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-# What is exchanged to see logits differ: names in MaxText's tree, and the axis of the parts.
+# What is exchanged to see logits differ: names in MaxText's tree, and the axis of the parts, or
+# None where they are the arrays: keys of layers with a window, one of which later layers have too.
 CONTROLS = {"heads": ("/out/kernel$", 0), "experts": ("/wo$", 0)}
 CONTROLS |= {"heads of the indexer": ("/indexer/wq_b/kernel$", -2)}
+CONTROLS |= {"embeddings of layers": ("/embed_tokens_per_layer$", 1)}
+CONTROLS |= {"keys of layers": ("/layers_(12|13|21|22)/self_attention/key/kernel$", None)}
 # What tests have: models and MaxText's logits of every tree, or, of models that tests/decoder.py
 # does not run, what the trees are that were right.
 RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 RECORDED += ("qwen3_moe_unscaled",)
 PROVED = ("gemma2", "gemma3", "gemma3_linear", "gpt_oss", "deepseek3")
 PROVED += ("kimi_k2", "deepseek2", "deepseek2_steps", "gemma", "olmo2", "olmo3", "qwen3_next")
-PROVED += ("deepseek32", "qwen35_moe", "gemma4", "gemma4_apart", "gemma4_moe", "llama4")
+PROVED += ("deepseek32", "qwen35_moe", "gemma4", "gemma4_apart", "gemma4_moe", *QUIET, "llama4")
 PROVED += ("llama4_maverick", "seed_oss", "qwen3_omni_moe")
 
 # The same weights as the text model of one that sees, by the name of the text's.
@@ -222,8 +239,10 @@ def write(folder: Path) -> None:
         config = getattr(transformers, f"{family}Config")(**SMALL | changes)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
-            for weight in model.parameters():
+            for name_of, weight in model.named_parameters():
                 weight.mul_(4) if weight.dim() > 1 else weight.add_(torch.randn_like(weight) * 0.1)
+                if name in QUIET and ".post_" in name_of:
+                    weight.mul_(0.01)
             for name_of, bias in model.named_buffers():
                 if name_of.endswith(("e_score_correction_bias", "layer_scalar")):
                     bias.add_(torch.randn_like(bias) * 0.1)
@@ -379,23 +398,33 @@ def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | N
 
     logits, error = off(tree)
     # in MaxText's Qwen3-Next and Qwen3.5 heads and their features are one axis
-    rows = config["head_dim"] if "linear_attention" in config.get("layer_types", ()) else 1
+    rows = {"embeddings of layers": config.get("hidden_size_per_layer_input", 0)}
+    if "linear_attention" in config.get("layer_types", ()):
+        rows["heads"] = config["head_dim"]
     wrong = {
-        what: off(exchanged(tree, pattern, axis, rows if what == "heads" else 1))[1]
+        what: off(exchanged(tree, pattern, axis, rows.get(what, 1)))[1]
         for what, (pattern, axis) in CONTROLS.items()
         if not unmet and any(re.search(pattern, "/".join(path)) for path in flat(tree))
     }
     return Result(logits, error, wrong, unmet, digest(tree))
 
 
-def exchanged(tree: Any, pattern: str, axis: int, rows: int, above: str = "") -> Any:
+def exchanged(tree: Any, pattern: str, axis: int | None, rows: int) -> Any:
     """The tree, of what the pattern names with each part, so many rows, in the next one's place."""
-    if not isinstance(tree, Mapping):
-        return np.roll(tree, rows, axis) if re.search(pattern, above) else tree
-    return {
-        name: exchanged(value, pattern, axis, rows, f"{above}/{name}")
-        for name, value in tree.items()
-    }
+    named = {path: leaf for path, leaf in flat(tree).items() if re.search(pattern, "/".join(path))}
+    moved = (
+        np.roll([*named.values()], 1, 0)
+        if axis is None
+        else (np.roll(leaf, rows, axis) for leaf in named.values())
+    )
+    changed = dict(zip(named, moved, strict=True))
+
+    def with_changed(tree: Any, above: tuple[str, ...] = ()) -> Any:
+        if not isinstance(tree, Mapping):
+            return changed.get(above, tree)
+        return {name: with_changed(value, (*above, name)) for name, value in tree.items()}
+
+    return with_changed(tree)
 
 
 def digest(tree: Any) -> int:
@@ -512,6 +541,7 @@ def gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
         "global_rope_proportion": ropes["full_attention"]["partial_rotary_factor"],
         "normalize_embedding_logits": True,
         **(gemma4_experts(config) if config["enable_moe_block"] else {}),
+        **(gemma4_small(config) if config["hidden_size_per_layer_input"] else {}),
     }
 
 
@@ -520,6 +550,15 @@ def gemma4_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         "shared_experts": 1,
         "norm_topk_prob": True,
         "num_experts_per_tok": config["top_k_experts"],
+    }
+
+
+def gemma4_small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What E2B and E4B have besides."""
+    same = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers")
+    return {name: config[name] for name in (*same, "use_double_wide_mlp")} | {
+        "model_name": SMALL_GEMMAS[config["num_hidden_layers"]],
+        "decoder_block": "gemma4_small",
     }
 
 

@@ -27,6 +27,7 @@ CASES = {
     "maxtext/gemma3": ["hf-gemma3-to-maxtext", "hf-gemma3-to-tunix"],
     "maxtext/llama4": ["hf-llama4-to-maxtext"],
     "maxtext/gemma4_apart": ["hf-gemma4-to-maxtext"],
+    "maxtext/gemma4_e2b": ["hf-gemma4-small-to-maxtext"],
     "maxtext/deepseek2": ["hf-deepseek2-to-maxtext"],
     "maxtext/deepseek3": ["hf-deepseek3-to-maxtext"],
     "maxtext/deepseek32": ["hf-deepseek3-to-maxtext"],
@@ -37,12 +38,13 @@ CASES = {
 SINCE_5 = (
     "maxtext/qwen35_moe",
     "maxtext/gemma4_apart",
+    "maxtext/gemma4_e2b",
     "maxtext/llama4",
     "maxtext/seed_oss",
     "maxtext/deepseek32",
 )
 # Of these transformers 5 too reads configs of its own style alone.
-ONE_STYLE = ("maxtext/gemma4_apart",)
+ONE_STYLE = ("maxtext/gemma4_apart", "maxtext/gemma4_e2b")
 ABSENT = "absent"  # what a change has for a key that the config shall not have
 _V5_ONLY = ("rope_parameters", "dtype", "_sliding_window_pattern")
 

@@ -21,7 +21,7 @@ import jax_ucp as ucp
 from cases import DATA, Case, names_of
 from helpers import mesh_of, restored_on
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.mapping.binding import outcomes
 from jax_ucp.mapping.rules import shipped
 
@@ -52,6 +52,8 @@ CASES = [
     ("maxtext/gemma4", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_apart", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_moe", "hf-gemma4-to-maxtext", []),
+    ("maxtext/gemma4_e2b", "hf-gemma4-small-to-maxtext", []),
+    ("maxtext/gemma4_e4b", "hf-gemma4-small-to-maxtext", []),
     ("maxtext/seed_oss", "hf-seed-oss-to-maxtext", []),
     ("maxtext/llama4", "hf-llama4-to-maxtext", []),
     ("maxtext/llama4_maverick", "hf-llama4-to-maxtext", []),
@@ -202,6 +204,33 @@ def test_the_decoder_gives_what_maxtext_gave_of_right_trees_and_of_wrong_ones(mo
         assert off(live, original) <= 1e-5
     elif {"rope", "norm_topk_prob"} & set(lacks):
         assert off(live, original) > 1e-2
+
+
+def test_keys_of_a_layer_that_has_those_of_another_are_left_out_and_those_of_others_needed():
+    mapping, plain = "hf-gemma4-small-to-maxtext", hugging_face("maxtext/gemma4_e2b")
+    config = config_of(plain)
+    arrays = {name: one.read() for name, one in plain.params.items()}
+    own = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    keys = [f"self_attn.{name}.weight" for name in ("k_norm", "k_proj", "v_proj")]
+    assert f"model.layers.{own}.{keys[0]}" not in arrays
+    more = {
+        f"model.layers.{layer}.{key}": arrays[f"model.layers.{layer % 5}.{key}"]
+        for layer in range(own, config["num_hidden_layers"])
+        for key in keys
+    }
+    mapped = ucp.Checkpoint.of({"param": arrays | more}).map(mapping, config=config)
+    want = plain.map(mapping)
+    assert mapped.params.keys() == want.params.keys()
+    assert all(
+        same_bits(mapped.params[name].read(), one.read()) for name, one in want.params.items()
+    )
+    for layer in (0, own - 1):
+        lacking = {key: one for key, one in arrays.items() if f".{layer}.{keys[1]}" not in key}
+        with pytest.raises(LayoutError, match="k_proj"):
+            ucp.Checkpoint.of({"param": lacking}).map(mapping, config=config)
+    for change in ({"num_kv_shared_layers": 19}, {"num_kv_shared_layers": 15}):
+        with pytest.raises(LayoutError, match=r"own|k_proj"):
+            ucp.Checkpoint.of({"param": arrays}).map(mapping, config=config | change)
 
 
 STACKED = """\
