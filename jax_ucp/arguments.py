@@ -46,7 +46,10 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def require_extra(module: str, extra: str, what: str) -> Any:
-    """A module that `jax_ucp[extra]` installs. Raises UnsupportedPath: `what` needs it."""
+    """A module of a library that is installed with `jax_ucp[extra]`.
+
+    Raises UnsupportedPath, for `what` cannot be read without.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -74,7 +77,9 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 
 def switch(name: str, value: object) -> bool:
-    """The argument called `name`. Raises ValueError unless it is True or False: "no" is neither."""
+    """The argument called `name`, which is True or False. Raises ValueError for anything else,
+    such as "no".
+    """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r:.80} should be True or False")
     return value

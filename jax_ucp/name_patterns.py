@@ -52,7 +52,9 @@ _PLAIN = re.compile(rf"\^?{_TEXT}(\$?)|\(\.\*\\\.\)\?\({_TEXT}\)\$", re.ASCII)
 
 @dataclass(frozen=True)
 class _Place:
-    """Letters at a name's beginning, or its end if `tail`; those at `gaps` may be any."""
+    """Where so many letters lie in a name: at its beginning or, if `tail`, its end. `gaps` are
+    those that may be any.
+    """
 
     tail: bool
     whole: bool
@@ -94,7 +96,10 @@ class NamePatterns:
         self._letter += len(self._plain)
 
     def matching(self, name: str) -> frozenset[str]:
-        """The patterns that `re.match` finds in a name. Raises FormatError for too many names."""
+        """The patterns that match at the beginning of a name, as `re.match` does.
+
+        Raises FormatError for too many names.
+        """
         if name not in self._matching:
             any_there = self._compiled or self._plain
             self._matching[name] = frozenset(self._match(name)) if any_there else frozenset()
@@ -144,7 +149,9 @@ class NamePatterns:
 
 
 def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
-    """The patterns under a key, if it is there. Raises FormatError for no list of texts."""
+    """The patterns under a key; none if it is missing or null. Raises FormatError unless they are
+    a list of texts.
+    """
     patterns = () if said.get(key) is None else said[key]
     if not isinstance(patterns, list | tuple) or not all(
         isinstance(pattern, str) for pattern in patterns

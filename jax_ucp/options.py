@@ -121,7 +121,10 @@ class Options:
         model: str | None = None,
         step: int | None = None,
     ) -> Options:
-        """The options as callers give them. Raises SpecError, UnsupportedPath or ValueError."""
+        """The options as callers give them.
+
+        Raises SpecError, UnsupportedPath or ValueError for what cannot be meant.
+        """
         if on_conflict not in (None, "master", "copy"):
             raise ValueError(f"on_conflict={on_conflict!r} should be 'master' or 'copy'")
         if not (dequantize is None or dequantize is False or dequantize in _DEQUANTIZED):
@@ -144,7 +147,10 @@ class Options:
 
     @property
     def reading(self) -> str:
-        """How shards are read as parameters, alike in all processes; or "". Raises SpecError."""
+        """The reading of shards as parameters, the same in every process; empty for nothing.
+
+        Raises SpecError for a spec that cannot be read.
+        """
         spec = load(self.spec).content if self.spec else ()
         return repr((spec, self.sizes)) if spec or self.sizes else ""
 
@@ -208,7 +214,10 @@ def rule_of(groups: object) -> str:
 
 
 def said_of(groups: OptimizerGroups | None, names: Sequence[str]) -> SaidGroups | None:
-    """The word or the lists, which a function makes of names. Raises SpecError where it fails."""
+    """The word or the lists; a function is called with the names of the model's parameters.
+
+    Raises SpecError where it fails, or returns anything but lists of names.
+    """
     if groups is None or isinstance(groups, str | tuple):
         return groups
     try:

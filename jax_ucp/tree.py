@@ -74,7 +74,9 @@ class SavedSharding:
 
 
 class _KeepsLabel:
-    """A place for the label of a leaf, no field of it; each is asked for six times."""
+    """A place for the label of a leaf, which is no field of it: looking at a checkpoint asks for
+    each label six times.
+    """
 
     __slots__ = ("_label",)
 

@@ -43,7 +43,9 @@ def fair_share(sizes: Sequence[int], total: int) -> int:
 
 
 def threads(remote: bool = False) -> int:
-    """How many jobs are worth having in flight. Waiting for a network takes no processor."""
+    """How many jobs are worth having in flight at once. Those that wait for a network take no
+    processor.
+    """
     return REMOTE_JOBS if remote else min(8, (os.cpu_count() or 1) + 1)
 
 
@@ -146,7 +148,9 @@ def in_order(
 
 
 def in_threads(jobs: Sequence[Callable[[], T]], remote: bool = False) -> Iterator[T]:
-    """The results of the jobs in order, `threads(remote)` at once; each holds little memory."""
+    """The results of the jobs, in their order, of which `threads(remote)` run at once. Each should
+    hold little memory.
+    """
     # Thousands of small ones are handed over some at a time, which costs less than each.
     some = max(1, len(jobs) // (64 * threads(remote)))
     groups = [jobs[at : at + some] for at in range(0, len(jobs), some)]
@@ -162,7 +166,9 @@ def batches(
     max_count: int,
     belong: Callable[[T, T], bool] | None = None,
 ) -> Iterator[list[T]]:
-    """Neighbours together, up to so much and so many; at least one, with what belongs to it."""
+    """Neighbours together, up to so much in all and so many; at least one, and with it what belongs
+    to the one before.
+    """
     batch: list[T] = []
     total = 0
     for item in items:

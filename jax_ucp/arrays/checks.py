@@ -97,7 +97,9 @@ def require(check: Check) -> None:
 
 
 def verdicts(checks: Iterable[Check], remote: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Each check's label and fault or None; they run together, and see what the others read."""
+    """The label of each check with its fault, or None; several run at once, and each sees the
+    elements that the others read.
+    """
     with gc_paused():
         checks = list(checks)
     with watching(filter(None, (check.watcher for check in checks))):

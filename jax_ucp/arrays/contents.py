@@ -125,7 +125,9 @@ class Contents:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The provenance that a copy records: `first_source`, and what `about` says."""
+        """The provenance that a copy records: `first_source`, and the fields of `about` that are
+        set.
+        """
         about = {
             "writer": self.about.writer,
             "step": self.about.step,
@@ -187,12 +189,16 @@ class Contents:
         return self.format, self.source, files, items, dtypes, self.reading
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
-        """The label and the fault, or None, of each check of what is stored twice or summed."""
+        """Compare all data that is stored twice or has a checksum. Yields (label of the check, its
+        fault or None).
+        """
         return verdicts(self.checks("full"), self.files.is_remote)
 
 
 def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:
-    """Raise QuantizedWeights if a leaf is a part of a quantised weight, and so no weight itself."""
+    """Raise QuantizedWeights if one of the leaves is a part of a quantised weight, and so is not a
+    weight by itself.
+    """
     if not contents.quantized:
         return
     asked = {leaf.label for leaf in leaves}
@@ -223,7 +229,9 @@ def how_to_open(weights: Sequence[QuantizedWeight]) -> str:
 
 
 def require_weights(contents: Contents) -> None:
-    """Raise QuantizedWeights if a weight is quantised, even with its parts opened as `stored`."""
+    """Raise QuantizedWeights if any weight is quantised, even if its parts were opened under
+    `stored`.
+    """
     require_values(contents, contents.leaves)
     kept = list(filter(_is_part, contents.leaves))
     if kept and contents.source.get("dequantize") is False:
@@ -237,7 +245,9 @@ def require_weights(contents: Contents) -> None:
 
 
 def parts_as_parameters(contents: Contents) -> Contents:
-    """The checkpoint with parts of quantised weights as parameters `stored/NAME`, for a mapping."""
+    """The checkpoint with each part of a quantised weight as a parameter `stored/NAME`, for a
+    mapping that places codes and scales.
+    """
     leaves = [
         replace(leaf, path=(Key("dict", "param"), *leaf.path)) if _is_part(leaf) else leaf
         for leaf in contents.leaves

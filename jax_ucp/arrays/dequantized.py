@@ -53,12 +53,16 @@ class Dequantizer(Protocol):
 
     @abstractmethod
     def boxes(self, box: Box) -> Mapping[str, Box]:
-        """The box of each part that a box needs; those of a box inside another are inside its."""
+        """The box of each part that a box of the weight needs. Of a box inside another the boxes
+        are inside the other's.
+        """
         ...
 
     @abstractmethod
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The numbers of a box, wide floats of just those parts; the caller rounds them once."""
+        """The numbers in a box of the weight as float32 or float64, of just those boxes of the
+        parts; the caller rounds them once.
+        """
         ...
 
 

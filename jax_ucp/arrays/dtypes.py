@@ -25,7 +25,9 @@ def holds_every(wide: np.dtype, narrow: np.dtype) -> bool:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are of one dtype and shape and have the same bytes, of NaNs too."""
+    """Whether two arrays have one dtype, one shape and the same bytes; NaNs and signed zeros
+    included.
+    """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     unit = np.uint64 if a.nbytes % 8 == 0 else np.uint8

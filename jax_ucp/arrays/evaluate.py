@@ -329,7 +329,9 @@ def _average(out: np.ndarray, copies: Sequence[np.ndarray]) -> None:
 
 
 def _in_one_box(array: Joined, box: Box) -> tuple[Array, Box] | None:
-    """The input and the box of it that a box is, in the same order; None if it is not one."""
+    """The input and the box of it that a box consists of, in the same order; None if it is not
+    one.
+    """
     found = [] if array.layout.averaged else array.layout.meeting(box)
     if len(found) != 1:
         return None
@@ -343,7 +345,9 @@ def _in_one_box(array: Joined, box: Box) -> tuple[Array, Box] | None:
 
 
 def _strided(array: np.ndarray, place: Place, indices: Box) -> np.ndarray:
-    """The elements of a box of indices, an axis for each, in an array that is the box around."""
+    """The elements of a box of indices, with an axis for each index, of an array that is the
+    smallest box around them.
+    """
     # numpy makes no strided views of the 8-bit floats of ml_dtypes; complex128 it does.
     bits = array if array.dtype.itemsize > 8 else array.view(f"u{array.dtype.itemsize}")
     steps = [array.strides[axis] * stride for axis, stride in place.steps]
@@ -353,7 +357,9 @@ def _strided(array: np.ndarray, place: Place, indices: Box) -> np.ndarray:
 
 
 def _locate_joined(array: Joined, box: Box) -> Iterator[Piece]:
-    """The pieces of the inputs in order; of a mapped array with the box around what each fills."""
+    """The pieces of the inputs, in the order of their elements; of a mapped array each has the
+    smallest block around what it fills.
+    """
     for part in itertools.chain.from_iterable(array.layout.meeting(box)):
         whole = array.inputs[part.input]
         for indices in part.inside(box):

@@ -36,7 +36,9 @@ class StoredFile(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Bytes `start` to `stop` of a file, called `storage` there, and the CRC-32 it records."""
+    """Bytes of a file from `start` to `stop`, called `storage` there, and the CRC-32 that the file
+    records for them.
+    """
 
     storage: str
     start: int
@@ -60,7 +62,9 @@ class StoredArray(NamedTuple):
 
 
 class SummedArrays(NamedTuple):
-    """The regions at `places` of a table, `nbytes` in all, which have `arrays`; and a label."""
+    """The regions at `places` of a table, which `arrays` lie in, `nbytes` in all; `label` is for
+    people.
+    """
 
     label: str
     nbytes: int
@@ -93,7 +97,10 @@ class ExtentTable(ArraySource):
         return self._stored[key]
 
     def sums(self) -> Iterable[SummedArrays]:
-        """Groups of arrays with recorded checksums, which `regions` has; none by default."""
+        """Groups of arrays that files record checksums of; none, unless a subclass has some.
+
+        `regions` has the checksums, by the places that a group names.
+        """
         return ()
 
     def regions(self, place: str) -> Sequence[tuple[StoredFile, Region]]:

@@ -70,7 +70,10 @@ def _joined(boxes: Sequence[Box], multiple: int) -> Box | None:
 
 
 def aligned_arrays(shapes: Sequence[Sequence[int]], dtype: np.dtype) -> list[np.ndarray]:
-    """Arrays in one memory, at multiples of 64 bytes: XLA's CPU client copies no such buffer."""
+    """Arrays in one piece of memory, each at a multiple of 64 bytes.
+
+    XLA's CPU client uses a buffer without a copy only if it is aligned so.
+    """
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
     room = _room(ends[-1])

@@ -104,7 +104,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Tied(Proof):
-    """A leaf `key` as stored; `tied` are it and its equal copies, made of the arrays `names`."""
+    """A leaf called `key`, before it is scaled or cast. `tied` are it and its copies, which are the
+    same, made of the arrays `names`.
+    """
 
     label: str
     key: str

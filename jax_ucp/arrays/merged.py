@@ -155,7 +155,9 @@ class MergedWeight:
 
 
 def _matrices(rows: np.ndarray, factors: Factors) -> tuple[np.ndarray, Factors]:
-    """The weight and the factors as matrices of float64; the weight's first axis is outputs."""
+    """The weight and the factors as matrices of float64, of a weight whose first axis is that of
+    outputs.
+    """
     flat = [(scale, b, a.reshape(len(a), -1)) for scale, b, a in factors]
     return rows.reshape(len(rows), -1).astype(np.float64), flat
 

@@ -34,7 +34,9 @@ class Group:
 
 
 def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Parameters with the same settings together, in order; those without any are left out."""
+    """Parameters with the same settings together, in the order in which they come; those without
+    any are left out.
+    """
     alike: dict[str, list[str]] = defaultdict(list)
     for name, values in settings.items():
         if values:
@@ -53,7 +55,9 @@ def common_settings(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a torch group that JSON can hold, tuples as lists; not its parameters."""
+    """The settings of a torch group that JSON can hold, with tuples as lists, and without its
+    parameters.
+    """
 
     def plain(value: Any) -> bool:
         if isinstance(value, list | tuple):

@@ -20,7 +20,10 @@ from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
 
 
 class Proof(ABC):
-    """Elements of an array that something else must agree with; `label` says what is compared."""
+    """Elements of an array that something else must agree with.
+
+    `label` says what is looked at.
+    """
 
     label: str
     array: Array

@@ -98,7 +98,9 @@ class Piece:
 
 
 class ArraySource(Protocol):
-    """Named arrays that can be read by box. Subclass it; override what needs no default."""
+    """Named arrays that can be read by box. Subclass this, and inherit the defaults that you do not
+    override.
+    """
 
     @abstractmethod
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -120,13 +122,17 @@ class ArraySource(Protocol):
             self.read_into(key, boxes, outs)
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        """The elements of `box` of array `key`, in its shape, in memory that the caller owns."""
+        """The elements of `box` of array `key`, in the shape of the box, in memory that the caller
+        owns.
+        """
         out = np.empty(box.shape, self.arrays()[key].dtype)
         self.read_into(key, [box], [out])
         return out
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
-        """The blocks of files that hold a box; by default one item, of an array `file:item`."""
+        """The blocks of files that hold a box of an array. The default is for stored arrays called
+        `file:item`, one item each.
+        """
         file, _, item = key.partition(":")
         yield Piece(file, item, box, box)
 
@@ -167,7 +173,11 @@ class MakesArrays(ArraySource):
 def _sharing(
     boxes: Sequence[Box], block: Box, chunk: Sequence[int]
 ) -> Iterable[list[tuple[int, Box]]]:
-    """The boxes' parts in a block, by the boxes' numbers, in groups with no chunk in common."""
+    """Groups of the boxes' intersections with a block, each with the index of its box; no two
+    groups have a chunk in common.
+
+    Data between two groups need not be read.
+    """
     groups: dict[Box, list[tuple[int, Box]]] = {}
     for i, box in enumerate(boxes):
         if (hit := box.intersect(block)) is None:

@@ -25,7 +25,11 @@ from jax_ucp.tree import Leaf
 
 
 class ProvedReads:
-    """Reads; before a leaf's first one a sample of its copies is compared. A fault stays one."""
+    """Before the first read of a leaf a sample of what is stored twice of it is compared; once,
+    whoever reads.
+
+    A leaf whose sample differs is refused every time.
+    """
 
     def __init__(self, contents: Contents):
         self._contents = contents
@@ -34,7 +38,9 @@ class ProvedReads:
         self._lock = threading.Lock()
 
     def read(self, leaf: Leaf, box: Box | None = None) -> np.ndarray:
-        """The array of a leaf, or a box of it. Raises CorruptData where stored copies differ."""
+        """The array of a leaf, or one box of it. Raises CorruptData where what is stored twice
+        differs.
+        """
         with self._lock:
             if self._checks is None:
                 self._checks = defaultdict(list)
@@ -70,7 +76,9 @@ class Proofs:
         self._early: dict[int, Future[str | None]] = {}
 
     def require_sound_so_far(self) -> None:
-        """Raise CorruptData if what was read has a fault; `proved` then says what is wrong."""
+        """Raises CorruptData where what was read already has a fault: no more of it need be read,
+        and `proved` says what is wrong.
+        """
         if self._failed.is_set():
             raise CorruptData(f"{self.contents.path} contradicts itself")
 

@@ -33,7 +33,10 @@ class StridedBlocks:
         self._known: dict[int, tuple[Array, Blocks]] = {}
 
     def of(self, array: Array) -> Blocks:
-        """The blocks that tile the array, of one copy. Raises LayoutError where none do."""
+        """The blocks that tile the array; of what is stored twice, those of one copy.
+
+        Raises LayoutError, with the reason, where elements are not in files as they are.
+        """
         if id(array) not in self._known:
             blocks = list(itertools.islice(self._blocks(array), MOST_BLOCKS + 1))
             if len(blocks) > MOST_BLOCKS:

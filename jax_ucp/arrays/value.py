@@ -68,7 +68,10 @@ Array = Stored | Constant | Joined | Computed
 
 
 class Rule(Protocol):
-    """How to compute an array box by box; the boxes needed of inputs nest as those of it do."""
+    """How to compute an array box by box.
+
+    Boxes that two boxes need of an input lie in one another as those do.
+    """
 
     @property
     def elementwise(self) -> Sequence[str]:

@@ -185,7 +185,9 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Its place: of a DeepSpeed save the folder that `latest` names, of a step the item."""
+        """Where it is: of a DeepSpeed save directory the folder that `latest` names, of a step
+        its item.
+        """
         return self._contents.path
 
     @property
@@ -392,7 +394,9 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of its model: Hugging Face's, or Megatron's arguments, or nothing."""
+        """The config of its model: Hugging Face's config.json, or Megatron's arguments, or
+        nothing.
+        """
         return config_of(self.extras)
 
     def merge(self, *adapters: str | os.PathLike[str] | Checkpoint) -> Checkpoint:

@@ -125,7 +125,9 @@ LINE_S = 1.0  # between two lines of progress
 
 
 class Meter(NamedTuple):
-    """The functions that hear of bytes done, and of how many there are, if that was not known."""
+    """The functions that are told how many bytes are done, and how many there are in all, if that
+    was not known.
+    """
 
     advance: Callable[[int], None]
     expect: Callable[[int], None]
@@ -135,7 +137,9 @@ class Meter(NamedTuple):
 def progress(
     what: str, total: int, style: str = "bar", share: tuple[int, int] | None = None
 ) -> Iterator[Meter]:
-    """A bar if stderr is a terminal, else nothing; or in the style `json`, lines of JSON."""
+    """A bar on a terminal, and nothing where stderr is a file or a pipe; or in the style `json`
+    lines of JSON.
+    """
     if style == "json":
         with _progress_lines(what, total, share) as meter:
             yield meter

@@ -21,7 +21,9 @@ _WIDEST = 2  # what a character takes on a terminal; no column is narrower
 
 
 class TextTable:
-    """Rows of text below headings, a line each; long cells are folded where there is no room."""
+    """Rows of text below headings, a line each where the console is wide enough; where it is not,
+    long cells are folded.
+    """
 
     def __init__(self, heads: Sequence[str], rows: Iterable[Sequence[str]]):
         self._rows = [tuple(map(visible, row)) for row in (heads, *rows)]

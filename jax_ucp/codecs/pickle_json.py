@@ -27,7 +27,10 @@ CLASSES = frozenset(
 
 
 def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Extras by file and name as `from_json` makes them, and notes on what cannot be written."""
+    """Extras by file and name as `from_json` makes them, and notes on those left out.
+
+    Of a run's arguments those alone are left out that cannot be written.
+    """
     decoded: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
     for file, named in extras.items():

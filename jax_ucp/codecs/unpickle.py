@@ -683,7 +683,7 @@ _OPCODES = [_KNOWN.get(_NAMES.get(code, "")) or _refused(code) for code in range
 
 
 def check_key(key: object) -> None:
-    """Raise UnsafePickle if hashing takes many steps: it visits all paths of nested tuples."""
+    """Raise UnsafePickle if hashing takes many steps: it visits every path of nested tuples."""
     if type(key) in _ATOMS:
         return
     todo: list[object] = [key]

@@ -117,7 +117,9 @@ def _crc_of(folder: Files, file: File) -> Written | None:
 
 
 class BucketTarget(ExportTarget[Upload]):
-    """An export into a bucket's folder; the last file commits it, and CRC-32s of all follow it."""
+    """An export into a folder of a bucket; the last file commits it, when all is proved, and the
+    CRC-32s of all files follow it.
+    """
 
     _reports_here = False
 
@@ -237,7 +239,9 @@ def share_of(budget_bytes: int, files: Sequence[File]) -> int:
 def write_parts(
     folder: Files, file: File, parts: Iterator[bytes | memoryview], max_bytes: int
 ) -> int:
-    """The CRC-32 of a file, written from its parts; half of `max_bytes` is for those in flight."""
+    """The CRC-32 of a file, which is written from its parts; half of `max_bytes` is for parts in
+    flight.
+    """
     crc = 0
 
     def summed() -> Iterator[bytes | memoryview]:

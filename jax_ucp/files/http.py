@@ -69,7 +69,9 @@ def redirected(url: str, location: str | None, known: Sequence[str] = ()) -> str
 
 
 def size_by_range(said: str | None, start: int, stop: int) -> int:
-    """A file's size, by Content-Range. Raises Unanswered for another range than asked for."""
+    """The size of a file, by the Content-Range of an answer. Raises Unanswered where that is not
+    the range that was asked for.
+    """
     match = _RANGE.fullmatch(said or "")
     if match is None or (int(match[1]), int(match[2])) != (start, stop - 1):
         raise Unanswered(f"{said} came, of {start} to {stop}")

@@ -271,7 +271,10 @@ class LocalFiles(Files):
         sync_folder(os.path.dirname(path))
 
     def sync(self) -> None:
-        """Make all that was written durable. Raises OSError for what the disk did not take."""
+        """Make everything durable that was written here, with one wait for the disk.
+
+        Raises OSError for whatever the disk did not take since the first file was written.
+        """
         sync_file_system(self._open_root(), self.root)
 
     def _open_root(self) -> int:

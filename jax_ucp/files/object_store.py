@@ -334,7 +334,9 @@ def _is_virtual_hosted() -> bool:
 
 
 def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The bucket, and settings for an emulator at Google's STORAGE_EMULATOR_HOST."""
+    """The bucket, and settings for an emulator, whose address Google's tools have in
+    STORAGE_EMULATOR_HOST.
+    """
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if not host:
         return bucket, {}
@@ -346,7 +348,9 @@ def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The container and settings of Hadoop's `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`."""
+    """The container and its settings, of Hadoop's URLs with the account:
+    `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`.
+    """
     container, _, host = bucket.partition("@")
     _, settings = _azure_settings(container)
     return container, {**settings, "account_name": host.partition(".")[0]} if host else settings

@@ -25,7 +25,10 @@ MOST_ARRAYS = 1024
 
 
 def pread_into(handle: int, reads: Iterable[RangeRead]) -> None:
-    """Fill the arrays of one file's reads, neighbours by one request. Raises CorruptData."""
+    """Fill the arrays of reads of one file. Neighbours are filled by one request.
+
+    Raises CorruptData where the file ends too soon.
+    """
     rooms: list[np.ndarray] = []
     start = stop = 0
     for read in reads:

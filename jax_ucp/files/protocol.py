@@ -94,7 +94,9 @@ class Files(Protocol):
         ...
 
     def digest(self, file: FileInfo) -> str:
-        """A file's hash, if its place states one: SHA-256, 64 digits, or git's of a blob, 40."""
+        """The hash of a file that its place states: SHA-256 in 64 digits, or git's of a blob in 40;
+        empty where there is none.
+        """
         return ""
 
     @abstractmethod

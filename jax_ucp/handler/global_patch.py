@@ -114,7 +114,9 @@ def _methods() -> Methods:
 
 
 def _v0_method(stock: Method, name: str, kind: type) -> Method:
-    """Our method of that name; arguments given one by one, as before Orbax 0.5, become a `kind`."""
+    """Our method of that name, which makes arguments of `kind` of those that were given one by
+    one, as before Orbax 0.5.
+    """
 
     def method(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
         if _is_host_local(self):

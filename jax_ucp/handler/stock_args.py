@@ -24,7 +24,10 @@ _PYTHON_TYPES = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 
 
 def save_args(args: Any) -> Save:
-    """Arguments of a save as ours. Raises ValueError for those that change what is stored."""
+    """Stock Orbax's arguments of a save, or ours, as ours.
+
+    Raises ValueError for arguments that would change what is stored.
+    """
     if isinstance(args, Save):
         return args
     for each in jax.tree.leaves(args.save_args):

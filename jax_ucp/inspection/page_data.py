@@ -188,7 +188,9 @@ def _columns(
 
 
 def _numbers(found: Statistics, step: AdamStep | None) -> Mapping[str, float | None]:
-    """The measures by key, rounded, a count of 0 as None; counts alone if nothing is finite."""
+    """The measures by their keys, rounded; a count of 0 is None. Only counts if nothing is
+    finite.
+    """
     counts = {
         "nans": found.nans or None,
         "infinities": found.infinities or None,

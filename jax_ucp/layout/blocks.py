@@ -51,7 +51,9 @@ class Chunks:
     is_stack: bool = field(default=False, repr=False)
 
     def file_order(self, place: Sequence[int]) -> Shape:
-        """A place in the grid of inner chunks, or its shape, with axes in a file's order."""
+        """A place in the grid of inner chunks, or the grid's shape, with the axes in the order in
+        which a file has them.
+        """
         return (*place[1:], *place[:1]) if self.is_stack else tuple(place)
 
 

@@ -63,7 +63,10 @@ class ParamLayout:
         return replace(self, shape=tuple(shape), parts=kept)
 
     def check(self) -> None:
-        """Raise LayoutError with every hole, overlap and element that is claimed twice."""
+        """Prove that parts have every element once, and no shard element is claimed twice.
+
+        Raises LayoutError with every hole, overlap and double claim.
+        """
         if faults := self._faults:
             raise LayoutError(
                 f"{len(self.shards)} shards do not form one array of shape {self.shape}:", faults

@@ -148,7 +148,9 @@ class Part(NamedTuple):
         return [dict(zip(indices, box, strict=True)) for box in _within(steps, start, stop)]
 
     def runs(self, indices: Box) -> Iterator[Box]:
-        """Boxes of indices whose elements are whole boxes in source and target, in one order."""
+        """Boxes of indices whose elements are all of a box, in the source and in the target, and in
+        the same order there.
+        """
         source, target = self.source, self.target
         lengths = indices.shape
         slowest = [k for k in source.order if lengths[k] > 1]
@@ -174,7 +176,9 @@ class Part(NamedTuple):
             yield from self.slabs(slab, limit)
 
     def dense(self, indices: Box) -> Iterator[Box]:
-        """Boxes of indices with elements close enough in the source to be read at once."""
+        """Boxes of indices, each of which has its elements so close together in the source that
+        they can be read at once.
+        """
         if self.source.hull(indices).size <= MOST_READ * indices.size:
             yield indices
             return

@@ -22,7 +22,9 @@ _OF_BASE = "a weight of the base, not of the adapter"
 
 
 def mapping_of(mapping: Mapping, names: Iterable[str], modules_to_save: Sequence[str]) -> Mapping:
-    """The mapping; of an adapter's names, or leaves with one, that of adapters of its models."""
+    """The mapping itself, or where names are an adapter's, or of leaves with one, that of adapters
+    of its models.
+    """
     if any(name.startswith(PREFIX) for name in names):
         return adapter_mapping(mapping, modules_to_save)
     if any(name.endswith(_SUFFIXES) for name in names):

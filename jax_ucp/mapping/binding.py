@@ -119,7 +119,10 @@ class Outcome:
 def outcomes(
     mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()
 ) -> list[Outcome]:
-    """Each requirement's outcome, unmet without a config. Raises LayoutError for unknown names."""
+    """The outcome of every requirement of a mapping; without a config none of them is met.
+
+    Raises LayoutError where what is assumed is none of them.
+    """
     names = [requirement.name for requirement in mapping.requires]
     if strays := sorted(set(assumed) - set(names)):
         has = ", ".join(names) or "none"
@@ -217,7 +220,11 @@ def _only_bound(
     config: Mapping[str, int],
     faults: list[str],
 ) -> Bound:
-    """The leaves of the only layout that fits. Raises LayoutError for several, or for none."""
+    """The leaves of the only layout that the shapes fit.
+
+    Raises LayoutError with `faults` and its own where several fit, and those of the first where
+    none does.
+    """
     fitting: dict[str, Bound] = {}
     refusals: list[LayoutError] = []
     for layout, way in ways.items():
@@ -335,7 +342,10 @@ def _bound(
 def _numbered(
     rules: Sequence[MappingRule], lengths: Mapping[str, int], faults: list[str]
 ) -> Iterator[MappingRule]:
-    """The rules with numbers for sizes in names; one that lacks a length is a fault, left out."""
+    """The rules, with the lengths of the sizes that their parameters' names count from.
+
+    A rule with a size that has no length is left out, and a message is added to `faults`.
+    """
     for rule in rules:
         if unknown := sorted(rule.sizes_in_names - lengths.keys()):
             names = " and ".join(unknown)

@@ -86,7 +86,9 @@ def map_contents(
 
 @dataclass(frozen=True)
 class _Formed:
-    """A leaf's array; with tied copies, `tied` are it and these as stored, of arrays `names`."""
+    """The array of a leaf. Where it has tied copies, `tied` are the leaf and these, as stored, made
+    of the arrays `names`.
+    """
 
     array: Array
     tied: Sequence[Joined] = ()
@@ -132,7 +134,9 @@ class _Tree:
         return names, {names[path]: formed for path, formed in formed_at.items()}
 
     def _formed(self, state: Path, name: str) -> _Formed | None:
-        """The array of one state of a leaf; None if no parameter has it, or it is left out."""
+        """The array of one state of a leaf; None if no parameter has the state, or if it is left
+        out.
+        """
         form, leaves = self.forms[name], self.states.at[state]
         params = list(filter(leaves.__contains__, form.params))
         if not params:
@@ -192,7 +196,11 @@ class _Tree:
 
 
 def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> list[LeafLayout]:
-    """The layouts that these parameters fill, of tied ones perhaps one. Raises _Unmappable."""
+    """The layouts of a leaf that are made of these parameters alone.
+
+    Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable
+    if none has.
+    """
     layouts = [layout for layout in (form.layout, *form.copies) if {*layout.params} <= {*params}]
     if layouts:
         return layouts

@@ -152,7 +152,9 @@ def is_length(value: object) -> bool:
 
 
 def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A config with its counts, of a dict, a JSON file or its folder. Raises FormatError."""
+    """A config with its counts, from a dict, a JSON file, or a folder with a config.json. Raises
+    FormatError for a bad file.
+    """
     if isinstance(config, Mapping):
         return _with_counts(config)
     path = local_path(config)
@@ -173,7 +175,9 @@ def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
 def joined(
     stored: Mapping[str, Any], given: Mapping[str, Any], used: frozenset[str]
 ) -> dict[str, Any]:
-    """The stored config with the given one. Raises LayoutError if a used key differs in both."""
+    """The stored config with the given one. Raises LayoutError if they differ in a used key, or in
+    any where the whole config is used.
+    """
     both = stored.keys() & given.keys()
     compared = both if _WHOLE in used else both & used
     differ = [key for key in sorted(compared) if stored[key] != given[key]]

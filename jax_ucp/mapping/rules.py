@@ -106,7 +106,9 @@ class MappingRule:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that may have a length: axes, placeholders, and the size in `scale`."""
+        """The names that `sizes` may give a length: axes, placeholders in names, and the name whose
+        power `scale` is, such as `head_dim`.
+        """
         axes = (*self.params.values(), *self.tied.values(), *self.leaves.values())
         of_axes = [expression(text).names for text in axes]
         of_names = [name.indices for name in self._parsed_names]
@@ -564,7 +566,9 @@ def _listed(axes: frozenset[str]) -> str:
 
 
 def _layout_faults(rules: Sequence[MappingRule], variants: Dict[str, object]) -> Iterator[str]:
-    """Faults of layouts: one forms other leaves than the rest, or has no name of its own."""
+    """Faults of layouts: not all form the same leaves, one is alone, a name is a variant's or
+    no word.
+    """
     leaves: dict[str, set[str]] = defaultdict(set)
     for rule in rules:
         leaves[rule.layout].update(rule.leaves)

@@ -33,7 +33,10 @@ class States:
         return self.at[self.params]
 
     def with_buffers(self, is_named: Callable[[str], bool]) -> States:
-        """The states with named buffers among parameters. Raises TreeMismatch for a name twice."""
+        """The states with the buffers that have these names among the parameters.
+
+        Raises TreeMismatch where a name is that of a parameter too.
+        """
         buffers = self.at.get(BUFFER, {})
         named = {name: leaf for name, leaf in buffers.items() if is_named(name)}
         if twice := sorted(named.keys() & self.weights.keys()):
@@ -80,7 +83,9 @@ def states_of(contents: Contents, params: str | None = None) -> States:
 
 
 def top_labels(contents: Contents) -> Sequence[str]:
-    """The labels of three levels above arrays, `params` first; none of {state: {name: array}}."""
+    """The labels of the first three levels above arrays, those called `params` first; none of a
+    tree `{state: {parameter: array}}`.
+    """
     paths = [leaf.path for leaf in contents.leaves if leaf.has_array]
     if any(len(path) > 1 and path[0].name == "param" for path in paths):
         return ()
@@ -92,7 +97,10 @@ def top_labels(contents: Contents) -> Sequence[str]:
 
 
 def weights_of(contents: Contents, params: str) -> Contents:
-    """The parameters below `params` as `{param: {name: array}}`. Raises TreeMismatch for none."""
+    """The parameters of a training run's tree as `{param: {parameter: array}}`, and nothing else.
+
+    Raises TreeMismatch where there are none below the label `params`.
+    """
     weights = _weights(contents, params)
     at = {
         (*PARAM, *(Key("dict", key) for key in name.split("/"))): leaf

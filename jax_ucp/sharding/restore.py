@@ -384,7 +384,10 @@ class _Reading:
 
 
 def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
-    """This process's checks: every sample; of full ones its part, if reads are shared."""
+    """This process's checks: its part of full ones if reads are shared, else all.
+
+    Samples are compared by all: they cost little, and hosts may have their own copies of files.
+    """
     if extent == "full" and any(p.shared for p in plan.placements):
         return itertools.islice(checks, jax.process_index(), None, jax.process_count())
     return checks

@@ -70,7 +70,9 @@ def host_bytes(part: np.ndarray | jax.Array) -> int:
 
 
 def to_device(data: np.ndarray, device: Device) -> jax.Array:
-    """The data there, floats as their bits: XLA may widen 16, which changes a signalling NaN."""
+    """The data on a device, floats as integers of their bits: XLA may compute 16 bits in 32, which
+    changes a signalling NaN.
+    """
     bits = _bits_of(data.dtype)
     return jax.device_put(data if bits is None else np.ascontiguousarray(data).view(bits), device)
 

@@ -198,7 +198,10 @@ def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
 
 
 def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
-    """The stored chunk, if larger than a block and dividing the array in small factors; or None."""
+    """The stored chunk, if it is larger than a block and divides the array; else None.
+
+    None too if a length has only large divisors. With it no block is in two stored chunks.
+    """
     if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
         return None
     fits = all(
@@ -422,7 +425,9 @@ class CopyTask:
         return max(block.cost for block in self.blocks)
 
     def run(self, opened: OpenedJob) -> list[Written]:
-        """The record of each block, written unless it is on disk as noted. Raises CorruptData."""
+        """The record of each block, which is written unless it is on disk as noted. Raises
+        CorruptData at the first proof that fails.
+        """
         files = opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
         pairs = list(zip(self.blocks, self.noted, strict=True))

@@ -40,7 +40,9 @@ class Linked:
     sources: Sequence[SourceFile] = ()
 
     def values(self, name: str) -> Iterator[tuple[str, Value]]:
-        """A linked array's index entries below its name: its `zarr.json`, and where chunks lie."""
+        """The index entries of a linked array, by keys below its name: its `zarr.json`, and where
+        each chunk lies in its file.
+        """
         array, info = self.arrays[name], self.infos[name]
         nbytes = math.prod(array.chunk) * info.dtype.itemsize
         yield "zarr.json", linked_json(info, array.chunk, array.order)

@@ -129,7 +129,9 @@ def _leaf(entries: Sequence[tuple[bytes, Value]]) -> _Node:
 
 
 def _key_table(keys: Sequence[bytes], between: bytes = b"") -> bytes:
-    """The encoded keys, of each what the one before has not; `between` follows the lengths."""
+    """The encoded keys, each without the prefix that it shares with the one before; `between`
+    follows the lengths.
+    """
     shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
     suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
     lengths = _varints(map(len, suffixes))

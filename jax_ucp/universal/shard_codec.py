@@ -81,7 +81,9 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
 
 @functools.lru_cache(maxsize=1024)
 def _index(shape: Shape, chunks: Chunks, itemsize: int) -> bytes:
-    """The index and its crc32c of an outer chunk, of which `shape` is inside the array."""
+    """The index, with its crc32c, of an outer chunk of which `shape` is inside the array: inner
+    chunks lie one after the other.
+    """
     index = np.full((*_inner_grid(chunks), 2), _NOT_STORED, np.uint64)
     nbytes = math.prod(chunks.inner) * itemsize + CRC_BYTES
     places = itertools.product(*map(range, grid_shape(shape, chunks.inner)))
@@ -318,7 +320,9 @@ class _Neighbours:
 
 
 def _tiles(elements: np.ndarray, inner: Shape) -> np.ndarray:
-    """A view of an array as whole tiles of `inner`: axes of places, then those of elements."""
+    """A view of an array of whole tiles of the shape `inner`: the axes of a tile's place, then
+    those of its elements.
+    """
     grid, ndim = grid_shape(elements.shape, inner), len(inner)
     pairs = list(itertools.chain.from_iterable(zip(grid, inner, strict=True)))
     return elements.reshape(pairs).transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])

@@ -158,7 +158,9 @@ def array_fault(shape: Shape, stored: ArrayRecord) -> str | None:
 # Thousands of arrays have few shapes.
 @functools.lru_cache(maxsize=1024)
 def _grid(shape: Shape, outer: Shape, inner: Shape) -> tuple[str | None, int, int]:
-    """The fault of chunks for arrays of a shape, or None; the counts of outer and inner ones."""
+    """The fault of chunks for arrays of a shape, or None; how many outer and inner ones there
+    are.
+    """
     if not len(outer) == len(inner) == len(shape):
         return f"has shape {shape}, but chunks of {outer} and {inner}", 0, 0
     if 0 in inner or any(o % i for o, i in zip(outer, inner, strict=True)):
