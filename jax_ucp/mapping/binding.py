@@ -440,7 +440,7 @@ def _claim_faults(
 
 
 def _skipped(skip: Skip, names: Collection[str], lengths: Mapping[str, int]) -> Iterator[str]:
-    """Those of the names that it skips."""
+    """The names that a skip is for."""
     if "*" in skip.param:
         yield from filter(skip.regex.fullmatch, names)
     elif (pattern := parse_name(skip.param)).sizes <= lengths.keys():

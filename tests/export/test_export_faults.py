@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -179,11 +178,14 @@ def test_no_more_than_the_budget_is_in_memory_whatever_the_size_of_the_checkpoin
 
 
 class Inflated(MemoryStore):
-    """Arrays of which any part costs all of them to read; counts reads at once."""
+    """Arrays of which any part costs all of them to read; counts reads at once. A read waits for
+    another one, up to `wait_s`.
+    """
 
-    def __init__(self, data):
+    def __init__(self, data, wait_s):
         super().__init__(data)
         self.lock, self.reading, self.worst = threading.Lock(), 0, 0
+        self.together, self.wait_s = threading.Event(), wait_s
 
     def arrays(self):
         return {key: ArrayInfo(a.shape, a.dtype, a.shape) for key, a in self.data.items()}
@@ -192,7 +194,9 @@ class Inflated(MemoryStore):
         with self.lock:
             self.reading += 1
             self.worst = max(self.worst, self.reading)
-        time.sleep(0.002)
+            if self.reading > 1:
+                self.together.set()
+        self.together.wait(self.wait_s)
         with self.lock:
             self.reading -= 1
         return super().read(key, box)
@@ -205,7 +209,7 @@ def test_what_is_read_around_a_block_counts_too(budget, at_once, tmp_path):
         Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", (500, 500), "float32")
         for n in arrays
     ]
-    store = Inflated(arrays)
+    store = Inflated(arrays, 60 if at_once else 0.002)
     Checkpoint(Contents("memory", "in memory", leaves, store)).export(
         tmp_path / "out", "dcp", budget_bytes=budget
     )

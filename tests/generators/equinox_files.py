@@ -60,9 +60,8 @@ def main(out: Path) -> None:
                 file.write((json.dumps(line) + "\n").encode())
             eqx.tree_serialise_leaves(file, tree)
         leaves = [np.asarray(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
-        dtypes = {str(i): "bfloat16" for i, x in enumerate(leaves) if x.dtype == jnp.bfloat16}
-        bits = {str(i): x.view(np.uint16) if str(i) in dtypes else x for i, x in enumerate(leaves)}
-        np.savez(folder / "truth.npz", **bits)
+        bits = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in leaves]
+        np.savez(folder / "truth.npz", **{str(i): x for i, x in enumerate(bits)})
         about = {
             "about": ABOUT[name],
             "writer": {
@@ -72,9 +71,9 @@ def main(out: Path) -> None:
             },
             "options": {},
             "at": "ckpt/model.eqx",
+            "dtypes": {str(i): x.dtype.name for i, x in enumerate(leaves)},
+            "others": {},
         }
-        if dtypes:
-            about["dtypes"] = dtypes
         (folder / "case.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
