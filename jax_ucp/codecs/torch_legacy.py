@@ -118,7 +118,12 @@ class _Storages:
         return Storage(key, kind, part[2])
 
     def members(self, keys: Any, file: ByteRange, at: int) -> dict[str, Member]:
-        """Where each storage lies, as a member of a zip file would, the first at byte `at`."""
+        """The place of each storage and view, by key, as a member of a zip file would be. From byte
+        `at` on each storage's length comes before its elements.
+
+        Raises CorruptData where `keys`, lengths and the file's end do not fit, FormatError for keys
+        that are no list, or a view called like a storage.
+        """
         members: dict[str, Member] = {}
         for key in self._checked(keys):
             kind, numel = self.roots[key]

@@ -13,7 +13,10 @@ PIECE_BYTES = 4 << 20
 
 
 def inflate(data: bytes, max_bytes: int) -> bytes:
-    """The inflated bytes of a frame. Raises CorruptData, or FormatError without a library."""
+    """The bytes that a zstd frame inflates to; of one that is cut short perhaps fewer.
+
+    Raises CorruptData for no frame, or more than `max_bytes`, FormatError without a library.
+    """
     for name in ("compression.zstd", "zstandard"):
         with suppress(ImportError):
             library = importlib.import_module(name)

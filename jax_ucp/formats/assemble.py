@@ -275,9 +275,10 @@ class ContentsBuilder:
         orders: state_pairing.ModelOrders | None = None,
         stored: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> Places:
-        """The place of each tensor of nested dicts. Raises FormatError for a wrong word.
+        """The places of tensors of nested dicts. What the user said is noted in `said`, and
+        optimizers' settings for the weights `stored[parameter]` of each parameter, or for itself.
 
-        `stored` names the weights of a parameter that is stored as several, or under another name.
+        Raises FormatError where `optimizer_groups` or `model` does not fit, or settings differ.
         """
         try:
             result = places(tensors, objects, options, orders)

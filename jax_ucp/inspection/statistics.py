@@ -187,7 +187,10 @@ def statistics_of(
 def _boxes(
     together: Together, arrays: Mapping[str, ArrayInfo], most: int, budget_bytes: int
 ) -> Iterator[Box]:
-    """Blocks of whole chunks that hold the arrays once; of large ones, some that are spread."""
+    """The boxes to read of each of the arrays `together`, which have one shape: blocks of whole
+    chunks that cover it; if the first has more than `most` bytes, some that are spread evenly, of
+    about so many.
+    """
     info = arrays[together.leaves[0].name]
     whole = Box.whole(info.shape)
     if not whole.size:

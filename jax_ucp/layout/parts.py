@@ -251,7 +251,7 @@ def _order(steps: Steps) -> tuple[int, ...]:
 
 
 def _slices(box: Box, axis: int, step: int) -> Iterator[Box]:
-    """The box, cut on an axis every `step`."""
+    """The parts of a box, `step` long on an axis from its start on; the last may be shorter."""
     for at in range(box.start[axis], box.stop[axis], step):
         stop = min(at + step, box.stop[axis])
         yield Box(

@@ -172,7 +172,9 @@ class _Weights:
         return {tensor: self.tensors[tensor].shape for tensor in trainable if tensor in kept}
 
     def listed(self, names: Sequence[str]) -> dict[str, str]:
-        """The tensors that the user lists, from the top or in the model. Raises Undecided."""
+        """The tensor of each name that the user lists: all are names in the model, or all in the
+        file. Raises Undecided where neither has all, or other dicts have them for other tensors.
+        """
         model = self.model_path()
         in_model, in_file = self.dicts[model], dict(zip(names, names, strict=True))
         are_in_file = in_file.keys() <= self.tensors.keys()

@@ -458,7 +458,9 @@ class CopyTask:
 
 
 def _read_together(opened: OpenedJob, places: Sequence[tuple[str, Box]]) -> Iterator[np.ndarray]:
-    """The elements of each block of small arrays, many of which are read at once."""
+    """The elements of each place, in order; many small ones are read at once. Raises CorruptData
+    once a proof of what was read fails.
+    """
     proofs, source = opened.proofs, opened.contents.arrays
     infos = source.arrays()
 

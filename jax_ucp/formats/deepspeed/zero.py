@@ -286,7 +286,9 @@ def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
 
 
 def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
-    """The layout with only those shards that hold a part of the parameter, and their numbers."""
+    """The layout with only the shards that hold a part, counted anew (of an empty parameter the
+    first), and the numbers that these had, ascending.
+    """
     used = sorted({part.input for part in layout.parts}) or [0]
     if len(used) == len(layout.shards):
         return layout, used

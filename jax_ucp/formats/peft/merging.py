@@ -69,9 +69,10 @@ _Step = tuple[_Adapter, WeightChange]
 
 
 def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
-    """The base with adapters merged; only their metadata are read.
+    """The base with adapters merged, its config made to fit; only their metadata are read.
 
-    Raises FormatError with all misfits, LayoutError for states or other dtypes than `_DTYPES`.
+    Raises FormatError for adapters that do not fit it, alone or together, LayoutError for a base
+    with states or mapped leaves, or a changed weight of other dtypes than `_DTYPES`.
     """
     params = _parameters(base)
     shapes = {name: leaf.shape for name, leaf in params.items()}

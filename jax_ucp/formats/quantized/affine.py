@@ -172,8 +172,8 @@ def of_rows(stored: StoredWeight, shape: Sequence[int], size: object, what: str)
 def in_bytes(
     stored: StoredWeight, table: np.ndarray, bits: int = 4, dtype: str = "uint8"
 ) -> tuple[tuple[int, ...], WeightPart, Codes]:
-    """The shape of a weight whose rows are packed in bytes, its part, and how that is numbers of a
-    table. Raises FormatError where there are no whole codes.
+    """The shape of a weight, its stored part, and the `Codes` that unpack it by `table`, of `bits`
+    each. Raises FormatError for another dtype, or where a row is no whole number of codes.
     """
     words = stored.info("codes").shape
     if not words or words[-1] * 8 % bits:
