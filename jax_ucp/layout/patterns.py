@@ -218,7 +218,9 @@ class Fused:
             first += rows
 
     def _interleaved(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of parameter rows for the rows [start, stop) of Megatron's order."""
+        """Ranges of parameter rows that are the rows [start, stop) of Megatron's order: group by
+        group, of each part its share. Raises LayoutError for parts that do not divide or suffice.
+        """
         groups, rows = self.groups or 1, self._rows
         if ragged := [name for name, n in rows.items() if n % groups]:
             raise LayoutError(f"{self}: the rows of {ragged} do not divide into {groups} groups")
