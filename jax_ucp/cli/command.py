@@ -129,8 +129,8 @@ class Arguments(SimpleNamespace):
         """
         if self.mapping is not None:
             is_file = local_path(self.mapping).is_file()  # with a comma in its name, perhaps
-            names = [self.mapping] if is_file else self.mapping.split(",")
-            mappings = [jax_ucp.Mapping.load(name.strip()) for name in names]
+            names = [self.mapping] if is_file else map(str.strip, self.mapping.split(","))
+            mappings = list(map(jax_ucp.Mapping.load, names))
             return inverse_chain(mappings) if self.inverse else mappings
         if any(getattr(self, name) not in (None, False, ()) for name in its_own):
             flags = " and ".join(f"--{name}" for name in its_own)

@@ -91,10 +91,10 @@ def why_missing(folder: FilePath, name: str) -> str:
             " not complete"
         )
     beside = (f"{name}{suffix}" for suffix in UNFINISHED)
-    downloads = [download for download in beside if (folder / download).exists()]
+    download = next((other for other in beside if (folder / other).exists()), None)
     kept = folder / _HUB_DOWNLOADS
-    if not downloads and kept.is_dir():  # by hash since 0.27 of huggingface_hub
+    if download is None and kept.is_dir():  # by hash since 0.27 of huggingface_hub
         unfinished = kept.matching(".incomplete")
         of_this = [path for path in unfinished if path.name.startswith(f"{name}.")]
-        downloads = [path.below(folder) for path in of_this or unfinished]
-    return f"{downloads[0]} is a download that has not ended" if downloads else ""
+        download = next((path.below(folder) for path in of_this or unfinished), None)
+    return f"{download} is a download that has not ended" if download else ""

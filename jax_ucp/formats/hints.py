@@ -50,14 +50,14 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
     folders, of_folders = _apart(filter(FilePath.is_dir, children), recognised)
     files = filter(is_torch_file, filter(FilePath.is_file, children))
     wholes, of_files = _apart(files, _is_whole)
-    gguf = [path for path in children if path.suffix == ".gguf" and path.is_file()]
-    gguf = [path for path in gguf if not _LATER_PART.fullmatch(path.name)]
+    others = [path for path in children if path.suffix in (".gguf", ".eqx") and path.is_file()]
+    others = [path for path in others if not _LATER_PART.fullmatch(path.name)]
     # in huggingface_hub's cache of a model the revision of `main`, if it is there
     snapshots, main = at / "snapshots", at / "refs" / "main"
     revisions = list(filter(FilePath.is_dir, _children(snapshots))) if snapshots.is_dir() else []
     named = main.read_pointer().strip() if revisions and main.is_file() else ""
     revisions = [path for path in revisions if path.name == named] or revisions
-    inside = [*revisions, *folders, *wholes, *gguf]
+    inside = [*revisions, *folders, *wholes, *others]
     if inside:
         names = listed([path.name for path in inside])
         raise NotACheckpoint(

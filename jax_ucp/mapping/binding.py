@@ -391,21 +391,19 @@ def _claimed(
         # Nothing is meant by a rule with an axis or an index of length zero.
         if not of_rule and not any(lengths.get(name) == 0 for name in rule.names):
             faults.append(f"{rule.label} finds no parameter")
-        limits = {**rule.blocks, **lengths} if of_rule else {}
-        limits = {key: n for key, n in limits.items() if key in of_rule[0].shared}
-        for keys in (*zip(limits), tuple(limits)):  # each alone, and together
-            numbers = {tuple(map(instance.shared.__getitem__, keys)) for instance in of_rule}
-            every = itertools.product(*(map(str, range(limits[key])) for key in keys))
-            if first := next((one for one in every if one not in numbers), None):
-                which = (
-                    f"{key} = {i}, of {limits[key]}" for key, i in zip(keys, first, strict=True)
-                )
-                faults.append(f"{rule.label} finds no parameter with {' and '.join(which)}")
-                break
+        if of_rule:
+            limits = {**rule.blocks, **lengths}
+            limits = {key: n for key, n in limits.items() if key in of_rule[0].shared}
+            alone = [_missing(rule, of_rule, {key: n}) for key, n in limits.items()]
+            faults += filter(None, alone if any(alone) else [_missing(rule, of_rule, limits)])
     faults += _uneven(instances, lengths)
     skipped: dict[str, str] = {}
     claims: dict[str, list[str]] = defaultdict(list)
     for skip in mapping.skips:
+        if strays := [] if skip.has_any else sorted(parse_name(skip.param).sizes - lengths.keys()):
+            if any(map(skip.regex.fullmatch, shapes)):
+                faults.append(f"skip {skip.param!r} counts from {strays[0]}, which has no length")
+            continue
         for name in _skipped(skip, shapes, lengths):
             skipped[name] = skip.reason
             claims[name].append(f"skip {skip.param!r}")
@@ -439,13 +437,24 @@ def _claim_faults(
         yield f"{names[0]} {list(shape)}{others}: {fault}"
 
 
+def _missing(
+    rule: MappingRule, instances: Sequence[_Instance], limits: Mapping[str, int]
+) -> str | None:
+    """The fault of the first numbers below `limits` that no instance of a rule has, if any."""
+    numbers = {tuple(instance.shared[key] for key in limits) for instance in instances}
+    for one in itertools.product(*(map(str, range(n)) for n in limits.values())):
+        if one not in numbers:
+            which = [f"{k} = {i}, of {n}" for (k, n), i in zip(limits.items(), one, strict=True)]
+            return f"{rule.label} finds no parameter with {' and '.join(which)}"
+    return None
+
+
 def _skipped(skip: Skip, names: Collection[str], lengths: Mapping[str, int]) -> Iterator[str]:
     """The names that a skip is for."""
-    if "*" in skip.param:
-        yield from filter(skip.regex.fullmatch, names)
-    elif (pattern := parse_name(skip.param)).sizes <= lengths.keys():
-        numbered = str(pattern.with_numbers(lengths))
-        yield from (name for name in names if values_in(numbered, name, lengths) is not None)
+    if skip.has_any:
+        return filter(skip.regex.fullmatch, names)
+    numbered = str(parse_name(skip.param).with_numbers(lengths))
+    return (name for name in names if values_in(numbered, name, lengths) is not None)
 
 
 def _uneven(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:

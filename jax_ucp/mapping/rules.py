@@ -196,9 +196,14 @@ class Skip:
     reason: str
 
     @property
+    def has_any(self) -> bool:
+        """Whether it has a `*` that is any text, as opposed to one between braces."""
+        return any("*" in text for text in re.split(r"\{[^{}]*\}", self.param))
+
+    @property
     def regex(self) -> re.Pattern[str]:
         """The names that it stands for, or more."""
-        return re.compile(regex_of(self.param)) if "*" in self.param else name_regex(self.param)
+        return re.compile(regex_of(self.param)) if self.has_any else name_regex(self.param)
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,9 @@ def _owner(key: int | str, names: Mapping[int, str]) -> Owner:
     """The owner that a key is: a name, or a number that has none, as it was pickled or as a planner
     of DCP writes it in a path.
     """
-    number = int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
-    return names.get(number, number) if type(number) is int else str(key)
+    if isinstance(key, str) and _NUMBER.fullmatch(key):
+        key = int(key)
+    return names.get(key, key) if type(key) is int else str(key)
 
 
 def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str], ...]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import Case
-from jax_ucp.errors import CorruptData, FormatError
+from cases import Case, flat
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 
 TRAINING = Case("jax/equinox0138-training")
 pytestmark = pytest.mark.fast
@@ -36,11 +36,30 @@ def opened(tmp_path):
 
 def test_the_line_of_json_is_an_extra_and_the_leaves_a_list():
     checkpoint = Case("jax/equinox0138-mlp").open()
-    assert checkpoint.extras == {
-        "model.eqx": {"in_size": 3, "out_size": 2, "width_size": 5, "depth": 2}
+    assert checkpoint.extras["model.eqx"] == {
+        "hyperparameters": {"in_size": 3, "out_size": 2, "width_size": 5, "depth": 2}
     }
     restored = checkpoint.restore()
     assert [x.shape for x in restored] == [(5, 3), (5,), (5, 5), (5,), (2, 5), (2,)]
+
+
+@pytest.mark.parametrize("said", ["[64, 2]", "null", '"text"', '{"lr": NaN, "least": -Infinity}'])
+def test_whatever_the_line_says_comes_through_a_conversion(opened, tmp_path, said):
+    checkpoint = opened(said.encode() + b"\n" + saved(np.float32(1)))
+    converted = checkpoint.save(tmp_path / "converted")
+    assert converted.extras == checkpoint.extras != {}
+    assert None not in flat(converted.extras).values() or said == "null"
+
+
+def test_a_line_that_says_a_thing_twice_is_refused(opened):
+    with pytest.raises(FormatError, match="begins neither with a leaf nor with JSON"):
+        opened(b'{"a": 1, "a": 2}\n' + saved(np.float32(1)))
+
+
+def test_a_folder_points_at_the_file_in_it(opened, tmp_path):
+    opened(saved(np.float32(1)))
+    with pytest.raises(NotACheckpoint, match=r"holds m\.eqx: open one"):
+        ucp.open(tmp_path)
 
 
 def test_leaves_restore_into_those_of_a_model(opened):

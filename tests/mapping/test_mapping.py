@@ -273,6 +273,22 @@ leaves:
     del shapes["h.1.k"]
     with pytest.raises(LayoutError, match=r"with local = 1, of 2 and block = 0, of 2$"):
         bind(mapping(text), shapes, {}, {})
+    with pytest.raises(LayoutError, match=r"with local = 1, of 2\n.*with block = 1, of 2$"):
+        bind(mapping(text), {"h.0.k": (3,)}, {}, {})
+
+
+def test_what_is_skipped_counts_as_rules_do():
+    text = """sizes: {block: 2}
+leaves:
+- {param: "h.{2*block}.k", axes: a, leaf: "layers_{2*block}/k"}
+skip:
+- {param: "h.{2*block+1}.k", reason: not read}
+"""
+    shapes = {f"h.{layer}.k": (3,) for layer in range(4)}
+    assert list(bind(mapping(text), shapes, {}, {}).skipped) == ["h.1.k", "h.3.k"]
+    text = text.replace("2*block+1", "block+own")
+    with pytest.raises(LayoutError, match=r"skip 'h\.\{block\+own\}\.k' counts from own"):
+        bind(mapping(text), shapes, {}, {})
 
 
 def test_leaves_of_one_name_go_back_by_the_number_of_their_axes():

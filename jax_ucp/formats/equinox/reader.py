@@ -16,6 +16,7 @@ import numpy as np
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile
 from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.codecs.json_values import as_json
 from jax_ucp.errors import CorruptData, FormatError, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import FileRange
@@ -50,12 +51,13 @@ def parse(path: FilePath, options: Options) -> Contents:
     file = StoredFile(path, FileRange(path, file=path.file()))
     infos: dict[str, ArrayInfo] = {}
     stored: dict[str, StoredArray] = {}
-    extras, at = {}, 0
+    arrays, extras, at = ExtentTable(infos, stored, path.name), {}, 0
     with naming(path):
         if file.data.read(0, 1) != _MAGIC[:1]:
             line, end, _ = file.data.read(0, _MAX_LINE_BYTES).partition(b"\n")
             try:
-                extras, at = {path.name: decode_json(line)}, len(line + end)
+                said = as_json(decode_json(line, unique_names=True), path.name, arrays.read)
+                extras, at = {path.name: {"hyperparameters": said}}, len(line + end)
             except ValueError:
                 raise FormatError("it begins neither with a leaf nor with JSON") from None
         while at < file.data.size:
@@ -68,8 +70,8 @@ def parse(path: FilePath, options: Options) -> Contents:
         for name, info in infos.items()
     ]
     items = [Item(leaf.label, "array", "mapped", leaf.label) for leaf in leaves]
-    items += [Item("the first line", "JSON", "extra", "kept as JSON")] * len(extras)
-    arrays = ExtentTable(infos, stored, path.name)
+    if extras:
+        items.append(Item("the first line", "JSON", "extra", "kept as JSON"))
     return Contents("equinox", str(path), leaves, arrays, items, extras=extras, notes=[_NOTE])
 
 

@@ -222,9 +222,9 @@ def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     for settings, otherwise in _settings(extras):
         if not isinstance(settings, Mapping):
             continue
-        named = [str(settings[key] or "") for key in _METHODS if key in settings]
         is_mlx = settings.keys() >= _MLX and not otherwise.endswith(".json")
-        if method := [*named, "MLX" if is_mlx else otherwise][0]:
+        named = (str(settings[key] or "") for key in _METHODS if key in settings)
+        if method := next(named, "MLX" if is_mlx else otherwise):
             # DeepSeek-V4 has it beside the settings, and V4.1 among them
             experts = _item(extras.get("config.json", {}).get("config"), "expert_dtype")
             return method, settings if experts is None else {"expert_dtype": experts, **settings}

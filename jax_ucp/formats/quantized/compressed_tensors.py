@@ -133,9 +133,10 @@ def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     label = stored.weight.parts["shape"]
     if info.dtype.name not in _SHAPED or len(info.shape) != 1:
         stored.fault(f"{label} is {info.dtype.name} {list(info.shape)}, and no shape")
-    shape, bits = tuple(int(n) for n in stored.read("shape")), args["num_bits"]
+    shape = tuple(int(n) for n in stored.read("shape"))
     if len(shape) != len(words) or len(shape) < 2 or shape[:-1] != words[:-1] or min(shape) < 1:
         stored.fault(f"{label} says {list(shape)}, and its words have shape {list(words)}")
+    bits = args["num_bits"]
     if args["type"] != "int" or type(bits) is not int or not 1 <= bits <= 8:
         stored.unknown(f"packed codes are integers of 1 to 8 bits, and not {args['type']!r:.20}")
     codes = Codes(Packing(bits, 32, len(shape) - 1), offset=1 << (bits - 1))
