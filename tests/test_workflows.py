@@ -191,6 +191,13 @@ def test_a_script_is_shell_and_refuses_what_it_does_not_know(script):
         assert (refused.returncode, refused.stderr) == (2, "no such cell: nonsense\n")
 
 
+def test_every_family_of_writers_has_its_generator():
+    script = (ROOT / ".ci" / "writers").read_text()
+    (families,) = re.findall(r"families=\((\w[\w ]+)\)", script)
+    made = {path.stem for path in (ROOT / "tests" / "generators").glob("*.py")}
+    assert {*families.split()} - {"configs"} <= made
+
+
 def test_only_a_tag_releases_and_with_no_secret_but_an_attestation():
     text = WORKFLOWS_BY_NAME["release"].read_text()
     release = load(WORKFLOWS_BY_NAME["release"])

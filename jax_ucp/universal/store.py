@@ -508,25 +508,30 @@ def _index_entries(
     keys = [key for key in store.arrays() if key not in stacks]
     # an array's keys begin with its name and a slash: no key of another sorts between them
     for key in sorted([*keys, *homes, *linked.arrays], key="{}/".format):
-        is_linked = key in linked.arrays
-        values = linked.values(key) if is_linked else _values(store, *homes.get(key, (key, None)))
+        if key in linked.arrays:
+            values = linked.values(key)
+        else:
+            values = _values_of_member(store, *homes[key]) if key in homes else _values(store, key)
         found = {f"{key}/{name}".encode(): value for name, value in values}
         yield from ((name, found[name]) for name in sorted(found))
 
 
-def _values(store: ZarrStore, key: str, i: int | None) -> Iterator[tuple[str, Value]]:
-    """The index entries of an array, or of the i-th array of a stack, by keys below its name."""
+def _values(store: ZarrStore, key: str) -> Iterator[tuple[str, Value]]:
+    """The index entries of an array, by keys below its name."""
     info, chunks = store.arrays()[key], store.chunks[key]
-    if i is None:
-        yield "zarr.json", zarr_json(info, chunks)
-        for _, _, name, nbytes in _outer_chunks(info, chunks):
-            file, offset = store.find(f"{key}/{name}")
-            yield name, ValueRange(file, offset or 0, nbytes)
-        return
-    yield "zarr.json", zarr_json(member_info(info), member_chunks(chunks))
+    yield "zarr.json", zarr_json(info, chunks)
+    for _, _, name, nbytes in _outer_chunks(info, chunks):
+        file, offset = store.find(f"{key}/{name}")
+        yield name, ValueRange(file, offset or 0, nbytes)
+
+
+def _values_of_member(store: ZarrStore, stack: str, i: int) -> Iterator[tuple[str, Value]]:
+    """The index entries of the i-th array of a stack, by keys below its name."""
+    info, chunks = store.arrays()[stack], store.chunks[stack]
     nbytes = chunk_bytes(chunks, info.dtype)
+    yield "zarr.json", zarr_json(member_info(info), member_chunks(chunks))
     for place, outer, offset in member_places(info, chunks, i):
-        yield chunk_name(place), ValueRange(f"{key}/{chunk_name(outer)}", offset, nbytes)
+        yield chunk_name(place), ValueRange(f"{stack}/{chunk_name(outer)}", offset, nbytes)
 
 
 def _stored_array(store: ZarrStore, key: str) -> ArrayRecord:

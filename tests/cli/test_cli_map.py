@@ -58,6 +58,13 @@ def test_a_mapping_that_fits_source_and_target_has_no_faults():
     assert "hf-llama-to-tunix.yaml: 21 leaves, 0 faults" in text
 
 
+@pytest.mark.parametrize("name", ["mine.yaml ", "one, two.yaml"])
+def test_a_file_that_exists_is_the_mapping_whatever_it_is_called(name, folder):
+    Path(name).write_text(Path("mine.yaml").read_text().replace("lm_heads", "lm_head"))
+    found = run_json("map", LLAMA, "--mapping", name, *ASSUMED, "--target", TUNIX)
+    assert found["faults"] == []
+
+
 def test_the_report_of_the_command_is_there_for_python(folder):
     command = run_json("map", LLAMA, *TO_TUNIX, "--target", f"{folder}:wrong", code=1)
     target = tree_shapes(importlib.import_module(folder).wrong())

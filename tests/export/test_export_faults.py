@@ -188,7 +188,8 @@ class Inflated(MemoryStore):
         self.together, self.wait_s = threading.Event(), wait_s
 
     def arrays(self):
-        return {key: ArrayInfo(a.shape, a.dtype, a.shape) for key, a in self.data.items()}
+        # rows, in which files have the elements, are cut out of both chunks
+        return {k: ArrayInfo(a.shape, a.dtype, (500, 250)) for k, a in self.data.items()}
 
     def read(self, key, box):
         with self.lock:
