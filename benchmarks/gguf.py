@@ -17,7 +17,7 @@ import numpy as np
 
 import jax_ucp
 from benchmarks.race import Contestant, Options, Sample, Table, now, race
-from jax_ucp.formats.gguf.types import IN_BLOCKS
+from jax_ucp.formats.gguf.file import IN_BLOCKS
 from jax_ucp.formats.quantized.ggml import TYPES
 
 WORKER = Path(__file__).with_name("gguf_worker.py")

@@ -32,8 +32,8 @@ from jax_ucp.codecs.unpickle import walk
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import MemoryRange
 from jax_ucp.formats.dcp.metadata import read_metadata
+from jax_ucp.formats.gguf.file import PLAIN
 from jax_ucp.formats.gguf.header import read_head
-from jax_ucp.formats.gguf.types import PLAIN
 
 
 @dataclass(frozen=True)

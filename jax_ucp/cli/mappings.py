@@ -9,7 +9,7 @@ from jax_ucp.cli.command import Arguments, command
 from jax_ucp.cli.options import JSON, argument, option
 from jax_ucp.cli.output import console, print_json, without_empty
 from jax_ucp.cli.text_table import TextTable
-from jax_ucp.inspection.mapping_list import mapping_list
+from jax_ucp.inspection.mapping_report import mapping_list
 
 
 @command(

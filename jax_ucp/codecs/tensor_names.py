@@ -3,6 +3,11 @@
 The functions are those of `torch/_utils.py` and `torch/_tensor.py`; ours take the same arguments
 and return a StoredTensor, which is integers only. What torch could rebuild and we cannot read
 becomes a RefusedTensor, so that whoever walks the object can say where it is.
+
+The names of distributed tensors are inert records. A DTensor is pickled as its local tensor and its
+spec: the mesh of ranks, a placement for each axis of the mesh, and the shape of the whole. Facts:
+`torch/distributed/tensor/_dtensor_spec.py`, `placement_types.py`, `device_mesh.py` and
+`_mesh_layout.py` of torch 2.13; torch 2.4 has the same classes in `torch.distributed._tensor`.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.codecs import dtensor_names, pickle_names
+from jax_ucp.codecs import pickle_names
 from jax_ucp.codecs.coded_states import CODED_TYPES, CodedState, coded_state
 from jax_ucp.codecs.unpickle import (
     Constructor,
@@ -25,6 +30,7 @@ from jax_ucp.codecs.unpickle import (
     Record,
     Unknown,
     children,
+    inert,
     table,
 )
 from jax_ucp.errors import FormatError
@@ -235,7 +241,7 @@ def _rebuild_from_type_v2(args: tuple) -> object:
             function in _REBUILD
         ):
             is_wrapper = function.name == "torch._utils._rebuild_wrapper_subclass"
-            if is_wrapper and kind in dtensor_names.DTENSOR_TYPES:
+            if is_wrapper and kind in _DTENSOR_TYPES:
                 return _rebuild_dtensor(inner, state)
             if is_wrapper and (kind in CODED_TYPES or kind == _FLOAT8_WEIGHT):
                 return _rebuild_of_torchao(kind, inner, state)
@@ -378,9 +384,45 @@ _STORAGE_CLASSES = [
     for kind in ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")
 ]
 
+_DTENSOR_TYPES = frozenset(
+    Name(f"torch.distributed.{name}")
+    for name in ("tensor.DTensor", "tensor._api.DTensor", "_tensor.DTensor", "_tensor.api.DTensor")
+)
+# Of a mesh the ranks and the place of the rank that wrote the file. The rest names groups of
+# processes, repeats the ranks, or leads to other meshes and from there back.
+_KEPT_OF_MESH = ("mesh", "_layout", "_rank_map", "_coordinate_on_dim", "mesh_dim_names")
+_KEPT_OF_MESH += ("_mesh_dim_names",)
+_SPEC_MODULES = ("tensor._dtensor_spec", "_tensor._dtensor_spec", "_tensor.placement_types")
+_PLACEMENT_MODULES = ("tensor.placement_types", "_tensor.placement_types")
+
+
+def _keep_mesh(made: object, state: object) -> object:
+    if not isinstance(made, Record) or not isinstance(state, dict):
+        return NotImplemented
+    made.state = {name: state[name] for name in _KEPT_OF_MESH if name in state}
+    return None
+
+
+_DTENSOR_NAMES = table(
+    *_DTENSOR_TYPES,
+    inert("torch.distributed.device_mesh.DeviceMesh", _keep_mesh),
+    inert("torch.distributed._mesh_layout._MeshLayout"),
+    inert("torch.distributed._mesh_layout._FlatLayout"),
+    *(
+        inert(f"torch.distributed.{module}.{name}")
+        for module in _SPEC_MODULES
+        for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+    ),
+    *(
+        inert(f"torch.distributed.{module}.{name}")
+        for module in _PLACEMENT_MODULES
+        for name in ("Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "MaskPartial")
+    ),
+)
+
 NAMES: dict[str, object] = {
     **pickle_names.NAMES,
-    **dtensor_names.NAMES,
+    **_DTENSOR_NAMES,
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     **table(
         *_PLAIN_REBUILD,

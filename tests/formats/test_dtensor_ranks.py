@@ -24,7 +24,7 @@ from formats.huggingface.test_training_folders import next_losses
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
 from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats.dtensor_ranks.flat import flat_parameters, subsets
+from jax_ucp.formats.dtensor_ranks.flat_states import flat_parameters, subsets
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
 from jax_ucp.layout.box import Box

@@ -3,8 +3,8 @@ and `torch.distributed.checkpoint._experimental` do.
 
 A DTensor's mesh and placements say which part of the whole a rank has. What is no DTensor (buffers,
 steps) each rank has whole, and the copies are compared. The optimizer's states go by numbers: FSDP2
-has a DTensor for each, FSDP1's flat parameters are in `flat`. Files are of one save where meshes
-agree with their names, and counters and learning rates with one another.
+has a DTensor for each, FSDP1's flat parameters are in `flat_states`. Files are of one save where
+meshes agree with their names, and counters and learning rates with one another.
 """
 
 from __future__ import annotations

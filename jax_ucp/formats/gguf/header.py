@@ -81,8 +81,12 @@ def read_head(file: ByteRange) -> Head:
     is_power = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
     if not is_power:
         raise FormatError(f"{ALIGNMENT} is {alignment!r:.80}, and no power of two")
-    data = -(-reader.at // alignment) * alignment
+    data = aligned(reader.at, alignment)
     return Head(version, values, list(entries.values()), alignment, data)
+
+
+def aligned(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment
 
 
 class _HeaderReader:

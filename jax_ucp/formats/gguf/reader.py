@@ -18,9 +18,8 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import read_bytes
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.gguf.config import model_config
-from jax_ucp.formats.gguf.file import GGUFFile
+from jax_ucp.formats.gguf.file import FILE_TYPES, GGUFFile
 from jax_ucp.formats.gguf.header import MAGIC
-from jax_ucp.formats.gguf.types import FILE_TYPES
 from jax_ucp.formats.quantized.ggml import SCHEME, TYPES
 from jax_ucp.formats.weight_files import CONFIG, refuse_stand_in, require_files
 from jax_ucp.options import Options

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from jax_ucp.arrays.dequantized import Dequantizer
+from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid, in_bytes, of_rows
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
-from jax_ucp.formats.quantized.rounded import Rounded
 from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups
+from jax_ucp.layout.box import Box
 from jax_ucp.name_patterns import NamePatterns
 
 _SHAPED = ("int64", "int32")
@@ -182,6 +183,49 @@ def _mx_fp8(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     """fp8 with an exponent for each group of a row."""
     width = args["group_size"] or _MX_GROUP
     return _plain(stored, {**args, "type": "float", "strategy": "group", "group_size": width})
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight that is stored as numbers beside its scales, and that the model rounds to codes
+    whenever it computes: each element of what it computes with is (code - zero point) * scale,
+    where the code is the number that is stored, divided by the scale, plus the zero point, clamped
+    and rounded.
+
+    `codes` are the numbers. With `bits` codes are integers of so many bits, else fp8. Quotients and
+    sums are rounded to the dtype that numbers and scales have in common.
+    """
+
+    scheme: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, WeightPart]
+    grid: Grid
+    bits: int = 0
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        return {role: box if role == "codes" else self.grid.box(box) for role in self.parts}
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        stored, scale = parts["codes"].dtype, parts["scale"].astype(np.float32)
+        common = stored if stored == parts["scale"].dtype else np.dtype(np.float32)
+        zero = parts["zero"].astype(np.float32) if "zero" in parts else None
+        values = parts["codes"].astype(np.float32)
+        self.grid.apply(np.divide, values, scale, box)
+        values = values.astype(common).astype(np.float32)
+        if zero is not None:
+            self.grid.apply(np.add, values, zero, box)
+            values = values.astype(common).astype(np.float32)
+        if self.bits:
+            half = 1 << (self.bits - 1)
+            values = np.rint(np.clip(values, -half, half - 1))
+        else:
+            most = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+            codes = np.clip(values, -most, most).astype(ml_dtypes.float8_e4m3fn)
+            values = codes.astype(np.float32)
+        if zero is not None:
+            self.grid.apply(np.subtract, values, zero, box)
+        self.grid.apply(np.multiply, values, scale, box)
+        return values
 
 
 def _dense(stored: StoredWeight, args: Mapping[str, Any]) -> Rounded:

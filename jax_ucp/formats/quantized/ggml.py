@@ -191,6 +191,11 @@ def _fields(words: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray
     return fields.reshape(len(words), -1)
 
 
+def _wide(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Codes of more than 8 bits, of which the upper ones are stored apart."""
+    return high.astype(np.uint16) << 8 | low
+
+
 def _seven_signs(words: np.ndarray) -> np.ndarray:
     """Of four bytes four times seven signs; the upper four bits are a scale."""
     return _EVEN[_fields(words, (0, 7, 14, 21), 127)]
@@ -204,45 +209,11 @@ def _odd(
     return (_float16(0)(blocks) if scale is None else scale) * multiples
 
 
-def _iq2_xxs_codes(blocks: np.ndarray) -> np.ndarray:
-    codes = blocks[:, 2:].reshape(len(blocks), 8, 8)[:, :, :4].reshape(len(blocks), 32)
-    return _signed("IQ2_XXS", codes, _seven_signs(_words(blocks, 2, 66, "<u4")[:, 1::2]))
-
-
-def _iq2_xs_codes(blocks: np.ndarray) -> np.ndarray:
-    codes = _words(blocks, 2, 66, "<u2")
-    return _signed("IQ2_XS", codes & 511, _EVEN[codes >> 9])
-
-
-def _iq2_s_codes(blocks: np.ndarray) -> np.ndarray:
-    codes = _fields(blocks[:, 66:74], (0, 2, 4, 6), 3).astype(np.uint16) << 8
-    return _signed("IQ2_S", codes | blocks[:, 2:34], blocks[:, 34:66])
-
-
-def _iq3_xxs_codes(blocks: np.ndarray) -> np.ndarray:
-    return _signed("IQ3_XXS", blocks[:, 2:66], _seven_signs(_words(blocks, 66, 98, "<u4")))
-
-
-def _iq3_s_codes(blocks: np.ndarray) -> np.ndarray:
-    codes = _fields(blocks[:, 66:74], tuple(range(8)), 1).astype(np.uint16) << 8
-    return _signed("IQ3_S", codes | blocks[:, 2:66], blocks[:, 74:106])
-
-
 def _iq1(low: np.ndarray, high: np.ndarray, is_less: np.ndarray) -> np.ndarray:
     """Eight times the elements, each an eighth more or less than the table's."""
-    elements = _grid("IQ1_S")[high.astype(np.uint16) << 8 | low] * np.int8(8)
+    elements = _grid("IQ1_S")[_wide(low, high)] * np.int8(8)
     elements += np.where(is_less, np.int8(-1), np.int8(1))[..., None]
     return elements
-
-
-def _iq1_s_codes(blocks: np.ndarray) -> np.ndarray:
-    high = _words(blocks, 34, 50, "<u2")
-    return _iq1(blocks[:, 2:34], _fields(high, (0, 3, 6, 9), 7), np.repeat(high >> 15, 4, axis=1))
-
-
-def _iq1_m_codes(blocks: np.ndarray) -> np.ndarray:
-    high = _fields(blocks[:, 32:48], (0, 4), 15)
-    return _iq1(blocks[:, :32], high & 7, high >> 3)
 
 
 def _iq1_m_scales(blocks: np.ndarray) -> np.ndarray:
@@ -297,19 +268,37 @@ TYPES: Mapping[str, BlockType] = {
                         _scaled(0, _bits((4, 8, 4, 1), (2, 4, 2, 1), less=32))),
     "MXFP4": BlockType(32, 17, _by_table(1, _TWICE_FP4),
                        _halved(1, exponents(np.arange(255, dtype=np.uint8)))),
-    "IQ2_XXS": BlockType(256, 66, _iq2_xxs_codes,
+    "IQ2_XXS": BlockType(256, 66,
+                         lambda b: _signed("IQ2_XXS",
+                                           b[:, 2:].reshape(-1, 8, 8)[:, :, :4].reshape(-1, 32),
+                                           _seven_signs(_words(b, 2, 66, "<u4")[:, 1::2])),
                          lambda b: _odd(b, _words(b, 2, 66, "<u4")[:, 1::2] >> 28, 0.125)),
-    "IQ2_XS": BlockType(256, 74, _iq2_xs_codes,
+    "IQ2_XS": BlockType(256, 74,
+                        lambda b: _signed("IQ2_XS", _words(b, 2, 66, "<u2") & 511,
+                                          _EVEN[_words(b, 2, 66, "<u2") >> 9]),
                         lambda b: _odd(b, _fields(b[:, 66:74], (0, 4), 15), 0.125)),
-    "IQ2_S": BlockType(256, 82, _iq2_s_codes,
+    "IQ2_S": BlockType(256, 82,
+                       lambda b: _signed("IQ2_S",
+                                         _wide(b[:, 2:34], _fields(b[:, 66:74], (0, 2, 4, 6), 3)),
+                                         b[:, 34:66]),
                        lambda b: _odd(b, _fields(b[:, 74:82], (0, 4), 15), 0.125)),
-    "IQ3_XXS": BlockType(256, 98, _iq3_xxs_codes,
+    "IQ3_XXS": BlockType(256, 98,
+                         lambda b: _signed("IQ3_XXS", b[:, 2:66],
+                                           _seven_signs(_words(b, 66, 98, "<u4"))),
                          lambda b: _odd(b, _words(b, 66, 98, "<u4") >> 28, 0.25)),
-    "IQ3_S": BlockType(256, 110, _iq3_s_codes,
+    "IQ3_S": BlockType(256, 110,
+                       lambda b: _signed("IQ3_S",
+                                         _wide(b[:, 2:66], _fields(b[:, 66:74], (*range(8),), 1)),
+                                         b[:, 74:106]),
                        lambda b: _odd(b, _fields(b[:, 106:110], (0, 4), 15), 1)),
-    "IQ1_S": BlockType(256, 50, _iq1_s_codes,
+    "IQ1_S": BlockType(256, 50,
+                       lambda b: _iq1(b[:, 2:34],
+                                      _fields(_words(b, 34, 50, "<u2"), (0, 3, 6, 9), 7),
+                                      np.repeat(_words(b, 34, 50, "<u2") >> 15, 4, axis=1)),
                        lambda b: _odd(b, _words(b, 34, 50, "<u2") >> 12 & 7, 0.125)),
-    "IQ1_M": BlockType(256, 56, _iq1_m_codes, _iq1_m_scales),
+    "IQ1_M": BlockType(256, 56,
+                       lambda b: _iq1(b[:, :32], _fields(b[:, 32:48], (0, 4), 7),
+                                      _fields(b[:, 32:48], (0, 4), 8)), _iq1_m_scales),
     "TQ1_0": BlockType(256, 54, _tq1_0_codes, _float16(52)),
     "TQ2_0": BlockType(256, 66, _bits((0, 64, 2, 32), less=1), _float16(64)),
     # E4M3 without a sign; the last one is no number
