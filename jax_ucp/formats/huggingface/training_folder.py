@@ -121,7 +121,7 @@ def add_training(
     # states of parameters with all experts of a layer, of which the weights are stored one by one
     experts = {int(match[1]) for match in filter(None, map(_EXPERT.fullmatch, names))}
     shapes = {own.shape for own in states.values()} - {own.shape for own in weights.values()}
-    is_fused = any(len(shape) == 3 and {*range(shape[0])} == experts for shape in shapes)
+    is_fused = any(len(shape) > 1 and {*range(shape[0])} == experts for shape in shapes)
     model = _ModelOf(imported, folder)
     packed = _packed(model, weights) if is_fused else None
     if is_fused and packed is None and options.optimizer_groups and not options.weights_only:

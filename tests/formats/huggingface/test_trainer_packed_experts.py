@@ -1,8 +1,7 @@
 """Folders of the Trainer of transformers 5, which trains the experts of a layer as one parameter and
 stores them one by one: the optimizer's states are those of the stored weights.
 
-`tests/data/packed_experts/MODEL` is of `generators/trainers.py`; its truth names parameters as the
-live model has them.
+`tests/data/packed_experts/MODEL` is of `generators/trainers.py`.
 """
 
 import json
@@ -12,66 +11,36 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA
+from cases import DATA, Case
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.huggingface.packed_experts import in_memory
 
-# Gate, up and down of an expert, and the module that is called `mlp` in memory.
-STORED = {
-    "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), "mlp"),
-    "mixtral": (("w1", "w3", "w2"), "block_sparse_moe"),
-}
+MODELS = ("qwen3_moe", "mixtral")
 FOLDER = DATA / "packed_experts"
-GROUPS = {name: json.loads((FOLDER / name / "case.json").read_text())["groups"] for name in STORED}
 
 
-def truth(model):
-    """The live model's parameters and states, by the names of the stored weights."""
-    (gate, up, down), module = STORED[model]
-    found = {}
-    with np.load(FOLDER / model / "truth.npz") as live:
-        for label, array in live.items():
-            name = label.replace(".mlp.", f".{module}.")
-            for packed, parts in (("gate_up_proj", (gate, up)), ("down_proj", (down,))):
-                if not name.endswith(f".experts.{packed}"):
-                    continue
-                for i in range(4):
-                    of_expert = np.split(array[i], len(parts)) if array.shape else [array] * 2
-                    for part, one in zip(parts, of_expert, strict=False):
-                        found[f"{name.removesuffix(packed)}{i}.{part}.weight"] = one
-                break
-            else:
-                found[name] = array
-    return found
-
-
-@pytest.mark.parametrize("model", STORED)
-@pytest.mark.parametrize("said", ["hf-decay", "lists"])
-def test_every_state_is_that_of_the_live_optimizer(model, said):
-    groups = GROUPS[model] if said == "lists" else said
-    checkpoint = ucp.open(FOLDER / model / "ckpt", optimizer_groups=groups)
-    want = truth(model)
-    assert {leaf.label for leaf in checkpoint.leaves} == want.keys()
-    for label, array in want.items():
-        assert same_bits(checkpoint.read(label), array.astype(np.float32)), label
-    assert not [fault for _, fault in checkpoint.verify() if fault]
+@pytest.mark.parametrize("model", MODELS)
+def test_lists_of_parameters_in_memory_say_the_same_as_the_word(model):
+    case = Case(f"packed_experts/{model}")
+    checkpoint = case.open(optimizer_groups=case.about["groups"])
+    assert case.wrong(checkpoint) == []
     decayed = {
         name
         for group in checkpoint.groups
         if group.settings["weight_decay"]
         for name in group.params
     }
-    assert decayed == {label.partition("/")[2] for label in want if "norm" not in label}
+    assert decayed == {label.partition("/")[2] for label in case.truth() if "norm" not in label}
 
 
 def test_the_states_go_on_to_the_leaves_of_a_model():
     checkpoint = ucp.open(FOLDER / "qwen3_moe" / "ckpt", optimizer_groups="hf-decay")
     rules = ucp.Mapping.load("hf-qwen3-moe-to-maxtext")
     mapped = checkpoint.map(rules, assume=["norm_topk_prob"])
-    with np.load(FOLDER / "qwen3_moe" / "truth.npz") as live:
-        packed = [live[f"exp_avg/model.layers.{i}.mlp.experts.gate_up_proj"] for i in range(2)]
-    up = np.stack([np.split(one, 2, axis=1)[1].swapaxes(1, 2) for one in packed], axis=1)
+    live = Case("packed_experts/qwen3_moe").truth()
+    name = "exp_avg/model.layers.{}.mlp.experts.{}.up_proj.weight"
+    up = np.array([[live[name.format(i, expert)].T for i in range(2)] for expert in range(4)])
     assert same_bits(mapped.read("exp_avg/params/decoder/layers/moe_block/wi_1"), up)
 
 

@@ -35,8 +35,6 @@ def test_lists_and_a_function_say_the_same_as_the_word(case):
     groups = about.get("groups")
     if groups is None:
         return
-    if about.get("names") == "peft":
-        groups = [[name.replace(".default.", ".") for name in group] for group in groups]
     names_given: list[str] = []
 
     def function(names):
