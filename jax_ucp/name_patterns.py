@@ -14,7 +14,7 @@ tried one by one: those with dots in the same places are looked up together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -100,25 +100,25 @@ class NamePatterns:
 
         Raises FormatError for too many names.
         """
-        if name not in self._matching:
-            any_there = self._compiled or self._plain
-            self._matching[name] = frozenset(self._match(name)) if any_there else frozenset()
+        if name in self._matching:
+            return self._matching[name]
+        matching: set[str] = set()
+        if self._compiled or self._plain:
+            # Python's \w has letters of all alphabets, and its $ is before a last line break too.
+            if not (name.isascii() and name.isprintable()):
+                raise FormatError(
+                    f"{self._where} has patterns, which are only matched with names of printable"
+                    f" ASCII, not with {name!r:.200}. {self._remedy}"
+                )
+            self._charge(self._each + self._letter * len(name), bytes_read=len(name))
+            for place, texts in self._plain.items():
+                text = place.text(name)
+                found = texts.get(text, ()) if text is not None else ()
+                self._charge(_TRY_STEPS * len(found))
+                matching.update(found)
+            matching.update(p for p, each in self._compiled.items() if each.match(name))
+        self._matching[name] = frozenset(matching)
         return self._matching[name]
-
-    def _match(self, name: str) -> Iterator[str]:
-        # Python's \w has letters of all alphabets, and its $ is before a last line break too.
-        if not (name.isascii() and name.isprintable()):
-            raise FormatError(
-                f"{self._where} has patterns, which are only matched with names of printable ASCII,"
-                f" not with {name!r:.200}. {self._remedy}"
-            )
-        self._charge(self._each + self._letter * len(name), bytes_read=len(name))
-        for place, texts in self._plain.items():
-            text = place.text(name)
-            found = texts.get(text, ()) if text is not None else ()
-            self._charge(_TRY_STEPS * len(found))
-            yield from found
-        yield from (pattern for pattern, each in self._compiled.items() if each.match(name))
 
     def _is_plain(self, pattern: str) -> bool:
         """Whether it is of text and dots alone, and is known from now on by its place."""

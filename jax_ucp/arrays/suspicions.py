@@ -36,7 +36,19 @@ _UNPAIRED_STEP = re.compile(r"(^|\.)state\..+\.step$")
 
 def suspicions(contents: Contents) -> list[str]:
     """Notes on steps that differ between parameters, and on files that end in zeros."""
-    return [*_several_steps(contents), *_zero_ends(contents)]
+    notes = [*_several_steps(contents)]
+    # files of which a long end is zeros, though not all of it
+    long = [(of, file) for of, file in contents.files.seen if file.size > _SECTOR]
+    files = _sample(long, contents.files.is_remote)
+    jobs = [partial(_sixteenths_of_zeros, of, file) for of, file in files]
+    for (of, file), zeros in zip(files, in_threads(jobs, contents.files.is_remote), strict=True):
+        if _MIN_ZEROS <= zeros < _SIXTEENTHS:
+            notes.append(
+                f"{of.url(file.name)} ends in zeros: they are {zeros} sixteenths of it or more, by"
+                " a sample. An interrupted copy or download leaves such a file; compare it with"
+                " the original, unless arrays at its end are zeros"
+            )
+    return notes
 
 
 def _several_steps(contents: Contents) -> Iterator[str]:
@@ -84,20 +96,6 @@ def _is_number(leaf: Leaf) -> bool:
     if not leaf.has_array or len(leaf.path) < 2:
         return False
     return math.prod(leaf.shape) == 1 and np.dtype(leaf.dtype).kind != "c"
-
-
-def _zero_ends(contents: Contents) -> Iterator[str]:
-    """A note for each file of which a long end is zeros, though not all of it."""
-    long = [(of, file) for of, file in contents.files.seen if file.size > _SECTOR]
-    files = _sample(long, contents.files.is_remote)
-    jobs = [partial(_sixteenths_of_zeros, of, file) for of, file in files]
-    for (of, file), zeros in zip(files, in_threads(jobs, contents.files.is_remote), strict=True):
-        if _MIN_ZEROS <= zeros < _SIXTEENTHS:
-            yield (
-                f"{of.url(file.name)} ends in zeros: they are {zeros} sixteenths of it or more, by"
-                " a sample. An interrupted copy or download leaves such a file; compare it with"
-                " the original, unless arrays at its end are zeros"
-            )
 
 
 def _sixteenths_of_zeros(files: Files, file: FileInfo) -> int:

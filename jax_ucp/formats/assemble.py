@@ -16,10 +16,9 @@ from jax_ucp.arrays.checks import Claims, LeafClaim, passed_on
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents, Item, QuantizedWeight, Status
 from jax_ucp.arrays.dtypes import holds_every
-from jax_ucp.arrays.duplicates import Duplicate, Mean, Replicas
 from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.arrays.optimizer_groups import groups_of, plain_settings
-from jax_ucp.arrays.proof import SampleOnly
+from jax_ucp.arrays.proof import Duplicate, Mean, Replicas, SampleOnly
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.arrays.remainders import WholeNumbers, masters
 from jax_ucp.arrays.value import (

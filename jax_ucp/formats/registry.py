@@ -102,10 +102,6 @@ def _open_step(path: FilePath, options: Options) -> Contents:
     return replace(contents, notes=[*contents.notes, *notes])
 
 
-def _open_step_folder(path: FilePath, options: Options) -> Contents:
-    return step_folders.open_step(path, options, open_contents)
-
-
 def _open_deepspeed(path: FilePath, options: Options) -> Contents:
     """A checkpoint of DeepSpeed; what a trainer has beside it is kept."""
     return add_trainer_state(deepspeed.parse(path, options), path)
@@ -127,7 +123,9 @@ FORMATS: tuple[Format, ...] = (
     _run("a run of verl, SkyRL, torchtitan, OLMo-core or Automodel", "folders of steps",
          step_folders.find_run, "weights"),
     Format("a step of verl, SkyRL, accelerate's FSDP, OLMo-core or Automodel", "folders of saves",
-           step_folders.is_step, _open_step_folder, TWICE, "weights"),
+           step_folders.is_step,
+           lambda path, options: step_folders.open_step(path, options, open_contents), TWICE,
+           "weights"),
     Format("DeepSpeed's universal folder", "zero/", deepspeed_universal.recognise,
            deepspeed_universal.parse, SPEC, "weights"),
     Format("DeepSpeed", "latest, or *_optim_states.pt", deepspeed.recognise, _open_deepspeed, SPEC,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -37,24 +37,19 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
     ) -> Awaitable[None]:
         pending = begin(directory.path, lambda: checkpointable, DEFAULT_BUDGET)
         if pending.is_staged:
-            ending = await self._begin_stages(directory, pending)
+            with pending.shared.telling():
+                await directory.await_creation()
+            # a thread, which outlives this loop, ends the save when all is on the host
+            pool = ThreadPoolExecutor(1)
+            written = pool.submit(pending.finish)
+            pool.shutdown(wait=False)
+            await asyncio.to_thread(pending.wait_for_host, lambda: not written.done())
+            ending = _result(written)
         else:
             ending = self._finish(directory, pending)
         noted = NotedLoop(pending.directory.url())
         note(noted)
         return noted.run(ending)
-
-    async def _begin_stages(
-        self, directory: v1.path.PathAwaitingCreation, pending: SnapshottedSave
-    ) -> Coroutine[Any, Any, None]:
-        """The end of the save, when all is on the host; a thread outlives this loop for it."""
-        with pending.shared.telling():
-            await directory.await_creation()
-        pool = ThreadPoolExecutor(1)
-        written = pool.submit(pending.finish)
-        pool.shutdown(wait=False)
-        await asyncio.to_thread(pending.wait_for_host, lambda: not written.done())
-        return _result(written)
 
     async def _finish(
         self, directory: v1.path.PathAwaitingCreation, pending: SnapshottedSave

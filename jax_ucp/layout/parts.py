@@ -182,14 +182,7 @@ class Part(NamedTuple):
         if self.source.hull(indices).size <= MOST_READ * indices.size:
             yield indices
             return
-        pieces = list(_slices(indices, self._widest(indices), 1))
-        if self.source.hull(pieces[0]).size <= MOST_READ * pieces[0].size:
-            yield from pieces
-        else:
-            yield from itertools.chain.from_iterable(map(self.dense, pieces))
-
-    def _widest(self, indices: Box) -> int:
-        """The index whose elements have the widest gaps between them in the source."""
+        # cut at the index whose elements have the widest gaps between them in the source
         gaps: dict[int, float] = {}
         for axis in range(len(self.source.offset)):
             reach = 1
@@ -198,7 +191,11 @@ class Part(NamedTuple):
                 if extent > 1:
                     gaps[k] = stride / reach
                     reach += stride * (extent - 1)
-        return max(gaps, key=gaps.__getitem__)
+        pieces = list(_slices(indices, max(gaps, key=gaps.__getitem__), 1))
+        if self.source.hull(pieces[0]).size <= MOST_READ * pieces[0].size:
+            yield from pieces
+        else:
+            yield from itertools.chain.from_iterable(map(self.dense, pieces))
 
 
 def box_part(input: int, source: Box, target: Box) -> Part:

@@ -325,20 +325,18 @@ class _Asked:
         if not array_bytes:
             return 0
         most = min(max(1, TOGETHER_BYTES // array_bytes), TOGETHER)
-        requests = 0
+        nbytes, requests = math.prod(self.inner.tolist()) * self.itemsize + CRC_BYTES, 0
         for file in grid_boxes(grid.tolist(), parts.tolist()):
             places = np.flatnonzero(covered[file.index])
             for first in range(0, self.count, most):
-                requests += self._of_file(places, first, min(first + most, self.count))
-        return requests
-
-    def _of_file(self, places: np.ndarray, first: int, last: int) -> int:
-        """The requests for inner chunks at places of a file, of the arrays from `first` on."""
-        nbytes, requests = math.prod(self.inner.tolist()) * self.itemsize + CRC_BYTES, 0
-        for begin in range(first // self.together * self.together, last, self.together):
-            width = min(self.together, self.count - begin)
-            low, high = max(first - begin, 0), min(last - begin, width)
-            requests += _requests([(p * width + low, p * width + high) for p in places], nbytes)
+                # of the arrays from `first` on, which lie in one file or several
+                last = min(first + most, self.count)
+                for begin in range(first // self.together * self.together, last, self.together):
+                    width = min(self.together, self.count - begin)
+                    low, high = max(first - begin, 0), min(last - begin, width)
+                    requests += _requests(
+                        [(p * width + low, p * width + high) for p in places], nbytes
+                    )
         return requests
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from helpers import Consolidated, MemoryStore, boxes_in, by_hand, cut_by, evaluated, numbered
-from jax_ucp.arrays.duplicates import Replicas
 from jax_ucp.arrays.evaluate import Evaluated
+from jax_ucp.arrays.proof import Replicas
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout

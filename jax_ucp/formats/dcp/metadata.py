@@ -358,27 +358,23 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
         if file.kind != "file":
             raise FormatError(f"{path}, in which {first} should lie, is not a file")
         note(folder, file)
-        _check_apart(path, file.size, spans)
-
-
-def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -> None:
-    free, before = 0, ""
-    for span, fqn in sorted(spans, key=lambda item: item[0].offset):
-        end = span.offset + span.length
-        if end > size:
-            if why := stand_in(path):
-                raise FormatError(f"{path}: {why}")
-            raise CorruptData(
-                f"{path} has {size} bytes, but {fqn} should end at byte {end}: the file is"
-                " truncated, or belongs to another save"
-            )
-        if span.offset < free:
-            if why := of_another_serialisation(path):
-                raise FormatError(why)
-            raise FormatError(
-                f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}"
-            )
-        free, before = end, fqn
+        free, before = 0, ""
+        for span, fqn in sorted(spans, key=lambda item: item[0].offset):
+            end = span.offset + span.length
+            if end > file.size:
+                if why := stand_in(path):
+                    raise FormatError(f"{path}: {why}")
+                raise CorruptData(
+                    f"{path} has {file.size} bytes, but {fqn} should end at byte {end}: the file is"
+                    " truncated, or belongs to another save"
+                )
+            if span.offset < free:
+                if why := of_another_serialisation(path):
+                    raise FormatError(why)
+                raise FormatError(
+                    f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}"
+                )
+            free, before = end, fqn
 
 
 def _short(metadata: DcpMetadata, left: Collection[str]) -> list[tuple[str, Chunk]]:

@@ -20,7 +20,6 @@ from jax_ucp.arrays.extents import ExtentTable, StoredArray, StoredFile
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import FormatError
-from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.formats.deepspeed.files import Rank, SwappedTensor, TagFiles
 from jax_ucp.formats.deepspeed.zero import param_shapes
@@ -59,7 +58,21 @@ def with_swapped(
             return tensor
         name = f"{_FOLDER}/rank{rank.dp:02d}/{tensor.attributes['ds_id']}.tensor.swp"
         info = ArrayInfo((lengths[index],), tensor.dtype)
-        sources[name] = _swap_file(files.folder / name, rank, info)
+        path = files.folder / name
+        if not path.is_file():
+            raise FormatError(
+                f"{path} is missing: {rank.name} has an empty tensor where it was swapped out to"
+                f" NVMe. DeepSpeed copies these files to {_FOLDER} when it saves"
+            )
+        size = path.size()
+        if size < info.nbytes or size % _ALIGNED not in (0, info.nbytes % _ALIGNED):
+            raise FormatError(
+                f"{path} has {size} bytes, where the partition that was swapped out to it has"
+                f" {info.nbytes}, or up to a multiple of {_ALIGNED}: it was cut or changed, or is"
+                " of another run"
+            )
+        elements = StoredArray(StoredFile(path, FileRange(path)), 0)
+        sources[name] = ExtentTable({_ELEMENTS: info}, {_ELEMENTS: elements})
         emptied.append(rank.key(tensor))
         return SwappedTensor(
             _ELEMENTS, info.shape, info.dtype, tensor.storage, 0, (1,), tensor.attributes, name
@@ -85,21 +98,3 @@ def _is_empty(tensor: Any) -> bool:
         return False
     name = tensor.attributes.get("ds_id")
     return isinstance(name, str) and _PLAIN.fullmatch(name) is not None
-
-
-def _swap_file(path: FilePath, rank: Rank, info: ArrayInfo) -> ExtentTable:
-    """The elements in a swap file, as its one array."""
-    if not path.is_file():
-        raise FormatError(
-            f"{path} is missing: {rank.name} has an empty tensor where it was swapped out to NVMe."
-            f" DeepSpeed copies these files to {_FOLDER} when it saves"
-        )
-    size = path.size()
-    if size < info.nbytes or size % _ALIGNED not in (0, info.nbytes % _ALIGNED):
-        raise FormatError(
-            f"{path} has {size} bytes, where the partition that was swapped out to it has"
-            f" {info.nbytes}, or up to a multiple of {_ALIGNED}: it was cut or changed, or is"
-            " of another run"
-        )
-    elements = StoredArray(StoredFile(path, FileRange(path)), 0)
-    return ExtentTable({_ELEMENTS: info}, {_ELEMENTS: elements})
