@@ -327,7 +327,7 @@ class _Asked:
         most = min(max(1, TOGETHER_BYTES // array_bytes), TOGETHER)
         nbytes, requests = math.prod(self.inner.tolist()) * self.itemsize + CRC_BYTES, 0
         for file in grid_boxes(grid.tolist(), parts.tolist()):
-            places = np.flatnonzero(covered[file.index])
+            places = np.flatnonzero(covered[file.index]).tolist()
             for first in range(0, self.count, most):
                 # of the arrays from `first` on, which lie in one file or several
                 last = min(first + most, self.count)
