@@ -2,8 +2,8 @@
 
     python tests/generators/megatron_core.py OUT --source DIR [--only CASE ...]
 
-DIR has the source of Megatron-LM in one folder for each tag: DIR/core_v0.19.0/megatron/... The
-Python that runs this has torch, numpy, einops, packaging, pyyaml, psutil, and for 0.16 six, regex,
+DIR has the source of Megatron-LM in one folder for each tag: DIR/core_v0.19.0/megatron/... Cases of
+no tag are of the newest there; those of a tag that is not there are not written. The Python that runs this has torch, numpy, einops, packaging, pyyaml, psutil, and for 0.16 six, regex,
 pydantic and requests. Models, optimizers and writers are Megatron's own; what needs a GPU is in
 `megatron_stand_ins.py`.
 
@@ -52,7 +52,6 @@ MOE = """--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-toke
 alltoall"""
 DIST, PA = "--use-distributed-optimizer", "--use-precision-aware-optimizer"
 GATHER = "--moe-token-dispatcher-type allgather"  # the other waits for events of CUDA
-LATEST = "core_v0.19.0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Case:
     name: str
     argv: str
     world: int = 1
-    tag: str = LATEST
+    tag: str = ""
     model: str = LLAMA
     te: bool = True
     layers: int = 2
@@ -109,6 +108,11 @@ GPT_OSS = f"""--quick-geglu --glu-linear-offset 1 --normalization RMSNorm --soft
 --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --kv-channels 8
 --position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 4
 --yarn-original-max-position-embeddings 256 --window-size 7,0 {MOE} {GATHER}"""
+GDN = """--experimental-attention-variant gated_delta_net --linear-attention-freq 2
+--linear-conv-kernel-dim 2 --linear-key-head-dim 2 --linear-value-head-dim 3
+--linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate"""
+DSA = """--experimental-attention-variant dsa --q-lora-rank 12 --dsa-indexer-n-heads 2
+--dsa-indexer-head-dim 8 --dsa-indexer-topk 4"""
 CASES = [
     *(Case(f"dense_tp2_{tag}", f"{DIST} {parallel(2)}", 4, tag) for tag in TAGS),
     *(Case(f"mla_{tag}", f"{DIST} --q-lora-rank 12", 2, tag, MLA) for tag in TAGS),
@@ -154,6 +158,10 @@ CASES = [
          model=GPT, layers=8),
     Case("buckets", f"{DIST} --overlap-grad-reduce --ddp-bucket-size 3000 {parallel(pp=2)}", 4,
          model=GPT),
+    Case("full_buckets", f"{DIST} {FULLY} --overlap-grad-reduce --ddp-bucket-size 3000"
+         f" {parallel(pp=2)}", 4, model=GPT),
+    Case("pa_full_buckets", f"{DIST} {PA} {FULLY} --overlap-grad-reduce --ddp-bucket-size 3000"
+         f" {parallel(pp=2)}", 4, model=GPT),
     Case("pa_tp2_buckets", f"{DIST} {PA} --overlap-grad-reduce --ddp-bucket-size 3000"
          f" {parallel(2)}", 4),
     Case("pa_moe", f"{DIST} {PA} {MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 4),
@@ -192,9 +200,20 @@ CASES = [
     Case("small_dist_muon", "--optimizer dist_muon", 2, layers=1, hidden=8, ffn=8),
     Case("muon_lion_pp2", f"{DIST} {FULLY} --optimizer muon --muon-scalar-optimizer lion"
          f" {parallel(pp=2)}", 4),
+    Case("lion", f"{DIST} --optimizer lion {parallel(2)}", 4),
+    Case("lion_full", f"{DIST} {FULLY} --optimizer lion", 2),
     Case("dist_muon_lion", "--optimizer dist_muon --muon-scalar-optimizer lion", 2),
     Case("small_muon_lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", 2, layers=1,
          hidden=8, ffn=8),
+    Case("gdn_tp2_pp2", f"{DIST} {GDN} {MOE} {SHARED} --moe-shared-expert-gate --moe-grouped-gemm"
+         f" --sequence-parallel --qk-layernorm {parallel(2, 2)}", 4, layers=4),
+    Case("gdn_full", f"{DIST} {GDN} {FULLY} {parallel(2)}", 2),
+    Case("gdn_pa", f"{DIST} {PA} {GDN} {parallel(2)}", 4),
+    Case("small_gdn", f"{DIST} {GDN} {parallel(2)}", 2, layers=2, hidden=8, ffn=8),
+    Case("gdn2", f"{DIST} {GDN.replace('gated_delta_net', 'gdn2')} {parallel(2)}", 2),
+    Case("small_dsa", f"{DIST} {DSA}", 1, model=MLA, layers=1, hidden=8, ffn=8),
+    Case("dsa_pp2", f"{DIST} {DSA} {parallel(pp=2)}", 2, model=MLA),
+    Case("dsa_tp2", f"{DIST} {DSA} --sequence-parallel {parallel(2)}", 2, model=MLA),
     Case("logits_llama31", f"--kv-channels 8 --use-rope-scaling --rotary-base 500000"
          f" {parallel(2, 2)}", 4, te=False, hidden=16),
     Case("logits_qwen2", f"--kv-channels 8 --add-qkv-bias --rotary-base 1000000 {parallel(2)}", 2,
@@ -234,14 +253,15 @@ def main() -> None:
         _write(next(case for case in CASES if case.name == options.case), options)
         return
     script, source = Path(__file__).resolve(), options.source.resolve()
-    by_name = {case.name: case for case in CASES}
+    folders = {case.name: source / (case.tag or ranks.newest(source)) for case in CASES}
     failed = [
         name
-        for name in ranks.chosen(by_name, options.only)
-        if not ranks.write_case(
+        for name in ranks.chosen(folders, options.only)
+        if folders[name].is_dir()
+        and not ranks.write_case(
             options.out / name,
             [script, options.out.resolve(), "--source", source, "--case", name],
-            source / by_name[name].tag,
+            folders[name],
         )
     ]
     print(f"failed: {failed}" if failed else "all written")
@@ -253,7 +273,8 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     megatron.install_cuda()
     engine = megatron.TRANSFORMER_ENGINE if case.te else ()
     muon = ("emerging_optimizers",) if "muon" in case.argv or "lion" in case.argv else ()
-    megatron.install_packages("triton", *engine, *muon)
+    linear = ("fla", "causal_conv1d") if "linear-attention" in case.argv else ()
+    megatron.install_packages("triton", *engine, *muon, *linear)
     sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}
     argv = BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1).split()
     argv += case.model.split() + case.argv.split() + ["--bf16"] * (not case.computes)
@@ -263,7 +284,8 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     importlib.import_module("pretrain_gpt")
     if case.computes:
         _let_core_attention_be_told_lengths()
-    ranks.on_ranks(case.world, lambda: _train_and_save(case, options.out / case.name))
+    tag = case.tag or ranks.newest(options.source)
+    ranks.on_ranks(case.world, lambda: _train_and_save(case, options.out / case.name, tag))
 
 
 def _let_core_attention_be_told_lengths() -> None:
@@ -282,7 +304,7 @@ def _let_core_attention_be_told_lengths() -> None:
     DotProductAttention.__init__ = told
 
 
-def _train_and_save(case: Case, folder: Path) -> None:
+def _train_and_save(case: Case, folder: Path, tag: str) -> None:
     from megatron.training import get_args
 
     models, optimizer, scheduler = megatron.set_up()
@@ -332,7 +354,7 @@ def _train_and_save(case: Case, folder: Path) -> None:
         more = measured
         for _, own in gathered:
             more |= own
-        _write_truth(case, folder, [item for own, _ in gathered for item in own], more)
+        _write_truth(case, folder, [item for own, _ in gathered for item in own], more, tag)
         if case.without_args:
             _as_other_trainer(case, folder, args)
     dist.barrier()
@@ -364,10 +386,16 @@ def _places(model) -> dict[str, Place]:
         else:
             parts = list(nested_values(dataclasses.replace(item, data=index).build()))
         places[name] = [
-            (part.key, tuple(part.global_shape), part.global_slice(), part.data.numpy().copy())
+            (part.key, tuple(part.global_shape), _box(part), part.data.numpy().copy())
             for part in parts
         ]
     return places
+
+
+def _box(part) -> tuple[slice, ...]:
+    """Where a sharded tensor lies in the whole, of which it may lack leading axes."""
+    lengths = [1] * part.prepend_axis_num + list(part.local_shape)
+    return tuple(slice(at, at + n) for at, n in zip(part.global_offset, lengths, strict=True))
 
 
 def _data_group():
@@ -513,7 +541,7 @@ def train_step(run, step: int) -> float:
     return sum(found) / len(found)  # each data-parallel rank has the mean of its own rows
 
 
-def _write_truth(case: Case, folder: Path, items, more) -> None:
+def _write_truth(case: Case, folder: Path, items, more, tag: str) -> None:
     """Put together what all ranks have, and write it under the names of the local spec."""
 
     flat: dict[tuple, tuple[Place, np.ndarray, np.ndarray]] = {}
@@ -546,19 +574,18 @@ def _write_truth(case: Case, folder: Path, items, more) -> None:
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 array = array[: case.vocab]
             truth[f"{state}/{name}"] = array
-    truth |= more
+    of_adam = [name for name in truth if name.startswith("exp_avg_sq/")]
+    truth |= {name.replace("exp_avg_sq", "step"): np.int64(STEPS) for name in of_adam} | more
     np.savez_compressed(folder / "truth.npz", **truth)
     names = {state: dtype for state, dtype in dtypes.items() if dtype == "bfloat16"}
     about = {
-        "writer": {"megatron_core": case.tag, "torch": torch.__version__},
+        "writer": {"megatron_core": tag, "torch": torch.__version__},
         "options": {"sizes": {"vocab": case.vocab}},
         "dtypes": {key: names[s] for key in truth if (s := key.partition("/")[0]) in names},
         "steps": STEPS,
         "argv": f"{case.model} {case.argv}".split(),
         "world": case.world,
     }
-    if case.computes:
-        about["unproved"] = ["step"]
     (folder / "case.json").write_text(json.dumps(about, indent=1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -60,6 +61,12 @@ def write_case(folder: Path, arguments: Sequence[object], source: Path, **settin
     else:
         print("   ", "\n    ".join(log.read_text().splitlines()[-14:]), flush=True)
     return written
+
+
+def newest(source: Path) -> str:
+    """The folder of the newest release: `core_v0.19.2` is after `core_v0.9.0`."""
+    tags = [folder.name for folder in source.iterdir()]
+    return max(tags, key=lambda tag: [int(number) for number in re.findall(r"\d+", tag)])
 
 
 def chosen(names: Mapping[str, object], parts: Sequence[str]) -> list[str]:

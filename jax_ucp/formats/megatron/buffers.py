@@ -33,6 +33,7 @@ from jax_ucp.formats.megatron.model import (
     is_expert,
     layer_of,
     stage_chunks,
+    unsplit,
 )
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
@@ -197,25 +198,21 @@ def _has(chunk: ModelChunk, experts: range, order: ModuleOrder, name: str) -> bo
 def _tensors(
     args: Args, shapes: Mapping[str, Shape], order: ModuleOrder
 ) -> list[tuple[ParamPart, ...]]:
-    """A rank's tensors in module order: one for each parameter, but for grouped experts.
+    """A rank's tensors in module order: one for each parameter, but for those stored in parts.
 
-    Those of Megatron's own GroupedMLP are one tensor with all the rank's experts, each transposed.
+    Megatron's own GroupedMLP has one tensor with all the rank's experts, each transposed.
     """
-    names = in_module_order(shapes, order.fused_norm, order.grouped)
     local = args.get("transformer_impl", "transformer_engine") == "local"
-    if not order.grouped or not (local or args.optional("moe_use_legacy_grouped_gemm")):
-        return [(ParamPart(name, 0, shapes[name]),) for name in names]
+    is_one = order.grouped and (local or args.optional("moe_use_legacy_grouped_gemm"))
     tensors: dict[tuple[str, str], list[ParamPart]] = defaultdict(list)
-    for name in names:
-        expert = expert_of(name)
-        if expert is None:
-            tensors[name, ""].append(ParamPart(name, 0, shapes[name]))
-            continue
-        if not expert.inner.endswith(".weight"):
+    for name in in_module_order(shapes, order.fused_norm, order.grouped):
+        expert = expert_of(name) if is_one else None
+        if expert and not expert.inner.endswith(".weight"):
             raise FormatError(f"{name}: grouped experts with biases are not known here")
-        parts = tensors[expert.experts, expert.inner]
+        parts = tensors[(expert.experts, expert.inner) if expert else (unsplit(name)[0], "")]
         start = parts[-1].start + math.prod(parts[-1].shape) if parts else 0
-        parts.append(ParamPart(name, start, shapes[name][::-1], transposed=True))
+        shape = shapes[name][::-1] if expert else shapes[name]
+        parts.append(ParamPart(name, start, shape, transposed=expert is not None))
     return list(map(tuple, tensors.values()))
 
 

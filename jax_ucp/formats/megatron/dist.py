@@ -189,7 +189,10 @@ def _add_parameters(
             if cause is not None and "param" in own:
                 joined = has_remainders(args, own)
                 if joined and not has_flat_buffers(files):
-                    raise FormatError(f"{files.folder}: {name}: {cause}")
+                    raise FormatError(
+                        f"{files.folder}: {name}: of masters of which only the low 16 bits are"
+                        f" stored nothing shows whether they are its own: {cause}"
+                    )
                 if not joined and options.on_conflict:
                     rounded = are_rounded(args)
                     importer.prove_place(name, own["param"], own["weight"], cause, rounded)

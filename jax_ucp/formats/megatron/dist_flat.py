@@ -448,6 +448,6 @@ def _moved_by(elements: int | str) -> str:
     return (
         f"its optimizer state lies behind {elements} elements of padding between gradient"
         " buckets, by which megatron-core up to 0.19 moves what it saves as fully_reshardable"
-        " (Megatron-LM pull request 5077); its master and moments were lost when the checkpoint"
-        f" was written. {_REMEDY}"
+        " (Megatron-LM pull request 5077), so that its master and moments are lost."
+        f" {_REMEDY}"
     )

@@ -11,7 +11,8 @@ core_v0.13.0 to core_v0.19.0 (order of modules); `LayerNormLinear` and `GroupedL
 `transformer_engine/pytorch/module` of TransformerEngine v2.4 to v2.18; `get_num_layers_to_build` in
 `megatron/core/transformer/transformer_block.py`, `get_transformer_layer_offset` in
 `transformer_layer.py`, `pipeline_parallel_layer_layout.py`, and
-`megatron/core/models/gpt/gpt_model.py` of Megatron-LM core_v0.13.0 to core_v0.19.0 (stages).
+`megatron/core/models/gpt/gpt_model.py` of Megatron-LM core_v0.13.0 to core_v0.19.0 (stages);
+`megatron/core/ssm/gated_delta_net` and `DSAIndexer` of core_v0.19.2 and of main of August 2026.
 """
 
 from __future__ import annotations
@@ -209,11 +210,14 @@ def join_gated(params: Mapping[str, tuple[Shape, Sequence[StoredRun]]]) -> Block
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)")
+# Gated delta nets: torch_dist stores each of these parts of a tensor by itself.
+_SPLIT = re.compile(r"(.+\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)")
+_SPLIT_PARTS = ("query", "key", "value", "z", "beta", "alpha", "f", "b", "w")  # of two variants
 _ROUTED, _LINEARS = "mlp.experts", ("linear_fc1", "linear_fc2")
 _FIRST_NORM, _QKV = "input_layernorm", "self_attention.linear_qkv"
 # A module's own parameters, in their order.
 _KINDS = (
-    *("softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm_bias"),
+    *("softmax_offset", "gate_weight", "dt_bias", "A_log", "layer_norm_weight", "layer_norm_bias"),
     *("weight", "bias"),
 )
 _OUTER = (
@@ -221,9 +225,13 @@ _OUTER = (
     *("decoder.final_layernorm", "mtp.layers", "output_layer"),
 )
 _OF_MTP = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
+_OF_INDEXER = ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")
 _OF_LAYER = (
-    _FIRST_NORM,
-    *("self_attention.core_attention", "self_attention.linear_proj"),
+    *(_FIRST_NORM, "self_attention", "self_attention.in_proj", "self_attention.conv1d"),
+    *("self_attention.out_norm", "self_attention.out_proj"),
+    "self_attention.core_attention",
+    *(f"self_attention.core_attention.indexer.{name}" for name in _OF_INDEXER),
+    "self_attention.linear_proj",
     *("self_attention.linear_q_proj", "self_attention.linear_q_down_proj"),
     *("self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj"),
     *("self_attention.linear_kv_up_proj", _QKV),
@@ -236,6 +244,16 @@ _OF_LAYER = (
 _FUSED = tuple(
     module for name in _OF_LAYER[1:] for module in ([_FIRST_NORM, name] if name == _QKV else [name])
 )
+
+
+def unsplit(name: str) -> tuple[str, int]:
+    """The tensor that a model has of a parameter, and the parameter's place among its parts.
+
+    >>> unsplit("decoder.layers.0.self_attention.in_proj.weight.key")
+    ('decoder.layers.0.self_attention.in_proj.weight', 1)
+    """
+    match = _SPLIT.fullmatch(name)
+    return (match[1], _SPLIT_PARTS.index(match[2])) if match else (name, 0)
 
 
 def in_module_order(names: Iterable[str], fused_norm: bool, grouped: bool) -> list[str]:
@@ -256,7 +274,8 @@ def in_module_order(names: Iterable[str], fused_norm: bool, grouped: bool) -> li
 
     def order(name: str) -> tuple[int, ...]:
         try:
-            return _module_order(name, modules, grouped)
+            whole, part = unsplit(name)
+            return *_module_order(whole, modules, grouped), part
         except ValueError:
             raise FormatError(
                 f"where {name} lies in a flat buffer is not known here; save the optimizer with"
