@@ -113,6 +113,9 @@ GDN = """--experimental-attention-variant gated_delta_net --linear-attention-fre
 --linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate"""
 DSA = """--experimental-attention-variant dsa --q-lora-rank 12 --dsa-indexer-n-heads 2
 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4"""
+MAMBA = """--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec
+--mamba-num-heads 4 --mamba-head-dim 4 --mamba-state-dim 3 --mamba-num-groups 2
+--hybrid-layer-pattern M-M*"""
 CASES = [
     *(Case(f"dense_tp2_{tag}", f"{DIST} {parallel(2)}", 4, tag) for tag in TAGS),
     *(Case(f"mla_{tag}", f"{DIST} --q-lora-rank 12", 2, tag, MLA) for tag in TAGS),
@@ -200,8 +203,6 @@ CASES = [
     Case("small_dist_muon", "--optimizer dist_muon", 2, layers=1, hidden=8, ffn=8),
     Case("muon_lion_pp2", f"{DIST} {FULLY} --optimizer muon --muon-scalar-optimizer lion"
          f" {parallel(pp=2)}", 4),
-    Case("lion", f"{DIST} --optimizer lion {parallel(2)}", 4),
-    Case("lion_full", f"{DIST} {FULLY} --optimizer lion", 2),
     Case("dist_muon_lion", "--optimizer dist_muon --muon-scalar-optimizer lion", 2),
     Case("small_muon_lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", 2, layers=1,
          hidden=8, ffn=8),
@@ -210,6 +211,11 @@ CASES = [
     Case("gdn_full", f"{DIST} {GDN} {FULLY} {parallel(2)}", 2),
     Case("gdn_pa", f"{DIST} {PA} {GDN} {parallel(2)}", 4),
     Case("small_gdn", f"{DIST} {GDN} {parallel(2)}", 2, layers=2, hidden=8, ffn=8),
+    Case("mamba_tp2_pp2", f"{DIST} {MAMBA} {parallel(2, 2)}", 4, layers=4),
+    Case("mamba_core_v0.18.2", f"{DIST} {MAMBA} {parallel(2)}", 2, "core_v0.18.2", layers=4),
+    Case("mamba_pa", f"{DIST} {PA} {MAMBA} {parallel(2)}", 2, layers=4),
+    Case("small_mamba", f"{DIST} {MAMBA.replace('M-M*', 'M*')} {parallel(2)}", 2, layers=2, hidden=8,
+         ffn=8),
     Case("gdn2", f"{DIST} {GDN.replace('gated_delta_net', 'gdn2')} {parallel(2)}", 2),
     Case("small_dsa", f"{DIST} {DSA}", 1, model=MLA, layers=1, hidden=8, ffn=8),
     Case("dsa_pp2", f"{DIST} {DSA} {parallel(pp=2)}", 2, model=MLA),
@@ -273,7 +279,8 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     megatron.install_cuda()
     engine = megatron.TRANSFORMER_ENGINE if case.te else ()
     muon = ("emerging_optimizers",) if "muon" in case.argv or "lion" in case.argv else ()
-    linear = ("fla", "causal_conv1d") if "linear-attention" in case.argv else ()
+    is_linear = "linear-attention" in case.argv or "mamba" in case.argv
+    linear = ("fla", "causal_conv1d", "mamba_ssm") if is_linear else ()
     megatron.install_packages("triton", *engine, *muon, *linear)
     sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}
     argv = BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1).split()

@@ -280,6 +280,14 @@ class LayerNorm(RMSNorm):
         self.bias = _parameter(self.size, dtype=params_dtype)
 
 
+class GatedNorm(torch.nn.Module):
+    """The norm of Mamba's mixer (`mamba_ssm`)."""
+
+    def __init__(self, size: int, *_: Any, dtype: Any = None, **__: Any):
+        super().__init__()
+        self.weight = _parameter(size, dtype=dtype)
+
+
 class DotProductAttention(_Base):
     def __init__(
         self,
@@ -479,6 +487,7 @@ _MODULES = {
     "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(),
         _nothing)},
     "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": GatedNorm},
     "emerging_optimizers.scalar_optimizers": {"Lion": Lion},
     "emerging_optimizers.registry": {"get_optimizer_name_list": lambda: []},
     "emerging_optimizers.orthogonalized_optimizers": {"OrthogonalizedOptimizer": OrthogonalizedOptimizer,
@@ -561,9 +570,10 @@ def set_up() -> tuple[Any, Any, Any]:
         arguments.parse_and_validate_args(args_defaults=defaults)
         initialize.initialize_megatron(allow_no_cuda=True)
     provider = pretrain.model_provider
+    kind = "hybrid" if "--hybrid-layer-pattern" in sys.argv else "gpt"
     with contextlib.suppress(ImportError):
-        builders = importlib.import_module("gpt_builders")
-        provider = functools.partial(provider, builders.gpt_builder)
+        builders = importlib.import_module(f"{kind}_builders")
+        provider = functools.partial(provider, getattr(builders, f"{kind}_builder"))
     wanted = inspect.signature(training.setup_model_and_optimizer).parameters
     values = {name: provider for name in wanted if "provider" in name}
     if "model_type" in wanted:

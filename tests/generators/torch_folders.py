@@ -801,13 +801,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
+    from transformers.models.llama import modeling_llama  # noqa: F401  once, for all ranks
+
     for name in arguments.only or CASES:
         shutil.rmtree(arguments.out / name, ignore_errors=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         try:
-            mp.spawn(run, (name, arguments.out, port), nprocs=CASES[name].ranks)
+            mp.start_processes(
+                run, (name, arguments.out, port), CASES[name].ranks, start_method="fork"
+            )
         except Exception as error:
             print(f"{name}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
             shutil.rmtree(arguments.out / name, ignore_errors=True)

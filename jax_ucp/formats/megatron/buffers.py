@@ -87,6 +87,7 @@ class ModuleOrder:
     fused_norm: bool
     norm_at_output: bool
     grouped: bool
+    conv_first: bool
 
 
 # The buffers of an optimizer, each with its rank, by (group, model chunk, dtype).
@@ -105,14 +106,17 @@ def module_orders(args: Args) -> list[ModuleOrder]:
     """The orders of modules that are possible, first the one that args record.
 
     Releases up to 0.15 have the final norm before the output layer, also where multi-token
-    prediction makes later ones keep it beside the last layer.
+    prediction makes later ones keep it beside the last layer. Since 0.19 the convolution of Mamba's
+    mixer comes first in it.
     """
     fused = args.get("transformer_impl", "transformer_engine") != "local"
     at_output = [False, True] if args.optional("mtp_num_layers") else [False]
     grouped = [bool(args.get("moe_grouped_gemm", False))]
     if args.optional("num_experts") and "moe_grouped_gemm" not in args.fields:
         grouped = [True, False]
-    choices = itertools.product([fused, not fused], at_output, grouped)
+    hybrid = any(map(args.optional, ("hybrid_layer_pattern", "hybrid_override_pattern")))
+    conv_first = [True, False] if hybrid else [False]
+    choices = itertools.product([fused, not fused], at_output, grouped, conv_first)
     return list(itertools.starmap(ModuleOrder, choices))
 
 
@@ -205,7 +209,7 @@ def _tensors(
     local = args.get("transformer_impl", "transformer_engine") == "local"
     is_one = order.grouped and (local or args.optional("moe_use_legacy_grouped_gemm"))
     tensors: dict[tuple[str, str], list[ParamPart]] = defaultdict(list)
-    for name in in_module_order(shapes, order.fused_norm, order.grouped):
+    for name in in_module_order(shapes, order.fused_norm, order.grouped, order.conv_first):
         expert = expert_of(name) if is_one else None
         if expert and not expert.inner.endswith(".weight"):
             raise FormatError(f"{name}: grouped experts with biases are not known here")

@@ -12,7 +12,7 @@ core_v0.13.0 to core_v0.19.0 (order of modules); `LayerNormLinear` and `GroupedL
 `megatron/core/transformer/transformer_block.py`, `get_transformer_layer_offset` in
 `transformer_layer.py`, `pipeline_parallel_layer_layout.py`, and
 `megatron/core/models/gpt/gpt_model.py` of Megatron-LM core_v0.13.0 to core_v0.19.0 (stages);
-`megatron/core/ssm/gated_delta_net` and `DSAIndexer` of core_v0.19.2 and of main of August 2026.
+`megatron/core/ssm`, `HybridStack` and `DSAIndexer` of core_v0.19.2 and of main of August 2026.
 """
 
 from __future__ import annotations
@@ -210,25 +210,31 @@ def join_gated(params: Mapping[str, tuple[Shape, Sequence[StoredRun]]]) -> Block
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)")
-# Gated delta nets: torch_dist stores each of these parts of a tensor by itself.
+# Gated delta nets and Mamba: torch_dist stores each of these parts of a tensor by itself.
 _SPLIT = re.compile(r"(.+\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)")
-_SPLIT_PARTS = ("query", "key", "value", "z", "beta", "alpha", "f", "b", "w")  # of two variants
+_SPLIT_PARTS = (
+    *("query", "key", "value", "z", "beta", "alpha", "f", "b", "w"),
+    *("x", "B", "C", "dt"),
+)
 _ROUTED, _LINEARS = "mlp.experts", ("linear_fc1", "linear_fc2")
 _FIRST_NORM, _QKV = "input_layernorm", "self_attention.linear_qkv"
 # A module's own parameters, in their order.
 _KINDS = (
-    *("softmax_offset", "gate_weight", "dt_bias", "A_log", "layer_norm_weight", "layer_norm_bias"),
+    *("softmax_offset", "gate_weight", "dt_bias", "A_log", "D", "layer_norm_weight"),
+    "layer_norm_bias",
     *("weight", "bias"),
 )
 _OUTER = (
     *("embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers"),
-    *("decoder.final_layernorm", "mtp.layers", "output_layer"),
+    *("decoder.final_norm", "decoder.final_layernorm", "mtp.layers", "output_layer"),
 )
 _OF_MTP = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
 _OF_INDEXER = ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")
+_CONV = "mixer.conv1d"
+_OF_LINEAR = ("", ".in_proj", ".conv1d", ".norm", ".out_norm", ".out_proj")
 _OF_LAYER = (
-    *(_FIRST_NORM, "self_attention", "self_attention.in_proj", "self_attention.conv1d"),
-    *("self_attention.out_norm", "self_attention.out_proj"),
+    _FIRST_NORM,
+    *(layer + inner for layer in ("mixer", "self_attention") for inner in _OF_LINEAR),
     "self_attention.core_attention",
     *(f"self_attention.core_attention.indexer.{name}" for name in _OF_INDEXER),
     "self_attention.linear_proj",
@@ -256,11 +262,14 @@ def unsplit(name: str) -> tuple[str, int]:
     return (match[1], _SPLIT_PARTS.index(match[2])) if match else (name, 0)
 
 
-def in_module_order(names: Iterable[str], fused_norm: bool, grouped: bool) -> list[str]:
+def in_module_order(
+    names: Iterable[str], fused_norm: bool, grouped: bool, conv_first: bool = False
+) -> list[str]:
     """Parameters in the order of the modules that have them.
 
     `fused_norm` is whether a layer's first norm is inside its linear_qkv, where it has one;
-    `grouped` whether all experts are one module, so that fc1 of all comes before fc2 of any. Raises
+    `grouped` whether all experts are one module, so that fc1 of all comes before fc2 of any;
+    `conv_first` whether Mamba's convolution is the mixer's own and no module in it. Raises
     FormatError for a parameter that no module is known to have.
 
     >>> names = [f"decoder.layers.0.{module}.weight" for module in ("self_attention.linear_qkv",
@@ -271,6 +280,8 @@ def in_module_order(names: Iterable[str], fused_norm: bool, grouped: bool) -> li
     names = list(names)
     has_qkv = any(f".{_QKV}." in name for name in names)
     modules = _FUSED if fused_norm and has_qkv else _OF_LAYER
+    if conv_first:
+        modules = (_CONV, *(module for module in modules if module != _CONV))
 
     def order(name: str) -> tuple[int, ...]:
         try:

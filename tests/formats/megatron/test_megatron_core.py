@@ -50,8 +50,9 @@ def test_halves_of_masters_whose_order_is_not_proved_are_refused(monkeypatch):
 
 
 def test_a_place_in_the_order_of_modules_is_known_or_refused():
-    with pytest.raises(FormatError, match=r"where .*mixer\.A_log lies"):
-        in_module_order(["decoder.layers.0.mixer.A_log"], True, False)
+    for name in ("mixer.in_proj.weight.householder", "cross_attention.linear_q.weight"):
+        with pytest.raises(FormatError, match=rf"where .*{name} lies"):
+            in_module_order([f"decoder.layers.0.{name}"], True, False)
 
 
 def test_where_nothing_is_stored_the_run_had_one_rank(tmp_path):
