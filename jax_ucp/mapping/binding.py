@@ -269,11 +269,11 @@ def _fitting(
     target = mapping.name.partition(".yaml")[0].rpartition("-to-")[2]
     for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
         other = LeafMapping.load(name)
-        for way in (other, other.inverse()) if other.requires else ():
+        met = all(outcome.state == "met" for outcome in outcomes(other, config))
+        for way in (other, other.inverse()) if other.requires and met else ():
             with suppress(LayoutError):
-                if all(outcome.state == "met" for outcome in outcomes(way, config)):
-                    bind(way, shapes, {}, config)
-                    yield name
+                bind(way, shapes, {}, config)
+                yield name
 
 
 def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:

@@ -460,11 +460,11 @@ def inverse_chain(mappings: Sequence[Mapping]) -> list[Mapping]:
     return [mapping.inverse() for mapping in reversed(mappings)]
 
 
-def shipped() -> list[str]:
+@cache
+def shipped() -> tuple[str, ...]:
     """The names of the mappings that come with the package."""
-    return sorted(
-        Path(entry.name).stem for entry in _MAPPINGS.iterdir() if entry.name.endswith(".yaml")
-    )
+    names = (entry.name for entry in _MAPPINGS.iterdir())
+    return tuple(sorted(Path(name).stem for name in names if name.endswith(".yaml")))
 
 
 @lru_cache(maxsize=4096)
