@@ -1,12 +1,10 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,10 +237,3 @@ def digests(folder: Path) -> dict[str, str]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-@functools.cache
-def scratch() -> str | None:
-    """Where files cost no disk, if there is such a place."""
-    memory = Path("/dev/shm")
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 1 << 28 else None

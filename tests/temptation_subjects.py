@@ -27,7 +27,7 @@ import jax_ucp as ucp
 import torch_writer
 from cases import DATA, Case, every, names_of
 from folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
-from helpers import mesh_of, scratch
+from helpers import mesh_of
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
@@ -180,7 +180,7 @@ def _written(save: Callable[[str, Path], object]) -> Callable[[str], dict[str, b
 
     @functools.cache
     def made(which: str) -> dict[str, bytes]:
-        work = Path(tempfile.mkdtemp(dir=scratch()))
+        work = Path(tempfile.mkdtemp())
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of Orbax's, about its own ways

@@ -47,7 +47,6 @@ import temptation_formats  # noqa: F401 - its mistakes are added to MISTAKES, an
 import temptation_options  # noqa: F401
 from cases import RULES
 from folders import Folder, write_folder
-from helpers import scratch
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
 from jax_ucp.sharding.jax_versions import enable_x64
@@ -667,7 +666,7 @@ def main(arguments: list[str] | None = None) -> int:
     numbered = islice(enumerate(trials(found, said.mistake)), start, stop)
     where = os.getcwd()
     keep = said.keep.absolute() if said.keep else None
-    with tempfile.TemporaryDirectory(dir=scratch()) as work:
+    with tempfile.TemporaryDirectory() as work:
         table = run(numbered, Campaign(Path(work), found, keep), said.log)
         os.chdir(where)
     print(table)
