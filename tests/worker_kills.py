@@ -97,8 +97,14 @@ def _wait_for(
         time.sleep(0.002)
 
 
-def _is_begun(out: Path) -> bool:
-    return out.exists() or (out.parent / f".{out.name}.partial").exists()
+def _disk_bytes(out: Path) -> int:
+    """The bytes that the files of a target take, those that are not whole yet too."""
+    found = 0
+    for folder in (out, out.parent / f".{out.name}.partial"):
+        for path in folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                found += path.stat().st_blocks * 512
+    return found
 
 
 def _is_there(out: Path) -> bool:
@@ -127,11 +133,12 @@ class Campaign:
         self._source.mkdir()
         SOURCES["deepspeed"](self._source)
         self._whole: dict[str, Mapping[str, str]] = {}
-        self._usual_s: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
         self.result = Result()
         for target in COMMANDS:
             self._attempt([self._command(target, "whole")])
             self._whole[target[0]] = digests(folder / "whole")
+            self._sizes[target[0]] = _disk_bytes(folder / "whole")
             shutil.rmtree(folder / "whole")
 
     def run(self, seed: int) -> None:
@@ -140,7 +147,7 @@ class Campaign:
         target = COMMANDS[seed // len(KINDS) % len(COMMANDS)]
         how = KINDS[kind](self._command(target, "out"), self._cluster)
         try:
-            end = self._end_of(f"{kind} {target[0]}", how, target[0], dice)
+            end = self._end_of(how, target[0], dice)
         except Exception as error:
             end = f"{type(error).__name__}: {error}"
             self.result.findings.append(f"{kind} {target[0]} --seed {seed}: {end}")
@@ -148,21 +155,19 @@ class Campaign:
         for path in (*self._folder.glob("out*"), *self._folder.glob(".out*")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _end_of(self, name: str, how: How, target: str, dice: random.Random) -> str:
+    def _end_of(self, how: How, target: str, dice: random.Random) -> str:
         """Run the command, kill one of its workers, and run it again until all is done."""
         out = self._folder / "out"
-        if name not in self._usual_s:
-            self._usual_s[name] = self._measured(how, out)
-            self._require_whole(out, target)
-            shutil.rmtree(out)
         from_start = dice.random() < 0.2  # when its processes do not work yet
-        delay = dice.uniform(0, 1 if from_start else self._usual_s[name])
+        # The moment is a share of the bytes, and not of the time that another run took.
+        share, delay = dice.random() * self._sizes[target], dice.random()
         killed: list[int] = []
 
         def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-            if not from_start:
-                _wait_for(processes, _is_begun, out)
-            time.sleep(delay)
+            if from_start:
+                time.sleep(delay)
+            else:
+                _wait_for(processes, lambda out: _disk_bytes(out) > share, out)
             for victim in dice.sample(victims, 1) if (victims := how.victims(processes)) else ():
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(victim, signal.SIGKILL)
@@ -181,18 +186,6 @@ class Campaign:
         if left:
             return "killed when all was done"
         return "by the same command" if attempts > 1 else "by itself"
-
-    def _measured(self, how: How, out: Path) -> float:
-        """For how long workers are at work."""
-        times: list[float] = []
-
-        def watch(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-            for has_come in (_is_begun, _is_there):
-                _wait_for(processes, has_come, out)
-                times.append(time.monotonic())
-
-        self._attempt(how.commands, watch)
-        return times[1] - times[0]
 
     def _command(self, target: Sequence[str], out: str) -> list[str]:
         what, *options = target

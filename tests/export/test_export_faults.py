@@ -288,7 +288,7 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     kills = [(Path(kill["root"]), kill["last"]) for kill in json.loads(done.stdout)]
-    whole = contents_of(tmp_path / "whole0" / "out")
+    whole = contents_of(tmp_path / "whole" / "out")
     outcomes = set()
     for root, moment in kills:
         there = (root / "out").exists()

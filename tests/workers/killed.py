@@ -202,11 +202,11 @@ def _be_child(job: str, root: str, source: str, stop_at: int, says: int, lifelin
 
 
 def main(job: str, root: str, source: str, times: int, seed: int) -> list[dict[str, str]]:
-    """Let the job run whole three times, then kill it: at `times` times, and at each moment of its
-    last commit.
+    """Let the job run whole, then kill it: at `times` times and before its first moment, and at
+    each moment of its last commit.
 
-    The times are drawn uniformly from the median duration. Returns where each killed job wrote, and
-    the last moment that it passed.
+    The times are drawn uniformly from its duration. Returns where each killed job wrote, and the
+    last moment that it passed.
     """
     tasks = Path("/proc/self/task")
     if tasks.exists() and len(list(tasks.iterdir())) != 1:
@@ -214,17 +214,14 @@ def main(job: str, root: str, source: str, times: int, seed: int) -> list[dict[s
             "this process has threads already, and would fork into an undefined state"
         )
     draw = random.Random(seed)
-    durations, passed = [], []
-    for i in range(3):
-        child = Child(job, f"{root}/whole{i}", source)
-        child.listen("begun")
-        begin = time.perf_counter()
-        child.listen("done")
-        durations.append(time.perf_counter() - begin)
-        passed = child.said[1:-1]
-        child.kill()
+    whole = Child(job, f"{root}/whole", source)
+    whole.listen("begun")
+    begin = time.perf_counter()
+    whole.listen("done")
+    duration, passed = time.perf_counter() - begin, whole.said[1:-1]
+    whole.kill()
     kills = []
-    moments = [draw.uniform(0, sorted(durations)[1]) for _ in range(times)]
+    moments = [draw.uniform(0, duration) for _ in range(times)] + [1] * (times > 0)
     for n, moment in enumerate([*moments, *range(_commit(passed), len(passed) + 2)]):
         at = f"{root}/{n}"
         child = Child(job, at, source, moment if isinstance(moment, int) else 0)
