@@ -147,13 +147,7 @@ class Case:
         return {key.removeprefix("io/"): array for key, array in found if key.startswith("io/")}
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        dtypes = self.about.get("dtypes", {})
-        with np.load(self.file("truth.npz")) as stored:
-            found = dict(stored)
-        for key in found.keys() & dtypes.keys():
-            dtype = np.dtype(getattr(ml_dtypes, dtypes[key], dtypes[key]))
-            if found[key].dtype != dtype:
-                found[key] = found[key].view(dtype)
+        found = _stored_in(self.file("truth.npz"), self.file("case.json"))
         if not self.is_file:
             return found
         own = {key: path for key, (file, path) in self.about["paths"].items() if file == self.name}
@@ -181,9 +175,10 @@ class Case:
         """What of the truth is missing or differs as it is read, and what else is there that is not
         kept apart as `other`.
         """
-        found = {
-            leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array
-        }
+        return self.unlike(arrays_of(checkpoint))
+
+    def unlike(self, found: Mapping[str, Any]) -> list[str]:
+        """The same of arrays that were read, by label."""
         apart = ("other", *self.about.get("unproved", ()))
         more = [x for x in found.keys() - self.truth().keys() if x.partition("/")[0] not in apart]
         return [f"{x} is not in the truth" for x in sorted(more)] + self.differing(found)
@@ -218,6 +213,21 @@ def _label_of(path: Sequence[str | int], file: str) -> str:
     flat = len(path) == 1 and isinstance(path[0], str) and file != "trainer.pt"
     steps = path[1:] if of_model else path or ["tensor"]
     return f"{'param' if of_model or flat else 'other'}/{'.'.join(map(str, steps))}"
+
+
+@functools.lru_cache(maxsize=4)
+def _stored_in(truth: Path, about: Path) -> dict[str, np.ndarray]:
+    """Arrays by name, which every test of a case shares: nobody may write to them."""
+    dtypes = _json_of(about).get("dtypes", {})
+    with np.load(truth) as stored:
+        found = dict(stored)
+    for key in found.keys() & dtypes.keys():
+        dtype = np.dtype(getattr(ml_dtypes, dtypes[key], dtypes[key]))
+        if found[key].dtype != dtype:
+            found[key] = found[key].view(dtype)
+    for array in found.values():
+        array.flags.writeable = False
+    return found
 
 
 @functools.cache

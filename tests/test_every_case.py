@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -96,19 +96,22 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def checkpoint(case: Case) -> ucp.Checkpoint:
-    return case.open()
+    OPENED.clear()
+    with watched(case.path):
+        return case.open()
 
 
 @pytest.fixture(scope="module")
-def arrays(checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
-    return arrays_of(checkpoint)
+def arrays(case: Case, checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
+    with watched(case.path):
+        return arrays_of(checkpoint)
 
 
 # Equal to the truth, however it is read.
 
 
-def test_it_is_the_live_state(case, checkpoint):
-    assert case.wrong(checkpoint) == []
+def test_it_is_the_live_state(case, checkpoint, arrays):
+    assert case.unlike(arrays) == []
     assert faults_of(checkpoint) == []
     assert checkpoint.format in formats_of_kinds(), "add a case to KINDS"
 
@@ -334,12 +337,9 @@ def whole_of(source: ArraySource | None, key: str) -> np.ndarray | None:
     return source.read(key, Box.whole(known[key].shape)) if source and key in known else None
 
 
-def test_every_file_that_is_read_is_looked_at_again(case, monkeypatch):
+@pytest.mark.usefixtures("arrays")
+def test_every_file_that_is_read_is_looked_at_again(checkpoint):
     """But those that say which step is meant: once it is open, the run may go on."""
-    OPENED.clear()
-    monkeypatch.setattr(sys.modules[__name__], "watched", str(case.path))
-    checkpoint = case.open()
-    arrays_of(checkpoint)
     noted = {name for name, *_ in checkpoint._contents.files.identities()}
     read = {x for x in OPENED if Path(x).is_file() and Path(x).name not in POINTERS}
     assert sorted(read - noted) == []
@@ -348,13 +348,23 @@ def test_every_file_that_is_read_is_looked_at_again(case, monkeypatch):
 
 POINTERS = {"latest", "latest_universal", "latest_checkpointed_iteration.txt", *OF_TESTS}
 POINTERS |= {"_CHECKPOINT_METADATA", "checkpoint_1", "checkpoint_9"}
-OPENED: set[str] = set()
-watched = ""
+OPENED: set[str] = set()  # while `WATCHED` is not empty, below the paths in it
+WATCHED: set[str] = set()
+
+
+@contextmanager
+def watched(path: Path) -> Iterator[None]:
+    """The files below a path that are opened meanwhile are in `OPENED`."""
+    WATCHED.add(str(path))
+    try:
+        yield
+    finally:
+        WATCHED.clear()
 
 
 def hear(event: str, args: tuple[Any, ...]) -> None:
-    if watched and event == "open" and isinstance(args[0], str) and args[0].startswith(watched):
-        OPENED.add(args[0])
+    if event == "open" and WATCHED and str(args[0]).startswith(tuple(WATCHED)):
+        OPENED.add(str(args[0]))
 
 
 sys.addaudithook(hear)
