@@ -7,7 +7,7 @@ import pytest
 
 import elastic_training as example
 
-STEPS = 32
+STEPS = 16
 TABLE_ROW = re.compile(r"^ +\d+  \(\d, \d\) +\d\.\d+ +\d\.\d+ +-?\d\.\de[-+]\d+$", re.MULTILINE)
 
 
