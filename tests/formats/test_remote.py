@@ -65,7 +65,7 @@ def test_opening_asks_as_often_whatever_the_arrays_hold(tmp_path):
 def test_headers_of_many_files_are_read_at_once(tmp_path):
     tree = {"param": {f"w{i}": np.ones((64, 64), np.float32) for i in range(24)}}
     ucp.Checkpoint.of(tree).export(tmp_path / "m", "safetensors", max_shard_bytes=16 << 10)
-    with counted(latency=0.01) as files:
+    with counted(latency=0.2) as files:
         ucp.open(f"counted://{tmp_path}/m")
     assert files.most >= 8
 
@@ -100,7 +100,7 @@ def _zero_3(folder):
 @pytest.mark.parametrize("make", [_safetensors, _deepspeed_universal, _dcp, _zero_3])
 def test_opening_does_not_wait_for_one_file_after_another(make, tmp_path):
     make(tmp_path / "many")
-    with counted(latency=0.02) as files:
+    with counted(latency=0.2) as files:
         opened = ucp.open(f"counted://{tmp_path}/many")
     assert len(list(opened)) >= 20
     assert sum(files.asked.values()) > MANY

@@ -3,7 +3,6 @@ wrote.
 """
 
 import threading
-import time
 from collections import Counter
 from typing import Any
 
@@ -92,19 +91,23 @@ def test_64_bits_asked_for_in_the_callers_thread_alone_are_loaded(tmp_path):
 
 
 @pytest.fixture
-def in_flight(monkeypatch) -> Counter:
-    """The most calls of a method of our store that ran at once."""
+def in_flight(monkeypatch, at_once) -> Counter:
+    """The most calls of a method of our store that ran at once. Where several may, the first waits
+    for a second one.
+    """
     most, lock = Counter(), threading.Lock()
 
     def counted(name: str) -> None:
-        method = getattr(ZarrStore, name)
+        method, second = getattr(ZarrStore, name), threading.Event()
         now = [0]
 
         def call(*args: Any, **options: Any) -> Any:
             with lock:
                 now[0] += 1
                 most[name] = max(most[name], now[0])
-            time.sleep(0.02)
+                if now[0] > 1:
+                    second.set()
+            second.wait(30 if at_once > 1 else 0.005)
             try:
                 return method(*args, **options)
             finally:

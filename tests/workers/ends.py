@@ -1,9 +1,10 @@
-"""A program that ends while it saves: `ends.py FOLDER WAY HOW`. A chunk takes its time to be written,
-or cannot be; or the program ends with an exit code of its own.
+"""A program that ends while it saves: `ends.py FOLDER WAY HOW`. No chunk is written before the
+program ends, unless it waits for that; or none can be; or it ends with an exit code of its own.
 """
 
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -21,7 +22,8 @@ write = ZarrStore.write
 
 
 def slowly(*args: Any, **options: Any) -> None:
-    time.sleep(0.5)
+    while how != "waits" and not threading._SHUTTING_DOWN:
+        time.sleep(0.01)
     if how == "fails":
         raise OSError(28, "No space left on device")
     write(*args, **options)
