@@ -59,7 +59,7 @@ def test_the_index_finds_what_looking_at_every_box_finds(data):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile"), [((20_000,), (1,)), ((140, 140), (1, 1)), ((27, 27, 27), (1, 1, 1))]
+    ("shape", "tile"), [((20_000,), (1,)), ((140, 140), (1, 1)), ((32, 25, 25), (1, 1, 1))]
 )
 def test_finding_a_box_among_twenty_thousand_looks_at_few_of_them(shape, tile, monkeypatch):
     from jax_ucp.layout import blocks
