@@ -1,17 +1,26 @@
 """Claims, values of what a checkpoint's files state twice, and the checks of them: pieces of work,
-on a sample or on all of it.
+on a sample or on all of it. Whoever reads an array, or bytes that are summed, shows them to the
+watchers of checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from jax_ucp.arrays.budget import in_threads
-from jax_ucp.arrays.watched import Watcher, watching
 from jax_ucp.errors import CorruptData
 from jax_ucp.garbage import gc_paused
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.box_index import BoxIndex
 
 # A sample is a few kilobytes of each thing that is stored twice. A checksum needs all that it sums,
 # so a sample has only those of single numbers, such as steps.
@@ -112,3 +121,101 @@ def faults_of(checks: Sequence[Check], remote: bool = False) -> Sequence[str | N
     last: by then they have seen the bytes that the others read.
     """
     return list(in_threads([check.run for check in reversed(checks)], remote))[::-1]
+
+
+# Watchers.
+
+# By what is read: the identity of an array expression, an array of a store, a region of a table.
+_watching: dict[Hashable, tuple[Watcher, ...]] = {}
+_lock = threading.Lock()  # of changes to it; who reads sees one tuple or the next
+
+
+class Watcher(ABC):
+    """A record of what was seen at `keys` while others read it, here and in other processes.
+
+    `alarm` is called when a fault shows. `note` is called with what was seen without a fault, a
+    small value that can be pickled.
+    """
+
+    def __init__(self, *keys: Hashable):
+        self.keys = keys
+        self.alarm: Callable[[], None] = lambda: None
+        self.note: Callable[[Any], None] = lambda seen: None
+
+    @abstractmethod
+    def add(self, seen: Iterable[Any]) -> None:
+        """Add the notes of the watcher of the same check in another process."""
+
+
+@contextmanager
+def watching(several: Iterable[Watcher]) -> Iterator[None]:
+    """Context in which the watchers see what is read."""
+    distinct = {id(watcher): watcher for watcher in several}
+    added: dict[Hashable, list[Watcher]] = defaultdict(list)
+    for watcher in distinct.values():
+        for key in watcher.keys:
+            added[key].append(watcher)
+    with _lock:
+        for key, some in added.items():
+            _watching[key] = *watchers(key), *some
+    try:
+        yield
+    finally:
+        with _lock:
+            for key in added:
+                left = tuple(each for each in _watching[key] if id(each) not in distinct)
+                if left:
+                    _watching[key] = left
+                else:
+                    del _watching[key]
+
+
+def watchers(key: Hashable) -> Sequence[Any]:
+    """The watchers of what is read at a key, whose kind follows from that of the key."""
+    return _watching.get(key, ())
+
+
+class BoxWatcher(Watcher):
+    """The boxes of an array that were read.
+
+    >>> watcher = BoxWatcher()
+    >>> watcher.see([Box((0,), (5,)), Box((5,), (9,))], [])
+    >>> [str(box) for box in watcher.missing([Box((1,), (7,)), Box((7,), (12,))])]
+    ['[7:12]']
+    """
+
+    def __init__(self, *keys: Hashable):
+        super().__init__(*keys)
+        self._boxes: list[Box] = []
+        self._index: tuple[list[Box], BoxIndex] | None = None
+
+    def see(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+        """Take note of boxes that were read, with their elements."""
+        self.add([boxes])
+        self.note(boxes)
+
+    def add(self, seen: Iterable[Sequence[Box]]) -> None:
+        self._boxes.extend(itertools.chain.from_iterable(seen))
+        self._index = None
+
+    def missing(self, boxes: Sequence[Box]) -> Sequence[Box]:
+        """The boxes with an element that was not read."""
+        if not self._boxes:
+            return boxes
+        if self._index is None:
+            distinct = list(dict.fromkeys(self._boxes))
+            self._index = distinct, BoxIndex(distinct)
+        read, index = self._index
+        return [box for box in boxes if not _is_covered(box, [read[i] for i in index.meeting(box)])]
+
+
+def _is_covered(box: Box, by: Sequence[Box]) -> bool:
+    if any(box.within(other) for other in by):
+        return True
+    if sum(other.size for other in by) < box.size:
+        return False
+    met = np.zeros(box.shape, bool)
+    for other in by:
+        if hit := other.intersect(box):
+            met[hit.relative_to(box).index] = True
+    return bool(met.all())

@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from jax_ucp.arrays.checks import watchers
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.gather import aligned_arrays
 from jax_ucp.arrays.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, Piece
 from jax_ucp.arrays.rounding import round_into
 from jax_ucp.arrays.value import Array, Computed, Constant, Joined, Rule, Stored, stored
-from jax_ucp.arrays.watched import watchers
 from jax_ucp.files.copying import copy_into
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box

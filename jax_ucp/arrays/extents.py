@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ucp.arrays.checks import SAMPLE_BYTES, Check, Extent, LeafClaim
+from jax_ucp.arrays.checks import SAMPLE_BYTES, Check, Extent, LeafClaim, Watcher, watchers
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
-from jax_ucp.arrays.watched import Watcher, watchers
 from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.crc import Summed, SummedBytes, Tally
 from jax_ucp.files.path import FilePath

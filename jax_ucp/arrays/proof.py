@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_ucp.arrays.budget import batches
-from jax_ucp.arrays.checks import CHECK_BYTES, Check, Extent
+from jax_ucp.arrays.checks import CHECK_BYTES, BoxWatcher, Check, Extent
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import elements_of, locate, split, tiles, unequal_replicas
 from jax_ucp.arrays.protocol import TOGETHER, ArrayInfo
 from jax_ucp.arrays.value import Array
-from jax_ucp.arrays.watched import BoxWatcher
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes

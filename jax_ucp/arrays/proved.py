@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.checks import Check, faults_of, require
+from jax_ucp.arrays.checks import Check, faults_of, require, watching
 from jax_ucp.arrays.contents import Contents
-from jax_ucp.arrays.watched import watching
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.garbage import gc_paused
 from jax_ucp.layout.box import Box

@@ -30,7 +30,6 @@ from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
 from jax_ucp.formats.gguf import reader as gguf
 from jax_ucp.formats.hints import not_read, of_another_format, point_inside
 from jax_ucp.formats.huggingface import folder as weight_folder
-from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.quantization import settle
 from jax_ucp.formats.huggingface.training_folder import add_trainer_state
 from jax_ucp.formats.megatron import dist as megatron_dist
@@ -157,7 +156,7 @@ FORMATS: tuple[Format, ...] = (
     Format("a folder of zarr arrays, as Paxml's state", "*/.zarray", array_folders.recognise,
            array_folders.parse, WORDS),
     _run("a run of transformers' Trainer or accelerate", "checkpoint-N, checkpoint_N",
-         runs.find_run, "none"),
+         step_folders.find_trainer_run, "none"),
 )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ and files these are is each framework's own: `STEPS` and `_RUNS`.
 Facts: `verl/trainer/ppo/ray_trainer.py` of verl 0.7, `skyrl/train/trainer.py` of SkyRL,
 `torchtitan/components/checkpointer/dcp.py`, `olmo_core/train/checkpoint.py`,
 `nemo_automodel/recipes/base_recipe.py`, `accelerate/checkpointing.py` and `utils/fsdp_utils.py` of
-accelerate 1.15.
+accelerate 1.15. transformers calls its steps `checkpoint-N`, where N is `global_step` in
+`trainer_state.json`, which is written last; accelerate calls them `checkpoint_N`, where N counts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from jax_ucp.formats.dcp.metadata import metadata_files
 from jax_ucp.formats.dcp.reader import open_saves
 from jax_ucp.formats.dtensor_ranks.files import has_rank_files
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.huggingface.training_folder import TRAINER_STATE
 from jax_ucp.formats.state_dicts import keep_beside
 from jax_ucp.formats.steps import Open, Run, chosen_model
+from jax_ucp.formats.weight_files import read_json
 from jax_ucp.options import Options
 from jax_ucp.text import listed
 
 _ACCELERATE_MODEL = "pytorch_model_fsdp_"
 MAX_ROLES = 16  # a folder with more folders is none of a step, and they are not listed one by one
 MAX_BESIDE_BYTES = 1 << 26  # of more a file is data, such as weights
+_TRAINER_STEP = re.compile(r"checkpoint([-_])(0|[1-9]\d{0,17})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,4 +229,47 @@ def _refuse_own_files(run: Run, number: int) -> None:
         raise FormatError(
             f"{path} holds files of a checkpoint itself ({files}), and the steps of a run of"
             f" {run.writer}, such as {first}: two checkpoints lie in it. Open the folder of a step"
+        )
+
+
+# A run of transformers' Trainer, or of accelerate.
+
+
+def find_trainer_run(path: FilePath) -> Run | None:
+    """The run of the Trainer, or else of accelerate, in a folder; None if there is neither."""
+    trainer: dict[int, FilePath] = {}
+    accelerate: dict[int, FilePath] = {}
+    unread: list[str] = []
+    for child in path.children() if path.is_dir() else ():
+        match = _TRAINER_STEP.fullmatch(child.name)
+        if match and child.is_dir():
+            (trainer if match[1] == "-" else accelerate)[int(match[2])] = child
+        else:
+            unread.append(child.name)
+    steps = dict(sorted((trainer or accelerate).items()))
+    if trainer:
+        unread = sorted([*unread, *(folder.name for folder in accelerate.values())])
+        return Run("transformers' Trainer", path, steps, unread=unread, check=_check_trainer_step)
+    if accelerate:
+        return Run("accelerate", path, steps, unread=unread, is_count=True)
+    return None
+
+
+def _check_trainer_step(run: Run, number: int) -> None:
+    """Raise FormatError for an unfinished checkpoint of the Trainer, or one of another step."""
+    folder = run.steps[number]
+    others = [other for other in run.steps if other != number]
+    other = f"; step={others[-1]} opens the one before" if others else ""
+    state = folder / TRAINER_STATE
+    if not state.is_file():
+        raise FormatError(
+            f"{folder} has no {TRAINER_STATE}, which the Trainer writes last: the save has not"
+            f" ended, or it was of another trainer. Open {folder} itself for what is there{other}"
+        )
+    content = read_json(state)
+    found = content.get("global_step") if isinstance(content, dict) else None
+    if found != number:
+        raise FormatError(
+            f"{state} says that it is of step {found!r:.80}, and not {number} as its folder does:"
+            f" nothing says which step of the run it is. Open {folder} itself{other}"
         )

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from jax_ucp.arrays.checks import Check, Extent
+from jax_ucp.arrays.checks import BoxWatcher, Check, Extent, watchers
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece, Want
-from jax_ucp.arrays.watched import BoxWatcher, watchers
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
 from jax_ucp.files.in_flight import each_file, stat_all
 from jax_ucp.files.path import FilePath, file_path

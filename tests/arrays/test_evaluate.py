@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import MemoryStore, boxes_in, numbered
+from jax_ucp.arrays.checks import BoxWatcher, watching
 from jax_ucp.arrays.evaluate import expressions, read, read_each, read_into
 from jax_ucp.arrays.protocol import ArrayInfo, Want
 from jax_ucp.arrays.value import Array, Computed, Rule, cut, joined, users
-from jax_ucp.arrays.watched import BoxWatcher, watching
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import MOST_READ, Part, box_part, range_parts

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.arrays.checks import checks_of, verdicts
+from jax_ucp.arrays.checks import checks_of, verdicts, watching
 from jax_ucp.arrays.extents import ExtentTable, Region, StoredArray, StoredFile, SummedArrays
 from jax_ucp.arrays.protocol import ArrayInfo
-from jax_ucp.arrays.watched import watching
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import MemoryRange

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from helpers import MemoryStore, boxes_in, cut_by, grids, numbered
 from jax_ucp.arrays import proof
+from jax_ucp.arrays.checks import BoxWatcher, watchers, watching
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.proved import Proofs, proved
-from jax_ucp.arrays.watched import BoxWatcher, watchers, watching
 from jax_ucp.errors import CorruptData
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.layout.box import Box
