@@ -183,9 +183,21 @@ def test_help_imports_no_command():
         "from jax_ucp.cli.main import main; main(['--help'], standalone_mode=False)"
     )
     assert {name.removeprefix("jax_ucp.") for name in loaded if name.startswith("jax_ucp.")} == {
-        *("cli", "cli.main", "errors", "orbax_import", "text", "version")
+        *("cli", "cli.main", "errors", "garbage", "orbax_import", "text", "version")
     }
     assert not {"jax", "orbax", "tensorstore", "numpy", "rich", "msgspec"} & loaded
+
+
+def test_a_conversion_imports_no_writer_no_page_and_no_bar():
+    """Starting is a part of what a command takes."""
+    loaded = loaded_after("import jax_ucp.cli.convert")
+    assert (
+        not {
+            *("jax", "rich.progress", "jax_ucp.formats.exporting", "jax_ucp.inspection.page"),
+            *("jax_ucp.formats.megatron.writer", "jax_ucp.formats.peft.merging"),
+        }
+        & loaded
+    )
 
 
 def test_every_command_is_in_the_module_of_its_name():

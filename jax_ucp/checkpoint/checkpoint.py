@@ -30,15 +30,12 @@ from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
 from jax_ucp.files.listing import Asked, counting
 from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats import saved_index
-from jax_ucp.formats.exporting import ExportFormat, ExportPlan, export_target, plan_export
 from jax_ucp.formats.huggingface.given_config import require_tied
 from jax_ucp.formats.peft.config import with_config
-from jax_ucp.formats.peft.merging import merged
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.diff import Side, difference
 from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.moments import together
-from jax_ucp.inspection.page import Findings, Page, page
 from jax_ucp.inspection.parameters import LazyArray, Parameter, ParameterTable
 from jax_ucp.inspection.report import mesh_plan
 from jax_ucp.inspection.statistics import MAX_READ, statistics_of
@@ -68,6 +65,8 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
     from jax.typing import DTypeLike
 
+    from jax_ucp.formats.exporting import ExportFormat, ExportPlan
+    from jax_ucp.inspection.page import Page
     from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostReads
@@ -424,6 +423,8 @@ class Checkpoint:
         Examples:
             >>> ucp.open("base").merge("adapter").save("merged")  # doctest: +SKIP
         """
+        from jax_ucp.formats.peft.merging import merged  # which only this needs
+
         if not adapters:
             raise ValueError("merge() needs at least one adapter")
         given = [opened(each) for each in adapters]
@@ -995,6 +996,8 @@ class Checkpoint:
             UCPError: as `export` does.
             ValueError: for an argument that is for another format.
         """
+        from jax_ucp.formats.exporting import plan_export  # brings in every writer
+
         require_weights(self._contents)
         contents = self._with_config(format, config)._contents
         if adapter_config is not None:
@@ -1074,6 +1077,8 @@ class Checkpoint:
         Examples:
             >>> ucp.open("run/100").export("hf", "safetensors", dtype="bfloat16")  # doctest: +SKIP
         """
+        from jax_ucp.formats.exporting import export_target  # brings in every writer
+
         target = target_path(path)
         described = self._with_config(format, config)
         plan = described.plan_export(
@@ -1141,6 +1146,8 @@ class Checkpoint:
             UCPError: what `export` raises.
             FileExistsError: if something else is at `path`.
         """
+        from jax_ucp.formats.exporting import export_target  # brings in every writer
+
         part, described = Share(*share), self._with_config(format, config)
         plan = described.plan_export(format, **options)
         target = export_target(described._contents, plan, target_path(path), progress)
@@ -1252,6 +1259,8 @@ class Checkpoint:
         Examples:
             >>> ucp.open("run/100").report().save("report.html")  # doctest: +SKIP
         """
+        from jax_ucp.inspection.page import Findings, page  # which only this needs
+
         require_mesh(mesh, rules, hosts)
         arrays = self._contents.arrays.arrays()
         settings = {name: group.settings for group in self.groups for name in group.params}

@@ -73,10 +73,11 @@ def convert(args: Arguments) -> None:
     if result is None:
         print_share(args.target, args.share, args.json_)
         return
-    summary = report.inspection(result)
     if args.json_:
+        summary = report.inspection(result)
         keys = ("path", "format", "bytes", "arrays", "items", "source")
         print_json({**{key: summary[key] for key in keys}, "notes": list(checkpoint.notes)})
     else:
-        nbytes, extras = size(summary["bytes"]), len(summary["extras"])
-        console.print(f"{args.target}: {summary['arrays']} arrays, {nbytes}, {extras} extras")
+        arrays = sum(leaf.has_array for leaf in result.leaves)
+        extras = len(result.extras)
+        console.print(f"{args.target}: {arrays} arrays, {size(result.nbytes)}, {extras} extras")

@@ -6,6 +6,7 @@ Exit codes: 0, all is well; 1, the checkpoint is refused, has faults, or differs
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ import click
 
 import jax_ucp
 from jax_ucp.errors import UCPError
+from jax_ucp.garbage import gc_paused
 from jax_ucp.text import visible_lines
 
 # The exit code that shells give to what Ctrl-C ends.
@@ -54,7 +56,10 @@ class _Commands(click.Group):
         name, summary, rest = super().resolve_command(ctx, args)
         if summary is None:
             return name, None, rest
-        return name, getattr(importlib.import_module(f"jax_ucp.cli.{name}"), str(name)), rest
+        with gc_paused():
+            module = importlib.import_module(f"jax_ucp.cli.{name}")
+        gc.freeze()  # what was imported stays, and need not be looked at again
+        return name, getattr(module, str(name)), rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

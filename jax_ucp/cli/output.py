@@ -17,14 +17,6 @@ from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
 from jax_ucp.cli.text_table import TextTable
@@ -144,19 +136,26 @@ def progress(
         with _progress_lines(what, total, share) as meter:
             yield meter
         return
+    if not to_stderr.is_terminal:
+        yield Meter(lambda nbytes: None, lambda nbytes: None)
+        return
+    from rich.progress import (  # which takes as long to import as a small file to convert
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(True),
         TransferSpeedColumn(),
-    )
-    with Progress(
-        *columns,
         TimeRemainingColumn(),
-        console=to_stderr,
-        disable=not to_stderr.is_terminal,
-        transient=True,
-    ) as bar:
+    )
+    with Progress(*columns, console=to_stderr, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield Meter(
             lambda nbytes: bar.advance(task, nbytes), lambda nbytes: bar.update(task, total=nbytes)

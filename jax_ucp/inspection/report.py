@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ucp.arrays.protocol import Piece
-from jax_ucp.formats.exporting import ExportPlan
 from jax_ucp.tree import Leaf
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint
+    from jax_ucp.formats.exporting import ExportPlan
     from jax_ucp.sharding.fit import Fit, Rule
     from jax_ucp.sharding.reads import HostMesh
     from jax_ucp.universal.copy import CopyPlan
