@@ -632,9 +632,10 @@ class Checkpoint:
                 they have below `param` here; usually `map` gives them these names.
             step: the number of updates done, if the checkpoint does not have it (torch's SGD counts
                 none).
-            check: test that `tx` computes what Adam computes, if its state has that type, with the
-                betas, eps and weight decay that parameters have according to `groups`, and
-                whether learning rates are alike.
+            check: test that `tx` takes all states that the trainer's optimizer kept; that it
+                computes what Adam or SGD computes, if its state has that type, with the betas, eps,
+                momentum, Nesterov's step and weight decay that parameters have according to
+                `groups`; and whether learning rates are alike.
 
         Returns:
             The plan: `report()` says where each leaf comes from, `restore()` gives the state.

@@ -19,7 +19,9 @@ Facts, by torch 2.13 (`torch/optim/adam.py`, `sgd.py`) and optax 0.2.8 (`optax/_
 - Lion (DeepSpeed's, `deepspeed/ops/lion`): `exp_avg` is optax's `mu`; its `count` is not used in an
   update.
 - AMSGrad: torch keeps the maximum of the second moments as they are, optax of the corrected ones.
-  Refused.
+  Refused, as is every optimizer of which `tx` does not take all states.
+- RAdam, LAMB and Muon keep states under names of Adam's or SGD's. Their settings tell them apart,
+  where the files have any.
 - A schedule of optax is asked for the count of updates done, which is torch's `last_epoch` of a
   scheduler that is stepped with the optimizer.
 """

@@ -1,7 +1,7 @@
-"""Whether what optax keeps in a ScaleByAdamState are Adam's moments.
+"""Whether what optax keeps are the moments of Adam, or of SGD, and moves weights as theirs do.
 
-Adamax, Yogi and ADOPT keep other sums in a state of the same type. So an optimizer is asked for one
-update from chosen moments.
+Adamax, Yogi and ADOPT keep other sums in a state of Adam's type, and with Nesterov's step the same
+sums move weights otherwise. So an optimizer is asked for one update from chosen moments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import optax
 
 from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.optimizers.settings import TRIES
-from jax_ucp.optimizers.slots import OptaxLeaf, few, slots_of
+from jax_ucp.optimizers.slots import OptaxLeaf, few, param_leaves, slots_of
 
 # Small enough that no clipping begins, and not too small for moments in 16 bits.
 _GRADIENT = 2e-6
@@ -28,8 +28,9 @@ Moments = Mapping[tuple[str, str], float]
 def rule_faults(
     tx: optax.GradientTransformation, params: Any, groups: Sequence[Group] = ()
 ) -> Iterator[str]:
-    """Messages about moments in a ScaleByAdamState that `tx` does not update as Adam does, or with
-    other betas than `groups` say; `params` is the model's tree of arrays or of their shapes.
+    """Messages about moments in a ScaleByAdamState that `tx` does not update as Adam does, or about
+    other betas, another momentum or Nesterov's step than `groups` say; `params` is the model's tree
+    of arrays or of their shapes.
     """
     probe = _Probe(tx, params)
     if not probe.keys:
@@ -38,7 +39,7 @@ def rule_faults(
     rest, twice = probe.after(1, 1, 0), probe.after(0, 0, 2 * _GRADIENT)
     once, used = probe.after(0, 0, _GRADIENT), probe.after(0, 100, _GRADIENT)
     others: dict[str, list[str]] = {"exp_avg": [], "exp_avg_sq": []}
-    for key in probe.keys:
+    for key in (key for key in probe.keys if key[0] in others):
         # a moment of Adam decays, and grows as the gradient or its square
         role, param = key
         is_square, by_one = role == "exp_avg_sq", once[key] or np.nan
@@ -51,29 +52,45 @@ def rule_faults(
                 f"{few(names)}: tx keeps in a ScaleByAdamState what is not the {role} of Adam, as"
                 " optax's adamax, yogi and adopt do; give the optimizer that was trained with"
             )
-    yield from _beta_faults(probe, rest, groups)
+    if groups:
+        yield from _kept_faults(probe, rest, groups)
 
 
-def _beta_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Iterator[str]:
-    """Messages about moments that `tx` multiplies by another number than the groups' betas.
+def _kept_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Iterator[str]:
+    """Messages about moments that `tx` multiplies by another number than the groups' betas or
+    momentum, or from which it moves weights with Nesterov's step where they did not, or without.
 
     `kept` has that number.
     """
-    unlike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    betas_of = {name: group.settings.get("betas") for group in groups for name in group.params}
+    unlike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    settings_of = {name: group.settings for group in groups for name in group.params}
+    is_ahead = probe.is_ahead()
     for role, name in probe.keys:
-        match betas_of.get(name):
-            case [int() | float() as first, int() | float() as second]:
-                beta = first if role == "exp_avg" else second
-                if abs(kept[role, name] - beta) > 4 * probe.precision[role, name]:
-                    unlike[role, f"{beta}", f"{kept[role, name]:.4g}"].append(name)
-            case _:
-                pass
-    for (role, beta, found), names in unlike.items():
-        yield (
-            f"{few(names)}: the checkpoint's optimizer keeps {beta} of {role} at an update (betas),"
-            f" tx {found}; give tx the same"
-        )
+        settings = settings_of.get(name, {})
+        setting, declared = _declared(role, settings)
+        if not setting:
+            continue
+        found = kept[role, name]
+        if abs(found - declared) > 4 * probe.precision[role, name]:
+            keeps = f"keeps {declared} of {role} at an update ({setting})"
+            unlike[keeps, f"{found:.4g}"].append(name)
+        nesterov = bool(settings.get("nesterov"))
+        if role != "exp_avg_sq" and is_ahead[role, name] != nesterov:
+            unlike[f"has nesterov={nesterov}", str(not nesterov)].append(name)
+    for (does, found), names in unlike.items():
+        yield f"{few(names)}: the checkpoint's optimizer {does}, tx {found}; give tx the same"
+
+
+def _declared(role: str, settings: Mapping[str, Any]) -> tuple[str, float]:
+    """The setting that says what is kept of a moment at an update, and its value; or ""."""
+    match role, settings:
+        case "momentum_buffer", {"momentum": int() | float() as momentum}:
+            return "momentum", momentum
+        case "exp_avg", {"betas": [int() | float() as first, _]}:
+            return "betas", first
+        case "exp_avg_sq", {"betas": [_, int() | float() as second]}:
+            return "betas", second
+    return "", 0.0
 
 
 def _is_about(ratio: float, wanted: float) -> bool:
@@ -81,8 +98,8 @@ def _is_about(ratio: float, wanted: float) -> bool:
 
 
 class _Probe:
-    """An optimizer asked for updates of small arrays; `keys` are its moments of Adam's type, by
-    role and parameter, `precision` that of their dtypes.
+    """An optimizer asked for updates of small arrays; `keys` are its moments of Adam's and SGD's
+    types, by role and parameter, `precision` that of their dtypes.
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
@@ -102,21 +119,48 @@ class _Probe:
 
         Before it all first and second moments are `first` and `second`, and gradients `gradient`.
         """
-        state = self._tx.init(self._params)
-        value_of = {"exp_avg": first, "exp_avg_sq": second}
-        values = [
-            jnp.full_like(leaf, value_of[slot.role]) if _is_moment(slot) else leaf
-            for slot, leaf in zip(self._slots, jax.tree.leaves(state), strict=True)
-        ]
-        state = jax.tree.unflatten(jax.tree.structure(state), values)
-        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
-        begun = moments = self._moments(state)
-        for _ in range(TRIES):
-            _, state = self._update(gradients, state, self._params)
-            moments = self._moments(state)
+        begun = moments = self._moments(self._begun(first, second))
+        for _, moments in self._updates(first, second, gradient):
             if moments != begun:
                 break
         return moments
+
+    def is_ahead(self) -> dict[tuple[str, str], bool]:
+        """Whether a first moment moves its weight less than a gradient that makes the same moment,
+        as Nesterov's step does; False where `tx` moves nothing.
+        """
+        ahead = dict.fromkeys(self.keys, False)
+        kept = self._updates(_GRADIENT, 1, 0)
+        for (of_kept, old), (of_new, new) in zip(kept, self._updates(0, 1, _GRADIENT), strict=True):
+            if not any(of_new.values()):
+                continue
+            for key in self.keys:
+                of_moment, of_gradient = of_kept[key[1]] * new[key], of_new[key[1]] * old[key]
+                ahead[key] = abs(of_moment) < 0.9 * abs(of_gradient)
+            break
+        return ahead
+
+    def _begun(self, first: float, second: float) -> Any:
+        """The state of `tx` before any update, but for moments."""
+        state = self._tx.init(self._params)
+        values = [
+            jnp.full_like(leaf, second if slot.role == "exp_avg_sq" else first)
+            if _is_moment(slot)
+            else leaf
+            for slot, leaf in zip(self._slots, jax.tree.leaves(state), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state), values)
+
+    def _updates(
+        self, first: float, second: float, gradient: float
+    ) -> Iterator[tuple[Mapping[str, float], Moments]]:
+        """Updates one after the other, by the parameter's name, and the moments after each."""
+        state = self._begun(first, second)
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
+        for _ in range(TRIES):
+            updates, state = self._update(gradients, state, self._params)
+            moved = {name: float(jnp.ravel(u)[0]) for name, u in param_leaves(updates).items()}
+            yield moved, self._moments(state)
 
     def _moments(self, state: Any) -> Moments:
         leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
@@ -128,4 +172,4 @@ class _Probe:
 
 
 def _is_moment(slot: OptaxLeaf) -> bool:
-    return slot.owner is optax.ScaleByAdamState and bool(slot.param)
+    return slot.owner in (optax.ScaleByAdamState, optax.TraceState) and bool(slot.param)

@@ -160,16 +160,24 @@ def plan_optimizer(
             filled.append(_fill(slot, stored, steps, given))
         except TreeMismatch as fault:
             faults.append(f"{slot.label}: {fault}")
-    if faults:
-        raise TreeMismatch(
-            f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:", faults
-        )
     used = {"param", *(str(leaf.path[0]) for leaf in _mapped(filled))}
     used |= {STEP} if steps.asked else set()
     reason = "no state of this optimizer takes it"
     left = {name: _LEFT.get(name, reason) for name in stored if name not in used}
+    names = param_leaves(params).keys()
+    for name, reason in left.items() if check else ():
+        if name not in _OF_NO_UPDATE and (kept := sorted(names & stored[name].keys())):
+            faults.append(f"the trainer's optimizer kept {name} of {few(kept)}: {reason}; {_MEANT}")
+    if faults:
+        raise TreeMismatch(
+            f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:", faults
+        )
     return OptimizerPlan(contents, _placed(state, slots, params), filled, left, steps.common())
 
+
+# What is stored by parameter and says nothing of how an optimizer moves weights.
+_OF_NO_UPDATE = (STEP, "buffer", "other")
+_MEANT = "give the optimizer that was trained with, or check=False"
 
 # Why states of torch are left, of those for which there is more to say.
 _LEFT = {

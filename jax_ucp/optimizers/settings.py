@@ -46,10 +46,13 @@ def setting_faults(
         return
     unit = updates.after(0.0, 1.0)
     unlike: dict[tuple[str, float, str], list[str]] = defaultdict(list)
+    others: dict[str, list[str]] = defaultdict(list)
     rates: dict[str, tuple[float, float]] = {}  # the checkpoint's, and that of the first update
     for name, settings in settings_of.items():
         if name not in decays:
             continue
+        if other := _other_optimizer(settings):
+            others[other].append(name)
         rate, decoupled = settings.get("weight_decay"), settings.get("decoupled_weight_decay")
         if rate is not None and (fault := _fault(rate, decoupled, decays[name])):
             yield f"{name}: the checkpoint's optimizer {fault}"
@@ -69,12 +72,37 @@ def setting_faults(
                 if not _is_about(2 * share, 1.0):
                     found = eps / share - eps if share else np.inf
                     unlike["eps", eps, f"about {found:.2g}"].append(name)
+    for other, names in others.items():
+        yield (
+            f"{few(names)}: the checkpoint's optimizer is {other}, whose states have the names of"
+            " another's; give the optimizer that was trained with, and check=False"
+        )
     yield from _rate_faults(rates)
     for (setting, declared, found), names in unlike.items():
         yield (
             f"{few(names)}: the checkpoint's optimizer has {setting}={declared}, tx {found};"
             " give tx the same, or check=False"
         )
+
+
+# Settings of optimizers whose states have the names of Adam's or SGD's, and that move weights
+# otherwise: torch 2.13 `nadam.py`, `_muon.py`, DeepSpeed 0.19 `muon_optimizer.py`,
+# `fused_lamb.py`, apex.
+_OTHERS = {
+    "momentum_decay": "NAdam",
+    "ns_steps": "Muon",
+    "use_muon": "Muon",
+    "max_coeff": "LAMB",
+    "grad_averaging": "LAMB",
+}
+
+
+def _other_optimizer(settings: Mapping[str, Any]) -> str:
+    """The name of an optimizer that is neither Adam nor SGD, by the settings that it alone has."""
+    named = next((name for key, name in _OTHERS.items() if settings.get(key)), "")
+    # torch's Adam has both, its RAdam the first alone (`adam.py`, `radam.py`)
+    is_like_radam = "differentiable" in settings and "amsgrad" not in settings
+    return named or ("RAdam, or one like it" if is_like_radam and "betas" in settings else "")
 
 
 def _rate_faults(rates: Mapping[str, tuple[float, float]]) -> Iterator[str]:

@@ -148,7 +148,7 @@ class _Weights:
     def model_path(self) -> Steps:
         if self.model.path is None:
             why = "nothing decides which dict is the model"
-            raise Undecided(why if self.tensors else "there are no weights in the file")
+            raise Undecided(why if self.tensors else "there are no weights beside optimizers")
         return self.model.path
 
     def tie(self, tensor: str) -> Hashable:

@@ -232,6 +232,53 @@ def test_one_rate_for_what_was_trained_with_two_is_refused():
     assert faults(optax.partition(parts, {"w": "w", "b": "b"}), groups) == []
 
 
+# What groups of torch 2.13 say, of each optimizer what it says of itself alone.
+OF_TORCH = {"lr": 0.01, "maximize": False, "foreach": None, "differentiable": False}
+OF_ADAM = OF_TORCH | {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}
+OF_SGD = OF_TORCH | {"momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": False}
+ADAM, SGD = optax.adam(0.01), optax.sgd(0.01, 0.9)
+
+
+def of_all(settings):
+    return [Group(("w", "b"), settings)]
+
+
+@pytest.mark.parametrize(("settings", "tx", "told"), [
+    (OF_ADAM | {"amsgrad": False}, ADAM, ""),
+    (OF_ADAM | {"decoupled_weight_decay": False}, ADAM, "optimizer is RAdam, or one like it"),
+    (OF_ADAM | {"decoupled_weight_decay": False, "momentum_decay": 0.004}, ADAM, "optimizer is NAdam"),
+    (OF_ADAM | {"amsgrad": False}, optax.nadam(0.01), "has nesterov=False, tx True"),
+    (OF_ADAM | {"amsgrad": False}, optax.MultiSteps(optax.nadam(0.01), 3), "has nesterov=False, tx True"),
+    (OF_SGD, SGD, ""),
+    (OF_SGD, optax.MultiSteps(optax.sgd(optax.linear_schedule(0, 1, 10), 0.9), 2), ""),
+    (OF_SGD | {"nesterov": True}, optax.sgd(0.01, 0.9, nesterov=True), ""),
+    (OF_SGD | {"nesterov": True}, SGD, "has nesterov=True, tx False"),
+    (OF_SGD, optax.sgd(0.01, 0.9, nesterov=True), "has nesterov=False, tx True"),
+    (OF_SGD, optax.sgd(0.01, 0.5), "keeps 0.9 of momentum_buffer at an update (momentum), tx 0.5"),
+    (OF_SGD | {"ns_steps": 5}, SGD, "optimizer is Muon"),
+])  # fmt: skip
+def test_moments_of_one_name_in_another_optimizer_are_refused(settings, tx, told):
+    assert [told in fault for fault in faults(tx, of_all(settings))] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(("state", "tx", "taken"), [
+    ("max_exp_avg_sq", ADAM, ["exp_avg", "exp_avg_sq"]),
+    ("mu_product", ADAM, ["exp_avg", "exp_avg_sq"]),
+    ("exp_avg_sq", optax.lion(0.01), ["exp_avg"]),
+    ("square_avg", SGD, ["momentum_buffer"]),
+])  # fmt: skip
+def test_a_state_that_tx_does_not_take_is_refused_unless_it_is_meant(state, tx, taken):
+    ones = {name: np.ones(p.shape, np.float32) for name, p in PARAMS.items()}
+    tree = dict.fromkeys(["param", *taken], ones)
+    plan = ucp.Checkpoint(contents_of(tree)).plan_optimizer(tx, PARAMS, step=3)
+    checkpoint = ucp.Checkpoint(contents_of(tree | {state: ones}))
+    with pytest.raises(TreeMismatch, match=f"kept {state} of b and 1 more: .* or check=False"):
+        checkpoint.plan_optimizer(tx, PARAMS, step=3)
+    meant = checkpoint.plan_optimizer(tx, PARAMS, step=3, check=False)
+    assert [*meant.left] == [state]
+    assert meant.report().startswith(plan.report())
+
+
 def test_adam_without_correction_of_its_bias_is_refused():
     groups = [
         Group(one.params, one.settings | {"bias_correction": False}) for one in trained_with()
