@@ -51,10 +51,11 @@ class ReadRequest:
         if data.dtype == self.dtype:
             return data
         with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
-            result = data.astype(self.dtype)
+            result = _converted(data, self.dtype)
         if jnp.issubdtype(data.dtype, jnp.floating):
             return result
-        changed = result.astype(data.dtype) != data
+        # numbers with a sign and without one come back from each other as they were
+        changed = (_converted(result, data.dtype) != data) | ((result < 0) != (data < 0))
         if changed.any():
             raise TreeMismatch(
                 f"{self.key}: values of {data.dtype} do not fit {self.dtype}:"
@@ -205,3 +206,13 @@ def _written(array: jax.Array, bits: jax.Array, start: jax.Array) -> tuple[jax.A
     old = jax.lax.bitcast_convert_type(array, bits.dtype)
     new = jax.lax.dynamic_update_slice(old, bits, list(start))
     return jax.lax.bitcast_convert_type(new, array.dtype), over
+
+
+def _converted(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The numbers in another dtype, also where both have 8 bits or fewer and ml_dtypes has no way
+    from one to the other; float32 has all numbers of either.
+    """
+    try:
+        return data.astype(dtype)
+    except TypeError:
+        return data.astype(np.float32).astype(dtype)

@@ -386,10 +386,30 @@ def test_a_cast_that_loses_more_than_digits_is_refused(tmp_path, have, want):
         checkpoint.restore({"x": np.asarray([want])}, cast=True)
 
 
-def test_integers_that_do_not_fit_are_refused_when_they_are_read(tmp_path):
-    checkpoint = save(tmp_path / "c", {"x": np.array([1, 2**40])})
-    with pytest.raises(TreeMismatch, match="values of int64 do not fit int32"):
-        checkpoint.restore({"x": np.zeros(2, np.int32)}, cast=True)
+@pytest.mark.parametrize(("have", "want"), [
+    (np.array([1, 2**40]), np.int32),
+    (np.array([1, 2**31], np.uint32), np.int32),
+    (np.array([3, -1], np.int16), np.uint16),
+    (np.array([3, 255], np.uint8), np.int8),
+    (np.array([0, -8], ml_dtypes.int4), ml_dtypes.uint4),
+])  # fmt: skip
+def test_integers_that_do_not_fit_are_refused_when_they_are_read(tmp_path, have, want):
+    checkpoint = save(tmp_path / "c", {"fits": have[:1], "x": have})
+    target = {"fits": np.zeros(1, want), "x": np.zeros(2, want)}
+    with pytest.raises(TreeMismatch, match=f"x: values of {have.dtype} do not fit"):
+        checkpoint.restore(target, cast=True)
+    del target["x"]
+    restored = checkpoint.restore(target, cast=True, partial=True)
+    assert same_bits(restored["fits"], have[:1].astype(np.float64).astype(want))
+
+
+def test_numbers_of_few_bits_are_cast_to_one_another(tmp_path):
+    few = (ml_dtypes.int4, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)
+    checkpoint = save(tmp_path / "c", {np.dtype(kind).name: np.ones(2, kind) for kind in few})
+    for kind in few[1:]:
+        restored = checkpoint.restore({np.dtype(k).name: np.zeros(2, kind) for k in few}, cast=True)
+        for array in restored.values():
+            assert same_bits(array, np.ones(2, kind))
 
 
 @pytest.mark.parametrize(("spec", "shape", "mesh", "fitted"), [
