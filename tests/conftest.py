@@ -37,7 +37,11 @@ FAST = ("layout/", "shard_spec/", "mapping/", "arrays/", "universal/", "files/")
 FAST += tuple(f"hostile/test_{name}.py" for name in ("name_patterns", "servers", "visible", "yaml"))
 # Of these folders, checkpoints of thousands of arrays, of every format, or of whole models.
 DEFAULT = tuple(f"universal/test_{name}.py" for name in ("small_arrays", "copy", "links"))
-DEFAULT += ("mapping/test_chains.py", "mapping/test_config_keys.py", "files/test_copying.py")
+DEFAULT += ("files/test_copying.py",)
+DEFAULT += tuple(
+    f"mapping/test_{name}.py"
+    for name in ("chains", "config_keys", "mappings", "packed_experts", "text_of_vision_models")
+)
 # Campaigns: kills, faults, hostile inputs, mistakes.
 SLOW = ("export/test_export_faults.py", "test_faults.py", "hostile/test_fuzz.py")
 SLOW += ("test_save_faults.py", "test_temptations.py", "hostile/test_growth.py")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from cases import Case
 from commands import run
-from helpers import MemoryStore, differences, memory
+from helpers import MemoryStore, differences, in_lanes, memory
 from jax_ucp.arrays.checks import checks_of, verdicts
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ def converted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("format", ["dcp", "deepspeed"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_lanes([(case,) for case in CASES]))
 def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(
     case, format, converted, tmp_path
 ):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from cases import Case
-from helpers import contents_of
+from helpers import contents_of, in_lanes
 from jax_ucp.arrays.optimizer_groups import Group, groups_of
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import UnsupportedLeaf
@@ -41,7 +41,7 @@ TARGETS = [("dcp", None), ("deepspeed", 1), ("deepspeed", 3)]
 
 
 @pytest.mark.parametrize(("format", "stage"), TARGETS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_lanes([(case,) for case in CASES]))
 def test_an_export_says_of_each_parameter_what_its_source_says(case, format, stage, tmp_path):
     source = Case(case).open()
     exported = source.export(tmp_path / "once", format, zero_stage=stage)

@@ -12,6 +12,7 @@ import pytest
 import jax_ucp as ucp
 from cases import Case, arrays_of, assert_same
 from commands import run
+from helpers import in_lanes
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.codecs.unpickle import walk
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
@@ -139,7 +140,7 @@ def test_through_hugging_face_and_maxtext_and_back_every_bit_is_there(tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "mappings"),
-    [
+    in_lanes([
         ("megatron/legacy_tp2_dp2_distopt_bf16", ["megatron-llama-to-hf"]),
         ("megatron/legacy_tp2_fp16_scaler", ["megatron-gpt2-to-hf", "hf-gpt2-to-flax"]),
         ("megatron/dist_pp2_vpp2_fp32", ["megatron-gpt2-to-hf", "hf-gpt2-to-flax"]),
@@ -152,8 +153,8 @@ def test_through_hugging_face_and_maxtext_and_back_every_bit_is_there(tmp_path):
         ("megatron_logits/qwen3_moe", ["megatron-qwen3-moe-to-hf", "hf-qwen3-moe-to-maxtext"]),
         ("megatron_next/deepseek3", [OWN_NORMS, "hf-deepseek3-to-maxtext"]),
         ("megatron_logits/gpt_oss", ["megatron-gpt-oss-to-hf", "hf-gpt-oss-to-maxtext"]),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_a_run_of_each_family_comes_back_from_other_names(case, mappings, tmp_path):
     original = mapped = Case(case).open(sizes=None)
     for name in mappings:

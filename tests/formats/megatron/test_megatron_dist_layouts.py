@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, by_hand, cut_by, numbered
+from helpers import MemoryStore, by_hand, cut_by, in_lanes, numbered
 from jax_ucp.arrays.checks import verdicts
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import expressions, read
@@ -373,11 +373,11 @@ class Writer:
 @pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero"])
 @pytest.mark.parametrize(
     ("t", "p", "v", "e", "etp", "how"),
-    [(1, 1, 1, 1, 1, {}), (4, 1, 1, 1, 4, {}), (2, 2, 1, 1, 2, {"tied": True}), (2, 2, 2, 1, 2, {"tied": True}),
+    in_lanes([(1, 1, 1, 1, 1, {}), (4, 1, 1, 1, 4, {}), (2, 2, 1, 1, 2, {"tied": True}), (2, 2, 2, 1, 2, {"tied": True}),
      (1, 4, 1, 1, 1, {"buckets": 700}), (2, 2, 1, 1, 2, {"buckets": 300, "tied": True, "gated": False}),
      (1, 1, 1, 1, 1, {"moe": True}), (1, 2, 2, 2, 1, {"moe": True}), (2, 1, 1, 2, 1, {"moe": True}),
      (2, 2, 1, 2, 2, {"moe": True, "buckets": 900}), (2, 2, 1, 4, 1, {"moe": True, "gated": False}),
-     (1, 1, 1, 2, 1, {"moe": True, "grouped": True}), (2, 2, 1, 2, 2, {"moe": True, "grouped": True})],
+     (1, 1, 1, 2, 1, {"moe": True, "grouped": True}), (2, 2, 1, 2, 2, {"moe": True, "grouped": True})]),
 )  # fmt: skip
 def test_flat_buffers_of_any_parallelism_are_read_as_they_were(
     tmp_path, kind, t, p, v, e, etp, how
