@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ import jax_ucp
 from jax_ucp.arguments import local_path
 from jax_ucp.checkpoint import open_with
 from jax_ucp.cli.options import COMMON, FEW, SECTIONS
-from jax_ucp.errors import WorkerError
+from jax_ucp.errors import NotACheckpoint, TreeMismatch, WorkerError
 from jax_ucp.mapping.rules import inverse_chain
 from jax_ucp.options import Options
 
@@ -246,3 +249,24 @@ def by_name(option: str, pairs: Sequence[tuple[str, _Value]]) -> dict[str, _Valu
         if values.setdefault(name, value) != value:
             raise click.UsageError(f"{option} gives {name} twice: {values[name]} and {value}")
     return values
+
+
+def imported(target: str, what: str) -> Any:
+    """The result of the function `module:function`, of which `what` is expected.
+
+    Raises NotACheckpoint where it is no name of a function, TreeMismatch where the function cannot
+    be called.
+    """
+    local_path(target)
+    module, colon, function = target.partition(":")
+    if not colon:
+        raise NotACheckpoint(
+            f"{target} is neither a path that exists nor a function; write module:function"
+        )
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise TreeMismatch(f"{target} gives no {what}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 import jax_ucp
-from jax_ucp.cli.command import Arguments, command
-from jax_ucp.cli.mapping import imported
+from jax_ucp.cli.command import Arguments, command, imported
 from jax_ucp.cli.options import BUDGET, JSON, SHARE, SOURCE, WORKERS, argument, option
 from jax_ucp.cli.output import console, print_json, print_share, progress, to_stderr
 from jax_ucp.cli.types import SIZE

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 
 import click
 
-from jax_ucp.cli.command import Arguments, command
-from jax_ucp.cli.mapping import target_shapes
+import jax_ucp
+from jax_ucp.cli.command import Arguments, command, imported
 from jax_ucp.cli.options import JSON, SOURCE, argument, option
 from jax_ucp.cli.output import Row, console, folded_table, print_json, to_stderr, without_empty
+from jax_ucp.errors import TreeMismatch
+from jax_ucp.files.path import file_path
 from jax_ucp.inspection.fold import fold
 from jax_ucp.inspection.mapping_draft import mapping_draft
-from jax_ucp.inspection.mapping_report import mapping_report
+from jax_ucp.inspection.mapping_report import mapping_report, tree_shapes
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import several
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.mapping.rules import shipped
 
 
@@ -95,3 +100,27 @@ def _row(leaf: Report, has_target: bool) -> Row:
     shape, target = str(leaf["shape"]), str(leaf["target"] or "missing")
     is_said = has_target and target != shape
     return leaf["leaf"], axes, params, shape, target if is_said else ""
+
+
+def target_shapes(target: str) -> Mapping[str, Shape]:
+    """The parameters of a model, by their names with slashes.
+
+    `target` is `module:function`, which returns a tree of arrays or `ShapeDtypeStruct`s; what
+    `inspect --json` printed of a checkpoint; or a checkpoint. Of a tree with `param` at the top,
+    that part is meant.
+
+    Raises TreeMismatch where it is none of these.
+    """
+    path = file_path(target)
+    if path.suffix == ".json" and path.is_file():
+        try:
+            leaves = json.loads(path.read_bytes())["leaves"]
+            shapes = {leaf["leaf"]: tuple(leaf["shape"]) for leaf in leaves if "shape" in leaf}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TreeMismatch(f"{target} is not what `inspect --json` prints: {error}") from error
+    elif path.exists():
+        shapes = {leaf.label: leaf.shape for leaf in jax_ucp.open(target).leaves if leaf.has_array}
+    else:
+        shapes = tree_shapes(imported(target, "tree"))
+    params = [name for name in shapes if name.startswith("param/")]
+    return {name.removeprefix("param/"): shapes[name] for name in params} or shapes

@@ -27,7 +27,7 @@ from jax_ucp.formats.dcp import writer as dcp
 from jax_ucp.formats.deepspeed import universal_writer as deepspeed
 from jax_ucp.formats.huggingface.companions import kind_of
 from jax_ucp.formats.huggingface.conv1d import require_own_layout
-from jax_ucp.formats.huggingface.model_folder import model_configs
+from jax_ucp.formats.huggingface.given_config import model_configs
 from jax_ucp.formats.huggingface.quantization import declared, undeclared
 from jax_ucp.formats.megatron import writer as megatron
 from jax_ucp.formats.nested import as_written

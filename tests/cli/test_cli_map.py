@@ -135,7 +135,7 @@ def test_layers_that_no_rule_claims_are_one_suggestion(folder):
 
 
 def test_a_flax_variable_is_called_by_the_name_of_its_module(folder, tmp_path):
-    from jax_ucp.cli.mapping import target_shapes
+    from jax_ucp.cli.map import target_shapes
 
     assert target_shapes(f"{folder}:linear") == {"kernel": (3, 2), "bias": (2,)}
 

@@ -1,4 +1,5 @@
-"""A config that somebody gives for weights that have none: what of it the weights can disprove.
+"""A config that somebody gives for weights that have none: what of it the weights can disprove; and
+the configs beside exported weights, by which the folder loads as a model.
 
 A loader makes what a file lacks of random numbers, and leaves out what the config lacks, with no
 more than a warning. Fact: `from_pretrained` of transformers 4 and 5; with `tie_word_embeddings`
@@ -18,8 +19,16 @@ from jax_ucp.arrays.checks import CHECK_BYTES
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError
+from jax_ucp.export.parameters import Parameters, is_floating
+from jax_ucp.formats.peft.config import PREFIX
+from jax_ucp.formats.safetensors.writer import ADAPTER, CONFIG, CONFIGS
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.tree import Leaf
+
+Config = Mapping[str, Any]
+
+# What a config calls the dtype that the model is loaded in: of transformers 5, and before.
+_DTYPES = ("dtype", "torch_dtype")
 
 # How the names of a decoder's layers begin, and what a config calls their number.
 _LAYERS = {
@@ -71,3 +80,30 @@ def require_tied(contents: Contents, config: Mapping[str, Any]) -> None:
 def _parameters(contents: Contents) -> dict[str, Leaf]:
     leaves = [leaf for leaf in contents.leaves if len(leaf.path) == 2 and leaf.has_array]
     return {str(leaf.path[1].name): leaf for leaf in leaves if leaf.path[0].name == "param"}
+
+
+def model_configs(
+    extras: Mapping[str, Mapping[str, Any]], params: Parameters
+) -> tuple[dict[str, Config], list[str]]:
+    """The configs that are still true, with the weights' dtype; and what was changed."""
+    is_adapter = all(name.startswith(PREFIX) for name in params.model)
+    kept: dict[str, Config] = {}
+    for name in CONFIGS:
+        config = extras.get(name, {}).get("config")
+        if isinstance(config, dict):
+            kept[name] = config
+    if not is_adapter:
+        kept.pop(ADAPTER, None)
+    elif ADAPTER not in kept:
+        return kept, [f"peft loads it with an {ADAPTER}: give it (adapter_config=)"]
+    floating = list(filter(is_floating, {tensor.dtype for tensor in params.model.values()}))
+    if len(floating) != 1:
+        return kept, []
+    (dtype,) = floating
+    config = kept.get(CONFIG, {})
+    named = [key for key in _DTYPES if config.get(key) is not None]
+    changed = {**config, **dict.fromkeys(named, dtype.name)}
+    if changed == config:
+        return kept, []
+    kept[CONFIG] = changed
+    return kept, [f"{CONFIG} says {dtype.name}, the dtype of the weights, in place of another"]
