@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from jax_ucp.layout.fragments import Shape
@@ -154,6 +155,7 @@ def _ordered(
 ) -> Assignment[Key]:
     """The one way in which every group lists its parameters in an order of the model."""
 
+    @cache  # a search asks of each place millions of times
     def fits(name: Name, group: int, place: int) -> bool:
         slot, shape = groups[group].slots[place], params[name]
         misfit = contradiction(slot.shapes, shape) or unfit(slot, name)

@@ -151,11 +151,12 @@ def only_division(
     steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int | None]]] = []
     for name, size in sizes.items():
         left -= size
+        needed = sum(ends) - left  # places taken by now, if all can be
         after: dict[tuple[int, ...], int] = {}
         came: dict[tuple[int, ...], tuple[tuple[int, ...], int | None]] = {}
         for at, count in ways.items():
             for to, group in _moves(at, size, ends, partial(fits, name)):
-                if sum(ends) - sum(to) <= left:
+                if sum(to) >= needed:
                     after[to] = min(2, after.get(to, 0) + count)
                     came[to] = at, group
         ways = after
