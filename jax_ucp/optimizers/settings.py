@@ -24,6 +24,8 @@ from jax_ucp.optimizers.slots import few
 # A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked
 # this often.
 TRIES = 1000
+# Settings of Adam's moments and of SGD's; a gradient that is too small to be clipped.
+_MOMENTS, _NOT_CLIPPED = ("betas", "momentum"), 1e-6
 # Of rates and eps that are measured on weights in 16 bits.
 _TOLERANCE = 0.05
 
@@ -36,9 +38,9 @@ def setting_faults(
 ) -> Iterator[str]:
     """Messages about parameters for which `tx` has another weight decay or eps than `groups` say.
 
-    Groups name parameters by their paths in `params`. Of Adam, which has betas, the rate of weight
-    decay is compared too: its updates have the size of the learning rate, to divide by. Learning
-    rates follow schedules; of them it is compared whether parameters have the same one.
+    Groups name parameters by their paths in `params`. Of Adam and SGD the rate of weight decay is
+    compared too: the update by a gradient of a known size says what to divide by. Learning rates
+    follow schedules; of them it is compared whether parameters have the same one.
     """
     settings_of = {name: group.settings for group in groups for name in group.params}
     updates = TrialUpdates(tx, params) if settings_of else None
@@ -56,10 +58,12 @@ def setting_faults(
         rate, decoupled = settings.get("weight_decay"), settings.get("decoupled_weight_decay")
         if rate is not None and (fault := _fault(rate, decoupled, decays[name])):
             yield f"{name}: the checkpoint's optimizer {fault}"
-        elif "betas" in settings and unit[name].any():
+        elif not settings.keys().isdisjoint(_MOMENTS) and unit[name].any():
             if settings.get("bias_correction") in (False, 0):
                 unlike["bias_correction", False, "True, as all of optax"].append(name)
-            by_one = float(np.abs(unit[name]).max())
+            # an update of SGD is as long as its gradient, unless that is clipped
+            size = 1.0 if "betas" in settings else _NOT_CLIPPED
+            by_one = float(np.abs(updates.after(0.0, size)[name]).max()) / size
             if isinstance(lr := settings.get("lr"), float) and lr:
                 rates[name] = lr, by_one
             if rate and decays[name] == "in proportion":

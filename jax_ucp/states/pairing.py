@@ -167,8 +167,12 @@ def only_division(
     end = tuple(ends)
     count = ways.get(end, 0)
     if count != 1:
-        how = "several ways" if count else "no way: they have another, or a file is another rank's"
-        raise Undecided(f"in the order of the model they fit it in {how}")
+        if count:
+            raise Undecided("in the order of the model they fit it in several ways")
+        raise Undecided(
+            "in the order of the model they fit it in no way: they have another, or states of other"
+            " shapes than their parameters, or a file is another rank's"
+        )
     places: dict[Name, tuple[int, int]] = {}
     for name, came in zip(reversed(list(sizes)), reversed(steps), strict=True):
         at, group = came[end]

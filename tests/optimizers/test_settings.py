@@ -239,6 +239,10 @@ OF_SGD = OF_TORCH | {"momentum": 0.9, "dampening": 0, "weight_decay": 0, "nester
 ADAM, SGD = optax.adam(0.01), optax.sgd(0.01, 0.9)
 
 
+def decayed(rate, tx):
+    return optax.chain(optax.add_decayed_weights(rate), tx)
+
+
 def of_all(settings):
     return [Group(("w", "b"), settings)]
 
@@ -256,6 +260,12 @@ def of_all(settings):
     (OF_SGD, optax.sgd(0.01, 0.9, nesterov=True), "has nesterov=False, tx True"),
     (OF_SGD, optax.sgd(0.01, 0.5), "keeps 0.9 of momentum_buffer at an update (momentum), tx 0.5"),
     (OF_SGD | {"ns_steps": 5}, SGD, "optimizer is Muon"),
+    (OF_SGD | {"weight_decay": 0.1}, decayed(0.1, SGD), ""),
+    (OF_SGD | {"weight_decay": 0.1}, optax.chain(optax.clip(1e-3), decayed(0.1, SGD)), ""),
+    (OF_SGD | {"weight_decay": 0.1}, decayed(0.01, SGD), "has weight_decay=0.1, tx about 0.01"),
+    (OF_SGD | {"weight_decay": 0.1, "nesterov": True}, decayed(0.1, optax.sgd(0.01, 0.9, nesterov=True)), ""),
+    (OF_SGD, optax.partition({"w": SGD, "b": optax.sgd(0.1, 0.9)}, {"w": "w", "b": "b"}),
+     "has lr=0.01, as for w, and tx about 10 times the rate of w"),
 ])  # fmt: skip
 def test_moments_of_one_name_in_another_optimizer_are_refused(settings, tx, told):
     assert [told in fault for fault in faults(tx, of_all(settings))] == [True] * bool(told)
