@@ -142,6 +142,7 @@ CASES = [
     Case("moe_router_bias", f"{DIST} {MOE} --moe-grouped-gemm --moe-router-enable-expert-bias"
          " --moe-router-score-function sigmoid", 2),
     Case("sink", f"{DIST} --softmax-type learnable {parallel(2)}", 2),
+    Case("no_extra_state", f"{DIST} --ckpt-drop-redundant-extra-state {parallel(2)}", 2),
     Case("qk_norm", f"{DIST} --qk-layernorm {parallel(cp=2)}", 2, hidden=64),
     Case("mtp_pp2", f"{DIST} --mtp-num-layers 2 {parallel(pp=2)}", 2),
     Case("mtp_moe", f"{DIST} --mtp-num-layers 1 {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2),

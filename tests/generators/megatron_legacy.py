@@ -20,7 +20,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Case:
 
     name: str
     options: str
-    tag: str = "core_v0.16.1"
+    tag: str = ""  # the newest of the source
     world: int = 2
     model: str = _LLAMA
     format: str = "torch"
@@ -76,6 +76,15 @@ _MOE = (
     " alltoall"
 )
 _GROUPED = _MOE + " --moe-grouped-gemm"
+_GDN = (
+    " --experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+    " --linear-conv-kernel-dim 2 --linear-key-head-dim 2 --linear-value-head-dim 3"
+    " --linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate"
+)
+_DSA = (
+    " --experimental-attention-variant dsa --q-lora-rank 12 --dsa-indexer-n-heads 2"
+    " --dsa-indexer-head-dim 8 --dsa-indexer-topk 4"
+)
 _SHARED = " --moe-shared-expert-intermediate-size 16"
 _BIAS = " --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 _TP, _PP = " --tensor-model-parallel-size", " --pipeline-model-parallel-size"
@@ -170,6 +179,9 @@ CASES: tuple[Case, ...] = (
     Case("account_pp2",
         f"--bf16{_PP} 2 --num-layers 2 --account-for-embedding-in-pipeline-split" " --account-for-loss-in-pipeline-split"),
     Case("vpp2_zero", f"{_ZERO}{_PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1{_BUCKETS}", world=4),
+    Case("gdn_tp2", f"--bf16{_GDN}{_TP} 2"),
+    Case("gdn_tp2_zero", f"{_ZERO}{_GDN}{_TP} 2", world=4),
+    Case("dsa_tp2_zero", f"{_ZERO}{_DSA}{_TP} 2 --sequence-parallel", world=4, model=_MLA),
     Case("precision_aware", f"{_ZERO} --use-precision-aware-optimizer"),
     Case("precision_aware_bf16",
         f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"),
@@ -183,6 +195,8 @@ CASES: tuple[Case, ...] = (
     Case("legacy_te_muon_bf16", f"--bf16{_MUON}{_SMALL}", world=1, about="torch, Muon with Adam beside it"),
     Case("legacy_te_precision_aware_bf16", f"{_ZERO} --use-precision-aware-optimizer{_SMALL}",
         about="torch, dp 2, DistributedOptimizer, precision-aware: masters in two halves"),
+    Case("legacy_te_gdn_tp2_bf16", f"--bf16{_GDN}{_TP} 2{_SMALL} --num-layers 2 --num-attention-heads 4",
+        about="torch, tp 2, a gated delta net and gated attention with TransformerEngine's modules"),
     Case("torch_dcp_te_bf16", _TORCH_FSDP + _SMALL, format="torch_dcp",
         about="torch's FSDP2 (torch_dcp) on 2 ranks, Float16OptimizerWithFloat16Params"),
     Case("fsdp_dtensor_te_moe_ep2_bf16", f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2{_SMALL}", format="fsdp_dtensor",
@@ -221,6 +235,8 @@ def work(case: Case, folder: Path) -> None:
     if case.format == "torch_dcp":
         megatron.mesh_of_cpus()
     megatron.install_packages("triton", *megatron.TRANSFORMER_ENGINE, "emerging_optimizers")
+    if "linear-attention" in case.options:
+        megatron.install_packages("fla", "causal_conv1d")
     sys.argv = ["megatron", *case.command_line, "--seed", "1234", "--save", f"{folder}/ckpt"]
     importlib.import_module("pretrain_gpt")
     ranks.on_ranks(case.world, _RUNS[case.format](case, folder).run)
@@ -245,14 +261,14 @@ _TIED, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 @dataclass(frozen=True)
 class Piece:
     """A rank's part of a parameter: its states, each an array and where that begins in the flat
-    part; None for all of it.
+    part; None for all of it. `sections` are rows that are each cut over ranks.
     """
 
     name: str
     rank: int
     ranks: int
     split: int | None
-    gated: bool
+    sections: tuple[int, ...]
     shape: tuple[int, ...]
     states: dict[str, tuple[int | None, str, Any]]
 
@@ -376,14 +392,27 @@ class _Run:
 
     def piece(self, parameter: Any, name: str) -> Piece:
         rank, ranks, split = self.place(parameter, name)
-        gated = self.args.swiglu and "linear_fc1." in name
         states = {
             state: (at, *megatron.array_of(tensor)) for state, at, tensor in self.states(parameter)
         }
         if "param" not in states:
             states["param"] = (None, *megatron.array_of(parameter))
         known = _EMBEDDING if name == _TIED and self.tied else name
-        return Piece(known, rank, ranks, split, bool(gated), tuple(parameter.shape), states)
+        shape = tuple(parameter.shape)
+        return Piece(known, rank, ranks, split, self.sections(name, shape[0]), shape, states)
+
+    def sections(self, name: str, rows: int) -> tuple[int, ...]:
+        """The rows of a rank that are gate and up, or parts of a gated delta net."""
+        args, ranks = self.args, self.args.tensor_model_parallel_size
+        if args.swiglu and "linear_fc1." in name:
+            return rows // 2, rows // 2
+        if ".in_proj.weight" not in name and ".conv1d." not in name:
+            return ()
+        heads = args.linear_num_value_heads // ranks
+        keys = args.linear_num_key_heads // ranks * args.linear_key_head_dim
+        values = heads * args.linear_value_head_dim
+        more = (values, heads, heads) if "in_proj" in name else ()
+        return keys, keys, values, *more
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
         for chunk in self.bare:
@@ -394,9 +423,7 @@ class _Run:
 
     def buffers(self) -> list[Piece]:
         return [
-            Piece(
-                name, 0, 1, None, False, tuple(b.shape), {"buffer": (None, *megatron.array_of(b))}
-            )
+            Piece(name, 0, 1, None, (), tuple(b.shape), {"buffer": (None, *megatron.array_of(b))})
             for name, b in self.named_buffers()
         ]
 
@@ -512,8 +539,8 @@ class _MegatronFsdp(_Run):
                 states[state] = at, *megatron.array_of(own)
             for state, _, tensor in _step_of(inner, parameter):
                 states[state] = None, *megatron.array_of(tensor)
-        gated = bool(self.args.swiglu and "linear_fc1." in name)
-        return Piece(name, rank, ranks, split, gated, tuple(whole.shape), states)
+        shape = tuple(whole.shape)
+        return Piece(name, rank, ranks, split, self.sections(name, shape[0]), shape, states)
 
 
 def _range(parameter: Any) -> slice:
@@ -603,10 +630,10 @@ def _joined_ranks(wholes: list[Any], piece: Piece) -> Any:
             assert other.tobytes() == wholes[0].tobytes(), f"ranks' {piece.name} differ"
         return wholes[0]
     assert len(wholes) == piece.ranks, f"{piece.name}: {len(wholes)} of {piece.ranks} ranks"
-    if not piece.gated:
+    if not piece.sections:
         return np.concatenate(wholes, piece.split)
-    halves = [np.split(whole, 2) for whole in wholes] if piece.split == 0 else []
-    return np.concatenate([gate for gate, _ in halves] + [up for _, up in halves])
+    of_ranks = [np.split(whole, np.cumsum(piece.sections)[:-1]) for whole in wholes]
+    return np.concatenate([part for parts in zip(*of_ranks, strict=True) for part in parts])
 
 
 def _write_case(
@@ -630,20 +657,24 @@ def _write_case(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--source", type=Path, help="has Megatron-LM's source by tag")
+    parser.add_argument(
+        "--source", type=Path, required=True, help="has Megatron-LM's source by tag"
+    )
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args()
-    by_name, out = {case.name: case for case in CASES}, options.out.resolve()
+    out, newest = options.out.resolve(), ranks.newest(options.source)
+    by_name = {case.name: replace(case, tag=case.tag or newest) for case in CASES}
     if options.case:
         work(by_name[options.case], out / options.case)
     failed = []
     for name in ranks.chosen(by_name, options.only):
         case = by_name[name]
-        arguments = [Path(__file__).resolve(), out, "--case", name]
+        source = options.source.resolve()
+        arguments = [Path(__file__).resolve(), out, "--source", source, "--case", name]
         devices = "1" if case.format == "torch" else "8"
-        if not ranks.write_case(
-            out / name, arguments, options.source / case.tag, CUDA_DEVICE_MAX_CONNECTIONS=devices
+        if (source / case.tag).is_dir() and not ranks.write_case(
+            out / name, arguments, source / case.tag, CUDA_DEVICE_MAX_CONNECTIONS=devices
         ):
             failed.append(name)
     return 1 if failed else 0

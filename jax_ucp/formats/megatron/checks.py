@@ -94,9 +94,16 @@ def sizes_of(args: Args) -> dict[str, Any]:
     }
 
 
+def model_spec(args: Args) -> Spec:
+    """The rules of Megatron's models; a gated query has a row of the gate for each of its own."""
+    is_gated = args.optional("attention_output_gate")
+    sizes = {"qkv_rows": "2 * (heads + query_groups) * head_dim"} if is_gated else {}
+    return Spec(extends=built_in("megatron"), sizes=sizes)
+
+
 def check_whole(args: Args, shapes: Mapping[str, Shape]) -> None:
     """Raise LayoutError for a parameter of another shape than by args, if a rule knows it."""
-    spec = Spec(extends=built_in("megatron"))
+    spec = model_spec(args)
     rules = {sentence.param for layer in spec.layers for sentence in layer.own}
     claims = re2.compile("|".join(f"(?:{regex_of(rule)})" for rule in sorted(rules)))
     known = [name for name in shapes if claims.fullmatch(name)]

@@ -26,7 +26,7 @@ from jax_ucp.codecs.unpickle import what_is
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.megatron.checks import sizes_of, uses_gtp
+from jax_ucp.formats.megatron.checks import model_spec, sizes_of, uses_gtp
 from jax_ucp.formats.megatron.groups import settings_of
 from jax_ucp.formats.megatron.legacy_files import (
     MODEL_FILE,
@@ -69,8 +69,8 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import Part
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
-from jax_ucp.shard_spec.notation import built_in, load
-from jax_ucp.shard_spec.rules import Spec, SpecShard, layouts
+from jax_ucp.shard_spec.notation import load
+from jax_ucp.shard_spec.rules import SpecShard, layouts
 from jax_ucp.states.pairing import Undecided
 
 _LAYER_WISE = "layer_wise_optimizer_"
@@ -310,7 +310,7 @@ def _layouts(
     rows = sum(rank for rank in latent if isinstance(rank, int))
     downs = [own for name, own in shards.items() if name.endswith(_KV_DOWN)]
     down_is_cut = any(own[0].shape[0] != rows for own in downs)
-    spec = load(options.spec) if options.spec else Spec(extends=built_in("megatron"))
+    spec = load(options.spec) if options.spec else model_spec(args)
     known = {
         **sizes_of(args),
         "down_is_cut": down_is_cut,
