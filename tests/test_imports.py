@@ -44,7 +44,7 @@ ROOMS = (
     *("name_patterns", "layout", "tree", "files", "arrays", "shard_spec", "options", "mapping"),
     *("jobs", "universal", "export", "codecs", "states"),
     *("formats.nested", "formats.facts", "formats.assemble", "formats.weight_names"),
-    *("formats.weight_files", "formats.state_dicts", "formats.steps"),
+    *("formats.weight_files", "formats.state_dicts", "formats.steps", "formats.packed_experts"),
     *FOLDERS,
     *("formats", "formats.step_folders", "formats.orbax_steps", "formats.hints", "formats.exporting",
         "formats.saved_index"),

@@ -1,8 +1,10 @@
-"""The names of a base in memory: by rules of transformers, a prefix more or less, or its own."""
+"""The weights of a base in memory: by rules of transformers, a prefix more or less, experts packed
+or apart, or as they are stored.
+"""
 
 import pytest
 
-from jax_ucp.formats.peft.names import names_in_memory
+from jax_ucp.formats.peft.names import in_memory
 
 LLAVA = [
     "language_model.model.layers.0.q.weight",
@@ -52,6 +54,44 @@ LLAVA = [
     ],
 )
 def test_names_are_those_by_which_the_adapter_finds_its_modules(modules, base, model_type, want):
-    names = names_in_memory(modules, base, model_type)
-    assert list(names) == (want or base)
-    assert list(names.values()) == base
+    memory = in_memory(modules, dict.fromkeys(base, (2, 2)), model_type)
+    assert list(memory.names) == (want or base)
+    assert list(memory.names.values()) == base
+    assert not memory.packed
+    assert not memory.apart
+
+
+EACH = {
+    f"model.layers.0.block_sparse_moe.experts.{i}.{one}.weight": (3, 2)
+    for i in range(2)
+    for one in ("w1", "w3")
+}
+EACH |= {f"model.layers.0.block_sparse_moe.experts.{i}.w2.weight": (2, 3) for i in range(2)}
+PACKED = {
+    "model.layers.0.mlp.experts.gate_up_proj": (2, 6, 2),
+    "model.layers.0.mlp.experts.down_proj": (2, 2, 3),
+}
+ROUTER = {"model.layers.0.block_sparse_moe.gate.weight": (2, 2)}
+RENAMED = {"model.layers.0.mlp.gate.weight": (2, 2)}
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize(
+    ("stored", "memory", "module"),
+    [
+        (EACH | ROUTER, PACKED | RENAMED, "model.layers.0.mlp.experts"),
+        (EACH | ROUTER, PACKED | RENAMED, "model.layers.0.mlp.gate"),
+        (EACH | ROUTER, EACH | ROUTER, "model.layers.0.block_sparse_moe.experts.1.w2"),
+        (PACKED | RENAMED, EACH | ROUTER, "model.layers.0.block_sparse_moe.experts.1.w2"),
+        (PACKED | RENAMED, PACKED | RENAMED, "model.layers.0.mlp.experts"),
+    ],
+)
+def test_experts_are_packed_as_the_adapter_finds_them(stored, memory, module, prefix):
+    stored = {name.removeprefix(prefix): shape for name, shape in stored.items()}
+    assert in_memory([module], stored, "mixtral").shapes(stored) == memory
+
+
+def test_experts_that_no_rule_packs_are_as_they_are_stored():
+    for model_type, stored in [("grok", EACH), ("mixtral", dict(list(EACH.items())[1:]))]:
+        memory = in_memory(["model.layers.0.mlp.experts"], stored, model_type)
+        assert memory.shapes(stored) == stored

@@ -140,7 +140,9 @@ def test_every_element_is_the_sum_in_float64_rounded_once() -> None:
             np.testing.assert_array_equal(got[name], weight)
 
 
-@pytest.mark.parametrize("case", ["dora", "experts", "several", "bfloat16"])
+@pytest.mark.parametrize(
+    "case", ["dora", "experts", "experts_mixtral", "old_experts_packed", "several", "bfloat16"]
+)
 def test_what_is_merged_is_saved_exported_compared_and_verified(case: str, tmp_path: Path) -> None:
     checkpoint = merged(case)
     saved = checkpoint.save(tmp_path / "saved")
@@ -288,7 +290,7 @@ def changed(
     edit(tmp_path / "changed" / "adapter_model.safetensors", change)
     config_file = tmp_path / "changed" / "adapter_config.json"
     config = json.loads(config_file.read_text())
-    config.pop("peft_version")
+    config.pop("peft_version", None)
     config_file.write_text(json.dumps(config | said))
     return tmp_path / "changed"
 
@@ -463,6 +465,34 @@ def test_experts_of_which_nothing_tells_the_axes_are_refused(name: str, tmp_path
     write_safetensors(tmp_path / "base" / "model.safetensors", arrays)
     with pytest.raises(FormatError, match=why):
         ucp.open(tmp_path / "base").merge(adapter)
+
+
+def test_square_experts_of_an_older_peft_are_refused(tmp_path: Path) -> None:
+    """It took every model's experts for such with inputs first; of another shape that is seen."""
+    folder = changed("experts_olmoe", tmp_path, lambda arrays: None, peft_version="0.18.1")
+    with pytest.raises(FormatError, match="which are square: nothing stored tells"):
+        base_of("experts_olmoe").merge(folder)
+
+
+def test_experts_that_are_packed_by_no_rule_that_is_known_are_refused(tmp_path: Path) -> None:
+    base = shutil.copytree(DATA / "experts_qwen3" / "base", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "grok"}))
+    with pytest.raises(FormatError, match=r"one by one: how transformers packs those of grok"):
+        ucp.open(base).merge(DATA / "experts_qwen3" / "adapter")
+
+
+def test_adapters_that_have_experts_packed_and_apart_are_merged_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    packed = DATA / "experts_mixtral" / "adapter"
+    each = DATA / "old_experts_each" / "adapter"
+    for case in ("experts_mixtral", "old_experts_packed"):
+        base = base_of(case)
+        with pytest.raises(FormatError, match=r"one by one, and by one .* one after the other"):
+            base.merge(packed, each)
+        whole = base.merge(packed).merge(each)
+        assert is_same(whole, whole.save(tmp_path / case))
 
 
 @pytest.mark.parametrize("role", ["modules_to_save", "original_module"])

@@ -29,6 +29,7 @@ import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
 
 CASES: dict[str, Callable[[Path], None]] = {}
 COMMON = dict(vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, bos_token_id=1,
@@ -39,6 +40,13 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt2": dict(n_embd=16, n_head=4, n_layer=2, n_positions=32),
     "gpt_oss": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=4, num_local_experts=4),
+    "mixtral": dict(hidden_size=16, intermediate_size=12, num_attention_heads=4,
+                    num_key_value_heads=2, num_local_experts=4),
+    "qwen3_moe": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
+                      num_key_value_heads=2, head_dim=4, num_experts=4, num_experts_per_tok=2,
+                      moe_intermediate_size=12, mlp_only_layers=[0]),
+    "olmoe": dict(hidden_size=16, intermediate_size=8, num_attention_heads=4,
+                  num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
     "vit": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, image_size=8,
                 patch_size=4),
 }  # fmt: skip
@@ -159,6 +167,22 @@ def adapter_case(
         shutil.rmtree(out / "about")
 
 
+def packed_case(out: Path, of: Path) -> None:
+    """A case that an older transformers wrote, base and merged model with their experts packed."""
+    shutil.copytree(of / "adapter", out / "adapter")
+    shutil.copy(of / "case.json", out)
+    for name, merged in (("base", {}), ("about", dict(np.load(of / "merged.npz")))):
+        model = transformers.AutoModelForCausalLM.from_pretrained(of / "base")
+        if merged:
+            shutil.copytree(of / "base", out / "older")
+            save_file(merged, out / "older" / "model.safetensors")
+            model = transformers.AutoModelForCausalLM.from_pretrained(out / "older")
+            shutil.rmtree(out / "older")
+        model.save_pretrained(out / name, save_original_format=False)
+    np.savez_compressed(out / "merged.npz", **tensors(out / "about"))
+    shutil.rmtree(out / "about")
+
+
 def forget(config_file: Path) -> None:
     """Leave the path of this machine out of an adapter's config."""
     config = json.loads(config_file.read_text())
@@ -217,6 +241,13 @@ for refused in ("pissa", "olora"):
     case(refused, "llama", merge=False, r=4, target_modules=ATTENTION, init_lora_weights=refused)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TIED = dict(tie_word_embeddings=True)
+case("experts_mixtral", "mixtral", r=2, target_modules=["q_proj"],
+     target_parameters=[*EXPERTS, "mlp.gate.weight"])  # fmt: skip
+case("experts_qwen3", "qwen3_moe", r=2, target_modules=["v_proj"],
+     target_parameters=EXPERTS, rank_pattern={"gate_up_proj": 3}, alpha_pattern={"down_proj": 5})  # fmt: skip
+case("experts_olmoe", "olmoe", r=2, target_parameters=["mlp.experts.gate_up_proj"], use_rslora=True)
+case("experts_each", "mixtral", r=2, target_modules=["w1", "w2", "w3", "gate", "v_proj"],
+     alpha_pattern={"w2": 5})  # fmt: skip
 case("experts_square", "gpt_oss", r=2, target_parameters=EXPERTS, model=dict(intermediate_size=16))
 case("tokens", "llama", r=4, target_modules=["q_proj"], trainable_token_indices=[3, 1])
 case("tokens_bfloat16", "llama", dtype=torch.bfloat16, r=4, target_modules=["q_proj"],
@@ -238,6 +269,7 @@ case("vlm_qwen2_vl", "qwen2_vl", head="ForImageTextToText", r=4,
 case("headless_base", "llama", r=4, target_modules=["q_proj"], model=TIED | dict(saved=""))
 case("headless_adapter", "llama", head="", r=4, target_modules=["q_proj"],
      model=dict(saved="ForCausalLM"))  # fmt: skip
+CASES["old_experts_packed"] = lambda out: packed_case(out, out.parent / "old_experts_each")
 for kind, options in {
     "IA3": dict(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
@@ -270,7 +302,8 @@ def main() -> None:
             print(f"{name}: not written: {type(error).__name__}: {error}"[:300])
             shutil.rmtree(out)
             continue
-        (out / "case.json").write_text(json.dumps({"writer": writers}, indent=1))
+        if not (out / "case.json").exists():
+            (out / "case.json").write_text(json.dumps({"writer": writers}, indent=1))
         print(name)
 
 

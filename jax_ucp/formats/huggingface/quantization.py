@@ -24,7 +24,8 @@ import numpy as np
 from jax_ucp.arrays.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
 from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.arrays.value import Array
-from jax_ucp.formats.huggingface import conv1d, packed_experts
+from jax_ucp.formats.huggingface import conv1d
+from jax_ucp.formats.packed_experts import with_own_scales
 from jax_ucp.formats.quantized import ggml
 from jax_ucp.formats.quantized.schemes import why_unread
 from jax_ucp.formats.quantized.settled import Declared, dequantized
@@ -129,7 +130,7 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     if method == "fp8" and dequantize is not False and _imported(contents):
         match settings.get("weight_block_size"):
             case [int(rows), int(columns)]:
-                contents = packed_experts.with_own_scales(contents, (rows, columns))
+                contents = with_own_scales(contents, (rows, columns))
     weights = [*quantized_weights(contents, method, bool(dequantize))]
     if dequantize or (dequantize is None and not weights):
         contents = _without_cache_scales(contents, weights)

@@ -29,8 +29,8 @@ from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.huggingface import packed_experts
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
+from jax_ucp.formats.packed_experts import PackedParameter, in_memory
 from jax_ucp.formats.state_dicts import Tree, keep_extras, keep_proved
 from jax_ucp.formats.weight_files import CONFIG, keep_configs, read_json
 from jax_ucp.formats.weight_names import WeightSave
@@ -175,20 +175,20 @@ def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
 
 def _packed(
     model: _ModelOf, weights: Mapping[str, StateTensor]
-) -> dict[str, packed_experts.PackedParameter] | None:
+) -> dict[str, PackedParameter] | None:
     """The parameters that the optimizer had, if they are known of a model with packed experts."""
     types = model.types()
     if model.is_ordered or len(types) != 1 or any(one.tie is not None for one in weights.values()):
         return None
     shapes = {str(one.path[-1]): one.shape for one in weights.values() if one.trainable}
-    return packed_experts.in_memory(types[0], model.release(), shapes)
+    return in_memory(types[0], model.release(), shapes)
 
 
 def _place(
     imported: ContentsBuilder,
     tree: Tree,
     placed: Places,
-    packed: Mapping[str, packed_experts.PackedParameter],
+    packed: Mapping[str, PackedParameter],
 ) -> None:
     """Give every state its place; plain numbers of no parameter are in the extras."""
     for label, tensor in tree.tensors.items():

@@ -6,6 +6,7 @@ Facts: `LoraConfig` and `get_pattern_key` of peft 0.13 to 0.21 (`tuners/lora/`, 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,9 @@ _LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The config of a LoRA adapter. `where` is the file, for errors."""
+    """The config of a LoRA adapter. `where` is the file, for errors; `version` that of peft, empty
+    where the config has none.
+    """
 
     where: str
     rank: int
@@ -53,7 +56,7 @@ class LoraConfig:
     modules_to_save: Sequence[str]
     tokens: Mapping[str, Sequence[int]]
     patterns: NamePatterns
-    names_version: bool
+    version: tuple[int, ...]
 
     @classmethod
     def of(cls, config: Any, where: str) -> LoraConfig:
@@ -78,7 +81,7 @@ class LoraConfig:
             checked.names("modules_to_save"),
             checked.tokens("trainable_token_indices"),
             NamePatterns(map(_pattern, {**ranks, **alphas}), where, remedy),
-            "peft_version" in config,
+            checked.version("peft_version"),
         )
 
     def scale(self, module: str, rank: int) -> float:
@@ -91,7 +94,7 @@ class LoraConfig:
         alpha = self._said(self.alpha_pattern, module, self.alpha)
         first = self._first({**self.rank_pattern, **self.alpha_pattern}, module)
         as_before = self.alpha_pattern.get(first or "", self.alpha)
-        if as_before != alpha and not self.names_version:
+        if as_before != alpha and not self.version:
             raise FormatError(
                 f"{self.where}: {module} matches {first!r} in rank_pattern and another pattern in"
                 " alpha_pattern: the peft of 2024 took another alpha for it than later ones. Write"
@@ -177,6 +180,10 @@ class _Checked:
     def number(self, key: str, otherwise: float, whole: bool = False) -> float:
         value = self.config.get(key)
         return otherwise if value is None else self._number(key, value, whole)
+
+    def version(self, key: str) -> tuple[int, ...]:
+        """The first numbers of a version, as many as are numbers."""
+        return tuple(map(int, re.findall(r"\d{1,4}", str(self.config.get(key) or ""))[:2]))
 
     def switch(self, key: str) -> bool:
         value = self.config.get(key)

@@ -20,7 +20,9 @@ from jax_ucp.arrays.value import Array, users
 from jax_ucp.arrays.value import joined as array_of
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.source_files import SourceFiles
+from jax_ucp.formats.packed_experts import PackedParameter
 from jax_ucp.formats.peft.config import CONFIG, LoraConfig
+from jax_ucp.formats.peft.names import Memory
 from jax_ucp.formats.peft.tensors import EMBEDDINGS, HEAD, WeightChange, changes
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import Part, Place, Shape, straight
@@ -39,6 +41,7 @@ class _Adapter:
     leaves: Mapping[str, Leaf]
     arrays: Mapping[str, Array]
     changes: Sequence[WeightChange]
+    memory: Memory
 
     @classmethod
     def of(cls, contents: Contents, base: Mapping[str, Shape], model_type: str) -> _Adapter:
@@ -53,7 +56,7 @@ class _Adapter:
         leaves = {str(leaf.path[1].name): leaf for leaf in params if leaf.path[0].name == "param"}
         shapes = {name: leaf.shape for name, leaf in leaves.items()}
         arrays = expressions(contents.arrays)
-        return cls(contents, leaves, arrays, changes(shapes, base, config, model_type))
+        return cls(contents, leaves, arrays, *changes(shapes, base, config, model_type))
 
     @property
     def name(self) -> str:
@@ -92,12 +95,14 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         extras = _with_config(extras, {**said, "tie_word_embeddings": False})
         if HEAD not in params:
             changed[HEAD] = changed.get(HEAD, [])
+    repacked = _Repacked.of(read, changed)
+    own, of_base = repacked.weights(params, stored)
+    if tied is not None and HEAD in shapes:
+        own.setdefault(HEAD, tied)
     made = {
-        name: _merged_weight(
-            name, params.get(name, tied if name == HEAD and HEAD in shapes else None), stored, steps
-        )
-        for name, steps in changed.items()
+        name: _merged_weight(name, own.get(name), of_base, steps) for name, steps in changed.items()
     }
+    remade = repacked.stored(made, of_base)
     resized = {
         name: weight.shape[0]
         for name, weight in made.items()
@@ -123,6 +128,8 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     }
     for name, weight in made.items():
         arrays[names[name]] = dequantized(names[name], weight, weight.dtype)
+    for name, array in remade.items():
+        arrays[names[name]] = array
     sources = [(base, stored), *((adapter.contents, adapter.arrays) for adapter in read)]
     resting = [passed_on(contents.claims, users(arrays, of)) for contents, of in sources]
     new = [name for name in made if name not in params]
@@ -138,6 +145,75 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         claims=Claims(partial(itertools.chain.from_iterable, resting)),
         files=SourceFiles.together([base.files, *(a.contents.files for a in read)]),
     )
+
+
+@dataclass(frozen=True)
+class _Repacked:
+    """The weights that adapters change as parts of others, or that consist of those that they
+    change: parameters by their names in memory that are `packed`, and stored ones that are `apart`.
+    """
+
+    packed: Mapping[str, PackedParameter]
+    apart: Mapping[str, PackedParameter]
+
+    @classmethod
+    def of(cls, adapters: Sequence[_Adapter], changed: Mapping[str, Sequence[_Step]]) -> _Repacked:
+        """Raises FormatError where adapters differ in what is packed."""
+        memories = [adapter.memory for adapter in adapters]
+        packed = {
+            name: param
+            for memory in memories
+            for name, param in memory.packed.items()
+            if name in changed
+        }
+        apart = {
+            name: param
+            for memory in memories
+            for name, param in memory.apart.items()
+            if any(part.name in changed for part in param.parts)
+        }
+        parts = [part.name for param in packed.values() for part in param.parts]
+        if twice := sorted({*parts, *apart} & changed.keys()):
+            raise FormatError(
+                f"{twice[0]} is changed by an adapter that was trained on experts one by one, and"
+                " by one that was trained on all in one parameter: merge them one after the other"
+            )
+        return cls(packed, apart)
+
+    def weights(
+        self, params: Mapping[str, Leaf], stored: Mapping[str, Array]
+    ) -> tuple[dict[str, Leaf], dict[str, Array]]:
+        """The leaves of the base, and those of weights in memory, by name; and their arrays."""
+        leaves, arrays = dict(params), dict(stored)
+        for name, param in self.packed.items():
+            of_parts = [params[part.name] for part in param.parts]
+            leaves[name] = replace(of_parts[0], name=name, shape=param.shape)
+            arrays[name] = param.of(name, [stored[leaf.name] for leaf in of_parts])
+        for name, param in self.apart.items():
+            for part in param.parts:
+                leaves[part.name] = replace(params[name], name=part.name, shape=part.shape)
+                arrays[part.name] = part.of(stored[params[name].name])
+        return leaves, arrays
+
+    def stored(
+        self, made: dict[str, MergedWeight], weights: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """The arrays that are stored of the merged weights that are not, which `made` loses."""
+        names = {
+            *self.packed,
+            *(part.name for param in self.apart.values() for part in param.parts),
+        }
+        merged = {name: made.pop(name) for name in names & made.keys()}
+        arrays = {name: dequantized(name, one, one.dtype) for name, one in merged.items()}
+        found = {
+            part.name: part.of(arrays[name])
+            for name, param in self.packed.items()
+            for part in param.parts
+        }
+        for name, param in self.apart.items():
+            parts = [arrays.get(part.name, weights[part.name]) for part in param.parts]
+            found[name] = param.of(name, parts)
+        return found
 
 
 def _parameters(base: Contents) -> dict[str, Leaf]:

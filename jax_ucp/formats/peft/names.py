@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from jax_ucp.formats.packed_experts import PackedParameter, apart, is_packed, packed
+from jax_ucp.layout.fragments import Shape
 
 # By types of models the beginnings of names in files, and in memory.
 _LLAVA = {
@@ -27,16 +31,71 @@ _RULES: dict[str, dict[str, str]] = {
 }
 
 
-def names_in_memory(
-    modules: Collection[str], base: Collection[str], model_type: str
-) -> Mapping[str, str]:
-    """The name in the base by the name in memory of every weight. The base's own names are those
-    in memory if they have all modules of the adapter, or if not just one other way has.
+@dataclass(frozen=True)
+class Memory:
+    """The weights of a base as they are in a model, where an adapter finds its modules.
+
+    `names` has the stored name by the name in memory of each weight that is the same in both.
+    `packed` are parameters that consist of several stored weights; `apart` are stored ones, by
+    their stored names, of which each part is a weight in memory.
     """
-    own = {name: name for name in base}
-    ways = [{rename(name): name for name in base} for rename in _ways(modules, base, model_type)]
-    fitting = [way for way in ways if len(way) == len(own) and _has_all(way, modules)]
-    return fitting[0] if len(fitting) == 1 and not _has_all(own, modules) else own
+
+    names: Mapping[str, str]
+    packed: Mapping[str, PackedParameter] = field(default_factory=dict)
+    apart: Mapping[str, PackedParameter] = field(default_factory=dict)
+
+    def shapes(self, stored: Mapping[str, Shape]) -> dict[str, Shape]:
+        """The shape of every weight in memory, by those of the stored ones."""
+        shapes = {name: stored[of] for name, of in self.names.items()}
+        shapes |= {name: param.shape for name, param in self.packed.items()}
+        parts = (part for param in self.apart.values() for part in param.parts)
+        return shapes | {part.name: part.shape for part in parts}
+
+
+def in_memory(modules: Collection[str], base: Mapping[str, Shape], model_type: str) -> Memory:
+    """The weights of a base in memory, by the shapes of the stored ones. They are as they are
+    stored if they have all modules of the adapter, or if not just one other way has.
+    """
+    stored = Memory({name: name for name in base})
+    for memory in (stored, *_repacked(base, model_type)):
+        own = memory.shapes(base)
+        if _has_all(own, modules):
+            return memory
+        renamings = list(_ways(modules, own, model_type))
+        fitting = [
+            rename
+            for rename in renamings
+            if len({*map(rename, own)}) == len(own) and _has_all({*map(rename, own)}, modules)
+        ]
+        if len(fitting) == 1:
+            return _with_names(memory, fitting[0])
+    return stored
+
+
+def _repacked(base: Mapping[str, Shape], model_type: str) -> Iterator[Memory]:
+    """The weights with experts as transformers 5 has them in memory, and as transformers 4 had."""
+    if not is_packed(model_type):
+        return
+    found = packed(model_type, base) or {}
+    one = {name: param.parts[0].name for name, param in found.items() if len(param.parts) == 1}
+    yield Memory(one, {name: param for name, param in found.items() if name not in one})
+    found = apart(model_type, base)
+    one = {param.parts[0].name: name for name, param in found.items() if len(param.parts) == 1}
+    rest = {name: param for name, param in found.items() if len(param.parts) > 1}
+    yield Memory(one, apart=rest)
+
+
+def _with_names(memory: Memory, rename: Callable[[str], str]) -> Memory:
+    """The same weights with other names in memory."""
+    names = {rename(name): of for name, of in memory.names.items()}
+    packed = {rename(name): param for name, param in memory.packed.items()}
+    apart = {
+        name: replace(
+            param, parts=tuple(replace(part, name=rename(part.name)) for part in param.parts)
+        )
+        for name, param in memory.apart.items()
+    }
+    return Memory(names, packed, apart)
 
 
 def _ways(
@@ -58,6 +117,5 @@ def _renamed(name: str, rules: Mapping[str, str]) -> str:
 
 
 def _has_all(names: Collection[str], modules: Collection[str]) -> bool:
-    """Whether each module has a parameter, itself or below."""
-    above = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
-    return above.issuperset(modules)
+    """Whether each module has a parameter of its own."""
+    return {name.rpartition(".")[0] for name in names}.issuperset(modules)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.formats.packed_experts import is_packed
 from jax_ucp.formats.peft.config import PREFIX, LoraConfig
-from jax_ucp.formats.peft.names import names_in_memory
+from jax_ucp.formats.peft.names import Memory, in_memory
 
 _ROLE = re.compile(
     r"(?P<module>.+)\.(?P<role>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
@@ -32,8 +33,9 @@ _WRAPPED = ".base_layer"
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 # Models whose experts have inputs before outputs: `is_transposed` in transformers 5.23, by which
-# peft 0.21 decides, as older ones did for every model.
+# peft decides from 0.19 on; older ones took every model's so.
 _INPUTS_FIRST = ("aria", "gpt_oss", "openai_privacy_filter")
+_AS_MODEL = (0, 19)  # the first of these releases
 _MERGED_BY_PEFT = (
     "merge the adapter into its base with peft (merge_and_unload), resized as in training, and open"
     " what the merged model's save_pretrained writes"
@@ -80,16 +82,17 @@ class WeightChange:
 
 def changes(
     tensors: Shapes, stored: Shapes, config: LoraConfig, model_type: str = ""
-) -> list[WeightChange]:
+) -> tuple[list[WeightChange], Memory]:
     """The changes that an adapter makes to a base, whose weights have the shapes `stored` and which
-    transformers calls `model_type`. Raises FormatError with all misfits.
+    transformers calls `model_type`, and its weights in memory. A change has the stored name of a
+    weight that is the same in both. Raises FormatError with all misfits.
     """
     modules, others, faults = _sorted(tensors)
     whole = {name.rpartition(".")[0] for name in others}
     known = {module.replace(_WRAPPED, "") for module in modules}
     known |= {module for module in whole if not module.endswith(tuple(config.modules_to_save))}
-    names = names_in_memory(known, stored, model_type)
-    base = {name: stored[of] for name, of in names.items()}
+    memory = in_memory(known, stored, model_type)
+    base = memory.shapes(stored)
     base |= _resized({name: tensors[tensor] for name, tensor in others.items()}, base)
     found: list[WeightChange] = []
 
@@ -99,7 +102,7 @@ def changes(
         except UCPError as fault:
             faults.append(str(fault))
 
-    reader = _AdapterReader(tensors, base, config, model_type in _INPUTS_FIRST)
+    reader = _AdapterReader(tensors, base, config, model_type)
     wrappers: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for module, roles in modules.items():
         below = (name.startswith(f"{module}.") for name in base)
@@ -121,7 +124,9 @@ def changes(
         raise FormatError(
             f"{config.where}: the adapter does not fit the base, in {len(faults)} places:", faults
         )
-    return [replace(change, weight=names.get(change.weight, change.weight)) for change in found]
+    names = memory.names
+    renamed = [replace(one, weight=names.get(one.weight, one.weight)) for one in found]
+    return renamed, memory
 
 
 def _resized(whole: Shapes, base: Shapes) -> dict[str, Shape]:
@@ -183,7 +188,7 @@ class _AdapterReader:
     tensors: Shapes
     base: Shapes
     config: LoraConfig
-    inputs_first: bool
+    model_type: str
 
     def of_module(self, module: str, roles: Mapping[str, str]) -> Sequence[WeightChange]:
         """The changes by the factors of a module to its weight, and by their bias to its bias."""
@@ -236,6 +241,12 @@ class _AdapterReader:
         names = self._targets(module)
         if not names:
             first = next(iter(several[0].values()))
+            if any(name.startswith(f"{module}.0.") for name in self.base):
+                raise FormatError(
+                    f"{first} is of all experts of {module} together, and the base has them one by"
+                    f" one: how transformers packs those of {self.model_type} is not known here;"
+                    f" {_MERGED_BY_PEFT}"
+                )
             self._shape(f"{module}.weight", {"": first})
         orders = itertools.permutations(names[:4], len(several))
         fitting = [list(map(self._of_parameter, order, several)) for order in orders]
@@ -266,14 +277,16 @@ class _AdapterReader:
         if not (are_factors and ways) or of_a[0] % experts:
             return []
         outputs, inputs, rank = of_b[0], of_a[1], of_a[0] // experts
-        scale = self.config.scale(name, rank)
         many = len(shape) == 3
         shapes = {a: (rank, inputs), b: (outputs, rank)}
         if many:
             shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
         axes = [out for out, into in ways if (shape[out], shape[into]) == (outputs, inputs)]
-        if len(axes) > 1 and self.inputs_first:
+        if len(axes) > 1 and self.model_type in _INPUTS_FIRST:
             axes = axes[1:]
+        elif len(axes) > 1 and is_packed(self.model_type) and self.config.version >= _AS_MODEL:
+            axes = axes[:1]
+        scale = self.config.scale(name, rank) if axes else 1.0
         return [WeightChange(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
 
     def replaced(self, name: str, tensor: str) -> Sequence[WeightChange]:

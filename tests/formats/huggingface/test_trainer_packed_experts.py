@@ -14,7 +14,7 @@ import jax_ucp as ucp
 from cases import DATA, Case
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.huggingface.packed_experts import in_memory
+from jax_ucp.formats.packed_experts import in_memory
 
 MODELS = ("qwen3_moe", "mixtral")
 FOLDER = DATA / "packed_experts"

@@ -17,18 +17,32 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.evaluate import expressions
-from jax_ucp.arrays.value import Array, cut
-from jax_ucp.layout.fragments import Shape
+from jax_ucp.arrays.value import Array, cut, joined
+from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.parts import Part, Place, straight
 from jax_ucp.tree import Key, Leaf
 
-# Model type -> the modules of gate, up and down, and what begins their names differently in memory.
+# The modules of gate, up and down, and parts of stored names by what they are in memory.
 _LINEAR = ("gate_proj", "up_proj", "down_proj")
-_TYPES = {
-    "mixtral": (("w1", "w3", "w2"), ("block_sparse_moe.", "mlp.")),
-    "qwen3_moe": (_LINEAR, ("", "")),
+_NUMBERED = ("w1", "w3", "w2")
+_MIXTRAL = {".mlp.": ".block_sparse_moe."}
+# By the model's type, as `conversion_mapping.py` of transformers 5.23 has them.
+_TYPES: dict[str, tuple[tuple[str, str, str], dict[str, str]]] = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), (_NUMBERED, _MIXTRAL)),
+    "phimoe": (_NUMBERED, {".router.weight": ".gate.weight", **_MIXTRAL}),
+    "lfm2_moe": (_NUMBERED, {}),
+    **dict.fromkeys(("jamba", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe"), (_LINEAR, {})),
+    **dict.fromkeys(("afmoe", "cohere2_moe", "dots1", "ernie4_5_moe"), (_LINEAR, {})),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), (_LINEAR, {})),
+    **dict.fromkeys(("exaone_moe", "flex_olmo", "hunyuan_v1_moe"), (_LINEAR, {})),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa"), (_LINEAR, {})),
+    **dict.fromkeys(("longcat_flash", "mellum", "mimo_v2_flash", "solar_open"), (_LINEAR, {})),
 }
+_TRAINED = ("mixtral", "qwen3_moe")  # whose parameters' order in an optimizer is known
 _NAME = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>0|[1-9]\d{0,4})\.(?P<part>\w+)\.weight")
 
 
@@ -52,6 +66,24 @@ class PackedParameter:
     shape: Shape
     parts: tuple[ExpertPart, ...]
 
+    def of(self, name: str, weights: Sequence[Array]) -> Array:
+        """The parameter called `name`, made of its parts. Raises LayoutError if they differ in
+        dtype.
+        """
+        parts = [
+            Part(i, part.shape, Place((0,) * len(part.shape), straight(len(part.shape))), place)
+            for i, (part, place) in enumerate(zip(self.parts, self._places, strict=True))
+        ]
+        layout = ParamLayout(self.shape, tuple(part.shape for part in self.parts), tuple(parts))
+        return joined(name, layout, weights, [part.name for part in self.parts])
+
+    @property
+    def _places(self) -> Iterator[Place]:
+        """Where each part is: whole rows of one expert."""
+        for part in self.parts:
+            offset = tuple(map(int, np.unravel_index(part.start, self.shape)))
+            yield Place(offset, tuple((axis, 1) for axis in range(1, len(self.shape))))
+
 
 def in_memory(
     model_type: str, release: str, shapes: Mapping[str, Shape]
@@ -63,18 +95,31 @@ def in_memory(
     >>> {name: one.shape for name, one in in_memory("qwen3_moe", "5.23.0", stored).items()}
     {'mlp.experts.gate_up_proj': (1, 4, 2), 'mlp.experts.down_proj': (1, 2, 2)}
     """
-    if model_type not in _TYPES or release.partition(".")[0] != "5":
-        return None
-    (gate, up, down), (stored, meant) = _TYPES[model_type]
+    is_known = model_type in _TRAINED and release.partition(".")[0] == "5"
+    return packed(model_type, shapes) if is_known else None
+
+
+def is_packed(model_type: str) -> bool:
+    """Whether transformers 5 has the experts of such a model in one parameter."""
+    return model_type in _TYPES
+
+
+def packed(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedParameter] | None:
+    """The parameters of a model by their names in memory, by the shapes of what is stored; None
+    where experts are incomplete or differ.
+    """
+    (gate, up, down), renamed = _TYPES[model_type]
     found: dict[str, PackedParameter] = {}
     experts: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for name, shape in shapes.items():
-        new = name.replace(stored, meant) if stored else name
+        meant = name
+        for new, stored in renamed.items():
+            meant = meant.replace(stored, new)
         if match := _NAME.fullmatch(name):
-            prefix = match["experts"].replace(stored, meant) if stored else match["experts"]
+            prefix = meant.removesuffix(name.removeprefix(match["experts"]))
             experts[prefix][int(match["expert"]), match["part"]] = name
         else:
-            found[new] = PackedParameter(shape, (ExpertPart(name, 0, shape),))
+            found[meant] = PackedParameter(shape, (ExpertPart(name, 0, shape),))
     for prefix, of_layer in experts.items():
         count = 1 + max(expert for expert, _ in of_layer)
         if of_layer.keys() != {(i, one) for i in range(count) for one in (gate, up, down)}:
@@ -87,6 +132,28 @@ def in_memory(
             size = math.prod((rows, columns))
             each = tuple(ExpertPart(one, i * size, (rows, columns)) for i, one in enumerate(names))
             found[f"{prefix}.{name}"] = PackedParameter((count, len(parts) * rows, columns), each)
+    return found
+
+
+def apart(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedParameter]:
+    """The parameters that are stored packed, and the weights of experts, by the names of
+    transformers 4, of which each consists; all others have one part, by its name there.
+    """
+    (gate, up, down), renamed = _TYPES[model_type]
+    found: dict[str, PackedParameter] = {}
+    for name, shape in shapes.items():
+        older = name
+        for new, stored in renamed.items():
+            older = older.replace(new, stored)
+        experts, _, last = older.rpartition(".")
+        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last, ())
+        if not (parts and experts.endswith(".experts") and len(shape) == 3):
+            found[name] = PackedParameter(shape, (ExpertPart(older, 0, shape),))
+            continue
+        count, rows, columns = shape[0], shape[1] // len(parts), shape[2]
+        names = [f"{experts}.{i}.{one}.weight" for i in range(count) for one in parts]
+        each = [ExpertPart(one, i * rows * columns, (rows, columns)) for i, one in enumerate(names)]
+        found[name] = PackedParameter(shape, tuple(each))
     return found
 
 
