@@ -10,8 +10,8 @@ Each checkpoint is opened from its safetensors shards, mapped by the mapping of 
 comes with the package, restored onto a mesh of eight devices, and run. Two things that tunix 0.1.7
 has fixed are set as the checkpoint has them, and so vouched for: the theta by which Llama and Qwen3
 rotate, and whether Qwen3-MoE scales its routing weights to one. As negative controls the heads of
-one layer are exchanged, and where something was set tunix is run as it is. `--trees` writes the
-models' trees, which the tests know.
+one layer are exchanged, of a vision tower the places of patches too, and where something was set
+tunix is run as it is. `--trees` writes the models' trees, which the tests know.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import importlib
 import json
 import sys
 import types
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -50,6 +51,11 @@ CASES = {
         "maxtext/gemma2": ("gemma.Gemma", "hf-gemma2-to-tunix"),
         "maxtext/gemma3": ("gemma3.Gemma3", "hf-gemma3-to-tunix"),
         "maxtext/gemma3_linear": ("gemma3.Gemma3", "hf-gemma3-to-tunix"),
+        "tunix/gemma3_vision": ("gemma3.Gemma3", "vlm-gemma3-to-tunix"),
+        "tunix/gemma4": ("gemma4.Gemma4", "hf-gemma4-to-tunix"),
+        "tunix/gemma4_apart": ("gemma4.Gemma4", "hf-gemma4-to-tunix"),
+        "maxtext/gemma4_e2b": ("gemma4.Gemma4", "hf-gemma4-small-to-tunix"),
+        "maxtext/gemma4_e4b": ("gemma4.Gemma4", "hf-gemma4-small-to-tunix"),
     },
     "flax": {"torch/hf_gpt2": ("FlaxGPT2LMHeadModule", "hf-gpt2-to-flax")},
 }
@@ -59,24 +65,27 @@ RULES = [
 ]
 
 Params = Any
+Inputs = tuple[np.ndarray, ...]  # tokens, and images for a model that sees
+# In the name of a leaf, the axis of the parts that are exchanged, of so many rows each.
+Control = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model without its parameters: their tree, what makes logits of them, what exchanges the
-    heads of a layer.
+    """A model without its parameters: their tree, what makes logits of them, and what is exchanged
+    to see them differ.
     """
 
     tree: Params
-    logits: Callable[[Params, np.ndarray], jax.Array]
-    exchange: Callable[[Params], None]
+    logits: Callable[..., jax.Array]
+    controls: Mapping[str, Control]
 
 
 def main(package: str, trees: Path | None) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    failed = 0
+    failed, proved = 0, dict[str, int]()
     for case, (name, mapping) in CASES[package].items():
         checkpoint = ucp.open(DATA / case / "ckpt")
         config = checkpoint.config
@@ -89,36 +98,71 @@ def main(package: str, trees: Path | None) -> int:
         if trees:
             write_tree(trees / f"{mapping.removeprefix('hf-')}.json", {"param": model.tree})
         mapped = checkpoint.map(mapping, assume=vouched)
-        params = mapped.restore({"param": model.tree}, mesh=mesh, rules=RULES)["param"]
-        tokens, want = truth(DATA / case)
+        # a leaf that the mapping does not form is NaN, and so are logits of a model that reads it
+        unread = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), model.tree)
+        params = mapped.restore({"param": unread}, mesh=mesh, rules=RULES, missing="keep")["param"]
+        wanted = truth(DATA / case)
         # eager operations on eight devices of two cores can wait for each other
         logits = jax.jit(model.logits)
-        right = np.abs(logits(params, tokens) - want).max() / np.abs(want).max()
+        right = off(logits, params, wanted)
         for missed in vouched:
             as_it_is = jax.jit(
                 tunix(name, config, [one for one in vouched if one != missed]).logits
             )
-            off = np.abs(as_it_is(params, tokens) - want).max() / np.abs(want).max()
-            print(f"{case}: without {missed} set they differ by {off:.1e}")
-            failed += int(off < 10 * TOLERANCE)
-        model.exchange(params)
-        wrong = np.abs(logits(params, tokens) - want).max() / np.abs(want).max()
-        print(
-            f"{case}: logits differ by {right:.1e} of their scale; with the heads exchanged by"
-            f" {wrong:.1e}"
-        )
-        failed += int(right > TOLERANCE or wrong < 100 * TOLERANCE)
+            unset = off(as_it_is, params, wanted)
+            print(f"{case}: without {missed} set they differ by {unset:.1e}")
+            failed += int(unset < 10 * TOLERANCE)
+        wrong = {
+            what: off(logits, exchanged(params, *control), wanted)
+            for what, control in model.controls.items()
+        }
+        controls = ", ".join(f"with the {what} exchanged by {by:.1e}" for what, by in wrong.items())
+        print(f"{case}: logits differ by {right:.1e} of their scale; {controls}")
+        proved[f"{case} {mapping}"] = digest(mapped)
+        failed += int(not right <= TOLERANCE or min(wrong.values()) < 100 * TOLERANCE)  # or NaN
+    if trees and not failed:
+        (trees / f"proved-{package}.json").write_text(json.dumps(proved, indent=1) + "\n")
     print("The logits agree." if not failed else f"{failed} of {len(CASES[package])} fail.")
     return min(failed, 1)
 
 
-def truth(case: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that torch was given, and its logits."""
+def off(
+    logits: Callable[..., jax.Array], params: Params, wanted: tuple[Inputs, np.ndarray]
+) -> float:
+    """The largest difference of logits, in parts of their scale."""
+    inputs, want = wanted
+    return float(np.abs(logits(params, *inputs) - want).max() / np.abs(want).max())
+
+
+def truth(case: Path) -> tuple[Inputs, np.ndarray]:
+    """What torch was given, and its logits."""
     if case.parent.name == "torch":
         with np.load(case / "truth.npz") as arrays:
-            return arrays["io/tokens"], arrays["io/logits"]
+            return (arrays["io/tokens"],), arrays["io/logits"]
     with np.load(case / "logits.npz") as arrays:
-        return arrays["tokens"], arrays["transformers"]
+        names = [name for name in ("tokens", "images") if name in arrays]
+        return tuple(arrays[name] for name in names), arrays["transformers"]
+
+
+def digest(mapped: ucp.Checkpoint) -> int:
+    """One number for the names, shapes and bits of a tree."""
+    crc = 0
+    for name, leaf in sorted(mapped.params.items()):
+        crc = zlib.crc32(f"{name} {leaf.shape}".encode(), crc)
+        crc = zlib.crc32(leaf.read().tobytes(), crc)
+    return crc
+
+
+def exchanged(params: Params, name: str, axis: int, rows: int) -> Params:
+    """The parameters, of one leaf with each part in the next one's place."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            jnp.roll(leaf, rows, axis)
+            if jax.tree_util.keystr(path, simple=True, separator="/") == name
+            else leaf
+        ),
+        params,
+    )
 
 
 def tunix(name: str, config: Mapping[str, Any], changed: Sequence[str]) -> Model:
@@ -129,19 +173,28 @@ def tunix(name: str, config: Mapping[str, Any], changed: Sequence[str]) -> Model
     )
     graph, state = nnx.split(model)
 
-    def logits(params: Params, tokens: np.ndarray) -> jax.Array:
+    def logits(params: Params, tokens: np.ndarray, images: np.ndarray | None = None) -> jax.Array:
         batch, length = tokens.shape
-        causal = jnp.broadcast_to(
-            jnp.tril(jnp.ones((length, length), bool)), (batch, length, length)
-        )
-        found, _ = nnx.merge(graph, params)(tokens, positions(tokens), None, causal)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+        merged, seen = nnx.merge(graph, params), {}
+        if images is not None:
+            mask = merged.get_attention_mask(tokens, inputs_mask=jnp.ones(tokens.shape, bool))
+            seen = {"images": images.transpose(0, 2, 3, 1)}
+        found, _ = merged(tokens, positions(tokens), None, mask, **seen)
         return found
 
-    def exchange(params: Params) -> None:
-        out = params["layers"][0]["attn"]["attn_vec_einsum" if "gemma" in family else "o_proj"]
-        out["w"] = jnp.roll(out["w"], 1, axis=0)
-
-    return Model(nnx.to_pure_dict(state), logits, exchange)
+    out = "attn_vec_einsum" if "gemma" in family else "o_proj"
+    controls: dict[str, Control] = {"heads": (f"layers/0/attn/{out}/w", 0, 1)}
+    if config.get("hidden_size_per_layer_input"):
+        controls["embeddings of layers"] = ("embedder/per_layer_input_embedding", 1, 1)
+    if tower := config.get("vision_config"):
+        of_tower, head = "vision_encoder/siglip_encoder", tower["hidden_size"]
+        head //= tower["num_attention_heads"]
+        kernel = f"{of_tower}/transformer/blocks/0/attn/out_proj/kernel"
+        controls["heads of the tower"] = (kernel, 0, head)
+        controls["patches"] = (f"{of_tower}/pos_embedding", 1, 1)
+        controls["rows of the projection"] = ("embedder/mm_input_projection/w", 0, 1)
+    return Model(nnx.to_pure_dict(state), logits, controls)
 
 
 def flax(name: str, config: Mapping[str, Any]) -> Model:
@@ -153,15 +206,11 @@ def flax(name: str, config: Mapping[str, Any]) -> Model:
     def apply(of: Callable[..., Any], first: Any, tokens: np.ndarray) -> Any:
         return of(first, tokens, jnp.ones_like(tokens), positions(tokens), return_dict=False)
 
-    def exchange(params: Params) -> None:
-        out = params["transformer"]["h"]["0"]["attn"]["c_proj"]
-        out["kernel"] = jnp.roll(out["kernel"], config["n_embd"] // config["n_head"], axis=1)
-
     tree = jax.eval_shape(lambda: apply(module.init, jax.random.key(0), np.ones((1, 2), np.int32)))
     return Model(
         tree["params"],
         lambda params, tokens: apply(module.apply, {"params": params}, tokens)[0],
-        exchange,
+        {"heads": ("transformer/h/0/attn/c_proj/kernel", 1, config["n_embd"] // config["n_head"])},
     )
 
 
@@ -205,7 +254,11 @@ class Unscaled:
 
 def model_config(module: Any, config: Mapping[str, Any]) -> Any:
     """The model's own configuration, with the names that this family has for things."""
+    vision = vision_config(config) if "vision_config" in config else {}
+    config = config.get("text_config", config)
     moe = config["model_type"].endswith("moe")
+    # of Gemma 4's layers without a window
+    of_global = next(iter(config.get("per_layer_config", {}).values()), {})
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     rope = config["rope_parameters"]
     of_all, of_window = (rope.get(f"{kind}_attention", rope) for kind in ("full", "sliding"))
@@ -234,11 +287,40 @@ def model_config(module: Any, config: Mapping[str, Any]) -> Any:
         "sliding_window_size": config.get("sliding_window"),
         "use_post_attn_norm": config["model_type"] == "gemma2",
         "use_post_ffw_norm": config["model_type"] == "gemma2",
+        "global_key_size": of_global.get("head_dim"),
+        "num_global_kv_heads": of_global.get("num_key_value_heads"),
+        "k_eq_v_global": config.get("attention_k_eq_v"),
+        "global_rope_proportion": of_all.get("partial_rotary_factor"),
+        "per_layer_input_dim": config.get("hidden_size_per_layer_input"),
+        "frac_shared_layers": config.get("num_kv_shared_layers", 0) / layers,
+        "override_kv_shared_ffw_hidden": (
+            2 * config["intermediate_size"] if config.get("use_double_wide_mlp") else None
+        ),
+        "attention_pattern": attention_types(module, config),
         "param_dtype": jnp.float32,
+        "vision_config": module.vision.SigLIPConfig(**vision) if vision else None,
         "attention_types": attention_types(module, config),
     }
     known = module.ModelConfig.__dataclass_fields__
     return module.ModelConfig(**{name: value for name, value in said.items() if name in known})
+
+
+def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What tunix's vision tower is told of a model that sees."""
+    tower = config["vision_config"]
+    return {
+        "num_mm_tokens_per_image_prepool": (tower["image_size"] // tower["patch_size"]) ** 2,
+        "num_mm_tokens_per_image": config["mm_tokens_per_image"],
+        "image_height": tower["image_size"],
+        "image_width": tower["image_size"],
+        "image_channels": tower["num_channels"],
+        "soft_token_placeholder": config["image_token_index"],
+        "patch_size": (tower["patch_size"], tower["patch_size"]),
+        "width": tower["hidden_size"],
+        "depth": tower["num_hidden_layers"],
+        "mlp_dim": tower["intermediate_size"],
+        "num_heads": tower["num_attention_heads"],
+    }
 
 
 def attention_types(module: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -40,7 +40,14 @@ DEFAULT = tuple(f"universal/test_{name}.py" for name in ("small_arrays", "copy",
 DEFAULT += ("files/test_copying.py",)
 DEFAULT += tuple(
     f"mapping/test_{name}.py"
-    for name in ("chains", "config_keys", "mappings", "packed_experts", "text_of_vision_models")
+    for name in (
+        "chains",
+        "config_keys",
+        "mappings",
+        "packed_experts",
+        "text_of_vision_models",
+        "vision_towers",
+    )
 )
 # Campaigns: kills, faults, hostile inputs, mistakes.
 SLOW = ("export/test_export_faults.py", "test_faults.py", "hostile/test_fuzz.py")

@@ -142,8 +142,16 @@ def _settings(
 
 
 def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of a config that are lengths, which sizes may use."""
-    return {key: value for key, value in config.items() if is_length(value)}
+    """The numbers of a config that are lengths, which sizes may use; those of its sections have
+    names such as `text_config.num_hidden_layers`.
+    """
+    numbers: dict[str, int] = {}
+    for key, value in config.items():
+        if is_length(value):
+            numbers[key] = value
+        elif isinstance(value, Mapping):
+            numbers |= {f"{key}.{name}": number for name, number in numbers_of(value).items()}
+    return numbers
 
 
 def is_length(value: object) -> bool:

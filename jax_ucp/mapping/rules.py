@@ -34,7 +34,7 @@ from jax_ucp.layout.axes import ONES, REST, Expression, components, is_padding, 
 from jax_ucp.mapping.model_config import settings_in
 from jax_ucp.mapping.names import NamePattern, name_regex, parse_name
 from jax_ucp.shard_spec.document import Document, document, dumped, fields
-from jax_ucp.shard_spec.expressions import Size, condition, is_number, names_in
+from jax_ucp.shard_spec.expressions import Size, condition, is_number, names_in, within
 from jax_ucp.shard_spec.rules import regex_of
 
 _MAPPINGS = resources.files("jax_ucp.mapping") / "models"
@@ -628,7 +628,8 @@ def _shared_requirements() -> Dict[str, Dict[str, str]]:
 
 def _requirement(item: object, place: str) -> Requirement:
     """The requirement of an item: the name of a shared one, or a mapping of fields, to which those
-    of the shared one that it is `like` are added.
+    of the shared one that it is `like` are added. `of` is the section of the config that has the
+    keys of its condition.
     """
     own = {"like": item} if isinstance(item, str) else item
     if isinstance(own, dict) and "like" in own:
@@ -637,12 +638,15 @@ def _requirement(item: object, place: str) -> Requirement:
         if not isinstance(like, str) or like not in shared:
             raise SpecError(f"{like!r:.80} is not a shared requirement: {', '.join(shared)}")
         own = {"name": like, **shared[like], **own}
-    content = fields(own, "a requirement", {"name", "that", "reason"}, set())
-    for key in ("name", "reason"):
+    content = fields(own, "a requirement", {"name", "that", "reason"}, {"of"})
+    for key in {"name", "reason", "of"} & content.keys():
         if not _is_text(content[key]):
             raise SpecError(f"the {key} of a requirement is a text, not {content[key]!r}")
     condition(content["that"])
-    return Requirement(**content)
+    if section := content.get("of"):
+        content["that"] = within(section, content["that"])
+        condition(content["that"])
+    return Requirement(content["name"], content["that"], content["reason"])
 
 
 def _rule(item: object, place: str) -> MappingRule:

@@ -1,6 +1,7 @@
 """Sizes and conditions of specs and mappings: texts, parsed once, that compute nothing else.
 
-    size         names, numbers, + - * // % and parentheses: `(heads + 2 * groups) * head_dim`
+    size         names, numbers, + - * // % and parentheses: `(heads + 2 * groups) * head_dim`;
+                 a name may be one in a section of the config: `text_config.num_hidden_layers`
 
     condition    a comparison, or a key that is true or false; joined by `and`, `or`, `not` and ()
                  repeats(key, literal, ...): the key's list is these over and over
@@ -24,6 +25,7 @@ import ast
 import itertools
 import json
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ _CONDITION = (
     " first(key, default), repeats(key, 0, 1)"
 )
 _SETTING = 'setting: write a key, a number, "text", a condition, or `A if CONDITION else B`'
-_MAX_LENGTH = {_SIZE: 200, _CONDITION: 1000, _SETTING: 1000}
+_MAX_LENGTH = {_SIZE: 200, _CONDITION: 1200, _SETTING: 1000}
 _SHOWN = 60
 _NOT_LITERAL = object()
 _WORDS = {"true": True, "false": False, "null": None}
@@ -102,7 +104,7 @@ def names_in(expression: object) -> set[str]:
     text = _size_text(expression)
     tree = _parsed(text, _SIZE)
     _size(tree, None, text)
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return set(_keys(tree))
 
 
 def _size_text(expression: object) -> str:
@@ -116,7 +118,7 @@ def _size(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
     match node:
         case ast.Constant(value=int(n)) if not isinstance(n, bool):
             return n
-        case ast.Name(id=name):
+        case ast.Name() | ast.Attribute() if name := _key(node):
             if sizes is not None and name not in sizes:
                 of = "" if name == text else f"the size {text!r}: "
                 raise SpecError(f"{of}{name!r} has no number; give it in sizes")
@@ -170,6 +172,19 @@ def _condition(text: str) -> Condition:
     if not any(keys for _, keys, _ in parts):
         raise SpecError(f"{text!r} names no key of a config")
     return Condition(parts)
+
+
+def within(section: str, text: str) -> str:
+    """The condition on the keys of a section of the config that `text` says of a whole one.
+
+    >>> within("text_config", 'first(rope.type, "none") == "none" and not tie')
+    'first(text_config.rope.type, "none") == "none" and not text_config.tie'
+    """
+    line = re.sub(r"[\r\n]", " ", text)  # which no literal has
+    nodes, written = _key_nodes(_parsed(line, _CONDITION)), line.encode()
+    for at in sorted((node.col_offset for node in nodes), reverse=True):  # in bytes
+        written = written[:at] + f"{section}.".encode() + written[at:]
+    return written.decode()
 
 
 def holds(text: str, config: Config) -> bool:
@@ -384,12 +399,16 @@ def _key(node: ast.AST) -> str:
 
 
 def _keys(node: ast.AST) -> Iterator[str]:
-    if key := _key(node):
-        yield key
+    return map(_key, _key_nodes(node))
+
+
+def _key_nodes(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.expr) and _key(node):
+        yield node
         return
     for child in ast.iter_child_nodes(node):
         if not (isinstance(node, ast.Call) and child is node.func):
-            yield from _keys(child)
+            yield from _key_nodes(child)
 
 
 def _at(key: str, config: Config) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ucp.errors import SpecError
-from jax_ucp.shard_spec.expressions import UndecidedCondition, condition, holds, unmet
+from jax_ucp.shard_spec.expressions import UndecidedCondition, condition, holds, unmet, within
 
 CONFIG = {
     "act": "silu",
@@ -58,6 +58,17 @@ def test_a_condition_is_true_or_false_of_a_config(text, truth):
     condition(text)
     assert holds(text, CONFIG) is truth
     assert bool(unmet(text, CONFIG)) is not truth
+    assert holds(within("text.inner", text), {"text": {"inner": CONFIG}}) is truth
+
+
+@pytest.mark.parametrize("section", ["rope", "rope.inner", "first"])
+def test_a_condition_on_a_section_names_its_keys_and_leaves_texts_as_they_are(section):
+    text = 'first(rope.type,\n"é rope") == "first" and not rope and repeats(rope, "rope", true)'
+    of_section = condition(within(section, text)).keys
+    assert of_section == tuple(f"{section}.{key}" for key in condition(text).keys)
+    assert within(section, text).replace(f"{section}.", "") == text.replace("\n", " ").replace(
+        f"{section}.", ""
+    )
 
 
 @pytest.mark.parametrize(("text", "has"), [
@@ -93,7 +104,7 @@ def test_of_several_conditions_the_first_that_is_not_met_is_told():
     "first(a)", "first(a, *b)", "first(a, b=c)", "second(a, 1) == 1", "a.first(b, 1)", "a()", "a.b().c == 1",
     "__import__('os').system('true')", "(lambda: a)()", "[a for a in b]", "a if b else c", "(a := 1)",
     "f'{a}' == 'x'", "b'x' == a", "a == 1j", "null.a == 1", "", "a\nb", "a == 1;",
-    "(" * 400 + "a" + ")" * 400, "a" * 1001, "not " * 120 + "a == 1" + " " * 900, 3, None, ["a"],
+    "(" * 400 + "a" + ")" * 400, "a" * 1201, "not " * 120 + "a == 1" + " " * 1100, 3, None, ["a"],
 ])  # fmt: skip
 def test_what_is_no_condition_is_refused(text):
     with pytest.raises(SpecError):

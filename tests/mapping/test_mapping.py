@@ -197,6 +197,14 @@ def test_a_quotient_in_sizes_must_be_whole():
     )
 
 
+def test_a_size_may_be_in_a_section_of_the_config():
+    text = FILE.replace("heads: num_attention_heads", "heads: text.inner.num_attention_heads")
+    config = {"text": {"inner": {"num_attention_heads": 2}}, "inner": {"num_attention_heads": 4}}
+    assert bind(mapping(text), SHAPES, {}, config) == bind(mapping(), SHAPES, {}, CONFIG)
+    lacking = faults_of(text, config={"text": {"num_attention_heads": 2}})
+    assert lacking == faults_of(config={"num_key_value_heads": 2})
+
+
 @pytest.mark.parametrize(("names", "fault"), [
     ({"h.3.q.weight": (8, 8)},             "h.2.q.weight is not there"),
     ({"h.999999999.q.weight": (8, 8)},     "and 999999994 more of h.{layer}.q.weight"),

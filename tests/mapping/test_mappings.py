@@ -49,6 +49,10 @@ CASES = [
     ("maxtext/gemma3", "hf-gemma3-to-tunix", []),
     ("maxtext/gemma3", "hf-gemma3-to-maxtext", []),
     ("maxtext/gemma3_linear", "hf-gemma3-to-maxtext", []),
+    ("tunix/gemma4", "hf-gemma4-to-tunix", []),
+    ("tunix/gemma4_apart", "hf-gemma4-to-tunix", []),
+    ("maxtext/gemma4_e2b", "hf-gemma4-small-to-tunix", []),
+    ("maxtext/gemma4_e4b", "hf-gemma4-small-to-tunix", []),
     ("maxtext/gemma4", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_apart", "hf-gemma4-to-maxtext", []),
     ("maxtext/gemma4_moe", "hf-gemma4-to-maxtext", []),
@@ -72,12 +76,20 @@ CASES = [
 # Those that tests/decoder.py does not run: their trees are the very ones that MaxText ran.
 NOT_DECODED = ("maxtext/gemma", "maxtext/deepseek", "maxtext/kimi_k2")
 NOT_DECODED += ("maxtext/llama4", "maxtext/olmo", "maxtext/qwen3_next", "maxtext/qwen35_moe")
+# `tests/data/trees` has the tree of another model of the mapping, or leaves that the models lack.
+OTHER_TREES = ("tunix/gemma4", "maxtext/gemma4_e2b", "maxtext/gemma4_e4b")
 ACCEPTED = [(case, mapping) for case, mapping, unmet in CASES if not unmet]
 # What MaxText itself gave, by the model and the mapping that made its tree.
 PROVED = [
     (folder.name, mapping, crc)
     for folder in sorted((DATA / "maxtext").iterdir())
     for mapping, crc in json.loads((folder / "proved.json").read_text()).items()
+]
+# The same of tunix and of Flax in transformers 4, which `examples/equal_logits.py` ran.
+RIGHT = [
+    (*key.split(), crc)
+    for package in ("tunix", "flax")
+    for key, crc in json.loads((DATA / "trees" / f"proved-{package}.json").read_text()).items()
 ]
 RECORDED = [
     (folder.name, mapping)
@@ -137,7 +149,8 @@ def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales
 
 
 @pytest.mark.parametrize(
-    ("case", "mapping", "lacks"), [c for c in CASES if "maxtext" not in c[1] and "bf16" not in c[0]]
+    ("case", "mapping", "lacks"),
+    [c for c in CASES if "maxtext" not in c[1] and "bf16" not in c[0] and c[0] not in OTHER_TREES],
 )
 def test_the_leaves_are_those_of_models_that_others_wrote(case, mapping, lacks):
     tree = json.loads((DATA / "trees" / f"{mapping.removeprefix('hf-')}.json").read_text())
@@ -185,6 +198,24 @@ def test_the_trees_are_those_that_gave_the_right_logits_in_maxtext_itself(model,
     assert found == crc
 
 
+@pytest.mark.parametrize(("case", "mapping", "crc"), RIGHT)
+def test_the_leaves_are_those_that_gave_the_right_logits_in_models_that_others_wrote(
+    case, mapping, crc
+):
+    checkpoint = hugging_face(case)
+    mapped = checkpoint.map(mapping, assume=unmet(mapping, config_of(checkpoint)))
+    found = 0
+    for name, leaf in sorted(mapped.params.items()):
+        found = zlib.crc32(f"{name} {leaf.shape}".encode(), found)
+        found = zlib.crc32(leaf.read().tobytes(), found)
+    assert found == crc
+
+
+def test_every_mapping_to_such_a_model_has_given_the_right_logits():
+    to_them = {name for name in shipped() if name.endswith(("-to-tunix", "-to-flax"))}
+    assert {mapping for _, mapping, _ in RIGHT} == to_them
+
+
 def flat(tree, above=()):
     if not isinstance(tree, dict):
         return {above: tree}
@@ -206,31 +237,56 @@ def test_the_decoder_gives_what_maxtext_gave_of_right_trees_and_of_wrong_ones(mo
         assert off(live, original) > 1e-2
 
 
-def test_keys_of_a_layer_that_has_those_of_another_are_left_out_and_those_of_others_needed():
-    mapping, plain = "hf-gemma4-small-to-maxtext", hugging_face("maxtext/gemma4_e2b")
-    config = config_of(plain)
-    arrays = {name: one.read() for name, one in plain.params.items()}
+def with_shared_keys(model):
+    """A model as Google releases it: keys and values in the layers too that have those of others.
+    And the names of these, and the layers that have their own.
+    """
+    checkpoint = hugging_face(model)
+    config = config_of(checkpoint)
+    arrays = {name: one.read() for name, one in checkpoint.params.items()}
     own = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    period = config["layer_types"].index("full_attention") + 1
     keys = [f"self_attn.{name}.weight" for name in ("k_norm", "k_proj", "v_proj")]
     assert f"model.layers.{own}.{keys[0]}" not in arrays
     more = {
-        f"model.layers.{layer}.{key}": arrays[f"model.layers.{layer % 5}.{key}"]
+        f"model.layers.{layer}.{key}": arrays[f"model.layers.{layer % period}.{key}"] + 1
         for layer in range(own, config["num_hidden_layers"])
         for key in keys
     }
+    return config, arrays, more, own
+
+
+@pytest.mark.parametrize("mapping", ["hf-gemma4-small-to-maxtext", "hf-gemma4-small-to-tunix"])
+def test_keys_of_a_layer_that_has_those_of_another_may_lack_and_those_of_others_are_needed(mapping):
+    plain = hugging_face("maxtext/gemma4_e2b").map(mapping)
+    config, arrays, more, own = with_shared_keys("maxtext/gemma4_e2b")
     mapped = ucp.Checkpoint.of({"param": arrays | more}).map(mapping, config=config)
-    want = plain.map(mapping)
-    assert mapped.params.keys() == want.params.keys()
-    assert all(
-        same_bits(mapped.params[name].read(), one.read()) for name, one in want.params.items()
-    )
+    read = {name for name in mapped.params if name in plain.params}
+    assert read == plain.params.keys()
+    assert all(same_bits(mapped.params[name].read(), plain.params[name].read()) for name in read)
     for layer in (0, own - 1):
-        lacking = {key: one for key, one in arrays.items() if f".{layer}.{keys[1]}" not in key}
+        lacking = {key: one for key, one in arrays.items() if f".{layer}.self_attn.k_p" not in key}
         with pytest.raises(LayoutError, match="k_proj"):
             ucp.Checkpoint.of({"param": lacking}).map(mapping, config=config)
     for change in ({"num_kv_shared_layers": 19}, {"num_kv_shared_layers": 15}):
         with pytest.raises(LayoutError, match=r"own|k_proj"):
             ucp.Checkpoint.of({"param": arrays}).map(mapping, config=config | change)
+
+
+def test_a_release_with_keys_in_every_layer_has_all_leaves_of_tunix_and_comes_back():
+    config, arrays, more, _ = with_shared_keys("maxtext/gemma4_e4b")
+    mapping = ucp.Mapping.load("hf-gemma4-small-to-tunix")
+    mapped = ucp.Checkpoint.of({"param": arrays | more}).map(mapping, config=config)
+    tree = json.loads((DATA / "trees" / "gemma4-small-to-tunix.json").read_text())
+    want = {leaf["leaf"]: tuple(leaf["shape"]) for leaf in tree["leaves"]}
+    assert {leaf.label: leaf.shape for leaf in mapped.leaves} == want
+    back = mapped.map(mapping.inverse())
+    assert back.params.keys() == (arrays | more).keys()
+    for name, array in (arrays | more).items():
+        assert same_bits(back.params[name].read(), array), name
+    half = {name: one for name, one in more.items() if "v_proj" not in name}
+    with pytest.raises(LayoutError, match="v_proj"):
+        ucp.Checkpoint.of({"param": arrays | half}).map(mapping, config=config)
 
 
 STACKED = """\

@@ -41,6 +41,10 @@ REFUSED = [
     ("maxtext/gemma3", "hf-gemma3-to-maxtext", {"layer_types": ["sliding_attention"] * 8}, "layers",
      "sliding_attention"),
     ("maxtext/gemma3", "hf-gemma3-to-tunix", {"final_logit_softcapping": 30.0}, "softcap", "30.0"),
+    ("tunix/gemma4", "hf-gemma4-to-tunix", {"enable_moe_block": True}, "experts", "true"),
+    ("tunix/gemma4", "hf-gemma4-to-tunix", {"rms_norm_eps": 1e-5}, "eps", "1e-05"),
+    ("tunix/gemma4", "hf-gemma4-to-tunix", {"num_kv_shared_layers": 6}, "kv_shared", "= 6"),
+    ("maxtext/gemma4_moe", "hf-gemma4-to-tunix", {}, "experts", "enable_moe_block = true"),
     ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", {"swiglu_limit": 5.0}, "activation", "5.0"),
     ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", rope("linear", factor=4.0), "rope", "linear"),
     ("maxtext/deepseek3", "hf-deepseek3-to-maxtext", {"rope_parameters": {"mscale_all_dim": 0.5}}, "rope",
@@ -416,7 +420,8 @@ REQUIREMENTS = {
     "gguf-gpt-oss-to-hf": "7997d3595f330e62",
     "gguf-llama4-to-hf": "0e3dfc1afd1cef10",
     "gguf-phi3-to-hf": "1987b10fc86ebc7f",
-    "vlm-gemma3-to-hf": "8fca3364e9867ce6",
+    "vlm-gemma3-to-hf": "8fca3364e9867ce6", "vlm-gemma3-to-tunix": "2dd7c39cee0cf1d6",
+    "hf-gemma4-to-tunix": "4922b134e514fb9b", "hf-gemma4-small-to-tunix": "786f565af58387ca",
     "vlm-qwen3-omni-moe-to-hf": "45cab2ee6caf551a",
 }  # fmt: skip
 
@@ -453,3 +458,9 @@ def test_a_requirement_may_be_a_shared_one_or_like_one_with_fields_of_its_own():
         requiring("causal")
     with pytest.raises(SpecError, match="has no field 'when'"):
         requiring({"like": "torchscript", "when": "x"})
+    of_text = requiring({"like": "torchscript", "of": "text_config"})
+    assert of_text.that == "not first(text_config.torchscript, false)"
+    with pytest.raises(SpecError, match="the of of a requirement is a text, not 7"):
+        requiring({"like": "torchscript", "of": 7})
+    with pytest.raises(SpecError, match="is not a condition"):
+        requiring({"like": "torchscript", "of": "text config"})
