@@ -1,4 +1,4 @@
-"""Work that makes many objects and drops none, without the garbage collector."""
+"""Work beside many objects, without the garbage collector looking at them again and again."""
 
 from __future__ import annotations
 
@@ -19,3 +19,19 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """Hide what exists now from the garbage collector, for work that lasts long and drops objects:
+    what is planned for 100,000 arrays was looked at nine times while they were copied, a fifth of
+    the time.
+    """
+    if gc.get_freeze_count():  # by the program, or by another job: theirs ends later
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -152,10 +152,10 @@ def watching(several: Iterable[Watcher]) -> Iterator[None]:
     """Context in which the watchers see what is read."""
     distinct = {id(watcher): watcher for watcher in several}
     added: dict[Hashable, list[Watcher]] = defaultdict(list)
-    for watcher in distinct.values():
-        for key in watcher.keys:
-            added[key].append(watcher)
-    with _lock:
+    with gc_paused(), _lock:
+        for watcher in distinct.values():
+            for key in watcher.keys:
+                added[key].append(watcher)
         for key, some in added.items():
             _watching[key] = *watchers(key), *some
     try:
@@ -163,7 +163,7 @@ def watching(several: Iterable[Watcher]) -> Iterator[None]:
     finally:
         with _lock:
             for key in added:
-                left = tuple(each for each in _watching[key] if id(each) not in distinct)
+                left = tuple([each for each in _watching[key] if id(each) not in distinct])
                 if left:
                     _watching[key] = left
                 else:
@@ -186,7 +186,7 @@ class BoxWatcher(Watcher):
 
     def __init__(self, *keys: Hashable):
         super().__init__(*keys)
-        self._boxes: list[Box] = []
+        self._boxes: dict[Box, None] = {}  # in the order in which they were seen
         self._index: tuple[list[Box], BoxIndex] | None = None
 
     def see(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
@@ -195,16 +195,17 @@ class BoxWatcher(Watcher):
         self.note(boxes)
 
     def add(self, seen: Iterable[Sequence[Box]]) -> None:
-        self._boxes.extend(itertools.chain.from_iterable(seen))
+        self._boxes |= dict.fromkeys(itertools.chain.from_iterable(seen))
         self._index = None
 
     def missing(self, boxes: Sequence[Box]) -> Sequence[Box]:
         """The boxes with an element that was not read."""
-        if not self._boxes:
+        boxes = [box for box in boxes if box not in self._boxes]
+        if not self._boxes or not boxes:
             return boxes
         if self._index is None:
-            distinct = list(dict.fromkeys(self._boxes))
-            self._index = distinct, BoxIndex(distinct)
+            read = list(self._boxes)
+            self._index = read, BoxIndex(read)
         read, index = self._index
         return [box for box in boxes if not _is_covered(box, [read[i] for i in index.meeting(box)])]
 

@@ -63,10 +63,19 @@ class Summed(ByteRange):
 
     def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
         self._inner.read_into(reads)
-        for start, out in reads:
-            data = np.ascontiguousarray(out).reshape(-1).view(np.uint8).data
-            for tally in self._tallies:
-                tally.add(start, data)
+        run: list[memoryview] = []
+        start = stop = 0
+        for at, out in reads:
+            if at != stop or not out.flags.c_contiguous:  # of which no more than one copy is kept
+                self._tally(start, run)
+                start, run = at, []
+            run.append(np.ascontiguousarray(out).reshape(-1).view(np.uint8).data)
+            stop = at + out.nbytes
+        self._tally(start, run)
+
+    def _tally(self, start: int, run: Sequence[memoryview]) -> None:
+        for tally in self._tallies:
+            tally.add(start, *run)
 
 
 class SummedBytes(NamedTuple):
@@ -104,13 +113,21 @@ class Tally:
         self._left = stop - start
         self._lock = threading.Lock()
 
-    def add(self, start: int, data: memoryview) -> None:
-        """Sum what was not seen yet of the bytes from `start` on."""
-        begin, end = max(start, self.start), min(start + len(data), self.stop)
-        while gap := self._next_gap(begin, end):
-            begin, stop = gap
-            part = SummedBytes(begin, stop, zlib.crc32(data[begin - start : stop - start]))
-            self._insert(part)
+    def add(self, start: int, *run: memoryview) -> None:
+        """Sum what was not seen yet of the bytes from `start` on, which lie one after the other."""
+        whole = start, start + sum(map(len, run))
+        is_inside = self.start <= start and whole[1] <= self.stop
+        if is_inside and self._next_gap(*whole) == whole:  # thousands of parameters, as one
+            crc = functools.reduce(lambda crc, data: zlib.crc32(data, crc), run, 0)
+            self._insert(SummedBytes(*whole, crc))
+            return
+        for data in run:
+            begin, end = max(start, self.start), min(start + len(data), self.stop)
+            while gap := self._next_gap(begin, end):
+                begin, stop = gap
+                part = SummedBytes(begin, stop, zlib.crc32(data[begin - start : stop - start]))
+                self._insert(part)
+            start += len(data)
 
     def join(self, parts: Iterable[SummedBytes]) -> None:
         """Take over what another tally of the same bytes has seen and this one has not."""

@@ -24,6 +24,7 @@ from jax_ucp.arrays.proved import proved
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files
+from jax_ucp.garbage import gc_frozen
 from jax_ucp.jobs.ledger import (
     Blocks,
     Ledger,
@@ -246,8 +247,9 @@ def run(target: Target[AnyBlock], executor: Executor | None = None) -> None:
                 contents.files.require_unchanged()
 
             groups = list(enumerate(target.groups(1)))
-            target.write(Work(groups, {}, None, coordinator, ledger, target.progress))
-            target.commit(ledger.written, prove, None)
+            with gc_frozen():
+                target.write(Work(groups, {}, None, coordinator, ledger, target.progress))
+                target.commit(ledger.written, prove, None)
 
 
 def run_share(
@@ -298,7 +300,7 @@ def _do_share(
             ledger.remove()
             return True
         begin(sum(block.nbytes for _, group in groups for block in group))
-        with proved(coordinator.opened.proofs):
+        with proved(coordinator.opened.proofs), gc_frozen():
             target.write(Work(groups, owners, share, coordinator, ledger, target.progress))
         contents.files.require_unchanged()
         write_complete(files, share, identity, ledger.written)

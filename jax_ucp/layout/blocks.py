@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -209,7 +210,8 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
         yield _clipped(start, chunk, shape)
 
 
-def grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> Shape:
+@functools.lru_cache(maxsize=1024)
+def grid_shape(shape: Shape, chunk: Shape) -> Shape:
     """How many chunks an array has along each axis, those at its end in part outside."""
     return tuple(-(-n // max(1, c)) for n, c in zip(shape, chunk, strict=True))
 

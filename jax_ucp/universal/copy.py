@@ -234,7 +234,9 @@ class UniversalTarget(Target[CopyBlock]):
     @cached_property
     def _identity(self) -> str:
         plan = self.plan
-        copied = self.contents.identity(), sorted(plan.chunks.items()), len(plan.packs)
+        # tuples, whose text numpy and dataclasses do not make in Python
+        chunks = sorted([(key, cut.outer, cut.inner) for key, cut in plan.chunks.items()])
+        copied = self.contents.identity(), chunks, len(plan.packs)
         return digest(repr((*copied, *sorted(plan.linked.arrays.items()))).encode())
 
     @cached_property

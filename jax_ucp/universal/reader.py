@@ -197,5 +197,5 @@ def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Ite
 def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
     """The names in a checkpoint's own folder."""
     files = {METADATA_FILE, RESULT_FILE, *metadata.files, *metadata.arrays}
-    files |= {pack_name(number) for number in {number for number, _ in store.places.values()}}
+    files |= set(map(pack_name, store.packs()))
     return {name.partition("/")[0] for name in files} | MARKERS | source_folders(metadata.sources)

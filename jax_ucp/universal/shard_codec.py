@@ -15,6 +15,8 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -25,7 +27,7 @@ from jax_ucp.errors import CorruptData
 from jax_ucp.files.copying import mid_page
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.files.read_ahead import ReadAhead
-from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, grid_shape
+from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_shape
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 
@@ -59,24 +61,34 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
     `data` has the chunk's elements. The crc32c of each inner chunk, 4 bytes, is added to `crcs`.
     """
     room = np.empty(chunks.inner, data.dtype)  # for an inner chunk that has gaps, or is cut
-    every = np.zeros(grid_shape(data.shape, chunks.inner), CRC)
-    boxes = grid_boxes(data.shape, chunks.inner)
-    if chunks.is_stack:
-        boxes = sorted(boxes, key=lambda box: chunks.file_order(box.start))
-    for box in boxes:
-        inner = data[box.index]
+    inner_chunks = _inner_chunks(data.shape, chunks)
+    every = [b""] * len(inner_chunks)
+    for number, index in inner_chunks:
+        inner = data[index]
         if inner.shape != chunks.inner or not inner.flags.c_contiguous:
             if inner.shape != chunks.inner:
                 room[...] = 0
-            room[tuple(map(slice, box.shape))] = inner
+            room[tuple(map(slice, inner.shape))] = inner
             inner = room
-        crc = _crc(inner)
-        every[grid_place(box, chunks.inner)] = int.from_bytes(crc, "little")
+        every[number] = crc = _crc(inner)
         yield inner.reshape(-1).view(np.uint8).data
         yield crc
-    crcs += every.tobytes()
+    crcs += b"".join(every)
     if has_index(chunks):
         yield _index(data.shape, chunks, data.dtype.itemsize)
+
+
+# Thousands of arrays have few shapes.
+@functools.lru_cache(maxsize=64)
+def _inner_chunks(
+    shape: Shape, chunks: Chunks
+) -> Sequence[tuple[int, tuple[slice | EllipsisType, ...]]]:
+    """The number, in row-major order, and the index of each inner chunk in elements of `shape`, in
+    the order of the file.
+    """
+    boxes = list(enumerate(grid_boxes(shape, chunks.inner)))
+    boxes.sort(key=lambda numbered: chunks.file_order(numbered[1].start))
+    return [(number, box.index) for number, box in boxes]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,6 +212,37 @@ def read_at_once(files: Files, shards: Sequence[OuterChunk]) -> list[OuterChunk]
         if fault:
             left[id(piece.shard)] = piece.shard
     return list(left.values())
+
+
+class WholeChunk(NamedTuple):
+    """An outer chunk without index at byte `offset` of a file, all of which is wanted in `out`;
+    `crc` is its recorded crc32c, or empty.
+    """
+
+    offset: int
+    out: np.ndarray
+    crc: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.out.nbytes + CRC_BYTES
+
+
+def read_whole(files: Files, file: FileInfo, chunks: Sequence[WholeChunk]) -> Iterator[bool]:
+    """Whether each chunk has its crc32c, and was read."""
+    most = REMOTE_BATCH_BYTES if files.is_remote else LOCAL_BATCH_BYTES
+    for batch in batches(chunks, operator.attrgetter("nbytes"), most, len(chunks)):
+        ends = list(itertools.accumulate(chunk.nbytes for chunk in batch))
+        room = mid_page(ends[-1])
+        rooms = [room[a:b] for a, b in itertools.pairwise([0, *ends])]
+        reads = zip(batch, rooms, strict=True)
+        files.read_into([RangeRead(file, chunk.offset, room) for chunk, room in reads])
+        for chunk, room in zip(batch, rooms, strict=True):
+            data, crc = room[:-CRC_BYTES], room[-CRC_BYTES:].tobytes()
+            is_sound = _crc(data) == crc and chunk.crc in (b"", crc)
+            if is_sound:
+                chunk.out[...] = data.view(chunk.out.dtype).reshape(chunk.out.shape)
+            yield is_sound
 
 
 def _delivered(

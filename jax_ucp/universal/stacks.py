@@ -92,7 +92,7 @@ def as_leaves(
     return infos, cut
 
 
-def is_recorded(shape: Sequence[int], chunks: Chunks) -> bool:
+def is_recorded(shape: Shape, chunks: Chunks) -> bool:
     """Whether `ucp.json` has the crc32c of each inner chunk of an array."""
     return not chunks.is_stack or math.prod(grid_shape(shape, chunks.inner)) <= MAX_RECORDED
 

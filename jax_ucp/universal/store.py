@@ -7,7 +7,9 @@ so that a flipped bit is an error for every reader. `docs/format.md` states the 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import os
 from array import array
 from collections import defaultdict
@@ -50,9 +52,11 @@ from jax_ucp.universal.packs import INDEX_FILE, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (
     CRC,
     OuterChunk,
+    WholeChunk,
     chunk_bytes,
     read_at_once,
     read_shard,
+    read_whole,
     shard_bytes,
     shard_parts,
     with_read_unit,
@@ -86,10 +90,11 @@ class Beside(NamedTuple):
 class ZarrStore(ArraySource):
     """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
 
-    Every chunk must exist to be read: a missing file is an error, not zeros. `places` has, by the
-    keys of packed chunks, the number of the pack and the offset in it. `crcs` has the recorded
-    crc32c of each array's inner chunks, with which every read compares. `written` has the records
-    of written chunks by array and box, and `beside` the other files that this process wrote.
+    Every chunk must exist to be read: a missing file is an error, not zeros. `places` has for each
+    outer chunk of a packed array the number of the pack and the offset in it, or None if it has no
+    place yet. `crcs` has the recorded crc32c of each array's inner chunks, with which every read
+    compares. `written` has the records of written chunks by array and box, and `beside` the other
+    files that this process wrote.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class ZarrStore(ArraySource):
         directory: Files,
         arrays: Mapping[str, ArrayInfo],
         chunks: Mapping[str, Chunks],
-        places: Mapping[str, Place] | None = None,
+        places: Mapping[str, list[Place | None]] | None = None,
         crcs: Mapping[str, bytes] | None = None,
     ):
         self.directory = directory
@@ -107,6 +112,7 @@ class ZarrStore(ArraySource):
         self.beside: dict[str, Beside] = {}
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
+        self._outer: dict[str, Mapping[str, OuterBox]] = {}
         self._packs: dict[FileInfo, ReadAhead] = {}
         self._arrays = {key: with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
@@ -130,7 +136,8 @@ class ZarrStore(ArraySource):
         """Write one outer chunk, and record it; durable at once, or after `directory.sync`."""
         if box.size:
             parts = self._chunk_parts(key, box, data)
-            self.directory.write(self._chunk_key(key, box), parts, durable=durable)
+            name, _ = self.find(key, self._chunk(key, box))
+            self.directory.write(name, parts, durable=durable)
 
     def _chunk_parts(
         self, key: str, box: Box, block: np.ndarray, place: Place | None = None
@@ -142,12 +149,17 @@ class ZarrStore(ArraySource):
         recorded = bytes(crcs) if has_crcs else b""
         self.written[key][str(box)] = Written(_digest([data]), recorded, place)
 
-    def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> None:
-        """Record the places of these outer chunks without index in a pack: one after the other."""
-        end = 0
+    def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> Sequence[Place]:
+        """The places of these outer chunks without index in a pack, one after the other; they are
+        recorded.
+        """
+        places, end = [], 0
         for key, box in blocks:
-            self.places[self._chunk_key(key, box)] = number, end
-            end += chunk_bytes(self.chunks[key], self._arrays[key].dtype)
+            chunk, count = self._chunk(key, box), len(self.outer_chunks(key))
+            places.append((number, end))
+            self.places.setdefault(key, [None] * count)[chunk.number] = places[-1]
+            end += chunk.nbytes
+        return places
 
     def write_pack(
         self, number: int, blocks: Sequence[tuple[str, Box]], arrays: Iterable[np.ndarray]
@@ -160,29 +172,44 @@ class ZarrStore(ArraySource):
         self, number: int, blocks: Sequence[tuple[str, Box]], arrays: Iterable[np.ndarray]
     ) -> Iterator[memoryview | bytes]:
         """The bytes that `write_pack` writes; a chunk is recorded when its parts are taken."""
-        self.place_pack(number, blocks)
-        for (key, box), block in zip(blocks, arrays, strict=True):
-            yield from self._chunk_parts(key, box, block, self.places[self._chunk_key(key, box)])
+        places = self.place_pack(number, blocks)
+        for (key, box), place, block in zip(blocks, places, arrays, strict=True):
+            yield from self._chunk_parts(key, box, block, place)
 
     def add(self, written: Blocks) -> None:
         """Add the records of chunks that other processes wrote, and the places of packed ones."""
         for key, blocks in written.items():
             self.written[key].update(blocks)
             if any(block.place for block in blocks.values()):
-                for chunk in _outer_chunks(self._arrays[key], self.chunks[key]):
-                    block = blocks.get(chunk.text)
-                    if block is not None and block.place is not None:
-                        self.places[f"{key}/{chunk.name}"] = block.place
+                found = [blocks.get(text) for text in self.outer_chunks(key)]
+                self.places[key] = [block.place if block else None for block in found]
 
-    def _chunk_key(self, key: str, box: Box) -> str:
-        """The key of the outer chunk with this box. Raises ValueError if there is none."""
+    def packs(self) -> set[int]:
+        """The numbers of the packs that have chunks."""
+        return {place[0] for places in self.places.values() for place in places if place}
+
+    def outer_chunks(self, key: str) -> Mapping[str, OuterBox]:
+        """Each outer chunk of an array by its box as text, in row-major order."""
+        if key not in self._outer:
+            self._outer[key] = _outer_chunks(self._arrays[key], self.chunks[key])
+        return self._outer[key]
+
+    def _chunk(self, key: str, box: Box) -> OuterBox:
+        """The outer chunk with this box. Raises ValueError if there is none."""
+        if chunk := self.outer_chunks(key).get(str(box)):
+            return chunk
         outer, shape = self.chunks[key].outer, self._arrays[key].shape
-        if name := _chunk_name(box, outer, shape):
-            return f"{key}/{name}"
         raise ValueError(
             f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
             " writer"
         )
+
+    def find(self, key: str, chunk: OuterBox) -> tuple[str, int | None]:
+        """The file of an outer chunk, and the offset in it if that is a pack, else None."""
+        if key not in self.places or (place := self.places[key][chunk.number]) is None:
+            return f"{key}/{chunk.name}", None
+        number, offset = place
+        return pack_name(number), offset
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array, and every inner chunk of them once."""
@@ -202,8 +229,8 @@ class ZarrStore(ArraySource):
 
     def lies_in(self, key: str) -> str:
         """The pack that has the first chunk of an array, or the key of the array without one."""
-        file, offset = self.find(f"{key}/{_first_chunk(len(self._arrays[key].shape))}")
-        return key if offset is None else file
+        first = self.places[key][0] if key in self.places else None
+        return key if first is None else pack_name(first[0])
 
     def read_each(self, wants: Sequence[Want]) -> None:
         """Read boxes of several arrays; all those in one pack are requested at once."""
@@ -219,7 +246,15 @@ class ZarrStore(ArraySource):
     def _read_together(self, name: str, wants: Sequence[Want]) -> None:
         """Read arrays of the pack with that name, by requests of which none waits for another."""
         look = functools.cache(self._file)
-        shards = [(want[0], shard) for want in wants for shard in self._shards(*want, look)]
+        whole = {i: chunk for i, want in enumerate(wants) if (chunk := self._whole(*want))}
+        read: set[int] = set()
+        if whole:
+            file = look(name)
+            with self._telling(name):
+                are_read = read_whole(self.directory, file, [*whole.values()])
+                read.update(itertools.compress(whole, are_read))
+        others = (want for i, want in enumerate(wants) if i not in read)
+        shards = [(want[0], shard) for want in others for shard in self._shards(*want, look)]
         with self._telling(name):
             left = read_at_once(self.directory, [shard for _, shard in shards])
         faulty = set(map(id, left))
@@ -248,14 +283,25 @@ class ZarrStore(ArraySource):
             for chunk in outer_boxes(shape, outer, [box for box, _ in wanted])
         ]
 
+    def _whole(
+        self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]
+    ) -> WholeChunk | None:
+        """The one chunk of a packed array, if all of it is wanted once; else None."""
+        place, *others = self.places.get(key, (None,))
+        if place is None or others or len(boxes) != 1 or any(boxes[0].start):
+            return None
+        if not self._arrays[key].shape == self.chunks[key].inner == boxes[0].stop:
+            return None  # it is cut, or has no elements
+        return WholeChunk(place[1], outs[0], self._crcs.get(key, b""))
+
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         """The outer chunks that a box meets, each whole."""
         outer = self.chunks[key].outer
-        for chunk in outer_boxes(self._arrays[key].shape, outer, [box]):
-            name = self._chunk_key(key, chunk)
-            file, offset = self.find(name)
-            item = "" if offset is None else name
-            yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
+        for part in outer_boxes(self._arrays[key].shape, outer, [box]):
+            chunk = self._chunk(key, part)
+            file, offset = self.find(key, chunk)
+            item = "" if offset is None else f"{key}/{chunk.name}"
+            yield Piece(file, item, part.relative_to(Box(part.start, part.start)), part)
 
     def _shard(
         self,
@@ -267,7 +313,7 @@ class ZarrStore(ArraySource):
     ) -> OuterChunk:
         """An outer chunk with its wanted boxes and arrays, and recorded crc32c, if any."""
         chunks = self.chunks[key]
-        file, offset = self.find(self._chunk_key(key, box))
+        file, offset = self.find(key, self._chunk(key, box))
         grid = (
             np.frombuffer(crcs, CRC).reshape(grid_shape(box.shape, chunks.inner)) if crcs else None
         )
@@ -324,20 +370,13 @@ class ZarrStore(ArraySource):
             .tobytes()
         )
 
-    def find(self, name: str) -> tuple[str, int | None]:
-        """A pack and the offset in it of the outer chunk with a key; None if it is its own file."""
-        if name not in self.places:
-            return name, None
-        number, offset = self.places[name]
-        return pack_name(number), offset
-
     def holds(self, key: str, box: Box, written: Written) -> bool:
         """Whether an outer chunk is on disk as it was recorded. Reads it."""
         is_whole = _is_whole(written, box, self._arrays[key].shape, self.chunks[key])
         return is_whole and self.digest_fault(key, box, written) is None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_packs": {}}  # which are of this process
+        return {**vars(self), "_packs": {}, "_outer": {}}  # which are of this process
 
     def digest_fault(self, key: str, box: Box, want: Written) -> str | None:
         """The fault of the data of an outer chunk by its record; None if there is none."""
@@ -383,7 +422,7 @@ class ChunkDigests:
         if extent == "sample":
             return
         store, key, record = self.store, self.key, self.record
-        info, chunks = store.arrays()[key], store.chunks[key]
+        itemsize = store.arrays()[key].dtype.itemsize
         # the boxes that were read, and so compared with the recorded crc32c of inner chunks
         passed = BoxWatcher((id(store), key))
 
@@ -392,10 +431,10 @@ class ChunkDigests:
             return store.digest_fault(key, box, written) if passed.missing([box]) else None
 
         watcher = passed if record.crcs else None
-        outer = _outer_chunks(info, chunks)
-        for (box, text, *_), want in zip(outer, record.digests, strict=True):
-            nbytes = box.size * info.dtype.itemsize
-            yield Check(f"{self.label} {text}", leaves, nbytes, partial(run, box, want), watcher)
+        outer = store.outer_chunks(key).items()
+        for (text, chunk), want in zip(outer, record.digests, strict=True):
+            about = f"{self.label} {text}", leaves, chunk.box.size * itemsize
+            yield Check(*about, partial(run, chunk.box, want), watcher)
 
 
 # Thousands of arrays have few shapes: what follows from the shape alone is made once for them.
@@ -511,17 +550,16 @@ def _index_entries(
             values = linked.values(key)
         else:
             values = _values_of_member(store, *homes[key]) if key in homes else _values(store, key)
-        found = {f"{key}/{name}".encode(): value for name, value in values}
-        yield from ((name, found[name]) for name in sorted(found))
+        entries = [(f"{key}/{name}".encode(), value) for name, value in values]
+        yield from sorted(entries, key=operator.itemgetter(0))
 
 
 def _values(store: ZarrStore, key: str) -> Iterator[tuple[str, Value]]:
     """The index entries of an array, by keys below its name."""
-    info, chunks = store.arrays()[key], store.chunks[key]
-    yield "zarr.json", zarr_json(info, chunks)
-    for _, _, name, nbytes in _outer_chunks(info, chunks):
-        file, offset = store.find(f"{key}/{name}")
-        yield name, ValueRange(file, offset or 0, nbytes)
+    yield "zarr.json", zarr_json(store.arrays()[key], store.chunks[key])
+    for chunk in store.outer_chunks(key).values():
+        file, offset = store.find(key, chunk)
+        yield chunk.name, ValueRange(file, offset or 0, chunk.nbytes)
 
 
 def _values_of_member(store: ZarrStore, stack: str, i: int) -> Iterator[tuple[str, Value]]:
@@ -537,23 +575,24 @@ def _stored_array(store: ZarrStore, key: str) -> ArrayRecord:
     """The entry of an array in `ucp.json`. Raises CorruptData if a chunk of it was not written."""
     written = store.written[key]
     shape, chunks = store.arrays()[key].shape, store.chunks[key]
-    outer = _outer_chunks(store.arrays()[key], chunks)
+    outer = store.outer_chunks(key)
     if missing := [
-        chunk.text
-        for chunk in outer
-        if not _is_whole(written.get(chunk.text), chunk.box, shape, chunks)
+        text
+        for text, chunk in outer.items()
+        if not _is_whole(written.get(text), chunk.box, shape, chunks)
     ]:
         raise CorruptData(
             f"{store.directory}/{key}: {missing[:4]} and others of {len(outer)} chunks were not"
             " written"
         )
-    places = [store.places.get(f"{key}/{chunk.name}") for chunk in outer]
     return ArrayRecord(
         chunks.outer,
         chunks.inner,
-        tuple([written[chunk.text].digest for chunk in outer]),
-        tuple(filter(None, places)),
-        _joined_crcs(shape, chunks, [(chunk.box, written[chunk.text].crcs) for chunk in outer])
+        tuple([written[text].digest for text in outer]),
+        tuple(filter(None, store.places.get(key, ()))),
+        _joined_crcs(
+            shape, chunks, [(chunk.box, written[text].crcs) for text, chunk in outer.items()]
+        )
         if is_recorded(shape, chunks)
         else b"",
     )
@@ -582,9 +621,7 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
             chunks[leaf.name] = _chunks(stored.outer, stored.inner)
             crcs[leaf.name] = stored.crcs
             if stored.places:
-                outer = _outer_chunks(arrays[leaf.name], chunks[leaf.name])
-                keys = [f"{leaf.name}/{chunk.name}" for chunk in outer]
-                places.update(zip(keys, stored.places, strict=True))
+                places[leaf.name] = list(stored.places)
     leaf_of = {leaf.name: leaf for leaf in metadata.leaves} if metadata.stacks else {}
     for stack, names in metadata.stacks.items():
         stored, leaf = metadata.arrays[stack], leaf_of[names[0]]
@@ -596,14 +633,11 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     """A line for each file that is missing, or has another size than its chunk takes."""
     directory = store.directory
-    beside = [
-        *metadata.files,
-        *(pack_name(number) for number in sorted({n for n, _ in store.places.values()})),
-    ]
-    expected: dict[str, int | None] = dict.fromkeys(beside)
+    packs = map(pack_name, sorted(store.packs()))
+    expected: dict[str, int | None] = dict.fromkeys([*metadata.files, *packs])
     for key, stored in metadata.arrays.items():
         if not stored.places:
-            outer = _outer_chunks(store.arrays()[key], store.chunks[key])
+            outer = store.outer_chunks(key).values()
             expected |= {f"{key}/{chunk.name}": chunk.nbytes for chunk in outer}
     found = stat_all(directory, list(expected))
     faults: list[str] = []
@@ -621,36 +655,28 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     return faults
 
 
-class _OuterChunk(NamedTuple):
-    """An outer chunk: its box inside the array, also as text; its file and its bytes."""
+class OuterBox(NamedTuple):
+    """An outer chunk: its number in row-major order, its box inside the array, its file and its
+    bytes.
+    """
 
+    number: int
     box: Box
-    text: str
     name: str
     nbytes: int
 
 
 @functools.lru_cache(maxsize=64)
-def _outer_chunks(info: ArrayInfo, chunks: Chunks) -> Sequence[_OuterChunk]:
-    """Each outer chunk of an array, in row-major order."""
-    return [
-        _OuterChunk(
+def _outer_chunks(info: ArrayInfo, chunks: Chunks) -> Mapping[str, OuterBox]:
+    return {
+        str(box): OuterBox(
+            number,
             box,
-            str(box),
             chunk_name(grid_place(box, chunks.outer)),
             shard_bytes(box, chunks, info.dtype),
         )
-        for box in grid_boxes(info.shape, chunks.outer)
-    ]
-
-
-@functools.lru_cache(maxsize=1024)
-def _chunk_name(box: Box, outer: Shape, shape: Shape) -> str | None:
-    """The file name of the outer chunk that is exactly `box`; None if there is none."""
-    place = grid_place(box, outer)
-    start = tuple(p * c for p, c in zip(place, outer, strict=True))
-    stop = tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))
-    return chunk_name(place) if box == Box(start, stop) else None
+        for number, box in enumerate(grid_boxes(info.shape, chunks.outer))
+    }
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -674,21 +700,13 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
             )
     # A pack is exactly its chunks, one after the other.
     ranges: dict[int, array[int]] = defaultdict(partial(array, "q"))  # 16 bytes a chunk
-    for key, info in store.arrays().items() if store.places else []:
-        nbytes = chunk_bytes(store.chunks[key], info.dtype)
-        for chunk in _outer_chunks(info, store.chunks[key]):
-            if place := store.places.get(f"{key}/{chunk.name}"):
-                number, offset = place
-                ranges[number].extend((offset, offset + nbytes))
+    for key, places in store.places.items():
+        nbytes = chunk_bytes(store.chunks[key], store.arrays()[key].dtype)
+        for number, offset in filter(None, places):
+            ranges[number].extend((offset, offset + nbytes))
     for number, of_pack in ranges.items():
         faults += _row_faults(store, number, of_pack)
     return faults
-
-
-@functools.lru_cache(maxsize=64)
-def _first_chunk(axes: int) -> str:
-    """The file of the first outer chunk of an array of so many axes."""
-    return chunk_name((0,) * axes)
 
 
 def _is_whole(written: Written | None, box: Box, shape: Shape, chunks: Chunks) -> bool:

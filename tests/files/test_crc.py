@@ -32,7 +32,8 @@ def test_a_tally_of_any_reads_is_the_crc_and_knows_what_it_has_not_seen(data, dr
     tally = Tally(start, start + len(data), crc, lambda: alarms.append(1))
     seen = set()
     for at, length in reads:
-        tally.add(at, memoryview(room)[at : at + length])
+        run, cut = memoryview(room)[at : at + length], draw.draw(st.integers(0, length))
+        tally.add(at, run[:cut], run[cut:])
         seen |= set(range(at, min(at + length, len(room))))
     every = range(start, start + len(data))
     gaps = list(tally.gaps())

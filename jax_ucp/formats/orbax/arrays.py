@@ -165,7 +165,7 @@ class ZarrArrays(MakesArrays):
             self._infos[name] = ArrayInfo(tuple(array.shape), array.dtype.numpy_dtype, chunk)
             if storage.is_unmerged:
                 # a chunk may be in no database as it is zeros, or as a database is missing
-                written = [int(n or 1) for n in array.chunk_layout.write_chunk.shape or ()]
+                written = tuple(int(n or 1) for n in array.chunk_layout.write_chunk.shape or ())
                 chunks = math.prod(grid_shape(array.shape, written))
                 there = len(self._specs[name]["kvstore"]["layers"]) - 1
                 if there != chunks:
