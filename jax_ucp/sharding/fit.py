@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ucp.errors import ShardingWarning
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.text import fault_lines, visible_lines
 from jax_ucp.tree import Axes, Leaf
 
@@ -40,8 +42,15 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
     >>> fit_spec((("replica", "data"),), (8,), {"data": 2}).spec
     ('data',)
     """
+    return _fit(tuple(spec), tuple(shape), tuple(mesh.items()))
+
+
+# Thousands of arrays have few shapes and specs.
+@functools.lru_cache(maxsize=1024)
+def _fit(spec: tuple[Axes, ...], shape: Shape, axes_of_mesh: tuple[tuple[str, int], ...]) -> Fit:
     if not shape:
         return Fit(())
+    mesh = dict(axes_of_mesh)
     notes: list[str] = []
     fitted: list[Axes] = []
     used: set[str] = set()

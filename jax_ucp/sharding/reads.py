@@ -156,10 +156,11 @@ def planned_reads(arrays: Iterable[PlannedArray], mesh: HostMesh) -> HostReads:
     shared: dict[str, np.ndarray] = {}
     in_packs: dict[str, np.ndarray] = {}  # by host, how many arrays, and their bytes
     for array in arrays:
-        reads = _reads(array.shape, array.itemsize, array.chunks, array.count, array.spec, mesh)
-        totals[:2] += reads[:2]
+        about = array.shape, array.itemsize, array.chunks, array.count, array.spec, mesh
+        reads = _read_bytes(*about)
+        totals[:2] += reads
         if not array.pieces:
-            totals[2:] += reads[2:]
+            totals[2:] += _reads(*about)
             continue
         boxes = tuple([box for _, box in array.pieces])
         opened = _opened(array.shape, array.spec, boxes, mesh)
@@ -258,24 +259,34 @@ def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Host
 
 
 @functools.lru_cache(maxsize=1024)
+def _read_bytes(
+    shape: Shape, itemsize: int, chunks: Chunks, count: int, spec: tuple[Axes, ...], mesh: HostMesh
+) -> np.ndarray:
+    """By host, of `count` arrays: bytes needed, and bytes read."""
+    start, stop = _bounds(shape, spec, mesh)
+    hosts, inner = mesh.devices_of_hosts, _of_array(shape, chunks.inner)
+    needed = itemsize * touched_units(hosts, start, stop, np.ones_like(inner))
+    read = itemsize * math.prod(inner.tolist()) * touched_units(hosts, start, stop, inner)
+    return np.array([count * needed, count * read])
+
+
+@functools.lru_cache(maxsize=1024)
 def _reads(
     shape: Shape, itemsize: int, chunks: Chunks, count: int, spec: tuple[Axes, ...], mesh: HostMesh
 ) -> np.ndarray:
-    """By host, of `count` arrays: bytes needed, bytes read, outer chunks opened, and requests."""
+    """By host, of `count` arrays: outer chunks opened, and requests."""
     start, stop = _bounds(shape, spec, mesh)
-    hosts = mesh.devices_of_hosts
     together = chunks.outer[0] if chunks.is_stack else 1
-    inner, outer = (
-        np.maximum(each[len(each) - len(shape) :], 1) for each in (chunks.inner, chunks.outer)
-    )
-    needed = itemsize * touched_units(hosts, start, stop, np.ones_like(inner))
-    read = itemsize * math.prod(inner.tolist()) * touched_units(hosts, start, stop, inner)
-    files = touched_units(hosts, start, stop, outer)
+    inner, outer = _of_array(shape, chunks.inner), _of_array(shape, chunks.outer)
+    files = touched_units(mesh.devices_of_hosts, start, stop, outer)
     small = not chunks.is_stack and math.prod(shape) * itemsize <= SMALL_BYTES
     asked = _Asked(shape, itemsize, outer, inner, count, together, small)
-    return np.array(
-        [count * needed, count * read, -(-count // together) * files, asked.by(mesh, start, stop)]
-    )
+    return np.array([-(-count // together) * files, asked.by(mesh, start, stop)])
+
+
+def _of_array(shape: Shape, chunk: Shape) -> np.ndarray:
+    """A chunk of an array of this shape, without the axis of a stack."""
+    return np.maximum(chunk[len(chunk) - len(shape) :], 1)
 
 
 @dataclass(frozen=True)
@@ -306,10 +317,10 @@ class _Asked:
                 low, high = low.min(axis=0, keepdims=True), high.max(axis=0, keepdims=True)
             origin = low.min(axis=0) // parts * parts
             grid = np.minimum(ends - origin, -(-(high.max(axis=0) - origin) // parts) * parts)
-            boxes = np.unique(np.concatenate([low - origin, high - origin], axis=1), axis=0)
+            boxes = np.concatenate([low - origin, high - origin], axis=1)
             key = boxes.tobytes() + grid.tobytes()
             if key not in known:
-                known[key] = self._of(boxes, grid, parts)
+                known[key] = self._of(np.unique(boxes, axis=0), grid, parts)
             counts[i] = known[key]
         return counts
 
@@ -392,12 +403,10 @@ def touched_units(
     known: dict[bytes, int] = {}  # groups whose boxes lie alike, but elsewhere, touch as many
     for i, here in enumerate(groups):
         origin = first[here].min(axis=0)
-        boxes = np.unique(
-            np.concatenate([first[here] - origin, last[here] - origin], axis=1), axis=0
-        )
+        boxes = np.concatenate([first[here] - origin, last[here] - origin], axis=1)
         key = boxes.tobytes()
         if key not in known:
-            known[key] = _union(boxes)
+            known[key] = _union(np.unique(boxes, axis=0))
         counts[i] = known[key]
     return counts
 
