@@ -22,15 +22,23 @@ from jax_ucp.optimizers.slots import OptaxLeaf, few, param_leaves, slots_of
 # Small enough that no clipping begins, and not too small for moments in 16 bits.
 _GRADIENT = 2e-6
 
+# Of a moment: the state of optax that has it, whose it is, and what else optax keeps there.
+_ADAM = "ScaleByAdamState", "Adam", "adamax, yogi and adopt"
+_OWNERS = {
+    "exp_avg": _ADAM,
+    "exp_avg_sq": _ADAM,
+    "momentum_buffer": ("TraceState", "SGD", "lars and traces after a learning rate"),
+}
+
 Moments = Mapping[tuple[str, str], float]
 
 
 def rule_faults(
     tx: optax.GradientTransformation, params: Any, groups: Sequence[Group] = ()
 ) -> Iterator[str]:
-    """Messages about moments in a ScaleByAdamState that `tx` does not update as Adam does, or about
-    other betas, another momentum or Nesterov's step than `groups` say; `params` is the model's tree
-    of arrays or of their shapes.
+    """Messages about moments that `tx` does not sum as Adam or SGD does, or about other betas,
+    another momentum or Nesterov's step than `groups` say; `params` is the model's tree of arrays or
+    of their shapes.
     """
     probe = _Probe(tx, params)
     if not probe.keys:
@@ -38,20 +46,21 @@ def rule_faults(
     # moments after an update of ones, of zeros by one and by two gradients, and beside large ones
     rest, twice = probe.after(1, 1, 0), probe.after(0, 0, 2 * _GRADIENT)
     once, used = probe.after(0, 0, _GRADIENT), probe.after(0, 100, _GRADIENT)
-    others: dict[str, list[str]] = {"exp_avg": [], "exp_avg_sq": []}
-    for key in (key for key in probe.keys if key[0] in others):
-        # a moment of Adam decays, and grows as the gradient or its square
+    others: dict[str, list[str]] = defaultdict(list)
+    for key in probe.keys:
+        # a moment decays, and grows as the gradient or its square; LARS sums updates
         role, param = key
         is_square, by_one = role == "exp_avg_sq", once[key] or np.nan
-        is_adams = rest[key] < 1 and _is_about(twice[key] / by_one, 4 if is_square else 2)
-        if not (is_adams and (is_square or _is_about(used[key] / by_one, 1))):
+        is_sum = rest[key] < 1 and by_one > 0
+        is_sum = is_sum and _is_about(twice[key] / by_one, 4 if is_square else 2)
+        if not (is_sum and (is_square or _is_about(used[key] / by_one, 1))):
             others[role].append(param)
     for role, names in others.items():
-        if names:
-            yield (
-                f"{few(names)}: tx keeps in a ScaleByAdamState what is not the {role} of Adam, as"
-                " optax's adamax, yogi and adopt do; give the optimizer that was trained with"
-            )
+        state, whose, others_of = _OWNERS[role]
+        yield (
+            f"{few(names)}: tx keeps in a {state} what is not the {role} of {whose}, as optax's"
+            f" {others_of} do; give the optimizer that was trained with"
+        )
     if groups:
         yield from _kept_faults(probe, rest, groups)
 

@@ -30,6 +30,8 @@ ADAMS = {
     "frozen": optax.partition({"a": optax.adamw(1e-3), "f": optax.set_to_zero()}, {"w": "a", "b": "f"}),
     "lamb": optax.lamb(1e-3),
     "lion": optax.lion(1e-3),
+    "sgd": optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(RATE, 0.9, nesterov=True)),
+    "sgd, gathered": optax.MultiSteps(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16), 4),
 }  # fmt: skip
 OTHERS = {
     "adamax": (optax.adamax(1e-3), "exp_avg_sq", "b and 1 more"),
@@ -40,6 +42,10 @@ OTHERS = {
     "one of two": (optax.partition({"a": optax.adamw(1e-3), "y": optax.yogi(1e-3)}, {"w": "a", "b": "y"}),
         "exp_avg_sq", "b"),
     "gathered": (optax.MultiSteps(optax.yogi(1e-3), 3), "exp_avg_sq", "b and 1 more"),
+    "turned": (optax.chain(optax.scale(-1.0), optax.adam(-1e-3)), "exp_avg", "b and 1 more"),
+    "lars": (optax.lars(0.1), "momentum_buffer", "b and 1 more"),
+    "trace of updates": (optax.chain(optax.scale(-0.1), optax.trace(0.9)), "momentum_buffer", "b and 1 more"),
+    "trace of lengths": (optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1, 0.9)), "momentum_buffer", "b and 1 more"),
 }  # fmt: skip
 
 
@@ -53,7 +59,8 @@ def test_what_sums_otherwise_is_told(name):
     tx, moment, params = OTHERS[name]
     (fault,) = rule_faults(tx, PARAMS)
     assert fault.startswith(f"{params}: ")
-    assert f"not the {moment} of Adam" in fault
+    owner = "SGD" if moment == "momentum_buffer" else "Adam"
+    assert f"not the {moment} of {owner}" in fault
 
 
 def test_adams_moments_do_not_load_into_yogi_unless_they_are_meant_to():
