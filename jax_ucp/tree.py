@@ -146,7 +146,19 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
     ['%%57', '%w']
     """
     plain = [".".join([str(key.name) for key in path]) for path in paths]
-    unsafe = _unsafe_names(plain)
+    # names that no directory should have: not plain, of several leaves, or nested
+    fold_of = {name: folded_name(name) for name in plain}
+    counts = Counter(fold_of[name] for name in plain)
+    parents = {name[:at] for name in counts if "/" in name for at in _slashes(name)}
+    nested = parents & counts.keys()
+    unsafe: set[str] = set()
+    for name, fold in fold_of.items():
+        # itself, or one above it, has another name below
+        is_nested = bool(nested) and not nested.isdisjoint(
+            [fold, *(fold[:at] for at in _slashes(fold))]
+        )
+        if is_nested or counts[fold] > 1 or not _is_plain(name, fold):
+            unsafe.add(name)
     names = [
         _escaped(path) if name in unsafe else name for name, path in zip(plain, paths, strict=True)
     ]
@@ -156,23 +168,6 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
         _escaped(path, case=True) if counts[fold] > 1 else name
         for name, fold, path in zip(names, folded, paths, strict=True)
     ]
-
-
-def _unsafe_names(names: Sequence[str]) -> set[str]:
-    """The names that no directory should have: not plain, of several leaves, or nested."""
-    folded = {name: folded_name(name) for name in names}
-    counts = Counter(folded[name] for name in names)
-    parents = {name[:at] for name in counts if "/" in name for at in _slashes(name)}
-    nested = parents & counts.keys()
-    unsafe: set[str] = set()
-    for name, fold in folded.items():
-        # itself, or one above it, has another name below
-        is_nested = bool(nested) and not nested.isdisjoint(
-            [fold, *(fold[:at] for at in _slashes(fold))]
-        )
-        if is_nested or counts[fold] > 1 or not _is_plain(name, fold):
-            unsafe.add(name)
-    return unsafe
 
 
 def folded_name(name: str) -> str:

@@ -307,7 +307,11 @@ class _Machine:
                 (argument,) = opcode.number.unpack_from(data, at)
                 at += opcode.number.size
             if opcode.value is not None:  # of as many bytes as the number says, or of two lines
-                length = _two_lines(data, at, stop) if argument is None else argument
+                length = argument
+                if length is None:
+                    first = data.find(b"\n", at, stop) + 1
+                    second = data.find(b"\n", first, stop) + 1 if first else 0
+                    length = (second or stop + 1) - at  # more than there are if one does not end
                 if not 0 <= length <= stop - at:
                     raise _damaged(at)
                 argument, at = opcode.value(data[at : at + length]), at + length
@@ -567,13 +571,6 @@ def _damaged(at: int) -> FormatError:
     return FormatError(
         f"not a pickle, or a damaged one: it ends inside what starts before byte {at}"
     )
-
-
-def _two_lines(data: bytes, at: int, stop: int) -> int:
-    """Bytes of the two lines from byte `at` on; more than there are if one does not end."""
-    first = data.find(b"\n", at, stop) + 1
-    second = data.find(b"\n", first, stop) + 1 if first else 0
-    return (second or stop + 1) - at
 
 
 def _text(raw: bytes) -> str:

@@ -12,7 +12,7 @@ Facts: `_src/path/atomicity.py`, `temporary_paths.py` and `step.py` of orbax-che
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -149,7 +149,17 @@ def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
     name = chosen_model(path, [item.name for item in items], options.model, "items")
     item = path / name
     contents = open_item(item, replace(options, model=None))
-    extras = dict(_json_items(path))
+    # JSON of the step by file: items of one file, and user data in the file of the mark
+    extras: dict[str, dict[str, Any]] = {}
+    for child in filter(FilePath.is_dir, path.children()):
+        files = [file for file in child.children() if file.name not in MARKERS]
+        if len(files) == 1 and files[0].name in _JSON_FILES:
+            value = _json(files[0])
+            if value is not None:
+                extras[files[0].below(path)] = value
+    of_step = _json(path / STEP_FILE) or {}
+    if kept := {name: of_step[name] for name in _SAID_BY_USERS if of_step.get(name)}:
+        extras[STEP_FILE] = kept
     known = {item.name, *MARKERS, *(name.partition("/")[0] for name in extras)}
     inventory = [*contents.inventory, *items_beside(path, known)]
     inventory += [Item(name, "JSON", "extra", "kept as JSON") for name in extras]
@@ -161,19 +171,6 @@ def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
         extras={**contents.extras, **extras},
         source=source if said else contents.source,
     )
-
-
-def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """JSON of a step by file: items of one file, and user data in the file of the mark."""
-    for child in filter(FilePath.is_dir, step.children()):
-        files = [file for file in child.children() if file.name not in MARKERS]
-        if len(files) == 1 and files[0].name in _JSON_FILES:
-            value = _json(files[0])
-            if value is not None:
-                yield files[0].below(step), value
-    said = _json(step / STEP_FILE) or {}
-    if kept := {name: said[name] for name in _SAID_BY_USERS if said.get(name)}:
-        yield STEP_FILE, kept
 
 
 def _json(

@@ -267,7 +267,22 @@ def choose(folder: str, saves: Mapping[Model, Sequence[WeightSave]], named: str 
             " the folder"
         )
     if chosen is None:
-        chosen, same = _first_of_known(folder, saves)
+        # the save of the first known or only model, and another one to compare
+        known = [model for model in _KNOWN if model in saves]
+        models = known or list(saves)
+        of_one_library = known and len({model.stem.startswith("diffusion") for model in known}) == 1
+        if len(models) > 1 and not of_one_library:
+            names = ", ".join(saves[model][0].name for model in models)
+            raise FormatError(
+                f"{folder} holds the weights of {len(models)} models, or of one in files that"
+                f" nothing says belong together: {names}. Open the one that is meant, or put an"
+                " index (model.safetensors.index.json) beside the files of one"
+            )
+        # that which transformers would load; else the first whole one, or the first
+        loaded = [model for model in models if not all(save.numbered for save in saves[model])]
+        whole = [model for model in models if any(save.whole for save in saves[model])]
+        first, *_ = [*loaded, *whole, *models]
+        chosen, same = _of_one_model(folder, saves[first])
     choice = Choice(chosen, same)
     left: dict[str, str] = {}
     for save in all_saves:
@@ -287,27 +302,6 @@ def numbered_models(
         if model.kind == first.model.kind and number.isdigit() and not model.variant:
             models[f"model_{number}"] = of_model[0]
     return models
-
-
-def _first_of_known(
-    folder: str, saves: Mapping[Model, Sequence[WeightSave]]
-) -> tuple[WeightSave, WeightSave | None]:
-    """The save of the first known or only model, and another one to compare."""
-    known = [model for model in _KNOWN if model in saves]
-    models = known or list(saves)
-    of_one_library = known and len({model.stem.startswith("diffusion") for model in known}) == 1
-    if len(models) > 1 and not of_one_library:
-        names = ", ".join(saves[model][0].name for model in models)
-        raise FormatError(
-            f"{folder} holds the weights of {len(models)} models, or of one in files that nothing"
-            f" says belong together: {names}. Open the one that is meant, or put an index"
-            " (model.safetensors.index.json) beside the files of one"
-        )
-    # that which transformers would load; else the first whole one, or the first
-    loaded = [model for model in models if not all(save.numbered for save in saves[model])]
-    whole = [model for model in models if any(save.whole for save in saves[model])]
-    first, *_ = [*loaded, *whole, *models]
-    return _of_one_model(folder, saves[first])
 
 
 def _of_one_model(folder: str, saves: Sequence[WeightSave]) -> tuple[WeightSave, WeightSave | None]:

@@ -256,24 +256,19 @@ def _unmet_faults(
     if not config:
         names = ", ".join(one.requirement.name for one in lacking)
         return [f"requires {names}, but {_NO_CONFIG}: give it, config= (--config); {vouch}"]
-    fitting = ", ".join(_fitting(mapping, shapes, config))
-    remedy = f"{fitting} fits this model; {vouch}" if fitting else vouch
-    *faults, last = [f"requires {one}" for one in lacking]
-    return [*faults, f"{last}; {remedy}"]
-
-
-def _fitting(
-    mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]
-) -> Iterator[str]:
-    """The mappings of the package to the same target, one way or the other, that fit."""
+    # the mappings of the package to the same target, one way or the other, that fit
+    fitting: list[str] = []
     target = mapping.name.partition(".yaml")[0].rpartition("-to-")[2]
     for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
         other = LeafMapping.load(name)
-        met = all(outcome.state == "met" for outcome in outcomes(other, config))
-        for way in (other, other.inverse()) if other.requires and met else ():
+        for way in (other, other.inverse()) if other.requires else ():
             with suppress(LayoutError):
-                bind(way, shapes, {}, config)
-                yield name
+                if all(outcome.state == "met" for outcome in outcomes(way, config)):
+                    bind(way, shapes, {}, config)
+                    fitting.append(name)
+    remedy = f"{', '.join(fitting)} fits this model; {vouch}" if fitting else vouch
+    *faults, last = [f"requires {one}" for one in lacking]
+    return [*faults, f"{last}; {remedy}"]
 
 
 def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:

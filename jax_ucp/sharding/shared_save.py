@@ -176,7 +176,16 @@ class SharedSave:
         """The text that process 0 makes of all processes' texts. Raises SaveFailed."""
         if self._process == 0:
             with self.telling():
-                words = self._hear_all()
+                # once another is busy with another save, the others are not awaited
+                words: dict[int, _Word] = {}
+                for process in self._others:
+                    if any(word.absent for word in words.values()):
+                        text = _try_get(self._place(process))
+                        words[process] = (
+                            _word(text) if text else self._elsewhere(process) or _Word()
+                        )
+                    else:
+                        words[process] = self._hear(process)
                 faults = [word.fault for word in words.values() if word.fault]
                 absent = tuple(process for process, word in words.items() if process in word.absent)
                 texts = {process: word.text for process, word in words.items()}
@@ -210,17 +219,6 @@ class SharedSave:
             _client().key_value_set(self._place(self._process), msgspec.json.encode(word).decode())
             if word.fault and self._process:
                 self._joined()
-
-    def _hear_all(self) -> dict[int, _Word]:
-        """The messages of all others; once one is busy with another save, they are not awaited."""
-        words: dict[int, _Word] = {}
-        for process in self._others:
-            if any(word.absent for word in words.values()):
-                text = _try_get(self._place(process))
-                words[process] = _word(text) if text else self._elsewhere(process) or _Word()
-            else:
-                words[process] = self._hear(process)
-        return words
 
     def _hear(self, process: int) -> _Word:
         """The message of another process; a fault if none comes in time, or it is busy."""
