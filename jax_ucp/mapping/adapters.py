@@ -1,10 +1,11 @@
 """The mapping of a model's LoRA adapter, made of that of the model.
 
 Factor A of peft has the axes `rank inputs`, factor B `outputs rank`. The layers of qwix, which
-tunix trains, have the same factors beside the leaf of the weight: `w_lora_a` is `inputs rank` and
-`w_lora_b` is `rank outputs`, their axes in the order of the leaf (`providers/lora.py`, qwix 0.1.8,
-for `einsum`; a plain matrix is the same for `dot_general`). So the rule of a weight says what the
-rules of its factors are, and no other.
+tunix and MaxText train, have the same factors beside the leaf of the weight: `w_lora_a` is `inputs
+rank` and `w_lora_b` is `rank outputs`, their axes in the order of the leaf (`providers/lora.py`,
+qwix 0.1.8, for `einsum`). Beside a `kernel`, which `dot_general` multiplies, inputs are one axis,
+and outputs are, and stacked layers are on the axis where the kernel has them. So the rule of a
+weight says what the rules of its factors are, and no other.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from jax_ucp.layout.axes import REST, Expression
+from jax_ucp.layout.axes import REST, Axis, Expression, Product
 from jax_ucp.mapping.names import parse_name
 from jax_ucp.mapping.rules import Mapping, MappingRule, Skip, expression
 
 PREFIX = "base_model.model."
+# where mappings have the parameters of MaxText, whose loader of factors begins below it
+_PARAMS = "params/"
 _SUFFIXES = ("_lora_a", "_lora_b")
 _OF_BASE = "a weight of the base, not of the adapter"
 
@@ -49,42 +52,57 @@ def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Ma
         if any(module.endswith(tuple(modules_to_save)) for module in modules):
             params = {PREFIX + name: axes for name, axes in rule.params.items()}
             tied = {PREFIX + name: axes for name, axes in rule.tied.items()}
-            rules.append(
-                replace(rule, params=params, tied=tied, optional=True, layout="", place="")
-            )
+            leaves = {leaf.removeprefix(_PARAMS): axes for leaf, axes in rule.leaves.items()}
+            own = replace(rule, params=params, leaves=leaves, tied=tied)
+            rules.append(replace(own, optional=True, layout="", place=""))
         else:
-            skips |= dict.fromkeys(Skip(leaf, _OF_BASE) for leaf in rule.leaves)
+            leaves = [leaf.removeprefix(_PARAMS) for leaf in rule.leaves]
+            skips |= dict.fromkeys(Skip(leaf, _OF_BASE) for leaf in leaves)
     name = f"the adapters of {mapping.name}"
     return Mapping(tuple(rules), (), mapping.sizes, name, mapping.requires, leaf_skips=tuple(skips))
 
 
 def _of_factors(rule: MappingRule) -> Iterator[MappingRule]:
     """The rules of the factors of a weight; there are none if the rule is not for one matrix of a
-    module, for each layer as it is: qwix has other factors where it is stacked or taken apart.
+    module: qwix has other factors where it is taken apart, and one A for all experts.
     """
-    if len(rule.params) != 1 or len(rule.leaves) != 1 or (rule.scale, rule.add) != (1, 0):
+    if len(rule.params) != 1 or len(rule.leaves) != 1 or rule.add:
         return
     ((param, axes),), ((leaf, leaf_axes),) = rule.params.items(), rule.leaves.items()
-    is_stacked = {*parse_name(param).indices} != {*parse_name(leaf).indices}
-    if not param.endswith(".weight") or len(expression(axes).dims) != 2 or is_stacked:
+    stacked = {*parse_name(param).indices} - {*parse_name(leaf).indices}
+    is_kernel = leaf.endswith("/kernel")
+    if not param.endswith(".weight") or len(expression(axes).dims) != 2:
+        return
+    if stacked and not is_kernel:
         return
     outputs, inputs = (Expression((dim,)) for dim in expression(axes).dims)
-    of_leaf = [Expression((dim,)) for dim in expression(leaf_axes).dims]
-    first = [dim for dim in of_leaf if dim.names <= inputs.names]
-    last = [dim for dim in of_leaf if dim.names <= outputs.names]
-    if len(first) + len(last) != len(of_leaf):
+    of_leaf = expression(leaf_axes).dims
+    layers = {i: dim for i, dim in enumerate(of_leaf) if Expression((dim,)).names & stacked}
+    of_matrix = [dim for i, dim in enumerate(of_leaf) if i not in layers]
+    first = [dim for dim in of_matrix if Expression((dim,)).names <= inputs.names]
+    last = [dim for dim in of_matrix if Expression((dim,)).names <= outputs.names]
+    if len(first) + len(last) != len(of_matrix):
         return
+    if is_kernel:
+        first, last = (
+            [side[0] if len(side) == 1 else Product(tuple(side))] for side in (first, last)
+        )
+    of_a, of_b = [*first, Axis(REST)], [Axis(REST), *last]
+    for i, layer in layers.items():
+        of_a.insert(i, layer)
+        of_b.insert(i, layer)
     module = PREFIX + param.removesuffix(".weight")
-    a, b = (f"{leaf}{suffix}" for suffix in _SUFFIXES)
-    yield MappingRule(
-        {f"{module}.lora_A.weight": f"{REST} {inputs}"},
-        {a: " ".join([*map(str, first), REST])},
-        optional=True,
-        when=rule.when,
+    a, b = (leaf.removeprefix(_PARAMS) + suffix for suffix in _SUFFIXES)
+    plain = replace(rule, tied={}, optional=True, scale=1, place="")
+    yield replace(
+        plain,
+        params={f"{module}.lora_A.weight": f"{REST} {inputs}"},
+        leaves={a: str(Expression(tuple(of_a)))},
     )
-    yield MappingRule(
-        {f"{module}.lora_B.weight": f"{outputs} {REST}"},
-        {b: " ".join([REST, *map(str, last)])},
-        optional=True,
-        when=rule.when,
+    # the model folds a scale into the weight, and B into what is added to it
+    yield replace(
+        plain,
+        params={f"{module}.lora_B.weight": f"{outputs} {REST}"},
+        leaves={b: str(Expression(tuple(of_b)))},
+        scale=rule.scale,
     )

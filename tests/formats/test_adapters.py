@@ -15,7 +15,7 @@ import pytest
 
 import jax_ucp as ucp
 from helpers import mesh_of
-from jax_ucp.errors import FormatError, LayoutError, QuantizedWeights, TreeMismatch, UCPError
+from jax_ucp.errors import FormatError, LayoutError, QuantizedWeights, TreeMismatch
 from safetensors_writer import edit, write_safetensors
 
 DATA = Path(__file__).parents[1] / "data" / "adapters"
@@ -621,7 +621,68 @@ def test_moments_of_an_adapter_are_mapped_as_its_factors_are() -> None:
 def test_what_qwix_has_no_factors_of_is_not_mapped() -> None:
     with pytest.raises(LayoutError, match="lora_magnitude_vector"):
         ucp.open(DATA / "dora" / "adapter").map("hf-llama-to-tunix", **about("dora"))
-    with pytest.raises(UCPError, match=r"lora_A\.weight"):
-        ucp.open(DATA / "lora" / "adapter").map(
-            "hf-llama2-to-maxtext", config=base_of("lora").config
-        )
+    each = ucp.open(DATA / "old_experts_each" / "adapter")
+    config = base_of("old_experts_each").config
+    with pytest.raises(LayoutError, match=r"experts\.0\.w1\.lora_A.*claimed by no rule"):
+        each.map("hf-mixtral-to-maxtext", config=config)
+
+
+@pytest.mark.parametrize("way", ["hf-llama2-to-maxtext", "hf-llama2-to-maxtext:unscanned"])
+def test_maxtexts_factors_make_what_the_merged_weights_are(way: str) -> None:
+    base, adapter = base_of("lora"), ucp.open(DATA / "lora" / "adapter")
+    factors, weights, want = (
+        one.map(way, config=base.config) for one in (adapter, base, merged("lora"))
+    )
+    modules = {
+        leaf.label.removesuffix("_lora_a") for leaf in factors.leaves if leaf.label[-1] == "a"
+    }
+    assert len(modules) == (7 if way.endswith("maxtext") else 14)
+    for module in modules:
+        a, b = (factors.read(f"{module}_lora_{which}") for which in "ab")
+        name = module.replace("param/", "param/params/")
+        weight = weights.read(name)
+        if a.ndim == 3:  # layers are on the second axis
+            weight = np.moveaxis(weight, 1, 0)
+            added = np.einsum("ilr,rlo->lio", a, b, dtype=float)
+        else:
+            added = a.astype(float) @ b
+        got = weight + 6 / 4 * added.reshape(weight.shape)
+        got = np.moveaxis(got, 0, 1) if a.ndim == 3 else got
+        np.testing.assert_allclose(got, want.read(name), rtol=0, atol=1e-6)
+
+
+FACTORS = json.loads((DATA.parent / "mappings" / "maxtext_factors.json").read_text())
+MAPPINGS = {"llama31": "llama", "gpt_oss": "gpt-oss"}
+
+
+@pytest.mark.parametrize("case", FACTORS)
+def test_factors_have_the_names_and_shapes_that_maxtext_gives_them(case: str) -> None:
+    """`tests/data/mappings/maxtext_factors.json` has the leaves of MaxText's own models, of LoRA on all modules of
+    the decoder with rank 4. The experts' have one A for all, which peft's have not.
+    """
+    model, _, variant = case.partition(":")
+    base = ucp.open(DATA.parent / "maxtext" / model / "ckpt")
+    mapping = f"hf-{MAPPINGS.get(model, model)}-to-maxtext{variant and ':'}{variant}"
+    rng = np.random.default_rng(0)
+    adapter: dict[str, np.ndarray] = {}
+    for name, param in base.params.items():
+        is_expert = ".experts." in name or not name.endswith(".weight")
+        if is_expert or len(param.shape) != 2 or "embed_tokens" in name:
+            continue
+        outputs, inputs = param.shape
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        for which, shape in (("A", (4, inputs)), ("B", (outputs, 4))):
+            adapter[f"{module}.lora_{which}.weight"] = rng.standard_normal(shape, np.float32)
+    mapped = ucp.Checkpoint.of({"param": adapter}).map(mapping, config=base.config)
+    found = {leaf.label.removeprefix("param/"): [*leaf.shape] for leaf in mapped.leaves}
+    experts = ("wi_0", "wi_1", "wo")
+    of_maxtext = {
+        name: shape
+        for name, shape in FACTORS[case].items()
+        if not name.rpartition("/")[2].startswith(experts)
+    }
+    assert found == of_maxtext
+    back = mapped.map(ucp.Mapping.load(mapping).inverse(), config=base.config)
+    for name, param in back.params.items():  # that of a query is scaled there and back
+        np.testing.assert_allclose(param.read(), adapter[name], rtol=1e-6)
+    assert back.params.keys() == adapter.keys()
