@@ -76,11 +76,25 @@ def names_of_classes(out: Path) -> None:
                     of_type = {*buffers.get(model_type, ()), *map(last, stored)}
                     buffers[model_type] = sorted(of_type)
                     known_names = names.setdefault(model_type, [])
-                    if found not in known_names:
-                        known_names.append(found)
+                    for own in (found, as_stored(model)):
+                        if own not in known_names:
+                            known_names.append(own)
     found = {"transformers": transformers.__version__, "names": names, "buffers": buffers}
     out.write_text(json.dumps(found))
     print(f"{len(names)} of {len(TYPES)} model types")
+
+
+def as_stored(model) -> list[str]:
+    """The names of parameters in files of `save_pretrained`: transformers 5 may give them others."""
+    names = []
+    for name, param in model.named_parameters():
+        renamed = [name]
+        with contextlib.suppress(Exception):
+            from transformers.core_model_loading import revert_weight_conversion
+
+            renamed = list(revert_weight_conversion(model, {name: param}))
+        names.append(renamed[0] if len(renamed) == 1 else name)  # experts are stored one by one
+    return names
 
 
 def last(name: str) -> str:
