@@ -16,6 +16,11 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.export.files import Tensor
 from jax_ucp.tree import Leaf
 
+# The remedy for dtypes that a format lacks: an export casts nothing else.
+CAST_FIRST = (
+    "Give a dtype (--dtype) for floating-point parameters, and cast other arrays before you export"
+)
+
 # The importers' words for tensors of a model that are not parameters, and for tensors that are not
 # part of a model.
 BUFFER, OTHER = "buffer", "other"

@@ -30,7 +30,7 @@ from jax_ucp.codecs.pickle_writer import (
 from jax_ucp.codecs.zip_writer import TorchZip
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
-from jax_ucp.export.parameters import Parameters, torch_groups
+from jax_ucp.export.parameters import CAST_FIRST, Parameters, torch_groups
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.states.optimizer_dicts import Steps, joined
 
@@ -111,9 +111,7 @@ def _check(items: Sequence[tuple[Steps, Any]]) -> None:
         f"{joined(path)} has dtype {t.dtype}" for path, t in tensors if not has_dtype(t.dtype)
     ]
     if problems:
-        raise UnsupportedLeaf(
-            "torch has no such dtypes:", problems, remedy="Export with another dtype."
-        )
+        raise UnsupportedLeaf("torch has no such dtypes:", problems, remedy=f"{CAST_FIRST}.")
     names: dict[str, Steps] = {}
     for path, _ in items:
         if joined(path) in names:

@@ -25,7 +25,13 @@ from jax_ucp.codecs.pickle_writer import Call, Global, Instance, has_dtype
 from jax_ucp.codecs.zip_writer import torch_file
 from jax_ucp.errors import FormatError, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
-from jax_ucp.export.parameters import Parameters, is_floating, torch_groups, untold
+from jax_ucp.export.parameters import (
+    CAST_FIRST,
+    Parameters,
+    is_floating,
+    torch_groups,
+    untold,
+)
 from jax_ucp.formats.deepspeed.tensor_parallel import (
     AVERAGED,
     HALVES,
@@ -77,7 +83,7 @@ def plan_files(
     of_buffers = {name: {"buffer": tensor} for name, tensor in params.buffers.items()}
     named = chain(params.states.items(), of_buffers.items())
     if problems := [fault for name, states in named for fault in _faults(name, states)]:
-        remedy = "Export with another dtype, or rename them."
+        remedy = f"{CAST_FIRST}; rename what has another fault."
         title = "DeepSpeed's universal folder cannot hold:"
         raise UnsupportedLeaf(title, problems, remedy=remedy)
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.files import File, Section, Tensor
-from jax_ucp.export.parameters import Parameters
+from jax_ucp.export.parameters import CAST_FIRST, Parameters
 from jax_ucp.formats.safetensors.reader import DTYPES
 
 INDEX = "model.safetensors.index.json"
@@ -44,7 +44,7 @@ def plan_files(
     if "__metadata__" in tensors:
         problems.append("__metadata__ has a name that the header keeps for itself")
     if problems:
-        remedy = "Export with a dtype, or to another format."
+        remedy = f"{CAST_FIRST}, or export to another format."
         raise UnsupportedLeaf("safetensors cannot hold:", problems, remedy=remedy)
     described = [
         File.literal(name, json.dumps(config, indent=2).encode() + b"\n")
