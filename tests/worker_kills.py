@@ -94,7 +94,7 @@ def _wait_for(
     while not has_come(out) and any(process.poll() is None for process in processes):
         if time.monotonic() > end:
             raise TimeoutError(f"nothing was written in {RUN_S} s")
-        time.sleep(0.002)
+        time.sleep(0.02)
 
 
 def _disk_bytes(out: Path) -> int:
