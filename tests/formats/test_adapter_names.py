@@ -29,6 +29,20 @@ LLAVA = [
                 "model.multi_modal_projector.linear_1.weight",
             ],
         ),
+        (
+            ["model.layers.0.block_sparse_moe.experts", "model.layers.0.block_sparse_moe.router"],
+            [
+                "model.layers.0.block_sparse_moe.input_linear.weight",
+                "model.layers.0.block_sparse_moe.output_linear.weight",
+                "model.layers.0.block_sparse_moe.router.layer.weight",
+            ],
+            "granitemoe",
+            [
+                "model.layers.0.block_sparse_moe.experts.gate_up_proj",
+                "model.layers.0.block_sparse_moe.experts.down_proj",
+                "model.layers.0.block_sparse_moe.router.weight",
+            ],
+        ),
         # trained before transformers 4.52, or a base stored as it is in memory
         (["language_model.model.layers.0.q"], LLAVA, "llava", LLAVA),
         # rules are those of the type

@@ -45,6 +45,10 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
                       num_key_value_heads=2, head_dim=4, num_experts=4, num_experts_per_tok=2,
                       moe_intermediate_size=12, mlp_only_layers=[0]),
+    "phimoe": dict(hidden_size=16, intermediate_size=12, num_attention_heads=4,
+                   num_key_value_heads=2, num_local_experts=4),
+    "granitemoe": dict(hidden_size=16, intermediate_size=12, num_attention_heads=4,
+                       num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": dict(hidden_size=16, intermediate_size=8, num_attention_heads=4,
                   num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
     "vit": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, image_size=8,
@@ -55,6 +59,8 @@ TINY["llava"] = dict(
     text_config=dict(model_type="llama", **_TEXT), image_token_index=39,
     vision_config=dict(model_type="siglip_vision_model", num_hidden_layers=2, **TINY["vit"]),
 )  # fmt: skip
+TINY["llava_onevision"] = TINY["llava"] | dict(
+    text_config=dict(model_type="qwen2", **_TEXT), video_token_index=38)  # fmt: skip
 TINY["qwen2_vl"] = dict(
     text_config=dict(model_type="qwen2_vl_text", **_TEXT, rope_parameters=dict(
         rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 0])),
@@ -245,6 +251,10 @@ case("experts_mixtral", "mixtral", r=2, target_modules=["q_proj"],
      target_parameters=[*EXPERTS, "mlp.gate.weight"])  # fmt: skip
 case("experts_qwen3", "qwen3_moe", r=2, target_modules=["v_proj"],
      target_parameters=EXPERTS, rank_pattern={"gate_up_proj": 3}, alpha_pattern={"down_proj": 5})  # fmt: skip
+case("experts_phimoe", "phimoe", r=2, target_modules=["q_proj"],
+     target_parameters=[*EXPERTS, "mlp.router.weight"])  # fmt: skip
+case("experts_granite", "granitemoe", r=2, target_modules=["q_proj"],
+     target_parameters=["experts.gate_up_proj", "experts.down_proj", "router.weight"])  # fmt: skip
 case("experts_olmoe", "olmoe", r=2, target_parameters=["mlp.experts.gate_up_proj"], use_rslora=True)
 case("experts_each", "mixtral", r=2, target_modules=["w1", "w2", "w3", "gate", "v_proj"],
      alpha_pattern={"w2": 5})  # fmt: skip
@@ -264,6 +274,8 @@ case("tied_saved", "llama", r=4, target_modules=["q_proj"], model=TIED,
      modules_to_save=["embed_tokens"])  # fmt: skip
 case("vlm_llava", "llava", head="ForImageTextToText", r=4,
      target_modules=r".*language_model.*\.(q_proj|down_proj)|.*multi_modal_projector.linear_1")  # fmt: skip
+case("vlm_onevision", "llava_onevision", head="ForImageTextToText", r=4,
+     target_modules=r".*language_model.*\.(q_proj|down_proj)")  # fmt: skip
 case("vlm_qwen2_vl", "qwen2_vl", head="ForImageTextToText", r=4,
      target_modules=["q_proj", "gate_proj", "qkv"])  # fmt: skip
 case("headless_base", "llama", r=4, target_modules=["q_proj"], model=TIED | dict(saved=""))

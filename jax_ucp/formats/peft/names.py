@@ -24,9 +24,16 @@ _QWEN2_VL = {
     r"(?=visual\.)": "model.",
     r"model\.(?!(language_model|visual)\.)": "model.language_model.",
 }
+_GRANITE_MOE = {
+    r"(.*\.block_sparse_moe\.)input_linear\.weight": r"\1experts.gate_up_proj",
+    r"(.*\.block_sparse_moe\.)output_linear\.weight": r"\1experts.down_proj",
+    r"(.*\.block_sparse_moe\.)router\.layer\.weight": r"\1router.weight",
+}
 _RULES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE_MOE),
     **dict.fromkeys(("aria", "aya_vision", "gemma3", "got_ocr2", "internvl", "llava"), _LLAVA),
-    **dict.fromkeys(("llava_next", "mistral3", "paligemma", "vipllava"), _LLAVA),
+    **dict.fromkeys(("llava_next", "llava_onevision", "mistral3"), _LLAVA),
+    **dict.fromkeys(("paligemma", "vipllava"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN2_VL),
 }
 
@@ -112,7 +119,7 @@ def _ways(
 def _renamed(name: str, rules: Mapping[str, str]) -> str:
     for begins, instead in rules.items():
         if match := re.match(begins, name):
-            return instead + name[match.end() :]
+            return match.expand(instead) + name[match.end() :]
     return name
 
 
