@@ -338,7 +338,7 @@ def _write_jobs(
         return box.size * infos[name].dtype.itemsize
 
     def write(name: str, box: Box) -> None:
-        store.write(name, box, snapshot.block(name, box), durable=False)
+        store.write(name, box, [snapshot.block(name, box)], durable=False)
 
     for pack in batches(in_pack, nbytes, SAVED_PACK_BYTES, len(in_pack)):
         number = next(numbers)

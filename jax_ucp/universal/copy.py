@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -26,6 +27,7 @@ from jax_ucp.arrays.budget import (
 )
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.protocol import TOGETHER, ArrayInfo
+from jax_ucp.files.copying import mid_page
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.local import UNFINISHED
 from jax_ucp.files.path import FilePath
@@ -71,6 +73,10 @@ from jax_ucp.universal.store import (
 # Copies of a block in flight: as read, as encoded, and the data that is read around it, which are
 # whole rows of a flat shard, or the stored chunks that contain the block.
 COPIES_IN_FLIGHT = 3
+
+# What is read of a block at once: it is still in a core's cache when it is summed, cut into inner
+# chunks and written, and its memory is used again.
+ROWS_BYTES = 4 << 20
 
 # A stored chunk is cut into lengths that divide it. A part of at most this length may stay whole.
 LARGEST_PART = 512
@@ -449,14 +455,42 @@ class CopyTask:
             if self.pack is not None:
                 store.write_pack(self.pack, places, _read_together(opened, places))
                 continue
-            proofs = opened.proofs  # they observe every read from here on
             ((key, box),) = places
-            data = opened.contents.arrays.read(key, box)
-            proofs.require_sound_so_far()
-            store.write(key, box, data, durable=False)
+            store.write(key, box, _read_rows(opened, store, key, box), durable=False)
         if opened.is_elsewhere:
             files.sync()
         return [store.written[block.key][str(block.box)] for block in self.blocks]
+
+
+def _read_rows(opened: OpenedJob, store: ZarrStore, key: str, box: Box) -> Iterator[np.ndarray]:
+    """The elements of an outer chunk, in blocks of rows where these cost no more to read than the
+    whole; each is valid until the next is asked for. Raises CorruptData once a proof of what was
+    read fails.
+    """
+    proofs, source = opened.proofs, opened.contents.arrays  # they observe every read from here on
+    info = source.arrays()[key]
+    if opened.contents.files.is_remote or info.chunk or info.row:
+        elements = source.read(key, box)
+        proofs.require_sound_so_far()
+        yield elements
+        return
+    for block in store.row_blocks(key, box, ROWS_BYTES):
+        elements = _room(block.size * info.dtype.itemsize).view(info.dtype).reshape(block.shape)
+        source.read_into(key, [block], [elements])
+        proofs.require_sound_so_far()
+        yield elements
+
+
+_of_thread = threading.local()
+
+
+def _room(nbytes: int) -> np.ndarray:
+    """Uninitialised memory: up to ROWS_BYTES it is this thread's, the same each time."""
+    if nbytes > ROWS_BYTES:
+        return np.empty(nbytes, np.uint8)
+    if not hasattr(_of_thread, "room"):
+        _of_thread.room = mid_page(ROWS_BYTES)
+    return _of_thread.room[:nbytes]
 
 
 def _read_together(opened: OpenedJob, places: Sequence[tuple[str, Box]]) -> Iterator[np.ndarray]:

@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import NamedTuple
@@ -55,27 +55,32 @@ def has_index(chunks: Chunks) -> bool:
     return chunks.inner != chunks.outer
 
 
-def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
+def shard_parts(
+    data: Iterable[np.ndarray], shape: Shape, dtype: np.dtype, chunks: Chunks, crcs: bytearray
+) -> Iterator[memoryview | bytes]:
     """The bytes of an outer chunk's file, in parts; each is valid until the next is asked for.
 
-    `data` has the chunk's elements. The crc32c of each inner chunk, 4 bytes, is added to `crcs`.
+    `data` has the elements of the chunk, whose part inside the array is `shape`: blocks of whole
+    rows in order, each of whole inner chunks; of a stack one block. The crc32c of each inner chunk,
+    4 bytes, is added to `crcs`.
     """
-    room = np.empty(chunks.inner, data.dtype)  # for an inner chunk that has gaps, or is cut
-    inner_chunks = _inner_chunks(data.shape, chunks)
-    every = [b""] * len(inner_chunks)
-    for number, index in inner_chunks:
-        inner = data[index]
-        if inner.shape != chunks.inner or not inner.flags.c_contiguous:
-            if inner.shape != chunks.inner:
-                room[...] = 0
-            room[tuple(map(slice, inner.shape))] = inner
-            inner = room
-        every[number] = crc = _crc(inner)
-        yield inner.reshape(-1).view(np.uint8).data
-        yield crc
-    crcs += b"".join(every)
+    room = np.empty(chunks.inner, dtype)  # for an inner chunk that has gaps, or is cut
+    for rows in data:
+        inner_chunks = _inner_chunks(rows.shape, chunks)
+        every = [b""] * len(inner_chunks)
+        for number, index in inner_chunks:
+            inner = rows[index]
+            if inner.shape != chunks.inner or not inner.flags.c_contiguous:
+                if inner.shape != chunks.inner:
+                    room[...] = 0
+                room[tuple(map(slice, inner.shape))] = inner
+                inner = room
+            every[number] = crc = _crc(inner)
+            yield inner.reshape(-1).view(np.uint8).data
+            yield crc
+        crcs += b"".join(every)
     if has_index(chunks):
-        yield _index(data.shape, chunks, data.dtype.itemsize)
+        yield _index(shape, chunks, dtype.itemsize)
 
 
 # Thousands of arrays have few shapes.

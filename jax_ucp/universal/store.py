@@ -132,22 +132,38 @@ class ZarrStore(ArraySource):
             hasher.update(part)
         self.beside[name] = Beside(hasher.hexdigest(), file)
 
-    def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
-        """Write one outer chunk, and record it; durable at once, or after `directory.sync`."""
+    def write(self, key: str, box: Box, data: Iterable[np.ndarray], durable: bool = True) -> None:
+        """Write one outer chunk, whose elements are given in blocks as `row_blocks` has them, or as
+        one, and record it; durable at once, or after `directory.sync`.
+        """
         if box.size:
             parts = self._chunk_parts(key, box, data)
             name, _ = self.find(key, self._chunk(key, box))
             self.directory.write(name, parts, durable=durable)
 
+    def row_blocks(self, key: str, box: Box, max_bytes: int) -> Iterator[Box]:
+        """The blocks of whole rows of an outer chunk, each of few inner chunks, in order."""
+        info = self._arrays[key]
+        step = rows_of_chunks(box.shape, self.chunks[key].inner, info.dtype.itemsize, max_bytes)
+        step = (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))
+        return (block.shift(box.start) for block in grid_boxes(box.shape, step))
+
     def _chunk_parts(
-        self, key: str, box: Box, block: np.ndarray, place: Place | None = None
+        self, key: str, box: Box, data: Iterable[np.ndarray], place: Place | None = None
     ) -> Iterator[memoryview | bytes]:
         """The bytes of an outer chunk, which is recorded when all of them are taken."""
-        data, crcs = np.asarray(block, dtype=self._arrays[key].dtype), bytearray()
-        yield from shard_parts(data, self.chunks[key], crcs)
-        has_crcs = is_recorded(self._arrays[key].shape, self.chunks[key])
-        recorded = bytes(crcs) if has_crcs else b""
-        self.written[key][str(box)] = Written(_digest([data]), recorded, place)
+        info, chunks = self._arrays[key], self.chunks[key]
+        hasher, crcs = xxhash.xxh3_64(), bytearray()
+
+        def hashed() -> Iterator[np.ndarray]:
+            for block in data:
+                elements = np.asarray(block, dtype=info.dtype)
+                _update(hasher, elements)
+                yield elements
+
+        yield from shard_parts(hashed(), box.shape, info.dtype, chunks, crcs)
+        recorded = bytes(crcs) if is_recorded(info.shape, chunks) else b""
+        self.written[key][str(box)] = Written(hasher.hexdigest(), recorded, place)
 
     def place_pack(self, number: int, blocks: Iterable[tuple[str, Box]]) -> Sequence[Place]:
         """The places of these outer chunks without index in a pack, one after the other; they are
@@ -174,7 +190,7 @@ class ZarrStore(ArraySource):
         """The bytes that `write_pack` writes; a chunk is recorded when its parts are taken."""
         places = self.place_pack(number, blocks)
         for (key, box), place, block in zip(blocks, places, arrays, strict=True):
-            yield from self._chunk_parts(key, box, block, place)
+            yield from self._chunk_parts(key, box, [block], place)
 
     def add(self, written: Blocks) -> None:
         """Add the records of chunks that other processes wrote, and the places of packed ones."""
@@ -392,16 +408,11 @@ class ZarrStore(ArraySource):
         )
 
     def _parts(self, key: str, box: Box, crcs: bytes) -> Iterator[np.ndarray]:
-        """The elements of an outer chunk, in blocks of whole rows, each of few inner chunks."""
-        info = self._arrays[key]
-        step = rows_of_chunks(box.shape, self.chunks[key].inner, info.dtype.itemsize, VERIFY_BYTES)
-        for part in grid_boxes(
-            box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))
-        ):
-            out = np.empty(part.shape, info.dtype)
+        """The elements of an outer chunk, in blocks of whole rows."""
+        for block in self.row_blocks(key, box, VERIFY_BYTES):
+            out = np.empty(block.shape, self._arrays[key].dtype)
             with self._telling(key):
-                wanted = [(part.shift(box.start), out)]
-                self._read_shard(self._shard(key, box, wanted, crcs, self._file))
+                self._read_shard(self._shard(key, box, [(block, out)], crcs, self._file))
             yield out
 
 
@@ -751,11 +762,15 @@ def _digest(parts: Iterable[np.ndarray]) -> str:
     """The xxh3_64 of elements in row-major order, little-endian, given in parts."""
     hasher = xxhash.xxh3_64()
     for part in parts:
-        part = np.asarray(part, order="C")
-        if part.dtype.byteorder == ">":
-            part = part.astype(part.dtype.newbyteorder("<"))
-        hasher.update(part.reshape(-1).view(np.uint8).data)
+        _update(hasher, part)
     return hasher.hexdigest()
+
+
+def _update(hasher: xxhash.xxh3_64, elements: np.ndarray) -> None:
+    elements = np.asarray(elements, order="C")
+    if elements.dtype.byteorder == ">":
+        elements = elements.astype(elements.dtype.newbyteorder("<"))
+    hasher.update(elements.reshape(-1).view(np.uint8).data)
 
 
 WHO_ELSE = (

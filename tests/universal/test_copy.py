@@ -171,7 +171,7 @@ def test_a_part_of_a_chunk_is_not_written(tmp_path):
         {"w": Chunks((2, 4), (2, 2))},
     )
     with pytest.raises(ValueError, match=r"w: \[0:2, 0:2\] is not a chunk of \(2, 4\)"):
-        store.write("w", Box((0, 0), (2, 2)), np.zeros((2, 2), np.float32))
+        store.write("w", Box((0, 0), (2, 2)), [np.zeros((2, 2), np.float32)])
 
 
 def contents(path: Path, rows: int = 64) -> Contents:
@@ -606,5 +606,6 @@ def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_c
     small = 16 << 20
     constant = 128 << 20  # what the libraries and the allocator keep beside the blocks in flight
     assert peak(small) <= small + constant < data.nbytes
-    # The measure can fail: with a budget that bounds nothing, more is held at once.
-    assert peak(4 << 30) > small + constant
+    # The measure can fail: with a budget that bounds nothing, more is held at once, unless rows can
+    # be read and written some at a time.
+    assert (peak(4 << 30) > small + constant) == (write is universal)

@@ -249,7 +249,9 @@ def chunk_of_zeros(item: Path, name: str) -> bytes:
     inside = tuple(min(n, o) for n, o in zip(leaf.shape, chunks.outer, strict=True))
     return b"".join(
         bytes(part)
-        for part in shard_file.shard_parts(np.zeros(inside, leaf.dtype), chunks, bytearray())
+        for part in shard_file.shard_parts(
+            [np.zeros(inside, leaf.dtype)], inside, np.dtype(leaf.dtype), chunks, bytearray()
+        )
     )
 
 

@@ -34,11 +34,15 @@ def noise(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return (values > 0 if dtype.kind == "b" else np.asarray(values)).astype(dtype)
 
 
-def stored_by_us(root: Path, array: np.ndarray, chunks: Chunks) -> ZarrStore:
+def stored_by_us(root: Path, array: np.ndarray, chunks: Chunks, max_bytes: int = 100) -> ZarrStore:
+    """A store with the array, whose chunks were given in blocks of at most so many bytes, or one
+    row of inner chunks.
+    """
     store = ZarrStore(LocalFiles(root), {"w": ArrayInfo(array.shape, array.dtype)}, {"w": chunks})
     store.create("w")
     for box in grid_boxes(array.shape, chunks.outer):
-        store.write("w", box, array[box.index], durable=False)
+        blocks = store.row_blocks("w", box, max_bytes)
+        store.write("w", box, (array[block.index] for block in blocks), durable=False)
     return store
 
 
@@ -118,6 +122,10 @@ def test_any_boxes_of_any_chunks_are_read_back(tmp_path_factory, data):
         np.testing.assert_array_equal(out, array[box.index])
         np.testing.assert_array_equal(store.read("w", box), array[box.index])
     np.testing.assert_array_equal(store.read("w", Box.whole(shape)), array)
+    for box in grid_boxes(shape, outer):
+        whole = ZarrStore(store.directory, {"w": store.arrays()["w"]}, {"w": store.chunks["w"]})
+        whole.write("w", box, [array[box.index]], durable=False)
+        assert whole.written == {"w": {str(box): store.written["w"][str(box)]}}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
