@@ -22,7 +22,7 @@ from helpers import mesh_of
 from models.transformer import Config, Transformer
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
-MESH = mesh_of(2, 2)
+MESH = mesh_of(4, 2)
 # A case of each optimizer and model: that states are those of the run, however they are partitioned,
 # is a law of every case.
 DEEPSPEED = [
