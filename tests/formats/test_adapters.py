@@ -651,6 +651,24 @@ def test_maxtexts_factors_make_what_the_merged_weights_are(way: str) -> None:
         np.testing.assert_allclose(got, want.read(name), rtol=0, atol=1e-6)
 
 
+def test_a_step_of_maxtexts_factors_alone_becomes_a_folder_of_peft(tmp_path: Path) -> None:
+    base, adapter = base_of("lora"), ucp.open(DATA / "lora" / "adapter")
+    mapped = adapter.map("hf-llama2-to-maxtext", config=base.config)
+    of_lora = {"lora_rank": 4, "lora_alpha": 6.0}
+    run = tmp_path / "run"
+    mapped.save(
+        run, root="", variables=True, step=0, item="items", custom_metadata={"lora": of_lora}
+    )
+    assert ucp.open(run).leaves[0].label.startswith("decoder/layers/")
+    assert json.loads((run / "0" / "_CHECKPOINT_METADATA").read_text())["custom_metadata"] == {
+        "lora": of_lora
+    }
+    inverse = ucp.Mapping.load("hf-llama2-to-maxtext").inverse()
+    back = ucp.open(run).weights("").map(inverse, config=base.config)
+    config = DATA / "lora" / "adapter" / "adapter_config.json"
+    assert is_same(adapter, back.export(tmp_path / "out", "safetensors", adapter_config=config))
+
+
 FACTORS = json.loads((DATA.parent / "mappings" / "maxtext_factors.json").read_text())
 MAPPINGS = {"llama31": "llama", "gpt_oss": "gpt-oss"}
 
