@@ -225,8 +225,15 @@ def test_a_chunk_of_a_pack_in_the_place_of_another_is_refused(tmp_path, other):
     data, nbytes = pack.read_bytes(), pack.stat().st_size // PACK_FROM
     pack.write_bytes(data[other * nbytes : (other + 1) * nbytes] + data[nbytes:])
     ucp.open(item).read("w0001")
-    with pytest.raises(CorruptData, match=rf"w0000: .*{pack.name}.* another array, step or run"):
+    fault = rf"w0000: .*{pack.name}.* another array, step or run"
+    with pytest.raises(CorruptData, match=fault):
         ucp.open(item).restore()
+    with pytest.raises(CorruptData, match=fault):  # of which all are read at once
+        ucp.open(item).save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    pack.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(CorruptData, match=r"w0000: .*is damaged"):
+        ucp.open(item).save(tmp_path / "copy")
 
 
 def require_bound(item: Path) -> None:
