@@ -58,7 +58,8 @@ class _Commands(click.Group):
             return name, None, rest
         with gc_paused():
             module = importlib.import_module(f"jax_ucp.cli.{name}")
-        gc.freeze()  # what was imported stays, and need not be looked at again
+        if not gc.get_freeze_count():  # once, also where a program runs several commands
+            gc.freeze()  # what was imported stays, and need not be looked at again
         return name, getattr(module, str(name)), rest
 
     def invoke(self, ctx: click.Context) -> Any:
