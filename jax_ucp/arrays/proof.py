@@ -321,7 +321,7 @@ class Replicas(Proof):
         return [self.array.info] * 2
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
-        """The first box of which two copies differ, with where they are stored."""
+        """The first fault, a block whose copies differ, with where they are stored; or None."""
         for box, data in zip(boxes, split(elements, boxes), strict=True):
             if hit := unequal_replicas(self.array, box, data):
                 pieces = locate(self.array, hit)

@@ -48,7 +48,9 @@ _NAME = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>0|[1-9]\d{0,4})\.(?P<p
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """A stored weight: the elements of a parameter from `start` on."""
+    """A weight that is part of a parameter: consecutive elements of it in row-major order, from the
+    one at `start` on.
+    """
 
     name: str
     start: int
@@ -67,8 +69,8 @@ class PackedParameter:
     parts: tuple[ExpertPart, ...]
 
     def of(self, name: str, weights: Sequence[Array]) -> Array:
-        """The parameter called `name`, made of its parts. Raises LayoutError if they differ in
-        dtype.
+        """The parameter called `name`, of `weights` in the order of `parts`. Raises LayoutError if
+        their shapes or dtypes do not fit.
         """
         parts = [
             Part(i, part.shape, Place((0,) * len(part.shape), straight(len(part.shape))), place)
@@ -192,7 +194,9 @@ def with_own_scales(contents: Contents, block: Sequence[int]) -> Contents:
 def _own_scales(
     leaf: Leaf, shapes: Mapping[str, Shape], block: Sequence[int]
 ) -> Iterator[ExpertPart]:
-    """The parts of packed scales, if the codes of an expert are there, in whole blocks."""
+    """The scales of each expert as parts of the packed ones; none unless the codes of at least one
+    expert are there, in whole blocks.
+    """
     end = next((end for end in _PACKED_SCALES if leaf.label.endswith(f".experts{end}")), None)
     if end is None or len(leaf.shape) != 3:
         return

@@ -254,10 +254,13 @@ def numbered(name: str, number: int) -> str:
 
 
 def choose(folder: str, saves: Mapping[Model, Sequence[WeightSave]], named: str = "") -> Choice:
-    """The save of a folder's checkpoint: what transformers would load, if it would.
+    """The save of a folder's checkpoint that is read: the one called `named`, or that of the model
+    that transformers would load, or of the only model.
 
-    `named` is the file or index that the config names. One that is not whole is chosen if none is.
-    Raises FormatError where several models, or several saves of one, could be meant.
+    `named` is from the config, or what the user says. A save that is not whole is chosen if it is
+    named, or if its model has no whole one; where a model has two, the other is to be compared.
+    Raises FormatError where several models, or more than two whole saves of one, could be meant, or
+    where no save is called `named`.
     """
     all_saves = list(itertools.chain(*saves.values()))
     chosen, same = next((save for save in all_saves if save.name == named), None), None

@@ -63,8 +63,8 @@ def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Ma
 
 
 def _of_factors(rule: MappingRule) -> Iterator[MappingRule]:
-    """The rules of the factors of a weight; there are none if the rule is not for one matrix of a
-    module: qwix has other factors where it is taken apart, and one A for all experts.
+    """The rules of factors A and B of a weight; none if the rule is not for one matrix of a module:
+    qwix has other factors of a weight that it takes apart, and of experts one A for all.
     """
     if len(rule.params) != 1 or len(rule.leaves) != 1 or rule.add:
         return

@@ -66,10 +66,11 @@ def rule_faults(
 
 
 def _kept_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Iterator[str]:
-    """Messages about moments that `tx` multiplies by another number than the groups' betas or
-    momentum, or from which it moves weights with Nesterov's step where they did not, or without.
+    """Messages, one for each difference, about moments of which `tx` keeps another part at an
+    update than the groups' betas or momentum say, or takes Nesterov's step where they do not, or
+    does not where they do.
 
-    `kept` has that number.
+    `kept` has the part that `tx` keeps.
     """
     unlike: dict[tuple[str, str], list[str]] = defaultdict(list)
     settings_of = {name: group.settings for group in groups for name in group.params}
@@ -150,7 +151,7 @@ class _Probe:
         return ahead
 
     def _begun(self, first: float, second: float) -> Any:
-        """The state of `tx` before any update, but for moments."""
+        """The state of `tx` before any update, with `first` and `second` as its moments."""
         state = self._tx.init(self._params)
         values = [
             jnp.full_like(leaf, second if slot.role == "exp_avg_sq" else first)

@@ -260,7 +260,9 @@ class ZarrStore(ArraySource):
                 self._read_together(name, group)
 
     def _read_together(self, name: str, wants: Sequence[Want]) -> None:
-        """Read arrays of the pack with that name, by requests of which none waits for another."""
+        """Read boxes of several arrays in the pack called `name`, each into its own of `wants`, in
+        large batches; then one by one the chunks that could not be read so.
+        """
         look = functools.cache(self._file)
         whole = {i: chunk for i, want in enumerate(wants) if (chunk := self._whole(*want))}
         read: set[int] = set()

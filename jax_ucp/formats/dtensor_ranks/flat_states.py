@@ -182,11 +182,13 @@ def _layout(
 def flat_parameters(
     shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
 ) -> Units:
-    """The parameters in each flat one, of which the length of each of its parts is known or not.
+    """The names of the parameters in each flat one: those of an outer module before those inside.
 
-    Modules that go by one name but for numbers are wrapped all or none, as a policy of classes
-    does. Where no way fits, a parameter may be tied to an earlier one of its shape, and be left
-    out. Raises Undecided where no way fits, or several.
+    `shapes` are in the order of the model. `lengths` has for each flat parameter the length of one
+    of its `parts` parts, or None if it is not known. Modules whose names differ only in numbers are
+    wrapped all or none, as a policy of classes does. Where no way fits, one parameter may be left
+    out, as tied to an earlier one of its shape. Raises Undecided where no way fits, or several, or
+    where there are too many to try.
 
     >>> shapes = {"e.w": (4,), "l.0.w": (3,), "l.1.w": (3,)}
     >>> flat_parameters(shapes, 2, [2, 2, 2])
