@@ -171,11 +171,16 @@ class ZarrStore(ArraySource):
         """
         places, end = [], 0
         for key, box in blocks:
-            chunk, count = self._chunk(key, box), len(self.outer_chunks(key))
+            chunk = self._chunk(key, box)
             places.append((number, end))
-            self.places.setdefault(key, [None] * count)[chunk.number] = places[-1]
+            self._place(key, chunk, places[-1])
             end += chunk.nbytes
         return places
+
+    def _place(self, key: str, chunk: OuterBox, place: Place) -> None:
+        """Record where an outer chunk is in a pack, beside the places of the array's others."""
+        of_array = self.places.setdefault(key, [None] * len(self.outer_chunks(key)))
+        of_array[chunk.number] = place
 
     def write_pack(
         self, number: int, blocks: Sequence[tuple[str, Box]], arrays: Iterable[np.ndarray]
@@ -197,8 +202,9 @@ class ZarrStore(ArraySource):
         for key, blocks in written.items():
             self.written[key].update(blocks)
             if any(block.place for block in blocks.values()):
-                found = [blocks.get(text) for text in self.outer_chunks(key)]
-                self.places[key] = [block.place if block else None for block in found]
+                for text, chunk in self.outer_chunks(key).items():
+                    if (block := blocks.get(text)) and block.place:
+                        self._place(key, chunk, block.place)
 
     def packs(self) -> set[int]:
         """The numbers of the packs that have chunks."""

@@ -395,8 +395,8 @@ REQUIREMENTS = {
     "hf-gemma-7b-to-tunix": "c069d9f75aa4f6f6", "hf-gemma-to-maxtext": "c7015573154c2a22",
     "hf-gemma-to-tunix": "eea93f4d767766e3", "hf-gemma2-to-maxtext": "afda51f82a034160",
     "hf-gemma2-to-tunix": "7e068db903477c27", "hf-gemma3-to-maxtext": "9cbdee102082b86d",
-    "hf-gemma3-to-tunix": "8b75487721044cad", "hf-gemma4-to-maxtext": "49244812ce9534ce",
-    "hf-gemma4-small-to-maxtext": "068f2cee7d975fac",
+    "hf-gemma3-to-tunix": "8b75487721044cad", "hf-gemma4-to-maxtext": "3d71b6539b64d85b",
+    "hf-gemma4-small-to-maxtext": "e862c5cf8f3df568",
     "hf-gpt-oss-to-maxtext": "6b3d7c5205fc2a01",
     "hf-gpt2-to-flax": "1628ce7b71f89e4e", "hf-llama-to-maxtext": "47113e84c36f385d",
     "hf-llama-to-tunix": "7c97939be21d3f66", "hf-llama2-to-maxtext": "15b6351fae7a1413",
@@ -421,7 +421,7 @@ REQUIREMENTS = {
     "gguf-llama4-to-hf": "0e3dfc1afd1cef10",
     "gguf-phi3-to-hf": "1987b10fc86ebc7f",
     "vlm-gemma3-to-hf": "8fca3364e9867ce6", "vlm-gemma3-to-tunix": "2dd7c39cee0cf1d6",
-    "hf-gemma4-to-tunix": "4922b134e514fb9b", "hf-gemma4-small-to-tunix": "786f565af58387ca",
+    "hf-gemma4-to-tunix": "e0bd896a64c92f81", "hf-gemma4-small-to-tunix": "2730dae5a3ee8d78",
     "vlm-qwen3-omni-moe-to-hf": "45cab2ee6caf551a",
 }  # fmt: skip
 

@@ -31,10 +31,12 @@ from jax_ucp.errors import CorruptData, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.handler.versions import HAS_V1
 from jax_ucp.layout.blocks import Chunks
+from jax_ucp.layout.box import Box
 from jax_ucp.sharding import save as saving
 from jax_ucp.universal import copy as copying
 from jax_ucp.universal import ocdbt, packs
 from jax_ucp.universal.packs import PACK_FROM
+from jax_ucp.universal.store import ZarrStore
 
 MESH = jax.make_mesh((4, 2), ("data", "model"))
 DTYPES = [np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.int8, bool, np.complex64)]
@@ -127,6 +129,19 @@ def test_they_are_restored_as_they_were_and_take_few_files(saved):
     (piece,) = checkpoint.where("layers/7/scale")
     assert (item / piece.file).is_file()
     assert piece.item == "layers.7.scale/c.0.0"
+
+
+def test_chunks_of_an_array_that_several_processes_packed_are_all_placed(tmp_path):
+    values = np.arange(12, dtype=np.float32)
+    arrays, chunks = {"w": ArrayInfo((12,), values.dtype)}, {"w": Chunks((4,), (4,))}
+    stores = [ZarrStore(LocalFiles(tmp_path), arrays, chunks) for _ in range(3)]
+    for number, store in enumerate(stores):
+        box = Box((4 * number,), (4 * number + 4,))
+        store.write_pack(number, [("w", box)], [values[box.index]])
+    first, *others = stores
+    for store in others:
+        first.add(store.written)
+    np.testing.assert_array_equal(first.read("w", Box((0,), (12,))), values)
 
 
 @stock_warns

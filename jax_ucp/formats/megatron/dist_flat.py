@@ -434,9 +434,14 @@ def _moved(files: DistFiles, tensors: TensorStates) -> dict[str, str]:
             raise FormatError("the parameters of both optimizers have states by their names")
         ranks = _rank_tensors(files, tensors)
         several = args.degree("expert_model_parallel_size") > 1
-        plans = _plans(files, ranks, module_orders(args)[0], several, {})
-        buffers = [buffer for plan in plans.values() for _, buffer in plan.values()]
-        return {name: _moved_by(n) for buffer in buffers for name, n in buffer.moved}
+        recorded, *_ = orders = module_orders(args)
+        causes: dict[str, str] = {}
+        # nothing shows which release wrote it, and so in which of their orders
+        for order in [order for order in orders if order.fused_norm == recorded.fused_norm]:
+            plans = _plans(files, ranks, order, several, {})
+            buffers = [buffer for plan in plans.values() for _, buffer in plan.values()]
+            causes |= {name: _moved_by(n) for buffer in buffers for name, n in buffer.moved}
+        return causes
     # modules of an order not known here: any of them may have been moved, if there is padding
     except (FormatError, LayoutError):
         if args.fields and not (args.get("overlap_grad_reduce") or shared_embeddings(args)):

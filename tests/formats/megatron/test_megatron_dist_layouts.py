@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from jax_ucp.arrays.evaluate import expressions, read
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.path import file_path
+from jax_ucp.formats.megatron import dist_flat
 from jax_ucp.formats.megatron.buffers import cut_of
 from jax_ucp.formats.megatron.dist import read_files
 from jax_ucp.formats.megatron.dist_files import DistFiles, DistTensor, StoredObject
@@ -461,3 +463,27 @@ def test_buffers_of_more_ranks_than_the_args_know_are_refused(tmp_path):
     writer.objects[key.replace("group_idx_0", "group_idx_1")] = writer.objects[key]
     with pytest.raises(FormatError, match=r"group 1, chunk 0, bfloat16\) belongs to no rank"):
         read_files(writer.files(), Options())
+
+
+def test_states_that_either_order_of_a_hybrid_model_has_moved_are_suspect(monkeypatch):
+    """Before 0.19 the norm and the first weight of this layer lie behind padding, since then not."""
+    degrees = ("tensor_model", "pipeline_model", "expert_model", "data", "context")
+    args = Args(
+        dict.fromkeys((f"{kind}_parallel_size" for kind in degrees), 1)
+        | {"num_layers": 1, "world_size": 1, "overlap_grad_reduce": True, "ddp_bucket_size": 12_000}
+        | {"hybrid_layer_pattern": "M", "untie_embeddings_and_output_weights": True}
+    )
+    mixer = {
+        **dict.fromkeys(("dt_bias", "A_log", "D"), (4,)),
+        **{"in_proj.layer_norm_weight": (64,), "in_proj.weight": (300, 64)},
+        **{"conv1d.weight": (700, 1, 4), "conv1d.bias": (700,), "norm.weight": (136,)},
+        "out_proj.weight": (64, 136),
+    }
+    shapes = {f"decoder.layers.0.mixer.{name}": shape for name, shape in mixer.items()}
+    shapes |= {"embedding.word_embeddings.weight": (100, 64), "output_layer.weight": (2, 64)}
+    shapes["decoder.final_norm.weight"] = (64,)
+    cuts = {name: cut_of(shape, [Box.whole(shape)], 1) for name, shape in shapes.items()}
+    ranks = SimpleNamespace(cuts=cuts, dtypes=dict.fromkeys(shapes, "bf16"), copies={})
+    monkeypatch.setattr(dist_flat, "_rank_tensors", lambda *_: ranks)
+    moved = dist_flat._moved(SimpleNamespace(args=args), SimpleNamespace(states={}))
+    assert "decoder.layers.0.mixer.in_proj.weight" in moved
