@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -493,6 +494,33 @@ def test_adapters_that_have_experts_packed_and_apart_are_merged_one_after_the_ot
             base.merge(packed, each)
         whole = base.merge(packed).merge(each)
         assert is_same(whole, whole.save(tmp_path / case))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("case", ["experts_mixtral", "old_experts_packed"])
+def test_adapters_of_the_bare_model_and_of_that_with_its_head_add_up(
+    case: str, order: int, tmp_path: Path
+) -> None:
+    """Experts are known by the same names, whichever model an adapter was trained on."""
+
+    def doubled(arrays: dict[str, np.ndarray], prefix: str = "model.") -> None:
+        for name in [*arrays]:
+            renamed = name.replace("base_model.model.model.", f"base_model.model.{prefix}")
+            arrays[renamed] = arrays.pop(name) * 2
+
+    base, whole = base_of(case), DATA / case / "adapter"
+    bare = changed(case, tmp_path / "bare", partial(doubled, prefix=""))
+    same = changed(case, tmp_path / "same", doubled)
+    first, second = [whole, bare][::order]
+    together = base.merge(first, second)
+    assert is_same(together, base.merge(*[whole, same][::order]))
+    after = params(base.merge(first).merge(second))
+    before, added, got = params(base), params(base.merge(whole)), params(together)
+    assert got.keys() == after.keys() == before.keys()
+    for name, weight in before.items():
+        np.testing.assert_allclose(got[name], after[name], rtol=1e-5, atol=1e-5)
+        want = weight + 5 * (added[name] - weight)  # both factors of the other are doubled
+        np.testing.assert_allclose(got[name], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("role", ["modules_to_save", "original_module"])

@@ -150,7 +150,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
 @dataclass(frozen=True)
 class _Repacked:
     """The weights that adapters change as parts of others, or that consist of those that they
-    change: parameters by their names in memory that are `packed`, and stored ones that are `apart`.
+    change: parameters that are `packed`, and stored ones that are `apart`, named as in `Memory`.
     """
 
     packed: Mapping[str, PackedParameter]

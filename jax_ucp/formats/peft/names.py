@@ -42,9 +42,10 @@ _RULES: dict[str, dict[str, str]] = {
 class Memory:
     """The weights of a base as they are in a model, where an adapter finds its modules.
 
-    `names` has the stored name by the name in memory of each weight that is the same in both.
     `packed` are parameters that consist of several stored weights; `apart` are stored ones, by
-    their stored names, of which each part is a weight in memory.
+    their stored names, of which each part is a weight in memory. `names` has by the name in memory
+    of each weight the one that all adapters of the base know it by: the stored one where the weight
+    is the same in both, or else that in `packed` or of a part.
     """
 
     names: Mapping[str, str]
@@ -53,10 +54,10 @@ class Memory:
 
     def shapes(self, stored: Mapping[str, Shape]) -> dict[str, Shape]:
         """The shape of every weight in memory, by those of the stored ones."""
-        shapes = {name: stored[of] for name, of in self.names.items()}
-        shapes |= {name: param.shape for name, param in self.packed.items()}
+        shapes = {**stored, **{name: param.shape for name, param in self.packed.items()}}
         parts = (part for param in self.apart.values() for part in param.parts)
-        return shapes | {part.name: part.shape for part in parts}
+        shapes |= {part.name: part.shape for part in parts}
+        return {name: shapes[of] for name, of in self.names.items()}
 
 
 def in_memory(modules: Collection[str], base: Mapping[str, Shape], model_type: str) -> Memory:
@@ -75,7 +76,8 @@ def in_memory(modules: Collection[str], base: Mapping[str, Shape], model_type: s
             if len({*map(rename, own)}) == len(own) and _has_all({*map(rename, own)}, modules)
         ]
         if len(fitting) == 1:
-            return _with_names(memory, fitting[0])
+            names = {fitting[0](name): of for name, of in memory.names.items()}
+            return replace(memory, names=names)
     return stored
 
 
@@ -84,25 +86,14 @@ def _repacked(base: Mapping[str, Shape], model_type: str) -> Iterator[Memory]:
     if not is_packed(model_type):
         return
     found = packed(model_type, base) or {}
-    one = {name: param.parts[0].name for name, param in found.items() if len(param.parts) == 1}
-    yield Memory(one, {name: param for name, param in found.items() if name not in one})
+    several = {name: param for name, param in found.items() if len(param.parts) > 1}
+    one = {name: param.parts[0].name for name, param in found.items() if name not in several}
+    yield Memory(one | {name: name for name in several}, several)
     found = apart(model_type, base)
-    one = {param.parts[0].name: name for name, param in found.items() if len(param.parts) == 1}
-    rest = {name: param for name, param in found.items() if len(param.parts) > 1}
-    yield Memory(one, apart=rest)
-
-
-def _with_names(memory: Memory, rename: Callable[[str], str]) -> Memory:
-    """The same weights with other names in memory."""
-    names = {rename(name): of for name, of in memory.names.items()}
-    packed = {rename(name): param for name, param in memory.packed.items()}
-    apart = {
-        name: replace(
-            param, parts=tuple(replace(part, name=rename(part.name)) for part in param.parts)
-        )
-        for name, param in memory.apart.items()
-    }
-    return Memory(names, packed, apart)
+    several = {name: param for name, param in found.items() if len(param.parts) > 1}
+    one = {param.parts[0].name: name for name, param in found.items() if name not in several}
+    parts = {part.name: part.name for param in several.values() for part in param.parts}
+    yield Memory(one | parts, apart=several)
 
 
 def _ways(

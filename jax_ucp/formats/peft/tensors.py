@@ -84,8 +84,8 @@ def changes(
     tensors: Shapes, stored: Shapes, config: LoraConfig, model_type: str = ""
 ) -> tuple[list[WeightChange], Memory]:
     """The changes that an adapter makes to a base, whose weights have the shapes `stored` and which
-    transformers calls `model_type`, and its weights in memory. A change has the stored name of a
-    weight that is the same in both. Raises FormatError with all misfits.
+    transformers calls `model_type`, and its weights in memory. A change has the name by which all
+    adapters of the base know its weight. Raises FormatError with all misfits.
     """
     modules, others, faults = _sorted(tensors)
     whole = {name.rpartition(".")[0] for name in others}
