@@ -45,6 +45,7 @@ REFUSED = [
     ("tunix/gemma4", "hf-gemma4-to-tunix", {"rms_norm_eps": 1e-5}, "eps", "1e-05"),
     ("tunix/gemma4", "hf-gemma4-to-tunix", {"num_kv_shared_layers": 6}, "kv_shared", "= 6"),
     ("maxtext/gemma4_moe", "hf-gemma4-to-tunix", {}, "experts", "enable_moe_block = true"),
+    ("tunix/gemma4", "hf-gemma4-to-tunix", {"use_bidirectional_attention": "all"}, "causal", '"all"'),
     ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", {"swiglu_limit": 5.0}, "activation", "5.0"),
     ("maxtext/gpt_oss", "hf-gpt-oss-to-maxtext", rope("linear", factor=4.0), "rope", "linear"),
     ("maxtext/deepseek3", "hf-deepseek3-to-maxtext", {"rope_parameters": {"mscale_all_dim": 0.5}}, "rope",
@@ -118,6 +119,8 @@ ACCEPTED = [
     # as long as its positions
     ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": 64}),
     ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": None}),
+    # which only says how tokens of images attend
+    ("tunix/gemma4", "hf-gemma4-to-tunix", {"use_bidirectional_attention": "vision"}),
 ]  # fmt: skip
 
 
