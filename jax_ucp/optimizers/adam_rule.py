@@ -7,7 +7,7 @@ sums move weights otherwise. So an optimizer is asked for one update from chosen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ from jax_ucp.arrays.optimizer_groups import Group
 from jax_ucp.optimizers.settings import TRIES
 from jax_ucp.optimizers.slots import OptaxLeaf, few, param_leaves, slots_of
 
-# Small enough that no clipping begins, and not too small for moments in 16 bits.
-_GRADIENT = 2e-6
+# Small enough that no clipping begins; moments in float16 have few digits below 6e-5.
+_GRADIENT, _GRADIENT_FLOAT16 = 2e-6, 1e-3
 
 # Of a moment: the state of optax that has it, whose it is, and what else optax keeps there.
 _ADAM = "ScaleByAdamState", "Adam", "adamax, yogi and adopt"
@@ -44,8 +44,8 @@ def rule_faults(
     if not probe.keys:
         return
     # moments after an update of ones, of zeros by one and by two gradients, and beside large ones
-    rest, twice = probe.after(1, 1, 0), probe.after(0, 0, 2 * _GRADIENT)
-    once, used = probe.after(0, 0, _GRADIENT), probe.after(0, 100, _GRADIENT)
+    rest, twice = probe.after(1, 1, 0), probe.after(0, 0, 2 * probe.gradient)
+    once, used = probe.after(0, 0, probe.gradient), probe.after(0, 100, probe.gradient)
     others: dict[str, list[str]] = defaultdict(list)
     for key in probe.keys:
         # a moment decays, and grows as the gradient or its square; LARS sums updates
@@ -58,8 +58,10 @@ def rule_faults(
     for role, names in others.items():
         state, whose, others_of = _OWNERS[role]
         yield (
-            f"{few(names)}: tx keeps in a {state} what is not the {role} of {whose}, as optax's"
-            f" {others_of} do; give the optimizer that was trained with"
+            f"{few(names)}: tx keeps in a {state} what is not the {role} of {whose}, in at most"
+            f" {TRIES} updates by gradients of {probe.gradient}; optax's {others_of} keep other"
+            " sums, and what clips, normalises or negates gradients before changes the sum; give"
+            " the optimizer that was trained with"
         )
     if groups:
         yield from _kept_faults(probe, rest, groups)
@@ -74,7 +76,9 @@ def _kept_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Itera
     """
     unlike: dict[tuple[str, str], list[str]] = defaultdict(list)
     settings_of = {name: group.settings for group in groups for name in group.params}
-    is_ahead = probe.is_ahead()
+    # without momentum Nesterov's step is the plain one
+    firsts = {key for key in probe.keys if key[0] != "exp_avg_sq" and kept[key]}
+    is_ahead = probe.is_ahead(firsts)
     for role, name in probe.keys:
         settings = settings_of.get(name, {})
         setting, declared = _declared(role, settings)
@@ -85,7 +89,7 @@ def _kept_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Itera
             keeps = f"keeps {declared} of {role} at an update ({setting})"
             unlike[keeps, f"{found:.4g}"].append(name)
         nesterov = bool(settings.get("nesterov"))
-        if role != "exp_avg_sq" and is_ahead[role, name] != nesterov:
+        if is_ahead.get((role, name), nesterov) != nesterov:
             unlike[f"has nesterov={nesterov}", str(not nesterov)].append(name)
     for (does, found), names in unlike.items():
         yield f"{few(names)}: the checkpoint's optimizer {does}, tx {found}; give tx the same"
@@ -109,11 +113,12 @@ def _is_about(ratio: float, wanted: float) -> bool:
 
 class _Probe:
     """An optimizer asked for updates of small arrays; `keys` are its moments of Adam's and SGD's
-    types, by role and parameter, `precision` that of their dtypes.
+    types, by role and parameter, `precision` that of their dtypes, `gradient` a small one that
+    these hold.
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
-        self._tx, self._update = tx, jax.jit(tx.update)
+        self._tx, self._step, self._read = tx, jax.jit(self._stepped), jax.jit(_first_numbers)
         self._params = jax.tree.map(
             lambda p: jnp.zeros([min(size, 2) for size in p.shape], jnp.float32), params
         )
@@ -123,36 +128,41 @@ class _Probe:
         self.precision = {
             (slot.role, slot.param): float(jnp.finfo(slot.value.dtype).eps) for slot in moments
         }
+        is_float16 = any(slot.value.dtype == jnp.float16 for slot in moments)
+        self.gradient = _GRADIENT_FLOAT16 if is_float16 else _GRADIENT
 
     def after(self, first: float, second: float, gradient: float) -> Moments:
-        """The moments after the first update that changes any.
+        """The moments, each after the first update that changes it.
 
         Before it all first and second moments are `first` and `second`, and gradients `gradient`.
         """
-        begun = moments = self._moments(self._begun(first, second))
+        begun = self._moments(self._with_moments(self._tx.init(self._params), first, second))
+        changed: dict[tuple[str, str], float] = {}
         for _, moments in self._updates(first, second, gradient):
-            if moments != begun:
+            changed = {key: m for key, m in moments.items() if m != begun[key]} | changed
+            if len(changed) == len(begun):
                 break
-        return moments
+        return {**begun, **changed}
 
-    def is_ahead(self) -> dict[tuple[str, str], bool]:
+    def is_ahead(self, keys: Set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
         """Whether a first moment moves its weight less than a gradient that makes the same moment,
-        as Nesterov's step does; False where `tx` moves nothing.
+        as Nesterov's step does, of those of `keys` whose weights `tx` moves.
+
+        Each is decided by the first update that moves its weight.
         """
-        ahead = dict.fromkeys(self.keys, False)
-        kept = self._updates(_GRADIENT, 1, 0)
-        for (of_kept, old), (of_new, new) in zip(kept, self._updates(0, 1, _GRADIENT), strict=True):
-            if not any(of_new.values()):
-                continue
-            for key in self.keys:
-                of_moment, of_gradient = of_kept[key[1]] * new[key], of_new[key[1]] * old[key]
-                ahead[key] = abs(of_moment) < 0.9 * abs(of_gradient)
-            break
+        ahead: dict[tuple[str, str], bool] = {}
+        kept, made = self._updates(self.gradient, 1, 0), self._updates(0, 1, self.gradient)
+        for (of_kept, old), (of_made, new) in zip(kept, made, strict=True):
+            for key in keys - ahead.keys():
+                of_moment, of_gradient = of_kept[key[1]] * new[key], of_made[key[1]] * old[key]
+                if of_moment and of_gradient:
+                    # by a momentum m the ratio is at most m / (1 + m), without Nesterov's step 1
+                    ahead[key] = abs(of_moment) < 0.75 * abs(of_gradient)
+            if len(ahead) == len(keys):
+                break
         return ahead
 
-    def _begun(self, first: float, second: float) -> Any:
-        """The state of `tx` before any update, with `first` and `second` as its moments."""
-        state = self._tx.init(self._params)
+    def _with_moments(self, state: Any, first: float, second: float) -> Any:
         values = [
             jnp.full_like(leaf, second if slot.role == "exp_avg_sq" else first)
             if _is_moment(slot)
@@ -164,21 +174,33 @@ class _Probe:
     def _updates(
         self, first: float, second: float, gradient: float
     ) -> Iterator[tuple[Mapping[str, float], Moments]]:
-        """Updates one after the other, by the parameter's name, and the moments after each."""
-        state = self._begun(first, second)
-        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
+        """Updates one after the other, by the parameter's name, and the moments after each.
+
+        Each begins with the same moments, so that it says the same of them after any warm-up.
+        """
+        state, names = self._tx.init(self._params), param_leaves(self._params)
         for _ in range(TRIES):
-            updates, state = self._update(gradients, state, self._params)
-            moved = {name: float(jnp.ravel(u)[0]) for name, u in param_leaves(updates).items()}
-            yield moved, self._moments(state)
+            # of one type, so that JAX compiles one step
+            moved, state = self._step(state, float(first), float(second), float(gradient))
+            yield dict(zip(names, moved.tolist(), strict=True)), self._moments(state)
+
+    def _stepped(
+        self, state: Any, first: float, second: float, gradient: float
+    ) -> tuple[jax.Array, Any]:
+        """The first number of each parameter's update, and the state after it."""
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
+        begun = self._with_moments(state, first, second)
+        updates, state = self._tx.update(gradients, begun, self._params)
+        return _first_numbers([*param_leaves(updates).values()]), state
 
     def _moments(self, state: Any) -> Moments:
         leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
-        return {
-            (slot.role, slot.param): float(jnp.ravel(leaf)[0])
-            for slot, leaf in leaves
-            if _is_moment(slot)
-        }
+        moments = [leaf for slot, leaf in leaves if _is_moment(slot)]
+        return dict(zip(self.keys, self._read(moments).tolist(), strict=True))
+
+
+def _first_numbers(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.ravel(array)[0].astype(jnp.float32) for array in arrays])
 
 
 def _is_moment(slot: OptaxLeaf) -> bool:

@@ -191,7 +191,7 @@ class TrialUpdates:
     def _all(self, weight: float, gradient: float) -> Iterator[Updates]:
         """Updates one after the other, by the parameter's name."""
         weights = jax.tree.map(
-            lambda p: jnp.full([min(size, 2) for size in p.shape], weight, p.dtype), self._params
+            lambda p: jnp.full([min(size, 2) for size in p.shape], weight, _wide(p)), self._params
         )
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
         state = self._tx.init(weights)
@@ -201,6 +201,11 @@ class TrialUpdates:
                 _name(path): np.asarray(leaf)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(deltas)
             }
+
+
+def _wide(param: Any) -> Any:
+    """The dtype of a parameter, but float32 for float16, in which small updates vanish."""
+    return jnp.float32 if param.dtype == jnp.float16 else param.dtype
 
 
 def _name(path: Any) -> str:

@@ -28,6 +28,8 @@ ADAMS = {
     "gathered": optax.MultiSteps(optax.adam(1e-3), 4),
     "injected": optax.inject_hyperparams(optax.adamw)(RATE),
     "frozen": optax.partition({"a": optax.adamw(1e-3), "f": optax.set_to_zero()}, {"w": "a", "b": "f"}),
+    "gathered, one of two": optax.partition({"a": optax.adamw(1e-3), "m": optax.MultiSteps(optax.adamw(1e-3), 3)}, {"w": "a", "b": "m"}),
+    "a long momentum in float16": optax.adamw(1e-3, b1=0.99, mu_dtype=jnp.float16),
     "lamb": optax.lamb(1e-3),
     "lion": optax.lion(1e-3),
     "sgd": optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(RATE, 0.9, nesterov=True)),
@@ -61,6 +63,15 @@ def test_what_sums_otherwise_is_told(name):
     assert fault.startswith(f"{params}: ")
     owner = "SGD" if moment == "momentum_buffer" else "Adam"
     assert f"not the {moment} of {owner}" in fault
+
+
+@pytest.mark.parametrize("before", [optax.clip(1e-6), optax.scale(-1.0)])
+def test_it_is_told_that_what_comes_before_adam_may_be_why(before):
+    told = list(rule_faults(optax.chain(before, optax.adam(1e-3)), PARAMS))
+    assert told
+    for fault in told:
+        assert "by gradients of 2e-06" in fault
+        assert "what clips, normalises or negates gradients before" in fault
 
 
 def test_adams_moments_do_not_load_into_yogi_unless_they_are_meant_to():

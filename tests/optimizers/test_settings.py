@@ -200,6 +200,7 @@ def adamw(rate=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, **more):
     lambda **same: adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), **same),
     lambda **same: optax.inject_hyperparams(optax.adamw, ("mask",))(1e-3, 0.9, 0.95, **same, weight_decay=0.1, mask=WEIGHTS),
     lambda **same: adamw(mu_dtype=jnp.bfloat16, **same),
+    lambda **same: adamw(mu_dtype=jnp.float16, **same),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(dtype, make, eps):
@@ -235,6 +236,7 @@ def test_one_rate_for_what_was_trained_with_two_is_refused():
 # What groups of torch 2.13 say, of each optimizer what it says of itself alone.
 OF_TORCH = {"lr": 0.01, "maximize": False, "foreach": None, "differentiable": False}
 OF_ADAM = OF_TORCH | {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}
+OF_ADAMW = OF_ADAM | {"weight_decay": 0.01, "decoupled_weight_decay": True, "amsgrad": False}
 OF_SGD = OF_TORCH | {"momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": False}
 ADAM, SGD = optax.adam(0.01), optax.sgd(0.01, 0.9)
 
@@ -247,8 +249,68 @@ def of_all(settings):
     return [Group(("w", "b"), settings)]
 
 
+def partition(w, b):
+    return optax.partition({"w": w, "b": b}, {"w": "w", "b": "b"})
+
+
+# A rate of zero at first, and for long.
+WARM = optax.linear_schedule(0, 0.1, 10)
+LATE = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [200])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("rate", [0.1, WARM, LATE], ids=["now", "warm", "late"])
+@pytest.mark.parametrize(("dtype", "momentum"), [
+    (jnp.float32, 0.5), (jnp.float32, 0.9), (jnp.float32, 0.999),
+    (jnp.bfloat16, 0.5), (jnp.bfloat16, 0.99), (jnp.float16, 0.5), (jnp.float16, 0.999),
+])  # fmt: skip
+def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, rate, momentum, nesterov):
+    # one moves at once and the other as its rate says, either with Nesterov's step
+    sgds = [
+        optax.sgd(each, momentum, nesterov=step, accumulator_dtype=dtype)
+        for each, step in ((0.1, nesterov), (rate, not nesterov))
+    ]
+    settings = OF_SGD | {"momentum": momentum, "nesterov": nesterov}
+    [told] = rule_faults(partition(*sgds), PARAMS, of_all(settings))
+    assert told.startswith(f"b: the checkpoint's optimizer has nesterov={nesterov}, tx")
+    adams = [
+        make(each, b1=momentum, mu_dtype=dtype)
+        for each, make in ((0.1, optax.adam), (rate, optax.nadam))
+    ]
+    settings = OF_ADAM | {"betas": [momentum, 0.999]}
+    [told] = rule_faults(partition(*adams), PARAMS, of_all(settings))
+    assert told.startswith("b: the checkpoint's optimizer has nesterov=False, tx True")
+
+
+def test_what_is_not_trained_does_not_decide_for_what_is():
+    # a mask hands on the gradient of "b"
+    masked = optax.masked(optax.nadam(WARM), WEIGHTS)
+    [told] = rule_faults(masked, PARAMS, of_all(OF_ADAM))
+    assert told.startswith("w: the checkpoint's optimizer has nesterov=False, tx True")
+
+
+def test_nothing_is_told_of_steps_that_are_not_made():
+    frozen = optax.chain(optax.sgd(0.1, 0.9), optax.masked(optax.set_to_zero(), WEIGHTS))
+    settings = OF_SGD | {"nesterov": True}
+    [told] = rule_faults(frozen, PARAMS, of_all(settings))
+    assert told.startswith("b: the checkpoint's optimizer has nesterov=True, tx False")
+
+
+@pytest.mark.parametrize(("settings", "tx", "told"), [
+    (OF_SGD | {"nesterov": True}, optax.sgd(0.01, 0.9, nesterov=True), ""),
+    (OF_SGD | {"weight_decay": 1e-4}, decayed(1e-4, SGD), ""),
+    (OF_SGD | {"weight_decay": 1e-4}, decayed(1e-3, SGD), "has weight_decay=0.0001, tx about 0.001"),
+    (OF_ADAMW, optax.adamw(0.01, weight_decay=0.01), ""),
+    (OF_ADAMW, optax.adamw(0.01, eps=1e-6, weight_decay=0.01), "has eps=1e-08, tx about 1e-06"),
+])  # fmt: skip
+def test_settings_of_parameters_in_float16_are_compared(settings, tx, told):
+    params = {name: value.astype(jnp.float16) for name, value in PARAMS.items()}
+    assert [told in fault for fault in faults(tx, of_all(settings), params)] == [True] * bool(told)
+
+
 @pytest.mark.parametrize(("settings", "tx", "told"), [
     (OF_ADAM | {"amsgrad": False}, ADAM, ""),
+    (OF_SGD | {"nesterov": True}, partition(*(optax.sgd(rate, 0.9, nesterov=True) for rate in (0.1, WARM))), ""),
     (OF_ADAM | {"decoupled_weight_decay": False}, ADAM, "optimizer is RAdam, or one like it"),
     (OF_ADAM | {"decoupled_weight_decay": False, "momentum_decay": 0.004}, ADAM, "optimizer is NAdam"),
     (OF_ADAM | {"amsgrad": False}, optax.nadam(0.01), "has nesterov=False, tx True"),
