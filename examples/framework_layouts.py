@@ -55,7 +55,7 @@ def into_tunix(run: Path, verb: str) -> float:
     model, logits = tunix_qwen2(case)
     step, _ = manager(run).maybe_restore(model)
     assert step == 0, step
-    tokens, want = equal_logits.truth(case)
+    (tokens,), want = equal_logits.truth(case)
     return off(logits(model, tokens), want)
 
 
@@ -75,7 +75,7 @@ def out_of_tunix(folder: Path, run: Path) -> float:
     exported = folder / "published"
     words = ("--params", "model_params", "--mapping", "hf-qwen2-to-tunix", "--inverse")
     command("export", folder / "tuned" / "7", exported, *words, "--config", case / "ckpt")
-    tokens, _ = equal_logits.truth(case)
+    (tokens,), _ = equal_logits.truth(case)
     loaded = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     with torch.no_grad():
         got = loaded(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
@@ -110,7 +110,7 @@ def into_maxtext(run: Path, verb: str) -> float:
 
     case = DATA / "maxtext" / "gemma3"
     config = json.loads((case / "ckpt" / "config.json").read_text())
-    tokens, want = equal_logits.truth(case)
+    (tokens,), want = equal_logits.truth(case)
     said = maxtext_logits.settings(config)
     errors: list[float] = []
     for step, variant in enumerate(("", ":unscanned")):

@@ -95,7 +95,7 @@ def mixture(config: Mapping[str, Any]) -> Model:
     def logits(params: Params, tokens: np.ndarray) -> jax.Array:
         return nnx.merge(graph, params)(jnp.asarray(tokens))
 
-    return Model(nnx.to_pure_dict(state), logits, lambda params: None)
+    return Model(nnx.to_pure_dict(state), logits, {})
 
 
 def at(tree: Params, path: tuple[str, ...]) -> Params:

@@ -94,10 +94,15 @@ class NotedLoop:
         self.url = url
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_finished = False
+        self._error: Exception | None = None
 
     async def run(self, finish: Coroutine[Any, Any, None]) -> None:
         self._loop = asyncio.get_running_loop()
-        await finish
+        try:
+            await finish
+        except Exception as error:
+            self._error = error
+            raise
         self._is_finished = True
 
     def is_over(self) -> bool:
@@ -111,6 +116,8 @@ class NotedLoop:
             raise TimeoutError(f"Orbax did not begin it within {BEGIN_S} s")
         if self._loop.is_running():
             asyncio.run_coroutine_threadsafe(_others(), self._loop).result()
+        if self._error is not None:  # also where the loop had ended before it was waited for
+            raise self._error
         if not self._is_finished:
             raise RuntimeError("it was stopped")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -577,6 +578,7 @@ def prepared(work: Path) -> tuple[Targets, Guard]:
     for folder in targets.folders:  # what is imported when a format is first used is imported now
         read_folder(folder)
     every_command()
+    importlib.import_module("jax_ucp.formats.peft.merging")  # which a merge imports
     for folder in (*targets.ours, *targets.stock):
         shutil.rmtree(targets.target, ignore_errors=True)
         read_ours(folder, targets.target)

@@ -90,7 +90,7 @@ def test_sizes_are_the_arithmetic_they_look_like(a: int, b: int, c: int):
 
 
 @pytest.mark.parametrize("text", [
-    "__import__('os')", "a.b", "a[0]", "f(a)", "a ** 9", "-a", "a / b", "1.5", "'x'", "a if b else c", "",
+    "__import__('os')", "a.b()", "a[0]", "f(a)", "a ** 9", "-a", "a / b", "1.5", "'x'", "a if b else c", "",
     "a b", "lambda: 1",
 ])  # fmt: skip
 def test_nothing_but_sums_products_and_quotients_is_a_size(text):

@@ -404,9 +404,9 @@ def test_integers_that_do_not_fit_are_refused_when_they_are_read(tmp_path, have,
 
 
 def test_numbers_of_few_bits_are_cast_to_one_another(tmp_path):
-    few = (ml_dtypes.int4, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)
+    few = (ml_dtypes.int4, ml_dtypes.float8_e5m2)
     checkpoint = save(tmp_path / "c", {np.dtype(kind).name: np.ones(2, kind) for kind in few})
-    for kind in few[1:]:
+    for kind in (ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu):
         restored = checkpoint.restore({np.dtype(k).name: np.zeros(2, kind) for k in few}, cast=True)
         for array in restored.values():
             assert same_bits(array, np.ones(2, kind))
