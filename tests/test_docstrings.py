@@ -23,6 +23,10 @@ def sections(text: str) -> dict[str, list[str]]:
     return found
 
 
+# A docstring may leave out arguments that another has, whose name it gives.
+ELSEWHERE = re.compile(r"arguments\s+are\s+those\s+of\s+`([\w.]+)`")
+
+
 def parameters(function: Callable[..., Any]) -> list[str]:
     each = inspect.signature(function).parameters.values()
     return [one.name for one in each if one.name not in ("self", "cls")]
@@ -30,10 +34,18 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 def wrong(function: Callable[..., Any]) -> list[str]:
     """What the docstring of a function or class has too much or too little."""
-    said = sections(inspect.getdoc(function) or "")
+    text = inspect.getdoc(function) or ""
+    said = sections(text)
     names = parameters(function)
     faults = []
-    if names and said.get("Args", []) != names:
+    described: list[str] = said.get("Args", [])
+    if other := ELSEWHERE.search(text):
+        place = other[1] if other[1] in PUBLIC else f"Checkpoint.{other[1]}"
+        theirs = sections(inspect.getdoc(PUBLIC[place]) or "")["Args"]
+        if lacking := [name for name in names if name not in {*described, *theirs}]:
+            faults.append(f"Args are those of {place}, which lacks {lacking}")
+        names = [name for name in names if name in described]
+    if names and described != names:
         faults.append(f"Args are {said.get('Args')}, and it takes {names}")
     for error in said.get("Raises", []):
         if not hasattr(ucp.errors, error) and not hasattr(builtins, error):
@@ -81,6 +93,14 @@ def test_a_docstring_that_says_otherwise_is_seen():
         "Args are ['mesh'], and it takes ['target', 'mesh']",
         "there is no TreeMissmatch",
     ]
+
+
+@pytest.mark.fast
+def test_a_docstring_that_names_another_for_its_arguments_is_held_to_it():
+    def plan(target: int, mesh: int, colour: int) -> None:
+        """It, whose arguments are those of `restore`."""
+
+    assert wrong(plan) == ["Args are those of Checkpoint.restore, which lacks ['colour']"]
 
 
 @pytest.mark.fast

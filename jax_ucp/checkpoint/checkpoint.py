@@ -363,12 +363,9 @@ class Checkpoint:
     def abstract(
         self, *, mesh: Mesh | Literal["saved"] | None = None, rules: Sequence[Rule] = ()
     ) -> Any:
-        """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `restore`, and what
-        to compile for while it runs.
-
-        Args:
-            mesh: give each array the sharding that `restore(mesh=mesh, rules=rules)` gives it.
-            rules: as for `restore`.
+        """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `restore`, and for a
+        compilation while that runs. Its arguments are those of `restore`; with a mesh, each array
+        has the sharding that `restore` would give it.
 
         Returns:
             The pytree. With a mesh, arrays that stay on the host are numpy arrays of zeros, which
@@ -502,17 +499,7 @@ class Checkpoint:
         share_reads: bool = False,
         narrow_integers: bool = False,
     ) -> RestorePlan:
-        """The plan of a `restore` with the same arguments. Reads nothing.
-
-        Args:
-            target: as for `restore`, like all the others.
-            mesh: as there.
-            rules: as there.
-            cast: as there.
-            partial: as there.
-            missing: as there.
-            share_reads: as there.
-            narrow_integers: as there.
+        """The plan of a restore. Reads nothing. Its arguments are those of `restore`.
 
         Returns:
             A placement for each leaf, and in `notes` what was given up of shardings.
@@ -705,7 +692,7 @@ class Checkpoint:
 
         Args:
             mesh: a mesh, or the sizes of its axes by name; no devices are needed.
-            rules: as for `restore`.
+            rules: how to shard leaves on `mesh`, as for `restore`.
             hosts: the number of processes, among which the devices are divided evenly and in order.
                 A process reads a chunk only once.
 
@@ -735,14 +722,10 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
     ) -> CopyPlan:
-        """The plan of a `save` with the same arguments: its files, and the memory it takes.
+        """The plan of a save: its files, and the memory it takes.
 
-        Args:
-            budget_bytes: as for `save`.
-            path: if given, refused if `save` would refuse it.
-            mesh: as for `save`.
-            rules: as for `save`.
-            hosts: as for `save`.
+        Its arguments are those of `save`. A path may be left out; if it is given, it is refused
+        where `save` would refuse it.
 
         Returns:
             The plan; its `notes` say which saved specs and rules do not fit the mesh.
@@ -793,7 +776,7 @@ class Checkpoint:
                 evenly among `hosts`. A restore onto it then reads only the bytes that it needs; any
                 other mesh can read the checkpoint too. A spec that does not fit the mesh is a
                 ShardingWarning.
-            rules: as for `restore`, on `mesh`.
+            rules: how to shard leaves on `mesh`, as for `restore`.
             hosts: the number of processes of `mesh`.
             budget_bytes: about how much memory blocks may take at once.
             progress: called with each block that is written.
@@ -849,12 +832,8 @@ class Checkpoint:
     def plan_link(
         self, path: str | os.PathLike[str], budget_bytes: int = DEFAULT_BUDGET
     ) -> LinkPlan:
-        """The plan of a `link` with the same arguments: the arrays that stay in their files, and
-        those that are copied, with the reasons.
-
-        Args:
-            path: as for `link`.
-            budget_bytes: as for `link`.
+        """The plan of a link: the arrays that stay in their files, and those that are copied, with
+        the reasons. Its arguments are those of `link`.
 
         Returns:
             The plan; nothing is read or written for it.
@@ -893,13 +872,10 @@ class Checkpoint:
                 symbolic links.
             checksum: read every linked byte once, and record the CRC-32 of each chunk, with which
                 `verify` and conversions compare.
-            budget_bytes: as for `save`.
+            budget_bytes: about how much memory blocks that are copied may take at once.
             progress: called with each block that is copied.
-            root: as for `save`.
-            variables: as for `save`.
-            step: as for `save`.
-            item: as for `save`.
-            custom_metadata: as for `save`.
+
+        The other arguments are those of `save`.
 
         Returns:
             The link, opened.
@@ -942,15 +918,11 @@ class Checkpoint:
         copy it is the result. Where the source contradicts itself there is never a checkpoint.
 
         Args:
-            path: as for `save`.
             share: (i, n): this process does the i-th, from 0 to n - 1, of n shares of about as many
                 bytes.
-            mesh: as for `save`.
-            rules: as for `save`.
-            hosts: as for `save`.
-            budget_bytes: as for `save`.
-            progress: as for `save`.
-            begin: hears once of how many bytes this share has, before any is written.
+            begin: called once with the number of bytes of this share, before any is written.
+
+        The other arguments are those of `save`.
 
         Returns:
             The checkpoint if it is committed, None while other shares are not done.
@@ -978,17 +950,7 @@ class Checkpoint:
         like: Mapping[str, Any] | str | os.PathLike[str] | Checkpoint | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
-        """The plan of an `export` with the same arguments.
-
-        Args:
-            format: as for `export`, like all the others.
-            dtype: as there.
-            max_shard_bytes: as there.
-            zero_stage: as there.
-            config: as there.
-            adapter_config: as there.
-            like: as there.
-            budget_bytes: as there.
+        """The plan of an export. Its arguments are those of `export`.
 
         Returns:
             The plan; its `notes` say what would be left out.
@@ -1128,14 +1090,11 @@ class Checkpoint:
         there.
 
         Args:
-            path: as for `export`.
-            format: as for `export`.
             share: the number of this share, from 0 on, and how many there are.
-            config: as for `export`.
-            progress: as for `export`.
-            begin: as for `save_share`.
-            options: `dtype`, `max_shard_bytes`, `zero_stage`, `adapter_config`, `like` and
-                `budget_bytes`, as for `plan_export`.
+            begin: called once with the number of bytes of this share, before any is written.
+            options: any other argument of `plan_export`.
+
+        The other arguments are those of `export`.
 
         Returns:
             The exported checkpoint if it is there, None while other shares are not done.
@@ -1240,14 +1199,15 @@ class Checkpoint:
 
         Args:
             against: another checkpoint, or its path, to be compared with as `jax_ucp.diff` does.
-            rename: as for `diff`, what labels here begin with, by what those of the other do.
-            mesh: as for `plan_reads`: what lies where on it, and what a spec gives up.
-            rules: as for `plan_reads`.
-            hosts: as for `plan_reads`.
+            rename: beginnings of labels here, and what they are in the other, as for `diff`.
             headers: read no array.
-            max_read_bytes: of more, large arrays are sampled, and the page says so.
-            budget_bytes: bounds what is in flight.
-            progress: is called with the bytes that were read for the statistics.
+            max_read_bytes: if the checkpoint has more bytes, large arrays are sampled, and the page
+                says so.
+            budget_bytes: how much memory the blocks that are read may take.
+            progress: called with numbers of bytes that were read for the statistics.
+
+        The other arguments are those of `plan_reads`: the page then shows what lies where on the
+        mesh, and which specs do not fit it.
 
         Returns:
             The page, which notebooks show, and `save(path)` writes as one file. What is wrong with

@@ -77,22 +77,16 @@ class Save(ocp.args.CheckpointArgs):
 
 @dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """The arguments of `Checkpoint.restore`.
+    """The arguments of a restore by a manager.
 
     Without an item and a mesh, arrays go where they were saved from, as by stock Orbax. For numpy
     arrays restore the step that `jax_ucp.open` gives.
 
     Args:
-        item: the `target` there.
-        mesh: as there.
-        rules: as there.
-        cast: as there.
-        partial: as there.
-        missing: as there.
-        share_reads: as there.
-        verify: as there.
-        budget_bytes: as there; None leaves it to the handler.
-        narrow_integers: as there.
+        item: the `target` of `Checkpoint.restore`.
+        budget_bytes: how much memory may be used beside the result; None leaves it to the handler.
+
+    The other arguments are those of `Checkpoint.restore`.
     """
 
     item: Any = None

@@ -122,9 +122,7 @@ def handler_registry(budget_bytes: int = DEFAULT_BUDGET, snapshot_bytes: int | N
     `PyTreeRestore`, or by `ucp.args`, goes through our handler; other items, such as JSON, through
     their own.
 
-    Args:
-        budget_bytes: as for `CheckpointHandler`.
-        snapshot_bytes: as there.
+    Its arguments are those of `CheckpointHandler`.
 
     Returns:
         A new registry.

@@ -58,10 +58,8 @@ def mapping_report(
         checkpoint: the checkpoint whose parameters the mapping should turn into leaves.
         mapping: the mapping to check.
         target: the shapes of the model's parameters by name, as `tree_shapes` gives them.
-        sizes: as of `Checkpoint.map`.
-        config: as of `Checkpoint.map`.
-        assume: as of `Checkpoint.map`.
-        params: as of `Checkpoint.map`.
+
+    The other arguments are those of `Checkpoint.map`.
 
     Returns:
         The mapping's name, and lists under `requires`, `leaves`, `skipped`, `notes`, `faults` and
