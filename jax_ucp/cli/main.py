@@ -15,7 +15,7 @@ import click
 
 import jax_ucp
 from jax_ucp.errors import UCPError
-from jax_ucp.garbage import gc_paused
+from jax_ucp.garbage import gc_paused, is_frozen
 from jax_ucp.text import visible_lines
 
 # The exit code that shells give to what Ctrl-C ends.
@@ -58,7 +58,7 @@ class _Commands(click.Group):
             return name, None, rest
         with gc_paused():
             module = importlib.import_module(f"jax_ucp.cli.{name}")
-        if not gc.get_freeze_count():  # once, also where a program runs several commands
+        if not is_frozen():  # once, also where a program runs several commands
             gc.freeze()  # what was imported stays, and need not be looked at again
         return name, getattr(module, str(name)), rest
 
