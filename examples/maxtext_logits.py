@@ -216,12 +216,13 @@ PROVED += ("llama4_maverick", "seed_oss", "qwen3_omni_moe")
 # The same weights as the text model of one that sees, by the name of the text's.
 RELEASED = {"qwen35_moe": "Qwen3_5Moe", "qwen3": "Qwen3VL", "qwen3_moe": "Qwen3VLMoe"}
 RELEASED |= {"gemma4_moe": "Gemma4", "llama4": "Llama4"}
-RELEASED |= {"gemma3": "Gemma3", "qwen3_omni_moe": "Qwen3OmniMoe"}
+RELEASED |= {"gemma3": "Gemma3", "qwen3_omni_moe": "Qwen3OmniMoe", "kimi_k2": "Kimi_K25"}
 TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2}
 TOWER |= {"out_hidden_size": SMALL["hidden_size"], "num_position_embeddings": 4}
 TOWER |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4, "image_size": 4}
 TOWER |= {"position_embedding_size": 4, "num_key_value_heads": 2, "vision_output_dim": 8}
 TOWER |= {"projector_input_dim": 8, "projector_output_dim": 8}
+TOWER |= {"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2}
 EAR = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "d_model": 8}
 EAR |= {"encoder_ffn_dim": 8, "n_window": 4, "downsample_hidden_size": 4}
 EAR |= {"output_dim": SMALL["hidden_size"]}
@@ -284,7 +285,9 @@ def released(family: str, text: Any) -> Any:
     if family == "Gemma3":
         kind = transformers.SiglipVisionConfig
     tower = {key: value for key, value in TOWER.items() if hasattr(kind, key)}
-    config = config_class(text_config=of_text, vision_config=tower)
+    untied = {"projection_hidden_size": 8, "tie_word_embeddings": False}
+    more = untied if family == "Kimi_K25" else {}
+    config = config_class(text_config=of_text, vision_config=tower, **more)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     if family == "Llama4":
         model.language_model.load_state_dict(text.state_dict())

@@ -425,7 +425,7 @@ REQUIREMENTS = {
     "gguf-phi3-to-hf": "1987b10fc86ebc7f",
     "vlm-gemma3-to-hf": "8fca3364e9867ce6", "vlm-gemma3-to-tunix": "2dd7c39cee0cf1d6",
     "hf-gemma4-to-tunix": "e0bd896a64c92f81", "hf-gemma4-small-to-tunix": "2730dae5a3ee8d78",
-    "vlm-qwen3-omni-moe-to-hf": "45cab2ee6caf551a",
+    "vlm-qwen3-omni-moe-to-hf": "45cab2ee6caf551a", "vlm-kimi-k2.5-to-hf": "112aa4b46170a58e",
 }  # fmt: skip
 
 

@@ -32,6 +32,8 @@ CASES = [
     ("qwen3_omni_moe", "vlm-qwen3-omni-moe-to-hf", "hf-qwen3-moe-to-maxtext"),
     ("qwen3_omni_moe", "vlm-qwen3-omni-moe-to-hf", "hf-qwen3-moe-to-maxtext:unscanned"),
     ("qwen3_omni_moe", "vlm-qwen3-omni-moe-to-hf", "hf-qwen3-moe-to-tunix"),
+    ("kimi_k2", "vlm-kimi-k2.5-to-hf", "hf-deepseek3-to-maxtext"),
+    ("kimi_k2", "vlm-kimi-k2.5-to-hf", "hf-deepseek3-to-maxtext:unscanned"),
     ("gemma3", "vlm-gemma3-to-hf", "hf-gemma3-to-maxtext"),
     ("gemma3", "vlm-gemma3-to-hf", "hf-gemma3-to-maxtext:unscanned"),
     ("gemma3", "vlm-gemma3-to-hf", "hf-gemma3-to-tunix"),
@@ -40,7 +42,7 @@ CASES = [
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext"),
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext:unscanned"),
 ]
-TOWER = re.compile(r"visual\.|vision|multi_modal_projector|audio_tower|talker|code2wav")
+TOWER = re.compile(r"visual\.|vision|multi_modal_projector|mm_projector|audio_tower|talker|code2wav")
 EXPERTS = "thinker.model.layers.0.mlp.experts."
 ASSUMED = {"hf-qwen3-to-tunix": ["rope_theta"]}
 ASSUMED["hf-qwen3-moe-to-tunix"] = ["rope_theta", "norm_topk_prob"]
@@ -126,6 +128,46 @@ def test_qwen3_omni_may_have_the_names_and_packed_experts_of_transformers_in_mem
     assert_same(arrays_of(packed.map(on)), arrays_of(one_by_one.map(text).map(on)))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["one_by_one", "packed"])
+@pytest.mark.parametrize(("lm_head", "model", "layers"), [
+    ("language_model.lm_head", "language_model.model", "layers"),
+    ("language_model.lm_head", "language_model.model", "blocks"),
+    ("lm_head", "model.language_model", "layers"),
+])  # fmt: skip
+def test_kimi_has_names_of_releases_of_transformers_5_and_of_memory(lm_head, model, layers, packed):
+    text, on = "vlm-kimi-k2.5-to-hf", "hf-deepseek3-to-maxtext"
+    plain = DATA / "maxtext" / "kimi_k2" / "ckpt"
+    arrays = {name: one.read() for name, one in ucp.open(plain).params.items()}
+    if packed:
+        arrays = with_packed_experts(arrays)
+    named = {
+        name.replace("lm_head", lm_head) if "lm_head" in name else
+        name.replace("model", model, 1).replace(".layers.", f".{layers}."): one
+        for name, one in arrays.items()
+    }  # fmt: skip
+    found = ucp.Checkpoint.of({"param": named}).map(text, config=release("kimi_k2").config)
+    assert_same(arrays_of(found), {f"param/{name}": one for name, one in arrays.items()})
+    assert_same(arrays_of(found.map(on)), arrays_of(ucp.open(plain).map(on)))
+    scores = next(name for name in named if name.endswith("e_score_correction_bias"))
+    for lost in (scores, next(name for name in named if "lm_head" in name)):
+        less = {name: one for name, one in named.items() if name != lost}
+        with pytest.raises(LayoutError, match="is not there|finds no parameter"):
+            ucp.Checkpoint.of({"param": less}).map(text, config=release("kimi_k2").config)
+
+
+def with_packed_experts(arrays):
+    """The same with the experts of a layer in one array, as transformers 5 has them in memory."""
+    experts = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
+    found = {name: one for name, one in arrays.items() if not experts.fullmatch(name)}
+    for above in {match[1] for match in map(experts.fullmatch, arrays) if match}:
+        gate, up, down = (
+            np.stack([arrays[f"{above}.{i}.{part}_proj.weight"] for i in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{above}.gate_up_proj": np.concatenate([gate, up], 1), f"{above}.down_proj": down}
+    return found
+
+
 def test_a_text_model_that_was_loaded_from_a_release_keeps_its_names():
     plain = ucp.open(MODEL / "ckpt")
     alone = {name: one.read() for name, one in release().params.items() if ".visual." not in name}
@@ -146,7 +188,12 @@ def test_the_way_back_has_the_bits_of_the_release_without_its_tower(model, text,
     way = f"{text}:saved" if "saved" in ucp.Mapping.load(text).layouts else text
     for name in (on, way):
         back = back.map(ucp.Mapping.load(name).inverse())
-    want = {label: one for label, one in arrays_of(seeing).items() if not TOWER.search(label)}
+    # transformers 5.23 saves Kimi's layers as blocks, and its releases have layers
+    want = {
+        label.replace(".blocks.", ".layers."): one
+        for label, one in arrays_of(seeing).items()
+        if not TOWER.search(label)
+    }
     assert_same(arrays_of(back), want)
 
 
@@ -186,7 +233,10 @@ def test_a_config_without_a_base_of_the_rotation_is_refused(model, rope, tmp_pat
         changed(tmp_path / "model", {"rope_parameters": rope}, model).map(text)
 
 
-@pytest.mark.parametrize("model", ["qwen35_moe", "qwen3", "qwen3_moe", "qwen3_omni_moe"])
+MODELS_OF_A_HEAD = ["qwen35_moe", "qwen3", "qwen3_moe", "qwen3_omni_moe", "kimi_k2"]
+
+
+@pytest.mark.parametrize("model", MODELS_OF_A_HEAD)
 @pytest.mark.parametrize(("change", "name"), [
     ({"model_type": "qwen3_5_text"}, "family"),
     ({"tie_word_embeddings": True}, "tied"),
