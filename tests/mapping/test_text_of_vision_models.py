@@ -42,7 +42,9 @@ CASES = [
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext"),
     ("gemma4_moe", "vlm-gemma4-to-hf", "hf-gemma4-to-maxtext:unscanned"),
 ]
-TOWER = re.compile(r"visual\.|vision|multi_modal_projector|mm_projector|audio_tower|talker|code2wav")
+TOWER = re.compile(
+    r"visual\.|vision|multi_modal_projector|mm_projector|audio_tower|talker|code2wav"
+)
 EXPERTS = "thinker.model.layers.0.mlp.experts."
 ASSUMED = {"hf-qwen3-to-tunix": ["rope_theta"]}
 ASSUMED["hf-qwen3-moe-to-tunix"] = ["rope_theta", "norm_topk_prob"]
@@ -151,7 +153,7 @@ def test_kimi_has_names_of_releases_of_transformers_5_and_of_memory(lm_head, mod
     scores = next(name for name in named if name.endswith("e_score_correction_bias"))
     for lost in (scores, next(name for name in named if "lm_head" in name)):
         less = {name: one for name, one in named.items() if name != lost}
-        with pytest.raises(LayoutError, match="is not there|finds no parameter"):
+        with pytest.raises(LayoutError, match=r"is not there|finds no parameter"):
             ucp.Checkpoint.of({"param": less}).map(text, config=release("kimi_k2").config)
 
 
@@ -164,7 +166,10 @@ def with_packed_experts(arrays):
             np.stack([arrays[f"{above}.{i}.{part}_proj.weight"] for i in range(8)])
             for part in ("gate", "up", "down")
         )
-        found |= {f"{above}.gate_up_proj": np.concatenate([gate, up], 1), f"{above}.down_proj": down}
+        found |= {
+            f"{above}.gate_up_proj": np.concatenate([gate, up], 1),
+            f"{above}.down_proj": down,
+        }
     return found
 
 
