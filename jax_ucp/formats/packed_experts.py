@@ -40,7 +40,7 @@ _TYPES: dict[str, tuple[tuple[str, str, str], dict[str, str]]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), (_LINEAR, {})),
     **dict.fromkeys(("exaone_moe", "flex_olmo", "hunyuan_v1_moe"), (_LINEAR, {})),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa"), (_LINEAR, {})),
-    **dict.fromkeys(("longcat_flash", "mellum", "mimo_v2_flash", "solar_open"), (_LINEAR, {})),
+    **dict.fromkeys(("mellum", "mimo_v2_flash", "solar_open"), (_LINEAR, {})),
 }
 _TRAINED = ("mixtral", "qwen3_moe")  # whose parameters' order in an optimizer is known
 _NAME = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>0|[1-9]\d{0,4})\.(?P<part>\w+)\.weight")

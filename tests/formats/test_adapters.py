@@ -468,11 +468,80 @@ def test_experts_of_which_nothing_tells_the_axes_are_refused(name: str, tmp_path
         ucp.open(tmp_path / "base").merge(adapter)
 
 
-def test_square_experts_of_an_older_peft_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0"])
+def test_square_experts_of_an_older_peft_are_refused(version: str, tmp_path: Path) -> None:
     """It took every model's experts for such with inputs first; of another shape that is seen."""
-    folder = changed("experts_olmoe", tmp_path, lambda arrays: None, peft_version="0.18.1")
+    folder = changed("experts_olmoe", tmp_path, lambda arrays: None, peft_version=version)
     with pytest.raises(FormatError, match="which are square: nothing stored tells"):
         base_of("experts_olmoe").merge(folder)
+
+
+def square_experts(
+    folder: Path, up: tuple[int, int] | None, model_type: str, **config: Any
+) -> ucp.Checkpoint:
+    """A base of zeros with an adapter for square experts, and for others beside them with factors
+    of so many inputs and outputs; factors are their places.
+    """
+    shapes = {"lora_A.weight": (4, 6), "lora_B.weight": (6, 4)}
+    if up:
+        shapes |= {"base_layer.lora_A.weight": (4, up[0]), "base_layer.lora_B.weight": (up[1], 4)}
+    adapter = write_adapter(
+        folder,
+        {
+            f"base_model.model.mlp.experts.{name}": np.arange(np.prod(shape), dtype=np.float32)
+            .reshape(shape)
+            for name, shape in shapes.items()
+        },
+        **{"r": 2, "lora_alpha": 2, "target_parameters": ["experts.up", "experts.down"], **config},
+    )  # fmt: skip
+    (folder / "base").mkdir()
+    arrays = {
+        f"mlp.experts.{name}": np.zeros((2, n, 6), np.float32)
+        for name, n in (("up", 12), ("down", 6))
+    }
+    write_safetensors(folder / "base" / "model.safetensors", arrays)
+    (folder / "base" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return ucp.open(folder / "base").merge(adapter)
+
+
+@pytest.mark.parametrize(
+    ("up", "model_type", "config", "axes"),
+    [
+        ((6, 12), "gpt_oss", {"peft_version": "0.21.2"}, "eoi"),  # by peft with transformers 4
+        ((12, 6), "gpt_oss", {"peft_version": "0.21.2"}, "eio"),
+        ((12, 6), "mixtral", {"peft_version": "0.19.0"}, "eio"),
+        ((6, 12), "", {}, "eoi"),
+        (None, "gpt_oss", {"peft_version": "0.18.1"}, "eio"),
+        (None, "granitemoe", {"peft_version": "0.19.1"}, "eoi"),
+    ],
+)
+def test_experts_that_are_square_are_as_those_beside_them_or_as_the_writer_took_them(
+    up: tuple[int, int] | None, model_type: str, config: Any, axes: str, tmp_path: Path
+) -> None:
+    targets = {} if up else {"target_parameters": ["experts.down"]}
+    got = square_experts(tmp_path, up, model_type, **config, **targets)
+    a = np.arange(24, dtype=np.float32).reshape(2, 2, 6)
+    b = np.arange(24, dtype=np.float32).reshape(6, 2, 2)
+    want = np.einsum(f"ore,eri->{axes}", b, a)
+    np.testing.assert_array_equal(got.read("param/mlp.experts.down"), want)
+
+
+def test_square_experts_of_gpt_oss_are_refused_where_nothing_beside_them_tells(
+    tmp_path: Path,
+) -> None:
+    """With transformers 4 peft 0.19.1 and later took outputs first, with 5 inputs."""
+    targets = ["experts.down"]
+    with pytest.raises(FormatError, match="which are square: nothing stored tells"):
+        square_experts(tmp_path, None, "gpt_oss", peft_version="0.21.2", target_parameters=targets)
+
+
+def test_what_was_trained_whole_in_a_layer_is_of_the_base(tmp_path: Path) -> None:
+    """Of a type whose names in memory are not known it would be new, beside what it replaces."""
+    base = shutil.copytree(DATA / "saved_experts" / "base", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "grok"}))
+    with pytest.raises(FormatError, match=r"the base has no model\.layers\.0\.mlp\.gate\.weight"):
+        ucp.open(base).merge(DATA / "saved_experts" / "adapter")
 
 
 def test_experts_that_are_packed_by_no_rule_that_is_known_are_refused(tmp_path: Path) -> None:

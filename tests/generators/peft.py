@@ -40,6 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt2": dict(n_embd=16, n_head=4, n_layer=2, n_positions=32),
     "gpt_oss": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=4, num_local_experts=4),
+    "gpt_neox": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4),
     "mixtral": dict(hidden_size=16, intermediate_size=12, num_attention_heads=4,
                     num_key_value_heads=2, num_local_experts=4),
     "qwen3_moe": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
@@ -219,6 +220,11 @@ case("dora", "llama", r=4, lora_alpha=6, use_dora=True, target_modules=[*ATTENTI
 case("several", "llama", r=4, target_modules=ATTENTION,
      second=dict(r=2, lora_alpha=3, target_modules=["q_proj", "down_proj"]))  # fmt: skip
 case("saved_modules", "llama", r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"])
+case("saved_head_renamed", "gpt_neox", r=4, target_modules=["query_key_value"],
+     modules_to_save=["lm_head"])  # fmt: skip
+case(
+    "saved_experts", "mixtral", r=2, target_modules=["q_proj"], modules_to_save=["gate", "experts"]
+)
 case("conv1d", "gpt2", r=4, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
 case("conv1d_dora", "gpt2", r=4, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True,
      use_dora=True)  # fmt: skip

@@ -183,7 +183,7 @@ class _Checked:
 
     def version(self, key: str) -> tuple[int, ...]:
         """The first numbers of a version, as many as are numbers."""
-        return tuple(map(int, re.findall(r"\d{1,4}", str(self.config.get(key) or ""))[:2]))
+        return tuple(map(int, re.findall(r"\d{1,4}", str(self.config.get(key) or ""))[:3]))
 
     def switch(self, key: str) -> bool:
         value = self.config.get(key)

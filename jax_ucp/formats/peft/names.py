@@ -29,10 +29,12 @@ _GRANITE_MOE = {
     r"(.*\.block_sparse_moe\.)output_linear\.weight": r"\1experts.down_proj",
     r"(.*\.block_sparse_moe\.)router\.layer\.weight": r"\1router.weight",
 }
+GRANITE_MOE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 _RULES: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE_MOE),
+    "gpt_neox": {r"embed_out\.": "lm_head."},
+    **dict.fromkeys(GRANITE_MOE, _GRANITE_MOE),
     **dict.fromkeys(("aria", "aya_vision", "gemma3", "got_ocr2", "internvl", "llava"), _LLAVA),
-    **dict.fromkeys(("llava_next", "llava_onevision", "mistral3"), _LLAVA),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3"), _LLAVA),
     **dict.fromkeys(("paligemma", "vipllava"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN2_VL),
 }
@@ -60,24 +62,32 @@ class Memory:
         return {name: shapes[of] for name, of in self.names.items()}
 
 
-def in_memory(modules: Collection[str], base: Mapping[str, Shape], model_type: str) -> Memory:
-    """The weights of a base in memory, by the shapes of the stored ones. They are as they are
-    stored if they have all modules of the adapter, or if not just one other way has.
+def in_memory(
+    modules: Collection[str],
+    base: Mapping[str, Shape],
+    model_type: str,
+    saved: Collection[str] = (),
+) -> Memory:
+    """The weights of a base in memory, by the shapes of the stored ones: as they are stored if they
+    have all modules of the adapter, or in the one other way that has. `saved` are modules that may
+    be new: where no way has these too, the others decide. Where several have all, or none, the
+    weights are as they are stored.
     """
     stored = Memory({name: name for name in base})
-    for memory in (stored, *_repacked(base, model_type)):
-        own = memory.shapes(base)
-        if _has_all(own, modules):
-            return memory
-        renamings = list(_ways(modules, own, model_type))
-        fitting = [
-            rename
-            for rename in renamings
-            if len({*map(rename, own)}) == len(own) and _has_all({*map(rename, own)}, modules)
-        ]
-        if len(fitting) == 1:
-            names = {fitting[0](name): of for name, of in memory.names.items()}
-            return replace(memory, names=names)
+    for wanted in [{*modules, *saved}, {*modules}]:
+        for memory in (stored, *_repacked(base, model_type)):
+            own = memory.shapes(base)
+            if _has_all(own, wanted):
+                return memory
+            renamings = list(_ways(wanted, own, model_type))
+            fitting = [
+                rename
+                for rename in renamings
+                if len({*map(rename, own)}) == len(own) and _has_all({*map(rename, own)}, wanted)
+            ]
+            if len(fitting) == 1:
+                names = {fitting[0](name): of for name, of in memory.names.items()}
+                return replace(memory, names=names)
     return stored
 
 

@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.packed_experts import is_packed
 from jax_ucp.formats.peft.config import PREFIX, LoraConfig
-from jax_ucp.formats.peft.names import Memory, in_memory
+from jax_ucp.formats.peft.names import GRANITE_MOE, Memory, in_memory
 
 _ROLE = re.compile(
     r"(?P<module>.+)\.(?P<role>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
@@ -32,10 +32,11 @@ _TOKENS = ".token_adapter.trainable_tokens_delta"
 _WRAPPED = ".base_layer"
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-# Models whose experts have inputs before outputs: `is_transposed` in transformers 5.23, by which
-# peft decides from 0.19 on; older ones took every model's so.
+# Models whose experts have inputs before outputs: `is_transposed` in transformers 5.23, which 4 had
+# not. peft decides by it from 0.19.1 on, and the wrong way round in 0.19.0; older ones took every
+# model's experts so.
 _INPUTS_FIRST = ("aria", "gpt_oss", "openai_privacy_filter")
-_AS_MODEL = (0, 19)  # the first of these releases
+_BY_MODEL, _AS_MODEL = (0, 19), (0, 19, 1)  # the first of these releases
 _MERGED_BY_PEFT = (
     "merge the adapter into its base with peft (merge_and_unload), resized as in training, and open"
     " what the merged model's save_pretrained writes"
@@ -90,8 +91,8 @@ def changes(
     modules, others, faults = _sorted(tensors)
     whole = {name.rpartition(".")[0] for name in others}
     known = {module.replace(_WRAPPED, "") for module in modules}
-    known |= {module for module in whole if not module.endswith(tuple(config.modules_to_save))}
-    memory = in_memory(known, stored, model_type)
+    new = {module for module in whole if module.endswith(tuple(config.modules_to_save))}
+    memory = in_memory(known | whole - new, stored, model_type, new)
     base = memory.shapes(stored)
     base |= _resized({name: tensors[tensor] for name, tensor in others.items()}, base)
     found: list[WeightChange] = []
@@ -248,13 +249,28 @@ class _AdapterReader:
                     f" {_MERGED_BY_PEFT}"
                 )
             self._shape(f"{module}.weight", {"": first})
-        orders = itertools.permutations(names[:4], len(several))
-        fitting = [list(map(self._of_parameter, order, several)) for order in orders]
-        whole = list(filter(all, fitting))
-        if len(whole) != 1 or any(len(ways) > 1 for ways in whole[0]):
+        fitting = [
+            changes
+            for order in itertools.permutations(names[:4], len(several))
+            for changes in itertools.product(*map(self._of_parameter, order, several))
+            if len({change.out_axis for change in changes if change.experts}) < 2
+        ]
+        if len(fitting) > 1 and self._expert_axis:
+            axes = {0, self._expert_axis}  # 0 is of parameters without experts
+            fitting = [found for found in fitting if {one.out_axis for one in found} <= axes]
+        if len(fitting) != 1:
             shown = ", ".join(names) or "that target_parameters names"
-            raise FormatError(f"{module}: its factors fit {_fit(len(whole), shown)}")
-        return [ways[0] for ways in whole[0]]
+            orders = {tuple(change.weight for change in changes) for changes in fitting}
+            raise FormatError(f"{module}: its factors fit {_fit(len(orders), shown)}")
+        return fitting[0]
+
+    @property
+    def _expert_axis(self) -> int:
+        """The axis of the outputs of experts whose shapes do not tell it; 0 if nothing does."""
+        if self.model_type in _INPUTS_FIRST:
+            return 2 if self.config.version < _BY_MODEL else 0
+        is_known = is_packed(self.model_type) or self.model_type in GRANITE_MOE
+        return 1 if is_known and self.config.version >= _AS_MODEL else 0
 
     def _targets(self, module: str) -> list[str]:
         """The parameters of a module that `target_parameters` name, with the module or without."""
@@ -282,10 +298,6 @@ class _AdapterReader:
         if many:
             shapes = {a: (experts, rank, inputs), b: (outputs, rank, experts)}
         axes = [out for out, into in ways if (shape[out], shape[into]) == (outputs, inputs)]
-        if len(axes) > 1 and self.model_type in _INPUTS_FIRST:
-            axes = axes[1:]
-        elif len(axes) > 1 and is_packed(self.model_type) and self.config.version >= _AS_MODEL:
-            axes = axes[:1]
         scale = self.config.scale(name, rank) if axes else 1.0
         return [WeightChange(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
 
@@ -307,10 +319,17 @@ class _AdapterReader:
             return [WeightChange(name, replaced=tensor, shapes={tensor: want}, rows=rows)]
         if name in self.base:
             self._require(tensor, self.base[name], name)
-        # of a module that was trained whole, it may be new, as a head is
-        elif not name.rpartition(".")[0].endswith(tuple(self.config.modules_to_save)):
+        # of a module that was trained whole, it may be new, as a head is, but not in a layer
+        elif not name.rpartition(".")[0].endswith(
+            tuple(self.config.modules_to_save)
+        ) or self._is_in_layer(name):
             self._shape(name, {"": tensor})
         return [WeightChange(name, replaced=tensor, shapes={tensor: self.tensors[tensor]})]
+
+    def _is_in_layer(self, name: str) -> bool:
+        """Whether a parameter is inside a numbered module that the base has."""
+        layer = re.match(r".*\.\d+\.", name)
+        return layer is not None and any(own.startswith(layer[0]) for own in self.base)
 
     def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
         if weight in self.base:
