@@ -14,6 +14,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
+import torch_writer
 from helpers import flip_bit
 from jax_ucp.arrays import budget
 from jax_ucp.errors import CorruptData
@@ -71,6 +72,18 @@ def test_every_byte_is_read_once(source, job, tmp_path):
         TARGETS[job](checkpoint, tmp_path / "out")
     read = sum(int(count.sum()) for count in counts.values())
     assert 0.98 < read / stored <= 1.02
+
+
+def test_what_is_stored_in_columns_is_read_once(tmp_path):
+    """By rows it would be read with what lies between them, once for each block of rows."""
+    stored = np.arange(2048 * 1024, dtype=np.int32)
+    turned = torch_writer.Tensor(torch_writer.Storage("0", stored), 0, (1024, 2048), (1, 1024))
+    torch_writer.save({"model": {"a": turned}}, tmp_path / "it")
+    with reads_of(tmp_path / "it") as counts:
+        converted = ucp.open(tmp_path / "it").save(tmp_path / "out")
+    (count,) = counts.values()
+    assert count.sum() <= 1.02 * count.size
+    np.testing.assert_array_equal(converted.read("param/a"), stored.reshape(2048, 1024).T)
 
 
 def test_verify_reads_every_byte_once_where_its_checks_run_one_by_one(source, monkeypatch):

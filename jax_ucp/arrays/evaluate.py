@@ -13,13 +13,14 @@ from numpy.lib.stride_tricks import as_strided
 
 from jax_ucp.arrays.checks import watchers
 from jax_ucp.arrays.dtypes import same_bits
+from jax_ucp.arrays.extents import StoredArray
 from jax_ucp.arrays.gather import aligned_arrays
 from jax_ucp.arrays.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, Piece
 from jax_ucp.arrays.rounding import round_into
 from jax_ucp.arrays.value import Array, Computed, Constant, Joined, Rule, Stored, stored
 from jax_ucp.files.copying import copy_into
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
-from jax_ucp.layout.box import Box
+from jax_ucp.layout.box import Box, row_major_strides
 from jax_ucp.layout.parts import MOST_READ, Part, Place
 
 # The sides of what a rule computes at once: as float32 it fits the caches of a core, and it is
@@ -169,6 +170,26 @@ def expressions(source: ArraySource) -> Mapping[str, Array]:
     if isinstance(source, Evaluated):
         return source.values
     return {name: Stored(source, name, info) for name, info in source.arrays().items()}
+
+
+def is_in_rows(array: Array) -> bool:
+    """Whether the rows of an array follow one another where they are stored, so that blocks of them
+    cost no more to read than all at once.
+    """
+    match array:
+        case Stored(source, item, info):
+            if info.chunk or info.row:
+                return False
+            stored = source.stored(item)
+            strides = stored.strides if isinstance(stored, StoredArray) else None
+            return stored is not None and strides in (None, row_major_strides(info.shape))
+        case Constant():
+            return True
+        case Joined(layout, inputs):
+            orders = ((part.source.order, part.target.order) for part in layout.parts)
+            return all(a == b for a, b in orders) and all(map(is_in_rows, inputs))
+        case Computed(rule, inputs):
+            return inputs.keys() <= {*rule.elementwise} and all(map(is_in_rows, inputs.values()))
 
 
 def elements_of(array: Array, boxes: Sequence[Box]) -> np.ndarray:

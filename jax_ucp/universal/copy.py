@@ -26,6 +26,7 @@ from jax_ucp.arrays.budget import (
     threads,
 )
 from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.evaluate import expressions, is_in_rows
 from jax_ucp.arrays.protocol import TOGETHER, ArrayInfo
 from jax_ucp.files.copying import mid_page
 from jax_ucp.files.in_flight import each_file
@@ -469,7 +470,9 @@ def _read_rows(opened: OpenedJob, store: ZarrStore, key: str, box: Box) -> Itera
     """
     proofs, source = opened.proofs, opened.contents.arrays  # they observe every read from here on
     info = source.arrays()[key]
-    if opened.contents.files.is_remote or info.chunk or info.row:
+    is_small = box.size * info.dtype.itemsize <= ROWS_BYTES
+    is_whole = opened.contents.files.is_remote or info.chunk or info.row
+    if is_whole or not (is_small or is_in_rows(expressions(source)[key])):
         elements = source.read(key, box)
         proofs.require_sound_so_far()
         yield elements

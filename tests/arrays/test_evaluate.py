@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from helpers import MemoryStore, boxes_in, numbered
 from jax_ucp.arrays.checks import BoxWatcher, watching
-from jax_ucp.arrays.evaluate import expressions, read, read_each, read_into
+from jax_ucp.arrays.evaluate import expressions, is_in_rows, read, read_each, read_into
 from jax_ucp.arrays.protocol import ArrayInfo, Want
-from jax_ucp.arrays.value import Array, Computed, Rule, cut, joined, users
+from jax_ucp.arrays.value import Array, Computed, Constant, Rule, cut, joined, users
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import MOST_READ, Part, box_part, range_parts
@@ -163,3 +163,19 @@ def test_users_are_found_at_any_depth():
     )
     made = {"pair": pair, "last": cut("", cut("", pair, 2, (4,)), 1, (2,)), "c": of["c"]}
     assert users(made, of) == {"a": {"pair", "last"}, "b": {"pair", "last"}, "c": {"c"}}
+
+
+def test_blocks_of_rows_are_read_of_what_lies_in_rows_alone():
+    lies, decoded = (
+        Constant(numbered((6, 4))),
+        expressions(MemoryStore({"w": numbered((6, 4))}))["w"],
+    )
+    halves = ParamLayout((6, 8), ((6, 4),) * 2, tuple(
+        box_part(i, Box.whole((6, 4)), Box((0, 4 * i), (6, 4 * i + 4))) for i in range(2)
+    ))  # fmt: skip
+    assert is_in_rows(lies)
+    assert not is_in_rows(decoded)
+    assert is_in_rows(joined("w", halves, [lies, lies]))
+    assert not is_in_rows(joined("w", halves, [lies, decoded]))
+    assert is_in_rows(cut("w", lies, 4, (5, 4)))
+    assert not is_in_rows(cut("w", lies, 4, (5, 4), transposed=True))
