@@ -50,12 +50,18 @@ class ReadRequest:
         """The data as `dtype`. Raises TreeMismatch if integers would change: only floats round."""
         if data.dtype == self.dtype:
             return data
-        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        # a signalling NaN becomes a quiet one; numbers beyond a dtype are infinite, or refused
+        with np.errstate(invalid="ignore", over="ignore"):
             result = _converted(data, self.dtype)
-        if jnp.issubdtype(data.dtype, jnp.floating):
-            return result
-        # numbers with a sign and without one come back from each other as they were
-        changed = (_converted(result, data.dtype) != data) | ((result < 0) != (data < 0))
+            if jnp.issubdtype(data.dtype, jnp.inexact):
+                return result
+            changed = _converted(np.real(result), data.dtype) != data
+        # numbers with a sign and without one come back from each other as they were, and from what
+        # is infinite or none some do
+        if jnp.issubdtype(self.dtype, jnp.inexact):
+            changed |= ~np.isfinite(result)
+        else:
+            changed |= (result < 0) != (data < 0)
         if changed.any():
             raise TreeMismatch(
                 f"{self.key}: values of {data.dtype} do not fit {self.dtype}:"

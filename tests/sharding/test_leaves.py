@@ -392,6 +392,10 @@ def test_a_cast_that_loses_more_than_digits_is_refused(tmp_path, have, want):
     (np.array([3, -1], np.int16), np.uint16),
     (np.array([3, 255], np.uint8), np.int8),
     (np.array([0, -8], ml_dtypes.int4), ml_dtypes.uint4),
+    (np.array([1, 127], np.int8), ml_dtypes.float8_e3m4),
+    (np.array([1, 0], np.uint8), ml_dtypes.float8_e8m0fnu),
+    (np.array([1, 65535], np.uint16), np.float16),
+    (np.array([1, 2**24 + 1]), np.complex64),
 ])  # fmt: skip
 def test_integers_that_do_not_fit_are_refused_when_they_are_read(tmp_path, have, want):
     checkpoint = save(tmp_path / "c", {"fits": have[:1], "x": have})
@@ -401,6 +405,13 @@ def test_integers_that_do_not_fit_are_refused_when_they_are_read(tmp_path, have,
     del target["x"]
     restored = checkpoint.restore(target, cast=True, partial=True)
     assert same_bits(restored["fits"], have[:1].astype(np.float64).astype(want))
+
+
+def test_complex_numbers_round_and_may_be_nan(tmp_path):
+    stored = np.array([1 / 3 + 1j, np.nan])
+    checkpoint = save(tmp_path / "c", {"x": stored})
+    restored = checkpoint.restore({"x": np.zeros(2, np.complex64)}, cast=True)
+    assert same_bits(restored["x"], stored.astype(np.complex64))
 
 
 def test_numbers_of_few_bits_are_cast_to_one_another(tmp_path):
