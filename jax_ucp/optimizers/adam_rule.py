@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jax_ucp.arrays.optimizer_groups import Group
-from jax_ucp.optimizers.settings import TRIES
+from jax_ucp.optimizers.settings import TRIES, small
 from jax_ucp.optimizers.slots import OptaxLeaf, few, param_leaves, slots_of
 
 # Small enough that no clipping begins; moments in float16 have few digits below 6e-5.
@@ -119,9 +119,7 @@ class _Probe:
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
         self._tx, self._step, self._read = tx, jax.jit(self._stepped), jax.jit(_first_numbers)
-        self._params = jax.tree.map(
-            lambda p: jnp.zeros([min(size, 2) for size in p.shape], jnp.float32), params
-        )
+        self._params = jax.tree.map(lambda p: jnp.zeros(small(p.shape), jnp.float32), params)
         _, self._slots = slots_of(tx, self._params)
         moments = [slot for slot in self._slots if _is_moment(slot)]
         self.keys = [(slot.role, slot.param) for slot in moments]

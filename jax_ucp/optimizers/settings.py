@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.optimizers.slots import few
 
 # A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked
@@ -190,9 +191,7 @@ class TrialUpdates:
 
     def _all(self, weight: float, gradient: float) -> Iterator[Updates]:
         """Updates one after the other, by the parameter's name."""
-        weights = jax.tree.map(
-            lambda p: jnp.full([min(size, 2) for size in p.shape], weight, _wide(p)), self._params
-        )
+        weights = jax.tree.map(lambda p: jnp.full(small(p.shape), weight, _wide(p)), self._params)
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
         state = self._tx.init(weights)
         for _ in range(TRIES):
@@ -201,6 +200,11 @@ class TrialUpdates:
                 _name(path): np.asarray(leaf)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(deltas)
             }
+
+
+def small(shape: Shape) -> list[int]:
+    """The shape of a small array, with elements, that stands for one of this shape."""
+    return [min(max(size, 1), 2) for size in shape]
 
 
 def _wide(param: Any) -> Any:

@@ -208,6 +208,12 @@ def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(dtype, make, ep
     assert faults(make(eps=eps), trained_with(eps), params) == []
 
 
+def test_a_parameter_without_elements_is_compared_as_any_other():
+    params = PARAMS | {"w": jnp.ones((0, 3))}
+    assert faults(adamw(), trained_with(), params) == []
+    assert len(faults(adamw(b1=0.95), trained_with(), params)) == 1
+
+
 @pytest.mark.parametrize(("tx", "found"), [
     (adamw(b1=0.95), ["b and 1 more: the checkpoint's optimizer keeps 0.9 of exp_avg at an update (betas), tx 0.95"]),
     (adamw(b2=0.999), ["b and 1 more: the checkpoint's optimizer keeps 0.95 of exp_avg_sq at an update (betas), tx 0.999"]),
