@@ -372,6 +372,8 @@ def stage_letters(args: Args) -> list[str]:
     ['Ett', 'ttL']
     >>> stage_letters(Args({"pipeline_model_parallel_layout": "Et*2|(t|)*2mL"}))
     ['Ett', 't', 't', 'mL']
+    >>> stage_letters(Args({"num_layers": 4, "hybrid_layer_pattern": "M|M*-"}))
+    ['Et', 'tttL']
     """
     if layout := args.optional(LAYOUT):
         return _letters_of_layout(args, layout)
@@ -388,7 +390,10 @@ def stage_letters(args: Args) -> list[str]:
         )
     if not 0 <= layers <= MAX_RANKS:
         raise FormatError(f"args.num_layers is {layers}: they are damaged")
-    letters = ["t" * count for count in _chunk_layers(args, layers)]
+    # a hybrid model's pattern may say where chunks end
+    pattern = str(args.optional("hybrid_layer_pattern") or "").partition("/")[0].split("|")
+    counts = [*map(len, pattern)] if len(pattern) > 1 else _chunk_layers(args, layers)
+    letters = ["t" * count for count in counts]
     letters[0] = "E" + letters[0]
     letters[-1] += "mL" if args.optional("mtp_num_layers") else "L"
     return letters

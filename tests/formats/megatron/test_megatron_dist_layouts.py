@@ -170,6 +170,17 @@ def test_a_layout_says_the_layers_of_each_chunk(layout, p, sizes):
     assert list(chunks) == [(i // p, i % p) for i in range(len(sizes))]
 
 
+@pytest.mark.parametrize(("pattern", "p", "sizes"), [
+    ("M|*-EM|G/*M/*M", 3, [1, 4, 1]), ("M|*-|-M*|M", 2, [1, 2, 3, 1]), ("M*|/M", 2, [2, 0]),
+    ("M*-E/M", 2, [2, 2]),
+])  # fmt: skip
+def test_a_pattern_of_a_hybrid_model_says_the_layers_of_each_chunk(pattern, p, sizes):
+    fields = {"pipeline_model_parallel_size": p, "hybrid_layer_pattern": pattern}
+    found = layers_of_chunks({"num_layers": sum(sizes), **fields})
+    assert [len(layers) for layers in found] == sizes
+    assert [n for layers in found for n in layers] == list(range(sum(sizes)))
+
+
 @pytest.mark.parametrize("layers", [-1, 1 << 40])
 def test_a_number_of_layers_that_no_model_has_is_refused(layers):
     with pytest.raises(FormatError, match="num_layers"):
