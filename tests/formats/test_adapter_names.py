@@ -43,6 +43,18 @@ LLAVA = [
                 "model.layers.0.block_sparse_moe.router.weight",
             ],
         ),
+        # trained with transformers 5, and a base as it was released
+        (
+            ["model.language_model.layers.0.q", "model.vision_tower.layers.0.q"],
+            LLAVA,
+            "gemma3",
+            [
+                "model.language_model.layers.0.q.weight",
+                "lm_head.weight",
+                "model.vision_tower.layers.0.q.weight",
+                "model.multi_modal_projector.linear_1.weight",
+            ],
+        ),
         # trained before transformers 4.52, or a base stored as it is in memory
         (["language_model.model.layers.0.q"], LLAVA, "llava", LLAVA),
         # rules are those of the type

@@ -20,6 +20,8 @@ _LLAVA = {
     r"language_model\.lm_head\.": "lm_head.",
     r"(?=(vision_tower|multi_modal_projector)\.)": "model.",
 }
+# In memory of transformers 5.23 towers of CLIP and SigLIP have no `vision_model`.
+_TOWER = {r"vision_tower\.vision_model\.": "model.vision_tower."}
 _QWEN2_VL = {
     r"(?=visual\.)": "model.",
     r"model\.(?!(language_model|visual)\.)": "model.language_model.",
@@ -79,15 +81,14 @@ def in_memory(
             own = memory.shapes(base)
             if _has_all(own, wanted):
                 return memory
-            renamings = list(_ways(wanted, own, model_type))
-            fitting = [
-                rename
-                for rename in renamings
-                if len({*map(rename, own)}) == len(own) and _has_all({*map(rename, own)}, wanted)
-            ]
+            fitting: dict[frozenset[tuple[str, str]], Memory] = {}  # by what is of the modules
+            for rename in _ways(wanted, own, model_type):
+                names = {rename(name): of for name, of in memory.names.items()}
+                if len(names) == len(own) and _has_all(names, wanted):
+                    found = (pair for pair in names.items() if _module_of(pair[0]) in wanted)
+                    fitting.setdefault(frozenset(found), replace(memory, names=names))
             if len(fitting) == 1:
-                names = {fitting[0](name): of for name, of in memory.names.items()}
-                return replace(memory, names=names)
+                return next(iter(fitting.values()))
     return stored
 
 
@@ -111,6 +112,7 @@ def _ways(
 ) -> Iterator[Callable[[str], str]]:
     if rules := _RULES.get(model_type):
         yield lambda name: _renamed(name, rules)
+        yield lambda name: _renamed(name, {**_TOWER, **rules})
     for prefix in {f"{name.partition('.')[0]}." for name in modules}:
         yield lambda name, prefix=prefix: prefix + name
     for prefix in {f"{name.partition('.')[0]}." for name in base}:
@@ -126,4 +128,8 @@ def _renamed(name: str, rules: Mapping[str, str]) -> str:
 
 def _has_all(names: Collection[str], modules: Collection[str]) -> bool:
     """Whether each module has a parameter of its own."""
-    return {name.rpartition(".")[0] for name in names}.issuperset(modules)
+    return set(map(_module_of, names)).issuperset(modules)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
