@@ -13,9 +13,12 @@ import pytest
 
 import jax_ucp as ucp
 from benchmarks import array_cases
+from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.evaluate import Evaluated
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.report import inspection
-from jax_ucp.tree import Key, leaf_names, tree_fault
+from jax_ucp.mapping.states import states_of
+from jax_ucp.tree import Key, Leaf, leaf_names, tree_fault
 
 SIZES = (48, 96, 192)
 LINEAR = 2.2  # three instructions a pair of arrays beside 4,000 an array, as inspecting takes, make
@@ -196,3 +199,23 @@ def test_trees_names_and_tables_are_linear():
     for work in (fault, names, table):
         work(SIZES[0])
         assert growth([operations(partial(work, n)) for n in SIZES]) < LINEAR
+
+
+def test_the_states_of_a_run_of_variables_are_found_in_linear_work():
+    def run(count: int) -> Contents:
+        """A run of Flax's variables, each of which has a moment."""
+        leaves = [
+            Leaf(
+                (Key("dict", part), Key("dict", f"w{i}"), Key("dict", "value")),
+                f"{part}{i}",
+                "array",
+                (2,),
+                "float32",
+            )
+            for part in ("params", "mu")
+            for i in range(count)
+        ]
+        return Contents("memory", "a run", leaves, Evaluated({}))
+
+    counts = [operations(partial(states_of, run(n), "params")) for n in SIZES]
+    assert counts[2] / counts[1] < LINEAR

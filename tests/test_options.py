@@ -521,7 +521,7 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
     (("export", SAFETENSORS, "out", "--format", "deepspeed", "--zero-stage", 4), 2, "not in the range"),
     (("export", SAFETENSORS, "out", "--format", "dcp", "--like", SAFETENSORS), 2,
      "--like is for --format megatron"),
-    (("export", SAFETENSORS, "out", "--params", "x"), 1, "has no parameters at 'x'; it has param"),
+    (("export", SAFETENSORS, "out", "--params", "x"), 1, "has nothing at 'x'; it has param"),
     (("export", SAFETENSORS, "out", "--format", "dcp", "--opt-state", "x"), 2,
      "--opt-state goes with --optimizer"),
     (("export", SAFETENSORS, "out", "--format", "dcp", "--step-dtype", "int32"), 2,

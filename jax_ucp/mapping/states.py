@@ -1,9 +1,10 @@
-"""Where in a tree the parameters are, and the optimizer's states of them."""
+"""The parameters in a tree, and the optimizer's states that have the same names."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax_ucp.arrays.contents import Contents
@@ -11,7 +12,7 @@ from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.tree import Key, Leaf, Path, tree_fault
 
-_MOST_LABELS = 32  # at which a mapping is tried
+_MOST_LABELS = 32  # that are tried as the place of the parameters
 PARAM: Path = (Key("dict", "param"),)
 BUFFER: Path = (Key("dict", "buffer"),)
 
@@ -64,27 +65,31 @@ def states_of(contents: Contents, params: str | None = None) -> States:
     """
     if params is None:
         return _imported(contents)
-    weights = _weights(contents, params)
-    suffix = {id(leaf): name for name, leaf in weights.items()}
+    weights = parameters_at(contents, params)
+    below, first = next(iter(weights.values()))
+    # the leaves of Flax's variables lie one level deeper
+    are_variables = label_of(first.path[: -len(below)]) != params.strip("/")
+    place = first.path[: len(first.path) - len(below) - are_variables]
+    name_of = {id(leaf): name for name, (_, leaf) in weights.items()}
     states: dict[Path, dict[str, Leaf]] = defaultdict(dict)
     others: list[Leaf] = []
-    place: Path = ()
     for leaf in contents.leaves:
-        if id(leaf) in suffix:
-            place = _place(leaf.path, params)
-            states[place][suffix[id(leaf)]] = leaf
+        if id(leaf) in name_of:
+            states[place][name_of[id(leaf)]] = leaf
             continue
-        found = next(_named(leaf, weights), None) if leaf.has_array else None
-        if found is None:
-            others.append(leaf)
+        # the part of the path that is the name of a parameter, the longest that is one
+        path = leaf.path[:-1] if are_variables and _is_variable(leaf.path) else leaf.path
+        starts = (i for i in range(len(path)) if label_of(path[i:]) in weights)
+        if leaf.has_array and (i := next(starts, None)) is not None:
+            states[path[:i]][label_of(path[i:])] = leaf
         else:
-            states[found[0]][found[1]] = leaf
+            others.append(leaf)
     return States(place, dict(states), others)
 
 
 def top_labels(contents: Contents) -> Sequence[str]:
-    """The labels of the first three levels above arrays, those called `params` first; none of a
-    tree `{state: {parameter: array}}`.
+    """The labels of the tree's first three levels, those that begin with a name like `params`
+    first; empty for a tree `{state: {parameter: array}}`.
     """
     paths = [leaf.path for leaf in contents.leaves if leaf.has_array]
     if any(len(path) > 1 and path[0].name == "param" for path in paths):
@@ -97,21 +102,20 @@ def top_labels(contents: Contents) -> Sequence[str]:
 
 
 def weights_of(contents: Contents, params: str) -> Contents:
-    """The parameters of a training run's tree as `{param: {parameter: array}}`, and nothing else.
+    """Contents with only the parameters of a training run's tree, as `{param: {parameter: array}}`.
 
     Raises TreeMismatch where there are none below the label `params`.
     """
-    weights = _weights(contents, params)
     at = {
         (*PARAM, *(Key("dict", key) for key in name.split("/"))): leaf
-        for name, leaf in weights.items()
+        for name, (_, leaf) in parameters_at(contents, params).items()
     }
     left = len(contents.leaves) - len(at)
     notes = [f"{left} leaves that are not parameters are left out"] if left else []
     return replace(
         _placed(contents, at),
         notes=[*contents.notes, *notes],
-        # nothing else tells one part of the tree from another that has the same names
+        # parts of the tree that have the same names differ only in this
         reading=repr((contents.reading, params)),
     )
 
@@ -139,46 +143,49 @@ def _imported(contents: Contents) -> States:
     return States(named["param"], dict(states))
 
 
-def _place(path: Path, label: str) -> Path:
-    """How a path begins that has a label there."""
-    return next(path[:i] for i in range(len(path)) if label_of(path[:i]) == label)
+def leaves_at(contents: Contents, label: str) -> dict[Path, Leaf]:
+    """The leaves at a label and below it, by the rest of their paths; of "" all leaves.
 
-
-def _named(leaf: Leaf, weights: Mapping[str, Leaf]) -> Iterator[tuple[Path, str]]:
-    """The places at which a leaf has the name of a parameter, the longest name first."""
-    path = _without_value(leaf.path, bool(weights) and _has_values(weights.values()))
-    for i in range(len(path)):
-        name = label_of(path[i:])
-        if name in weights:
-            yield path[:i], name
-
-
-def _weights(contents: Contents, params: str) -> dict[str, Leaf]:
-    """The arrays below a label by name; those of Flax's variables have the variable's."""
-    above = list(filter(None, params.split("/")))
-    depth = len(above)
-    arrays = [leaf for leaf in contents.leaves if leaf.has_array and len(leaf.path) > depth]
-    below = {leaf.path[depth:]: leaf for leaf in arrays if [*map(str, leaf.path[:depth])] == above}
+    Raises TreeMismatch if there is none.
+    """
+    below: dict[Path, Leaf] = {}
+    for leaf in contents.leaves:
+        labels = itertools.accumulate(map(str, leaf.path), "{}/{}".format)
+        for depth, above in enumerate(itertools.chain([""], labels)):
+            if above == label.strip("/"):
+                below[leaf.path[depth:]] = leaf
     if not below:
-        tops = ", ".join(dict.fromkeys(str(leaf.path[0]) for leaf in contents.leaves if leaf.path))
-        raise TreeMismatch(f"{contents.path} has no parameters at {params!r}; it has {tops}")
-    has_values = _has_values(below.values())
-    named: dict[str, Leaf] = {}
-    for path, leaf in below.items():
-        name = label_of(_without_value(path, has_values))
+        tops = dict.fromkeys(str(leaf.path[0]) for leaf in contents.leaves if leaf.path)
+        raise TreeMismatch(
+            f"{contents.path} has nothing at {label!r}; it has {', '.join(tops) or 'one leaf'}"
+        )
+    return below
+
+
+def parameters_at(contents: Contents, label: str) -> dict[str, tuple[Path, Leaf]]:
+    """The arrays below a label by name, with the rest of their paths. The array of a variable of
+    Flax has the variable's name and path.
+
+    Raises TreeMismatch if there is none, or two have one name.
+    """
+    arrays = {path: leaf for path, leaf in leaves_at(contents, label).items() if leaf.has_array}
+    are_variables = all(map(_is_variable, arrays))
+    named: dict[str, tuple[Path, Leaf]] = {}
+    for path, leaf in arrays.items():
+        path = path[:-1] if are_variables else path
+        name = label_of(path)
         if name in named:
-            raise TreeMismatch(f"{contents.path} has two parameters {name}")
-        named[name] = leaf
+            raise TreeMismatch(f"{contents.path}: two parameters are called {name}")
+        if path:
+            named[name] = path, leaf
+    if not named:
+        raise TreeMismatch(f"{contents.path} has no parameters at {label!r}")
     return named
 
 
-def _has_values(leaves: Iterable[Leaf]) -> bool:
-    """Whether every array is that of a variable of Flax."""
-    return all(len(leaf.path) > 1 and leaf.path[-1].name == "value" for leaf in leaves)
-
-
-def _without_value(path: Path, has_values: bool) -> Path:
-    return path[:-1] if has_values and path and path[-1].name == "value" else path
+def _is_variable(path: Path) -> bool:
+    """Whether the array at a path is that of a variable of Flax."""
+    return len(path) > 1 and path[-1].name == "value"
 
 
 def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
@@ -215,7 +222,7 @@ def rerooted(contents: Contents, root: str, variables: bool) -> Contents:
 
 
 def _placed(contents: Contents, at: Mapping[Path, Leaf]) -> Contents:
-    """A checkpoint with these of its leaves alone, at other paths."""
+    """Contents with only these leaves, at these paths."""
     stored = expressions(contents.arrays)
     placed = [(replace(leaf, path=path), stored[leaf.name]) for path, leaf in at.items()]
     return contents.with_leaves(placed, stored)

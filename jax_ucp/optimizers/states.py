@@ -1,4 +1,4 @@
-"""The optax state of a JAX run as torch's optimizer states, each beside its parameter."""
+"""Contents of a JAX run converted to those of a torch trainer, with torch's optimizer states."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jax_ucp.arrays.proof import Zeros
 from jax_ucp.arrays.value import Array, Constant
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
+from jax_ucp.mapping.states import leaves_at, parameters_at
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import (
     COUNT,
@@ -39,10 +40,10 @@ from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.trees import TreeNode, walk
 from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_of
 
-# Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
+# Torch's own optimizers count in float32 tensors; DeepSpeed's Lion counts in ints.
 _STEP_DTYPES: Mapping[type, DTypeLike] = {optax.ScaleByLionState: np.int32}
 
-# Where the extras are that were numbers in the tree, by their labels.
+# The name of the extras that were numbers or texts in the tree, by their labels.
 EXTRAS = "tree"
 
 
@@ -56,7 +57,7 @@ def torch_states(
     step: int | None = None,
     step_dtype: DTypeLike | None = None,
 ) -> Contents:
-    """The checkpoint of a JAX run as an import has it; see `Checkpoint.torch_states`."""
+    """The contents of a JAX run in the form of an imported one; see `Checkpoint.torch_states`."""
     run = _TrainingRun(contents)
     named = run.parameters(params, model)
     if model is None:
@@ -83,14 +84,14 @@ def torch_states(
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """An array of the result: the stored one, or a number made of what is stored."""
+    """An array of the result, made of the leaf `stored`: its array by name, or a number."""
 
     stored: Leaf
     value: str | np.ndarray
 
 
 class _TrainingRun:
-    """The leaves of a run: each is mapped, kept as an extra, or left out with a reason."""
+    """The leaves of a run, each of which is mapped, kept as an extra, or left out with a reason."""
 
     def __init__(self, contents: Contents):
         self.contents = contents
@@ -104,38 +105,29 @@ class _TrainingRun:
 
     def parameters(self, label: str, model: Any) -> dict[str, tuple[Path, Leaf]]:
         """The parameters by name, with paths below `label`: the model's, or all that are stored."""
-        below = self._below(label).items()
-        arrays = {path: leaf for path, leaf in below if path and _is_numeric(leaf)}
-        # the arrays of Flax's variables
-        if all(len(path) > 1 and path[-1].name == "value" for path in arrays):
-            arrays = {path[:-1]: leaf for path, leaf in arrays.items()}
-        stored: dict[str, tuple[Path, Leaf]] = {}
-        for path, leaf in arrays.items():
-            name = "/".join(map(str, path))
-            if name in stored:
-                self.faults.append(f"two parameters are called {name}")
-            stored[name] = path, leaf
-        named = stored
+        arrays = parameters_at(self.contents, label)
+        named = stored = {name: pair for name, pair in arrays.items() if _is_numeric(pair[1])}
         if model is not None:  # those that the model has, in its order
             wanted = param_leaves(model)
             named = {name: stored[name] for name in wanted if name in stored}
             leaves = {name: leaf for name, (_, leaf) in stored.items()}
             self.faults += unlike(wanted, leaves, f"not at {label}")
         if not named:
-            raise TreeMismatch(f"{self.contents.path} has no parameters at {label}")
+            raise TreeMismatch(f"{self.contents.path} has no parameters at {label!r}")
         for name, (_, leaf) in named.items():
             self._make("param", name, leaf, leaf.name)
         return named
 
     def wide(self, label: str) -> bool:
-        """Whether the optimizer computed in float64, which JAX does only if it is told to."""
-        return any(leaf.dtype == "float64" for leaf in self._below(label).values())
+        """Whether the optimizer's state has float64, which JAX uses only if that is enabled."""
+        return any(leaf.dtype == "float64" for leaf in leaves_at(self.contents, label).values())
 
     def matched(self, label: str, state: Any) -> dict[Path, Leaf]:
         """The stored leaf of each array of the optimizer's state, by its path there."""
-        left = {tuple(map(str, path)): leaf for path, leaf in self._below(label).items()}
+        below = leaves_at(self.contents, label).items()
+        left = {tuple(map(str, path)): leaf for path, leaf in below}
         stored: dict[Path, Leaf] = {}
-        # A state of Flax has no empty nodes; where there are some, all should be there.
+        # a state that was saved through Flax has no empty nodes; any other has all of them
         has_structure = any(not leaf.has_array for leaf in left.values())
         for node in walk(state):
             leaf = next((left.pop(names) for names in _names(node.path) if names in left), None)
@@ -149,7 +141,7 @@ class _TrainingRun:
         return stored
 
     def take(self, slot: OptaxLeaf, leaf: Leaf, named: Mapping[str, object]) -> None:
-        """Map, keep or leave a leaf of the optimizer's state; counts are for `count`."""
+        """Decide about a leaf of the optimizer's state that is not a count."""
         if slot.role == COUNT:
             return
         if slot.role == GIVEN:
@@ -178,13 +170,13 @@ class _TrainingRun:
         step: int | None,
         step_dtype: DTypeLike | None,
     ) -> None:
-        """The steps of parameters, from the counts beside moments; other counts must agree."""
-        done: dict[str, tuple[int, str]] = {}  # by parameter: how many updates, and what says so
+        """Set the steps of parameters by the counts beside moments; other counts must agree."""
+        done: dict[str, tuple[int, str]] = {}  # by parameter: the number of updates, and its origin
         others: list[tuple[OptaxLeaf, int]] = []
         for slot in (slot for slot in slots if slot.role == COUNT):
             leaf = stored[slot.path]
             number = self._number(leaf)
-            # A count beside moments is torch's steps of their parameters.
+            # a count beside moments is the number of steps of their parameters
             around = slot.path[:-1]
             params: list[str] = []
             if slot.of_moments:
@@ -211,7 +203,7 @@ class _TrainingRun:
             done = dict.fromkeys(covered, (step, f"step={step}")) | done
         for slot, number in others:
             self._compare(slot, stored[slot.path], number, done, step)
-            # Where no moments are counted, as in SGD, a schedule is held against the next.
+            # if no moments are counted, as in SGD, schedules are compared with one another
             label = stored[slot.path].label
             done = dict.fromkeys(slot.covers, (number, label)) | done
 
@@ -223,7 +215,7 @@ class _TrainingRun:
         done: Mapping[str, tuple[int, str]],
         step: int | None,
     ) -> None:
-        """Keep a count as an extra; it should be the updates of all parameters that it covers."""
+        """Keep a count as an extra, which should equal the updates of the parameters it covers."""
         self._keep(leaf)
         known = filter(done.__contains__, slot.covers)
         param = next((param for param in known if done[param][0] != number), None)
@@ -247,8 +239,8 @@ class _TrainingRun:
             raise TreeMismatch(title, self.faults)
 
     def contents_with(self, named: Mapping[str, tuple[Path, Leaf]]) -> Contents:
-        """The checkpoint of what was taken."""
-        # What is neither a parameter nor of the optimizer.
+        """The contents with the parameters and states that were mapped."""
+        # leaves that belong neither to the parameters nor to the optimizer
         left: list[Leaf] = []
         for leaf in self.contents.leaves:
             if leaf.path in self.fates:
@@ -271,7 +263,7 @@ class _TrainingRun:
             self.notes.append(
                 f"the optimizer has no state of {len(bare)} parameters, the first {bare[0]}"
             )
-        # The tree, and what became of each leaf of the run.
+        # the new tree, and the inventory with the status of each leaf of the run
         made: dict[Path, _Made] = {}
         for state, arrays in self.made.items():
             made |= {(Key("dict", state), *named[name][0]): array for name, array in arrays.items()}
@@ -307,7 +299,7 @@ class _TrainingRun:
         )
 
     def _claims(self, stored: Mapping[str, Leaf]) -> Iterator[LeafClaim]:
-        """The claims of the checkpoint, and that gradients which are left out are zeros."""
+        """The claims of the checkpoint, and the claim that accumulated gradients are zeros."""
         users: dict[str, list[str]] = defaultdict(list)
         for name, leaf in stored.items():
             users[leaf.name].append(name)
@@ -317,30 +309,12 @@ class _TrainingRun:
         for leaf in self.zeros:
             yield LeafClaim(Zeros(leaf.label, arrays[leaf.name], fault), frozenset(stored))
 
-    def _below(self, label: str) -> dict[Path, Leaf]:
-        """The leaves at a label and below it, by the rest of their paths. Raises TreeMismatch if
-        there is none.
-        """
-        below: dict[Path, Leaf] = {}
-        for leaf in self.contents.leaves:
-            prefixes = itertools.accumulate(map(str, leaf.path), "{}/{}".format)
-            for depth, prefix in enumerate(prefixes, 1):
-                if prefix == label:
-                    below[leaf.path[depth:]] = leaf
-        if not below:
-            top = dict.fromkeys(str(leaf.path[0]) for leaf in self.contents.leaves if leaf.path)
-            raise TreeMismatch(
-                f"{self.contents.path} has nothing at {label}; it has"
-                f" {', '.join(top) or 'one leaf'}"
-            )
-        return below
-
     def _make(self, state: str, name: str, leaf: Leaf, value: str | np.ndarray) -> None:
         self.made[state][name] = _Made(leaf, value)
         self.fates[leaf.path] = "mapped", f"{state}/{name}"
 
     def _keep(self, leaf: Leaf) -> None:
-        """A number, or a text, that is no array of the result."""
+        """Keep a number or a text as an extra."""
         self.extras[leaf.label] = _json(self._read(leaf).tolist()) if leaf.has_array else leaf.value
         self.fates[leaf.path] = "extra", f"{leaf.label} of {EXTRAS}"
 
@@ -360,7 +334,7 @@ def _is_numeric(leaf: Leaf) -> bool:
 
 
 def _names(path: Path) -> Iterator[tuple[str, ...]]:
-    """The names a leaf of the state may have: Flax adds the attribute `value` of variables."""
+    """The paths that a leaf of the state may have: Flax adds the attribute `value` of variables."""
     names = tuple(map(str, path))
     yield names
     yield names[:-1] if path and path[-1] == Key("attr", "value") else (*names, "value")
@@ -378,7 +352,7 @@ def _difference(node: TreeNode, leaf: Leaf | None, has_structure: bool) -> str |
 
 
 def _json(value: Any) -> Any:
-    """A number, or nested lists of them, as JSON, in which numbers are finite and real."""
+    """A number, or nested lists of numbers, as JSON, which lacks infinite and complex ones."""
     if isinstance(value, list):
         return [_json(item) for item in value]
     if isinstance(value, complex):

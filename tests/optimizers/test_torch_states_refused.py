@@ -115,9 +115,9 @@ def test_moments_of_one_parameter_in_two_states_are_refused():
 
 
 @pytest.mark.parametrize(("said", "message"), [
-    ({"opt_state": "optimizer"}, "has nothing at optimizer; it has opt_state, params, step"),
-    ({"params": "model"},        "has nothing at model"),
-    ({"params": "step"},         "has no parameters at step"),
+    ({"opt_state": "optimizer"}, "has nothing at 'optimizer'; it has opt_state, params, step"),
+    ({"params": "model"},        "has nothing at 'model'"),
+    ({"params": "step"},         "has no parameters at 'step'"),
 ])  # fmt: skip
 def test_a_label_at_which_there_is_nothing_is_refused(said, message):
     checkpoint = ucp.Checkpoint.of(tree_of(trained("adam"), ADAMW))
