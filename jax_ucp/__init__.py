@@ -46,21 +46,7 @@ _HOMES = {
     "patterns": "jax_ucp.layout.patterns",
 }
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointHandler",
-    "Mapping",
-    "Spec",
-    "args",
-    "diff",
-    "errors",
-    "handler_registry",
-    "in_bucket",
-    "open",
-    "orbax_context",
-    "orbax_everywhere",
-    "patterns",
-]
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,28 +1,22 @@
 """Every error a user of jax_ucp can meet, as one tree.
 
     UCPError
-    ├── LayoutError          shards do not fit the pattern or the geometry declared for them
-    ├── SpecError            a spec is not in the universal checkpoint language, or has a
-    │                        size without a number; or an option cannot be meant
-    ├── FormatError          a file is not what its name or its checkpoint says it is
-    │   ├── UnsafePickle     a torch file asks for what no data needs: a name that runs
-    │   │                    something, an opcode, a size
-    │   └── CorruptData      bytes differ from their checksum, duplicate or recorded size
-    ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
-    ├── QuantizedWeights     weights are stored as codes and scales, and were asked for as weights
-    ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
-    ├── UnsupportedPath      a path is a URL where none can be, or would be taken for another path
-    ├── StoreError           a bucket or a server did not answer, or refused
-    ├── SaveFailed           another process could not do its part of a save
-    ├── WorkerError          an executor's processes cannot do the work, or one of them has ended
-    └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
+    ├── LayoutError         (ValueError)
+    ├── SpecError           (ValueError)
+    ├── FormatError         (ValueError)
+    │   ├── UnsafePickle
+    │   └── CorruptData
+    ├── NotACheckpoint      (FileNotFoundError)
+    ├── QuantizedWeights    (ValueError)
+    ├── TreeMismatch        (ValueError)
+    ├── UnsupportedPath     (ValueError)
+    ├── StoreError          (OSError)
+    ├── SaveFailed          (RuntimeError)
+    ├── WorkerError         (RuntimeError)
+    └── UnsupportedLeaf     (TypeError)
 
-One warning, which is no error: `ShardingWarning`, where leaves are placed otherwise than asked for.
-
-`LayoutError`, `SpecError`, `FormatError`, `QuantizedWeights`, `TreeMismatch` and `UnsupportedPath`
-are also `ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `StoreError` also `OSError`,
-`SaveFailed` and `WorkerError` also `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that
-code which knows nothing of us catches them where it would expect to.
+In parentheses is the built-in class that an error is too, by which code that knows nothing of
+jax_ucp catches it. There is one warning, `ShardingWarning`.
 """
 
 from __future__ import annotations
@@ -94,7 +88,9 @@ class LayoutError(UCPError, ValueError):
 
 
 class SpecError(UCPError, ValueError):
-    """A text is not in the universal checkpoint language, or an option is not one."""
+    """A spec is not in the universal checkpoint language, or has a size without a number; or an
+    option cannot be meant.
+    """
 
 
 class FormatError(UCPError, ValueError):
@@ -102,7 +98,7 @@ class FormatError(UCPError, ValueError):
 
 
 class UnsafePickle(FormatError):
-    """A pickle asks for something that reading a checkpoint never needs."""
+    """A pickle asks for what no checkpoint needs: a name that runs code, an opcode, a size."""
 
 
 class CorruptData(FormatError):

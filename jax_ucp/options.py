@@ -17,12 +17,15 @@ from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
 HF_DECAY: Final = "hf-decay"
-# What each word says of an optimizer's groups. Both say that a group is in the order of the model.
+# The statement about an optimizer's groups that each word stands for.
 _WORDS: Final = {
-    MODULE_ORDER: "every group in the order of the model",
+    MODULE_ORDER: (
+        "every group lists its parameters in the order of the model, as an optimizer made of"
+        " model.parameters() does"
+    ),
     HF_DECAY: (
-        "the two groups that transformers' Trainer makes, what weights decay in the first, biases"
-        " and norms in the second, each in the order of the model"
+        "the two groups that there are were made by transformers' Trainer: weights that decay, then"
+        " biases and norms, each in the order of the model"
     ),
 }
 Lists = tuple[tuple[str, ...], ...]
@@ -37,11 +40,11 @@ NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes 
 
 
 class Sizes(Mapping[str, int]):
-    """Lengths by name, which remember the names they were asked for: the others mean nothing to the
-    checkpoint.
+    """Lengths by name, with a record of the names that were looked up (`asked`): the checkpoint has
+    no use for the others.
 
-    Raises SpecError for a length that is no whole number from 1. A name that says whether something
-    is there, as `when` in a spec has it, may be 0.
+    Raises SpecError for a length that is not a whole number of at least 1. A name that switches a
+    rule on or off, in `when` of a spec, may be 0.
     """
 
     def __init__(self, given: Mapping[str, int]):
@@ -86,18 +89,10 @@ class Sizes(Mapping[str, int]):
 
 @dataclass(frozen=True)
 class Options:
-    """The options that a checkpoint is opened with.
+    """The options that a checkpoint is opened with, which `jax_ucp.open` describes.
 
-    `sizes` are lengths by name (`vocab`); `spec` is one in the universal checkpoint language, or
-    its file: it says how shards form parameters; `weights_only` leaves the optimizer aside.
-    `on_conflict` says which of two stored copies is right where they differ, `master` or `copy`:
-    then they are not compared. The master is also the first of several replicas; a copy is what
-    the model computed with, in its dtype. `dequantize` is the dtype that quantised weights are
-    dequantised to, and "float32" decodes the states of 8-bit optimizers too; False keeps weights as
-    the parts that are stored, None refuses to hand them out.
-    `optimizer_groups` says which parameters each group of an optimizer has, where states go by
-    numbers. `model` names the one that is meant where there are several. `step` is the one to open
-    of a run's folder.
+    Where `on_conflict` says which of two copies to take, they are not compared. "float32" for
+    `dequantize` decodes the states of 8-bit optimizers too.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
@@ -147,7 +142,8 @@ class Options:
 
     @property
     def reading(self) -> str:
-        """The reading of shards as parameters, the same in every process; empty for nothing.
+        """A text of the spec and the sizes, equal in all processes that have the same; empty if
+        there are none.
 
         Raises SpecError for a spec that cannot be read.
         """
@@ -188,7 +184,7 @@ def require_used(sizes: Sizes, path: str, elsewhere: Collection[str] = ()) -> No
 def checked_groups(
     value: str | Sequence[Sequence[str]] | GroupsFunction | None,
 ) -> OptimizerGroups | None:
-    """The user's word on optimizer groups, checked for its form: a word, lists of names, or a
+    """The user's statement on optimizer groups, checked for its form: a word, lists of names, or a
     function that makes them.
 
     Raises SpecError for anything else, and for a name that is said twice.
@@ -204,7 +200,7 @@ def checked_groups(
 
 
 def rule_of(groups: object) -> str:
-    """The word that the user said of groups, without a model type; empty of anything else.
+    """The word for a known order of groups, without a model type; empty for any other value.
 
     >>> rule_of("hf-decay:llama"), rule_of("sorted")
     ('hf-decay', '')
@@ -214,9 +210,10 @@ def rule_of(groups: object) -> str:
 
 
 def said_of(groups: OptimizerGroups | None, names: Sequence[str]) -> SaidGroups | None:
-    """The word or the lists; a function is called with the names of the model's parameters.
+    """The user's statement as a word or lists: a function is called with the names of the model's
+    parameters.
 
-    Raises SpecError where it fails, or returns anything but lists of names.
+    Raises SpecError if the function fails, or returns anything but lists of names.
     """
     if groups is None or isinstance(groups, str | tuple):
         return groups
@@ -247,7 +244,7 @@ def _checked_lists(value: Any, whence: str) -> Lists:
 
 
 def word_note(groups: SaidGroups) -> str:
-    """The note on states that were given to parameters by the user's word."""
+    """The note on states that were given to parameters as the user's statement says."""
     how = _WORDS.get(rule_of(groups), "the names of each group")
     return (
         f"optimizer states were given to parameters as optimizer_groups says, {how}: nothing in the"
@@ -255,24 +252,12 @@ def word_note(groups: SaidGroups) -> str:
     )
 
 
-_WORD_MEANS = {
-    MODULE_ORDER: (
-        "if every group lists its parameters in the order of the model, as an optimizer made of"
-        " model.parameters() does"
-    ),
-    HF_DECAY: (
-        "if transformers' Trainer made the optimizer: weights that decay, then biases and norms,"
-        " each in the order of the model"
-    ),
-}
-
-
 def remedy(words: Sequence[str], sizes: str = "", example: str = "") -> str:
-    """The way for the user to say whose states are: by the words that would decide; and by lists,
-    if `sizes` of the groups are given, with an `example` of a name as lists have it.
+    """Advice how to state whose the optimizer's states are: by one of the words that would decide;
+    and by lists, if `sizes` of the groups are given, with an `example` of a name in lists.
     """
     ways = [
-        f"optimizer_groups={word!r} (--optimizer-groups {word}) {_WORD_MEANS[rule_of(word)]}"
+        f"optimizer_groups={word!r} (--optimizer-groups {word}) if {_WORDS[rule_of(word)]}"
         for word in words
     ]
     if sizes:

@@ -13,7 +13,8 @@ from jax_ucp.errors import UnsupportedPath
 from jax_ucp.files.local import WholeDisk, name_fault
 from jax_ucp.files.protocol import Files
 
-# What has a say in where a bucket is, and as whom it is asked.
+# Beginnings of the names of environment variables that say where a bucket is, and with which
+# credentials it is read.
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HF_", "HUGGING_FACE_")
 
 
@@ -35,7 +36,9 @@ def _bucket(scheme: str, text: str, rest: str) -> tuple[Files, str]:
     bucket, _, key = rest.partition("/")
     if not bucket:
         raise UnsupportedPath(f"{text} names no bucket: {scheme}://BUCKET/KEY")
-    return _opened(scheme, bucket, _settings()), _checked(text, key)
+    from jax_ucp.files.object_store import Bucket
+
+    return _kept(Bucket, _settings(), scheme, bucket), _checked(text, key)
 
 
 def _web(scheme: str, text: str, rest: str) -> tuple[Files, str]:
@@ -45,24 +48,20 @@ def _web(scheme: str, text: str, rest: str) -> tuple[Files, str]:
             f"{scheme}://{host.rpartition('@')[2]}: a URL here has a host and a path. A user, a"
             " query or a fragment would be lost, or kept in what is written of it"
         )
-    return _opened(scheme, host, _settings()), _checked(text, urllib.parse.unquote(path))
+    from jax_ucp.files.web import Web
+
+    return _kept(Web, _settings(), scheme, host), _checked(text, urllib.parse.unquote(path))
 
 
 def _hub(text: str, rest: str) -> tuple[Files, str]:
-    """A commit stays what it is; what another revision names is asked each time."""
-    from jax_ucp.files import hub
+    from jax_ucp.files.hub import open_hub, parse
 
-    repo, revision, key = hub.parse(rest)
-    is_commit = revision is not None and re.fullmatch("[0-9a-f]{40}", revision)
-    files = _at_commit(repo, revision, _settings()) if is_commit else hub.open_hub(repo, revision)
+    repo, revision, key = parse(rest)
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        files = _kept(open_hub, _settings(), repo, revision)
+    else:  # a branch or a tag, which may name another commit the next time
+        files = open_hub(repo, revision)
     return files, _checked(text, key)
-
-
-@functools.lru_cache(maxsize=64)
-def _at_commit(repo: str, commit: str | None, settings: tuple[tuple[str, str], ...]) -> Files:
-    from jax_ucp.files.hub import open_hub
-
-    return open_hub(repo, commit)
 
 
 def _checked(text: str, key: str) -> str:
@@ -76,13 +75,10 @@ def _settings() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
 
 
-# one object, with its connections, for all that is read of a bucket as long as settings stay
 @functools.lru_cache(maxsize=64)
-def _opened(scheme: str, bucket: str, settings: tuple[tuple[str, str], ...]) -> Files:
-    from jax_ucp.files.object_store import Bucket
-    from jax_ucp.files.web import Web
-
-    return (Web if scheme in ("http", "https") else Bucket)(scheme, bucket)
+def _kept(make: Callable[..., Files], settings: tuple[tuple[str, str], ...], *place: str) -> Files:
+    """The files that `make` gives for a place, with their connections, while settings stay."""
+    return make(*place)
 
 
 _SCHEMES: Mapping[str, Callable[[str, str], tuple[Files, str]]] = {
