@@ -8,9 +8,10 @@ import numpy as np
 
 from jax_ucp.layout.blocks import grid_boxes
 
-# What is transposed at once fits the caches of a core, and is so wide at most. Its rows begin an
-# odd number of cache lines apart: lines that are a multiple of 4 KiB apart share a set of the
-# cache, of 8 to 16 lines, so that the rows of most models' matrices would evict one another.
+# The window that is transposed at once fits the caches of a core, and has at most so many columns.
+# Its rows begin an odd number of cache lines apart: lines that are a multiple of 4 KiB apart share
+# one set of the cache, of 8 to 16 lines, so that the rows of most models' matrices would evict one
+# another.
 _WINDOW_BYTES, _COLUMNS, _LINE_BYTES = 512 << 10, 4096, 64
 
 

@@ -55,7 +55,7 @@ def _power(nbytes: int) -> int:
 
 
 class Summed(ByteRange):
-    """Bytes that are tallied when they are read."""
+    """Bytes that are added to tallies when they are read."""
 
     def __init__(self, inner: ByteRange, tallies: Sequence[Tally]):
         self.size = inner.size
@@ -94,9 +94,10 @@ def crc_of(parts: Iterable[SummedBytes]) -> int:
 
 
 class Tally:
-    """Whether bytes `start` to `stop` have the CRC-32 `crc`: seen in any order, by any thread.
+    """A check that bytes `start` to `stop` have the CRC-32 `crc`, added in any order by any thread.
 
-    `alarm` is called if they do not, once all are seen; `note` with each part when it is seen.
+    `note` is called with each part that is added; `alarm` once all are added, if the CRC-32
+    differs.
     """
 
     def __init__(
@@ -114,10 +115,10 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, start: int, *run: memoryview) -> None:
-        """Sum what was not seen yet of the bytes from `start` on, which lie one after the other."""
+        """Add the bytes of a run that begins at `start`, except those that were added before."""
         whole = start, start + sum(map(len, run))
         is_inside = self.start <= start and whole[1] <= self.stop
-        if is_inside and self._next_gap(*whole) == whole:  # thousands of parameters, as one
+        if is_inside and self._next_gap(*whole) == whole:  # thousands of parameters by one sum
             crc = functools.reduce(lambda crc, data: zlib.crc32(data, crc), run, 0)
             self._insert(SummedBytes(*whole, crc))
             return
@@ -130,12 +131,12 @@ class Tally:
             start += len(data)
 
     def join(self, parts: Iterable[SummedBytes]) -> None:
-        """Take over what another tally of the same bytes has seen and this one has not."""
+        """Add parts that another tally of the same bytes has summed."""
         for part in parts:
             self._insert(part)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Runs of bytes that were not seen, as (start, stop)."""
+        """Runs of bytes that were not added yet, as (start, stop)."""
         begin = self.start
         while gap := self._next_gap(begin, self.stop):
             yield gap
@@ -160,7 +161,7 @@ class Tally:
             return self._first_gap(start, stop)
 
     def _first_gap(self, start: int, stop: int) -> tuple[int, int] | None:
-        """The first run of bytes between two positions that was not seen."""
+        """The first run of bytes between two positions that was not added yet."""
         parts = self._parts
         at = bisect.bisect_right(parts, start, key=lambda part: part.stop)
         while at < len(parts) and parts[at].start <= start:

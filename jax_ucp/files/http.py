@@ -1,7 +1,8 @@
-"""Answers of servers: no longer than what was asked for, and from where redirects may lead.
+"""HTTP requests to servers that are not trusted: answers have a limit of bytes and of time, and
+redirects are followed only to allowed hosts.
 
-A server may answer a request for 8 KB with as many bytes as it likes, for as long as it likes, and
-send who asks to any address, such as one inside the network that they are in.
+Otherwise a server could answer a request for 8 KB with any number of bytes, for any time, and
+redirect to any address, such as one inside the network of the machine that asks.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fnmatch import fnmatch
 from jax_ucp.errors import StoreError
 from jax_ucp.files.remote import Unanswered, bounded
 
-# The hosts to which redirects are followed beside the one that was asked: names or patterns such as
-# `*.example.org`, between commas.
+# An environment variable with the hosts to which redirects are followed, beside the one that was
+# asked: names, or patterns such as `*.example.org`, separated by commas.
 ALLOWED_HOSTS = "JAX_UCP_REDIRECT_HOSTS"
 REDIRECTS, MOST_REDIRECTS = frozenset({301, 302, 303, 307, 308}), 5
 
@@ -39,7 +40,9 @@ Origin = tuple[str, str, int | None]
 
 
 def redirected(url: str, location: str | None, known: Sequence[str] = ()) -> str:
-    """The address that a server redirects to. Raises StoreError for one that is less safe."""
+    """The address that a server redirects to. Raises StoreError for an address that is not allowed,
+    private, or less safe than the one that was asked.
+    """
     try:
         target = urllib.parse.urljoin(url, location or "")
         before, after = _origin(url), _origin(target)
@@ -68,13 +71,11 @@ def redirected(url: str, location: str | None, known: Sequence[str] = ()) -> str
     return target
 
 
-def size_by_range(said: str | None, start: int, stop: int) -> int:
-    """The size of a file, by the Content-Range of an answer. Raises Unanswered where that is not
-    the range that was asked for.
-    """
-    match = _RANGE.fullmatch(said or "")
+def size_by_range(content_range: str | None, start: int, stop: int) -> int:
+    """The size of a file by Content-Range. Raises Unanswered if that is of another range."""
+    match = _RANGE.fullmatch(content_range or "")
     if match is None or (int(match[1]), int(match[2])) != (start, stop - 1):
-        raise Unanswered(f"{said} came, of {start} to {stop}")
+        raise Unanswered(f"{content_range} came, of {start} to {stop}")
     return int(match[3])
 
 
@@ -84,18 +85,18 @@ def _origin(url: str) -> Origin:
 
 
 def _is_private(host: str) -> bool:
-    """Whether a host has an address off the public internet; an unknown name has none."""
+    """Whether a host has an address outside of the public internet; an unknown name has none."""
     try:
-        found = socket.getaddrinfo(host, None)
+        infos = socket.getaddrinfo(host, None)
     except (OSError, UnicodeError):
         return False
-    addresses = [str(address[4][0]).partition("%")[0] for address in found]
+    addresses = [str(info[4][0]).partition("%")[0] for info in infos]
     return any(not ipaddress.ip_address(address).is_global for address in addresses)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a server. The body is cut off where it is the text of an error."""
+    """The answer of a server. The body of an error is cut off after ERROR_BYTES."""
 
     status: int
     headers: Message
@@ -103,7 +104,7 @@ class Answer:
 
 
 class Client:
-    """Requests to a web server, over connections that are kept."""
+    """A sender of requests to web servers, which keeps connections open for the next request."""
 
     def __init__(self) -> None:
         self._idle: dict[Origin, list[http.client.HTTPConnection]] = {}
@@ -116,7 +117,9 @@ class Client:
             self._idle.clear()
 
     def ask(self, method: str, url: str, headers: Mapping[str, str], most: int) -> Answer:
-        """The answer, of which `most` bytes are asked for. Raises Unanswered, StoreError."""
+        """The answer to a request, of at most `most` bytes, after redirects. Raises Unanswered if
+        there is none or it is longer, StoreError for a redirect that is not followed.
+        """
         for _ in range(MOST_REDIRECTS + 1):
             answer = self._answer(method, url, headers, most)
             if answer.status not in REDIRECTS:
@@ -148,11 +151,11 @@ class Client:
         headers: Mapping[str, str],
         most: int,
     ) -> Answer:
-        """The answer over a connection, which is kept if it can be used again."""
+        """The answer over a connection, which is kept for reuse if the server allows it."""
         parts = urllib.parse.urlsplit(url)
         target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         is_proxied = isinstance(connection, _Proxied)
-        # the time is that of the whole answer: a server may send a byte now and then for ever
+        # a limit for the whole answer: a server could send one byte at a time for ever
         timer = threading.Timer(ANSWER_S, _stop, [connection])
         timer.start()
         kept = False
@@ -176,7 +179,7 @@ class Client:
 
 
 class _Proxied(http.client.HTTPConnection):
-    """A connection to a proxy that is asked for whole addresses."""
+    """A connection to a proxy, whose requests have whole addresses."""
 
 
 def _connection(origin: Origin) -> http.client.HTTPConnection:

@@ -20,10 +20,10 @@ from jax_ucp.files.remote import PASSING, ReadOnlyFiles, Unanswered, bounded
 
 _TIMEOUT_S = 30
 _MESSAGE_CHARS = 300
-# What a link that has expired is answered with, by one network of servers or another.
+# Statuses with which the hub's content networks answer requests to an expired link.
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
-# Where the hub's files lie: its own hosts and its networks', such as `cdn-lfs-us-1.hf.co` and
-# `cas-bridge.xethub.hf.co`, to which `huggingface.co/.../resolve/...` redirects.
+# Hosts that store the hub's files, to which `huggingface.co/.../resolve/...` redirects, such as
+# `cdn-lfs-us-1.hf.co` and `cas-bridge.xethub.hf.co`.
 _HOSTS = ("huggingface.co", "*.huggingface.co", "hf.co", "*.hf.co")
 
 
@@ -63,10 +63,10 @@ class Hub(ReadOnlyFiles):
         links: dict[str, str] | None = None,
     ):
         self._repo, self._commit, self._files, self._prefix = repo, commit, files, prefix
-        # where the hub sends those who ask for a file: good for some minutes or hours
+        # by key, the address to which the hub redirects, which is valid for minutes or hours
         self._links: dict[str, str] = {} if links is None else links
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without links, which are for this process
+    def __reduce__(self) -> tuple[Any, ...]:  # without the links, which are of this process
         return type(self), (self._repo, self._commit, self._files, self._prefix)
 
     def url(self, name: str = "") -> str:
@@ -130,11 +130,11 @@ class Hub(ReadOnlyFiles):
         if answer.status_code >= 400:
             # the library's error for this answer, of which it gets the first bytes
             hub = require_extra("huggingface_hub", "hub", self.url())
-            about = {name: text for name, text in answer.headers.items() if name.startswith("x-")}
+            headers = {name: text for name, text in answer.headers.items() if name.startswith("x-")}
             text = next(answer.iter_raw(ERROR_BYTES), b"")
             hub.utils.hf_raise_for_status(
                 type(answer)(
-                    answer.status_code, headers=about, content=text, request=answer.request
+                    answer.status_code, headers=headers, content=text, request=answer.request
                 )
             )
             raise StoreError(f"{self.url()}: the hub answered with status {answer.status_code}")
@@ -169,7 +169,7 @@ def _asking(url: str) -> Iterator[None]:
 
 
 def parse(rest: str) -> tuple[str, str | None, str]:
-    """Model, revision and folder or file, of what stands behind `hf://`.
+    """The model, the revision and the folder or file that follow `hf://` in a URL.
 
     >>> parse("org/name@refs%2Fpr%2F1/onnx"), parse("org/name")
     (('org/name', 'refs/pr/1', 'onnx'), ('org/name', None, ''))

@@ -1,4 +1,4 @@
-"""Requests over a network, many at once: how many is decided here, for all of a process."""
+"""Requests over a network, many at once, in pools of threads that all of a process shares."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from jax_ucp.files.protocol import FileInfo, Files
 if TYPE_CHECKING:
     from jax_ucp.files.path import FilePath
 
-# One connection carries 20 to 90 MB/s, whatever the network does: what is fast is many of them.
+# One connection carries 20 to 90 MB/s, however fast the network is, so many are used at once.
 REQUESTS, FILES = 64, 32
-LOOKED_UP = 32  # more names than that are looked up in lists
+LOOKED_UP = 32  # more names than that are looked up in a list of their folder
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def request_all(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results in order, of requests at once. Raises the first error, when all have ended."""
+    """The results of requests made at once, in order. Raises the first error after all end."""
     return _all(_pool(os.getpid(), "request", REQUESTS), function, list(items))
 
 
 def each_file(files: Files, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results in order; at once over a network. It may make requests, not call this."""
+    """The results of a function of each file, in order; over a network they are computed at once.
+
+    The function may call `request_all`, but not `each_file`.
+    """
     if not files.is_remote:
         return list(map(function, items))
     return _all(_pool(os.getpid(), "file", FILES), function, list(items))
@@ -44,7 +47,7 @@ def opened_files(
 
 
 def stat_all(files: Files, names: Sequence[str]) -> list[FileInfo | None]:
-    """The file that has each name now, or None; over a network by lists of folders."""
+    """The file that has each name now, or None; many are looked up in lists over a network."""
     if not files.is_remote:
         return list(map(files.find, names))
     listed: dict[str, FileInfo] = {}

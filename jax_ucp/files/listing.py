@@ -1,8 +1,8 @@
-"""Files behind a network, as they were when first looked at, while a checkpoint is opened.
+"""A cache of what is known about files behind a network, while a checkpoint is opened.
 
-Readers ask often what is there: over a network each question is a request. One list of a folder
-answers for all that lies in it. Where thousands of processes open one checkpoint, one of them asks
-the store, and the others ask its listing.
+Readers often ask whether files exist, and over a network each question is a request. One list of a
+folder answers for everything in it. If thousands of processes open one checkpoint, one of them asks
+the store, and the others use its listing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass
 class Asked:
-    """How many requests were made, and how many bytes of files came."""
+    """The number of requests that were made, and of bytes of files that came."""
 
     requests: int = 0
     nbytes: int = 0
@@ -35,16 +35,17 @@ class Asked:
 
 @dataclass
 class Listing:
-    """Answers by URL, because files are asked through several roots, until it is closed.
+    """The answers of a store, kept by URL, because one file may be asked for through several roots.
 
     Attributes:
-        folders: What lies directly in a folder, by the last part of its name.
+        folders: The entries directly in a folder, by the last part of their names.
         below: Every file below a folder.
-        infos: What has a name that lies in no folder that was listed.
-        found: Files that were asked for by themselves: a list may be older than the last write.
+        infos: Files and folders that lie in no folder that was listed.
+        found: Files that were asked for by `find`: a list may be older than the last write.
         ranges: Bytes, by URL and version of the file, start, and length.
-        is_shared: All bytes that are read are kept for other processes, not only the heads.
-        is_closed: The files themselves are asked.
+        is_shared: Whether all bytes that are read are kept for other processes, or only the first
+            ones of files.
+        is_closed: Whether nothing is kept any more, so that the files themselves are asked.
     """
 
     folders: dict[str, dict[str, FileInfo]] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Listing:
 
     @staticmethod
     def decode(data: bytes) -> Listing:
-        """The listing that was encoded. Raises FormatError for anything else, and bad names."""
+        """The listing in a message. Raises FormatError for anything else, and for bad names."""
         try:
             listing = msgspec.msgpack.decode(data, type=Listing)
         except msgspec.DecodeError as error:
@@ -93,7 +94,7 @@ class Listing:
 
 
 class ListedFiles:
-    """Files behind a network, asked through a listing. What is written goes past it."""
+    """Files behind a network whose listing is asked first. Writes go to the files themselves."""
 
     is_remote: ClassVar[bool] = True
 
@@ -149,7 +150,7 @@ class ListedFiles:
         url = self.url()
         if url not in self.listing.below:
             self.listing.below[url] = list(self.files.walk())
-            # what lies in each folder below
+            # the entries of each folder below
             folders: dict[str, dict[str, FileInfo]] = defaultdict(dict)
             for entry in self.listing.below[url]:
                 while entry.name:
@@ -168,14 +169,14 @@ class ListedFiles:
         if url not in folders:
             entries: Sequence[FileInfo] = ()
             info = self.stat(folder) if self._is_inside(folder) else None
-            # what is known to be no folder has no list
+            # the store is not asked for the list of a name that is known not to be a folder
             if not self._is_inside(folder) or (info is not None and info.kind == "folder"):
                 entries = self.files.list(folder)
             folders[url] = {entry.name.rpartition("/")[2]: entry for entry in entries}
         return folders[url]
 
     def _is_inside(self, name: str) -> bool:
-        """Whether a folder was listed in which it would lie, at any depth."""
+        """Whether a folder above the name was listed, so that the listing would have the name."""
         while name:
             name = name.rpartition("/")[0]
             if self.listing.folders.get(self.url(name)):
@@ -220,7 +221,7 @@ def _itself(files: Files) -> Files:
 
 @contextmanager
 def listed(files: Files) -> Iterator[Files]:
-    """Files that are looked at once in this time, if they are behind a network."""
+    """Context with files that answer each question once, if they are behind a network."""
     if not files.is_remote or isinstance(files, ListedFiles):
         yield files
         return
@@ -233,7 +234,7 @@ def listed(files: Files) -> Iterator[Files]:
 
 @contextmanager
 def outermost(variable: ContextVar[T | None], make: Callable[[], T]) -> Iterator[T]:
-    """A context with a value for all in it; one inside another gives that of the outer."""
+    """Context with a new value of a variable; inside another such context, with the outer value."""
     if (outer := variable.get()) is not None:
         yield outer
         return
@@ -246,11 +247,12 @@ def outermost(variable: ContextVar[T | None], make: Callable[[], T]) -> Iterator
 
 
 def counting() -> AbstractContextManager[Asked]:
-    """A context that counts the requests that are made in it, and what they bring."""
+    """Context in which requests and the bytes that they bring are counted."""
     return outermost(_asked, Asked)
 
 
 def count_request(nbytes: int = 0) -> None:
+    """Count a request, or if it is done, the bytes that it brought."""
     if (asked := _asked.get()) is not None:
         with _counting:
             asked.requests += not nbytes

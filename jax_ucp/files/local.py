@@ -1,7 +1,7 @@
 """Files of the local disk: written whole, read by range, and none outside the root.
 
-Names come out of files (`ucp.json`, Orbax's `_METADATA`, DCP's `.metadata`), and a file may be a
-link. Here alone is decided which names are inside (`check_name`), and where links may lead
+Names are read from files (`ucp.json`, Orbax's `_METADATA`, DCP's `.metadata`), and a file may be a
+link. Only this module decides which names are inside (`check_name`), and where links may lead
 (`Boundary`).
 """
 
@@ -30,17 +30,16 @@ from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 # Where files of a snapshot in a Hugging Face cache are links to: blobs named by their hashes.
 _BLOB = re.compile(r"(\.\./)+blobs/(?P<digest>[0-9a-f]{40}|[0-9a-f]{64})")
 
-# More than this no file system has for a part of a name (NAME_MAX), or for a whole path (PATH_MAX),
-# in bytes.
+# The most bytes that file systems allow for a part of a name (NAME_MAX) and a whole path
+# (PATH_MAX).
 MAX_PART_BYTES, MAX_NAME_BYTES = 255, 4096
 
-# A file being written has this at the end of its name, as TensorStore's own have: no leaf is called
-# so.
+# The end of the name of a file that is being written, as TensorStore has it; no leaf is called so.
 UNFINISHED = ".__lock"
 
-# From so many bytes on, a file that need not be durable at once is on its way to the disk when it
-# is written, while the next ones are: a save then waits at its end for little. Below, the request
-# costs more than it hides.
+# For a file of at least so many bytes that need not be durable at once, the kernel is asked to
+# begin writing it to the disk while the next files are written, so that a save waits less at its
+# end. For smaller files the request costs more than it saves.
 EARLY_BYTES = 128 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,8 +47,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin to write what is dirty, and wait
 
 
 def check_name(name: str) -> None:
-    """Raise FormatError unless `name` is parts between slashes that lead down from a directory, and
-    nowhere else.
+    """Raise FormatError unless `name` consists of parts between slashes that lead down only.
 
     >>> check_name("params.layers.0/c.0.0")
     >>> check_name("/a")
@@ -62,7 +60,7 @@ def check_name(name: str) -> None:
 
 
 def name_fault(name: str) -> str | None:
-    """Why a name is none of a file inside a directory; None if it is one."""
+    """The reason why a name cannot be of a file inside a directory; None if it can."""
     try:
         raw = name.encode()
     except UnicodeEncodeError:
@@ -84,9 +82,9 @@ def name_fault(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The folder that no link below it leads out of: `named`, or the folder of a named file.
+    """The folder out of which no link below it may lead: `named`, or the folder of a named file.
 
-    `named` itself may be a link, and so may what leads there. For paths above it, such as a file
+    `named` itself and the folders above it may be links. For paths outside it, such as a file
     beside a named folder, the boundary is the folder in which they lie.
     """
 
@@ -119,15 +117,15 @@ def _is_below(path: str, folder: str) -> bool:
 class LocalFiles(Files):
     """The local directory at `root`.
 
-    A name that leads out of the boundary through a link is refused, and a file that was opened and
-    lies outside: a folder may be exchanged for a link after it was looked at. Nothing is created
-    before the first write. Raises UnsupportedPath for a URL of another kind than `file://`.
+    A name that leads out of the boundary through a link is refused. An opened file is checked once
+    more, because a folder may be replaced by a link after it was checked. Nothing is created before
+    the first write. Raises UnsupportedPath for a URL of another kind than `file://`.
     """
 
     def __init__(self, root: str | os.PathLike[str], boundary: Boundary | None = None):
         self.root = os.path.abspath(local_path(root))
         self._boundary = boundary or Boundary(self.root, self.root)
-        # folders inside, to which no link leads, or one that may be followed
+        # folders that were checked: no link leads to them, or one that may be followed
         self._known: set[str] = set()
         self._handle: int | None = None
         self._lock = threading.Lock()
@@ -148,7 +146,7 @@ class LocalFiles(Files):
         self._check_name(name)
         folder, _, _ = name.rpartition("/")
         if folder not in self._known:
-            # A folder on the way that is not there yet may be made later, and is looked at again.
+            # A folder that does not exist yet is not recorded: it may be made later.
             parts = folder.split("/") if folder else []
             for outer in itertools.accumulate(parts, "{}/{}".format, initial=""):
                 outer = outer.lstrip("/")
@@ -167,7 +165,9 @@ class LocalFiles(Files):
         return {"driver": "file", "path": f"{path}/"}
 
     def _look(self, path: str) -> os.stat_result | None:
-        """The status of where a path leads, or None. Raises FormatError for a link outside."""
+        """The status of a path, links followed; None if nothing is there. Raises FormatError for a
+        link that leads outside.
+        """
         try:
             status = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -218,9 +218,9 @@ class LocalFiles(Files):
 
     @contextmanager
     def _opened(self, file: FileInfo) -> Iterator[int]:
-        """A descriptor of the file. Raises CorruptData where it is not the one looked at."""
+        """A descriptor of the file. Raises CorruptData if it is no longer the same file."""
         path = self.path(file.name)
-        # what was exchanged for a FIFO is not waited for
+        # does not wait for a FIFO that has replaced the file
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if _info(file.name, os.fstat(handle)) != file:
@@ -258,7 +258,7 @@ class LocalFiles(Files):
     def create(self, name: str, data: bytes) -> None:
         path = self.path(name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        # another writer of this file may be at work: whose link is first has created it
+        # of several writers of this file, the one whose link is first has created it
         first = f"{path}.{os.getpid()}-{threading.get_ident()}{UNFINISHED}"
         try:
             with os.fdopen(_create(first), "wb") as file:
@@ -318,7 +318,7 @@ class WholeDisk(LocalFiles):
         super().__init__("/", Boundary.of(named))
 
     def _check_name(self, name: str) -> None:
-        """People may name what they like; `FilePath` checks what comes out of files."""
+        """Accept any name that a user gives; `FilePath` checks names that were read from files."""
 
 
 def _stat(path: str) -> os.stat_result | None:
@@ -346,7 +346,8 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 
 
 def _roots(path: str) -> Iterator[str]:
-    """Where links may lead: into the directory, or from a Hugging Face snapshot to its blobs.
+    """The folders into which links may lead: the directory itself, and the blobs of a Hugging Face
+    snapshot.
 
     Source: `huggingface_hub`, "Understand caching": `models--org--name/snapshots/<commit>/<file>`
     is a link into `models--org--name/blobs`.
@@ -367,7 +368,7 @@ def remove(path: Path) -> None:
 
 
 def sync_file_system(handle: int, path: str) -> None:
-    """Make all that was written to the file system of an open directory durable.
+    """Make everything durable that was written to the file system of an open directory.
 
     Raises OSError for an error of the disk since the handle was opened, before anything is written:
     the system reports an error once to each handle that was open then. Source: Linux,

@@ -19,20 +19,20 @@ from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files.protocol import FileInfo, read_bytes
 from jax_ucp.files.remote import Refused, RemoteFiles, Unanswered, bounded
 
-# A file of more than so many bytes is uploaded in parts, some of them at once. S3 and Google Cloud
-# Storage take 10,000 parts, none but the last below 5 MiB. An upload in parts waits for two
-# requests more, so a chunk of 16 MiB and its checksums are one.
+# A file of at least PUT_BYTES is uploaded in parts, several at once. S3 and Google Cloud Storage
+# take at most 10,000 parts, of which only the last may be below 5 MiB. An upload in parts takes two
+# more requests, so that a chunk of 16 MiB with its checksums is uploaded whole.
 PUT_BYTES, PART_BYTES, PARTS_AT_ONCE = 24 << 20, 16 << 20, 8
 LEAST_PART_BYTES, MOST_PARTS = 5 << 20, 10_000
 
-# What the library does by itself for one request, before we ask again.
+# How often the library itself repeats a request before it raises an error.
 RETRIES = 4
 _RETRY = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)},
 }
-# What we ask for has at most a few MiB: what takes longer has stopped. What we send has more, and
-# many requests share what may be a narrow way up.
+# A read has at most a few MiB, so one that takes longer has stopped. An upload has more, and many
+# uploads share a connection that may be slow.
 READ_TIMEOUT, WRITE_TIMEOUT, CONNECT_TIMEOUT = "30s", "5min", "10s"
 _MESSAGE_CHARS = 300
 
@@ -43,8 +43,8 @@ R = TypeVar("R")
 class Bucket(RemoteFiles):
     """The objects of a bucket whose keys begin with `prefix`.
 
-    Folders are what keys have before a slash. An empty object whose key ends in one, as consoles
-    write it, marks a folder and is no file.
+    The parts of keys before slashes are folders. An empty object whose key ends in a slash, as the
+    clouds' web consoles write it, marks a folder and is not a file.
     """
 
     def __init__(self, scheme: str, bucket: str, prefix: str = "", store: Any = None):
@@ -66,28 +66,28 @@ class Bucket(RemoteFiles):
 
     def list(self, folder: str = "") -> Sequence[FileInfo]:
         prefix = self.key(folder)
-        found = self._ask(folder, lambda: obstore().list_with_delimiter(self._store, prefix))
-        prefixes = found["common_prefixes"]
+        entries = self._ask(folder, lambda: obstore().list_with_delimiter(self._store, prefix))
+        prefixes = entries["common_prefixes"]
         folders = [FileInfo(key[self._inside :], 0, "", "folder") for key in prefixes]
-        files = [_info(meta["path"][self._inside :], meta) for meta in found["objects"]]
-        # a key may be a file and what others begin with: the file is what has a name of its own
+        files = [_info(meta["path"][self._inside :], meta) for meta in entries["objects"]]
+        # a key may be that of a file and the beginning of others: then only the file is listed
         names = {file.name for file in files} | {folder}
         folders = [entry for entry in folders if entry.name not in names]
         files = [file for file in files if file.name != folder]  # an object that marks the folder
         return sorted((*folders, *files), key=lambda entry: entry.name)
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
-        """Every file below a folder, a thousand by one request."""
+        """Every file below a folder; one request lists a thousand."""
         prefix = self.key(folder)
         pages = self._ask(folder, lambda: [*obstore().list(self._store, prefix)])
-        found = [_info(meta["path"][self._inside :], meta) for page in pages for meta in page]
-        files = sorted(found, key=lambda file: file.name)
+        objects = [_info(meta["path"][self._inside :], meta) for page in pages for meta in page]
+        files = sorted(objects, key=lambda file: file.name)
         folders = {folder}.union(*(_folders(file.name) for file in files))
         yield from (file for file in files if file.size or file.name not in folders)
 
     def stat(self, name: str) -> FileInfo | None:
-        if found := self.find(name):
-            return found
+        if file := self.find(name):
+            return file
         return FileInfo(name, 0, "", "folder") if self.list(name) else None
 
     def find(self, name: str) -> FileInfo | None:
@@ -107,13 +107,13 @@ class Bucket(RemoteFiles):
                 )
             if answer.range != (start, stop):
                 raise Unanswered(f"bytes {answer.range} came, of {start} to {stop}")
-            # what is longer than that comes in two chunks, of which none is longer by much
+            # a longer answer comes in two chunks, neither of which is much longer than this
             return bounded(answer.stream(min_chunk_size=stop - start), stop - start)
 
     def write(
         self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool
     ) -> FileInfo | None:
-        """The file is whole or not there, whether `durable` or not."""
+        """Write a file, which is whole or not there at any time, whether `durable` or not."""
         return self._write(name, parts, PART_BYTES, PARTS_AT_ONCE, PUT_BYTES)
 
     def write_large(
@@ -122,7 +122,7 @@ class Bucket(RemoteFiles):
         """Upload in parts of 5 to 16 MiB, or larger if there would be more than 10,000 of them."""
         wanted = max(LEAST_PART_BYTES, min(PART_BYTES, max_bytes // 4))
         part_bytes = max(wanted, -(-size // MOST_PARTS))
-        # one is put together, and one waits
+        # beside those in flight, one part is assembled and one waits
         at_once = max(1, min(PARTS_AT_ONCE, max_bytes // part_bytes - 2))
         self._write(name, parts, part_bytes, at_once)
 
@@ -134,7 +134,7 @@ class Bucket(RemoteFiles):
         at_once: int,
         put_bytes: int = 0,
     ) -> FileInfo | None:
-        """Write a file in parts, one of less than a part or `put_bytes` by one request."""
+        """Write a file in parts, or by one request if it is smaller than a part or `put_bytes`."""
         key, put_bytes = self.key(name), max(put_bytes, part_bytes)
         with contextlib.closing(_chunks(parts, put_bytes)) as chunks:
             first = [next(chunks, b"")]
@@ -149,9 +149,9 @@ class Bucket(RemoteFiles):
     def _upload(
         self, name: str, chunks: Iterator[bytes | bytearray], options: Mapping[str, int]
     ) -> FileInfo:
-        """Write a file in parts, each of which the library sends again; the whole cannot be."""
+        """Write a file in parts. The library repeats failed parts; an upload cannot be repeated."""
         size, key = 0, self.key(name)
-        failed: list[Exception] = []  # of what makes the parts, which is none of the store
+        failed: list[Exception] = []  # errors of the iterator of parts, as opposed to the store's
 
         def counted() -> Iterator[Chunk]:
             nonlocal size
@@ -164,7 +164,7 @@ class Bucket(RemoteFiles):
                 raise
 
         try:
-            # the library refuses to be asked for anything else in the thread in which it takes them
+            # the library allows no other request in the thread in which it takes the parts
             with _asking(self.url(name)), ThreadPoolExecutor(1) as maker:
                 obstore().put(self._writer, key, counted(), use_multipart=True, **options)
         except Exception as error:
@@ -179,10 +179,10 @@ class Bucket(RemoteFiles):
         return info
 
     def create(self, name: str, data: bytes) -> None:
-        """Raises FileExistsError where there is an object of that key.
+        """Write a file. Raises FileExistsError if there is an object of that key.
 
-        A request that was not answered may have created it: the same bytes are then taken for ours,
-        so that writers who race put a mark of their own into them.
+        A request that was not answered may have created the object: an object with the same bytes
+        is then taken for ours. So writers that may race put a mark of their own into the bytes.
         """
         once = open_store(self._scheme, self._bucket, retries=0)
         was_asked = False
@@ -253,20 +253,20 @@ def _asking(url: str) -> Iterator[None]:
 
 
 def _plain(error: BaseException) -> str:
-    """The library's text, without its own structures, which it prints after that; of an answer in
-    XML its code and message.
+    """The first part of the library's message, without the dump of its own structures; of an answer
+    in XML its code and message.
 
     >>> _plain(ValueError("404: <?xml ?><Error><Code>NoSuchBucket</Code><Message>No.</Message>"))
     '404: NoSuchBucket, No.'
     """
     text = str(error).partition("\n\nDebug source")[0]
     before, begin, answer = text.partition("<?xml")
-    said = re.findall(r"<(?:Code|Message)>([^<]{1,200})<", answer) if begin else []
-    return f"{before}{', '.join(said) or begin + answer}"[:_MESSAGE_CHARS]
+    fields = re.findall(r"<(?:Code|Message)>([^<]{1,200})<", answer) if begin else []
+    return f"{before}{', '.join(fields) or begin + answer}"[:_MESSAGE_CHARS]
 
 
 def _may_pass(text: str) -> bool:
-    """Whether asking again may help: neither a wrong request nor a key without a path."""
+    """Whether the same request may succeed later: not if it is wrong, or its key has no path."""
     if "invalid path" in text:
         return False
     _, _, status = text.partition("status code: ")
@@ -276,7 +276,7 @@ def _may_pass(text: str) -> bool:
 def open_store(
     scheme: str, bucket: str, retries: int = RETRIES, timeout: str = READ_TIMEOUT
 ) -> Any:
-    """The library's store, with what the cloud's tools would use. Raises StoreError."""
+    """The library's store, with the settings of the cloud's own tools. Raises StoreError."""
     obstore_store = require_extra("obstore.store", "cloud", f"{scheme}://{bucket}")
     make, config = _STORES[scheme]
     container, settings = config(bucket)
@@ -293,7 +293,7 @@ def open_store(
 
 
 def _s3_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The settings by boto3, if installed, which knows of profiles, SSO and roles."""
+    """The bucket and its settings; boto3, if installed, knows profiles, SSO and roles."""
     environment = os.environ
     endpoint: dict[str, Any] = {"endpoint": _s3_endpoint(bucket)} if _is_virtual_hosted() else {}
     endpoint = {key: value for key, value in endpoint.items() if value}
@@ -329,14 +329,12 @@ def _s3_endpoint(bucket: str) -> str | None:
 
 
 def _is_virtual_hosted() -> bool:
-    said = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "")
-    return said.lower() in ("1", "true", "on", "yes", "y")
+    switch = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "")
+    return switch.lower() in ("1", "true", "on", "yes", "y")
 
 
 def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The bucket, and settings for an emulator, whose address Google's tools have in
-    STORAGE_EMULATOR_HOST.
-    """
+    """The bucket, and settings for an emulator if STORAGE_EMULATOR_HOST has its address."""
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if not host:
         return bucket, {}
@@ -348,7 +346,7 @@ def _gcs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The container and its settings, of Hadoop's URLs with the account:
+    """The container and its settings, for Hadoop's URLs, which name the account:
     `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net`.
     """
     container, _, host = bucket.partition("@")
@@ -357,16 +355,16 @@ def _abfs_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _azure_settings(bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """The container, and what the text says that has account, key and address for Azure's tools."""
+    """The container, and the account, key and address in the connection string of Azure's tools."""
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
-    said = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     names = {
         "AccountName": "account_name",
         "AccountKey": "account_key",
         "SharedAccessSignature": "sas_key",
         "BlobEndpoint": "endpoint",
     }
-    return bucket, {names[name]: value for name, value in said.items() if name in names}
+    return bucket, {names[name]: value for name, value in parts.items() if name in names}
 
 
 _STORES: Mapping[str, tuple[str, Callable[[str], tuple[str, Mapping[str, Any]]]]] = {
@@ -379,14 +377,14 @@ _STORES: Mapping[str, tuple[str, Callable[[str], tuple[str, Mapping[str, Any]]]]
 
 def _s3_kvstore(bucket: str) -> dict[str, Any]:
     environment, endpoint = os.environ, _s3_endpoint(bucket)
-    # where buckets are hosts, it takes none beside the endpoint
+    # with the bucket in the host name of the endpoint, TensorStore takes no bucket beside it
     is_host = endpoint is not None and _is_virtual_hosted()
-    said = {
+    settings = {
         "endpoint": endpoint,
         "bucket": "" if is_host else bucket,
         "aws_region": environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"),
     }
-    return {"driver": "s3"} | {key: value for key, value in said.items() if value}
+    return {"driver": "s3"} | {key: value for key, value in settings.items() if value}
 
 
 _KVSTORES: Mapping[str, Callable[[str], dict[str, Any]]] = {
@@ -404,7 +402,7 @@ def _exceptions() -> Any:
 
 
 def _popped(chunks: list[Chunk]) -> Iterator[Chunk]:
-    """Yield the items of a list, and keep none."""
+    """Yield the items of a list, and remove each from it, so that its memory can be freed."""
     while chunks:
         yield chunks.pop(0)
 
@@ -412,19 +410,19 @@ def _popped(chunks: list[Chunk]) -> Iterator[Chunk]:
 def _chunks(
     parts: Iterable[bytes | memoryview], part_bytes: int
 ) -> Generator[bytearray, None, None]:
-    """The same bytes in runs of so many, the last of which is shorter."""
-    room = bytearray()
+    """The same bytes in chunks of `part_bytes`, the last of which may be shorter."""
+    chunk = bytearray()
     for part in parts:
         rest = memoryview(part).cast("B")
         while rest:
-            taken = rest[: part_bytes - len(room)]
-            room += taken
-            rest = rest[len(taken) :]
-            if len(room) == part_bytes:
-                yield room
-                room = bytearray()
-    if room:
-        yield room
+            missing = part_bytes - len(chunk)
+            chunk += rest[:missing]
+            rest = rest[missing:]
+            if len(chunk) == part_bytes:
+                yield chunk
+                chunk = bytearray()
+    if chunk:
+        yield chunk
 
 
 def _folders(name: str) -> Iterator[str]:
@@ -437,7 +435,7 @@ def _info(name: str, meta: Mapping[str, Any]) -> FileInfo:
 
 
 def _version(meta: Mapping[str, Any]) -> str:
-    """The object's etag; where a store has none, when it was changed."""
+    """The object's etag, or if the store gives none, the time of its last change."""
     return _etag(meta) or f"changed {meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
 
 

@@ -1,4 +1,4 @@
-"""A file or a folder by its name: what `pathlib.Path` is for the local disk, for any `Files`."""
+"""Paths in any `Files`, as `pathlib.Path` is for the local disk."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jax_ucp.files.source_files import note
 
 @dataclass(frozen=True, order=True)
 class FilePath:
-    """A file or folder, or the place of one, at `key` of `files`. Text from files becomes a path by
-    `/` only, which refuses with a FormatError what does not lead down.
+    """A file or folder at `key` of `files`, which need not exist. A name that was read from a file
+    becomes a path by `/`, which raises FormatError for a name that does not lead down.
 
     >>> path = file_path("/runs/7/model.safetensors")
     >>> path.name, path.suffix, str(path.parent / "config.json")
@@ -83,7 +83,7 @@ class FilePath:
         return self.files.link(self.key)
 
     def size(self) -> int:
-        """How many bytes the file has; 0 of a folder, or where nothing is."""
+        """The number of bytes of the file; 0 for a folder, or if it does not exist."""
         info = self.info()
         return info.size if info else 0
 
@@ -99,7 +99,7 @@ class FilePath:
         return info
 
     def folder(self) -> Files:
-        """The files below, whose names lead no further up."""
+        """The files below this folder, whose names cannot lead out of it."""
         return self.files.join(self.key)
 
     def children(self) -> Sequence[FilePath]:
@@ -117,7 +117,7 @@ class FilePath:
     def _read(self, file: FileInfo, start: int, stop: int) -> bytes:
         if not self.files.is_remote or stop > HEAD_BYTES:
             return read_bytes(self.files, file, start, stop)
-        # the whole head: a listing keeps it for the next question
+        # all of the beginning, which a listing keeps for later reads
         return read_bytes(self.files, file, 0, min(file.size, HEAD_BYTES))[start:stop]
 
     def read_bytes(self, most: int = TEXT_BYTES) -> bytes:
@@ -132,21 +132,21 @@ class FilePath:
         return self.read_unnoted(file).decode(errors="replace")
 
     def read_unnoted(self, file: FileInfo) -> bytes:
-        """All bytes of the file as it was looked at, which is not noted as a source file."""
+        """All bytes of the file, which is not recorded as a source of the checkpoint."""
         return self._read(file, 0, file.size)
 
     def read_text(self, most: int = TEXT_BYTES) -> str:
-        """The text of the file, what is not UTF-8 replaced."""
+        """The text of the file; bytes that are not UTF-8 are replaced."""
         return self.read_bytes(most).decode(errors="replace")
 
 
 def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:
-    """The path or the URL that somebody gives. Raises UnsupportedPath for what is neither."""
+    """The path for a path or URL that a user gives. Raises UnsupportedPath for anything else."""
     return path if isinstance(path, FilePath) else FilePath(*locate(path))
 
 
 def target_path(path: str | os.PathLike[str]) -> FilePath:
-    """A path or URL to be written to. Raises UnsupportedPath where nothing can be written."""
+    """The path for a path or URL to be written to. Raises UnsupportedPath if it is read only."""
     from jax_ucp.files.remote import READ_ONLY
 
     text = str(os.fspath(path))

@@ -1,4 +1,4 @@
-"""Files that stand for others: pointers, pages, and unfinished downloads."""
+"""Files that stand in place of a checkpoint: pointers, web pages, and unfinished downloads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from jax_ucp.files.path import FilePath
 
 HEAD_BYTES = 512
 
-# How a file begins that somebody gets in place of the one meant, what it is, and the remedy.
+# The first bytes of a file that was downloaded in place of the one meant, what it is, and the
+# remedy.
 _HEADS = (
     (
         b"version https://git-lfs.github.com/spec/",
@@ -44,7 +45,7 @@ _HEADS = (
     ),
 )
 
-# What downloads are called that have not ended: browsers, curl and wget scripts, aria2,
+# Suffixes of unfinished downloads of browsers, scripts around curl and wget, aria2,
 # huggingface_hub.
 UNFINISHED = (
     *(".incomplete", ".part", ".partial", ".crdownload", ".download"),
@@ -54,9 +55,9 @@ _HUB_DOWNLOADS = ".cache/huggingface/download"
 
 
 def stand_in(path: FilePath) -> str | None:
-    """The kind of file that stands for a checkpoint, and the remedy; None of any other file.
+    """The kind of file that stands in place of a checkpoint, and the remedy; None for other files.
 
-    An unfinished download is one too, whose size may be right already.
+    An unfinished download is such a file too, even if its size is right already.
     """
     if path.with_name(f"{path.name}.aria2").exists():
         return f"its download has not ended: {path.name}.aria2 is beside it"
@@ -71,7 +72,7 @@ def stand_in(path: FilePath) -> str | None:
 
 
 def finished_name(name: str) -> str | None:
-    """The name that an unfinished download will have; None of what is none.
+    """The name that an unfinished download will have; None for any other file.
 
     >>> finished_name("model.safetensors.part")
     'model.safetensors'
@@ -83,7 +84,7 @@ def finished_name(name: str) -> str | None:
 
 
 def why_missing(folder: FilePath, name: str) -> str:
-    """The reason, as the folder shows it, why a file is missing; empty if it shows none."""
+    """The reason why a file is missing, as far as the folder shows it, or an empty text."""
     path = folder / name
     if path.link():
         return (

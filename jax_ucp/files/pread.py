@@ -1,6 +1,6 @@
-"""Bytes of a file straight into memory; no page is mapped.
+"""Reads of a file into memory by `preadv`, not by mapping.
 
-A mapped page that the disk cannot give ends the process (SIGBUS), where a read raises an error.
+If the disk cannot give a mapped page, the process ends (SIGBUS), while a read raises an error.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jax_ucp.files.copying import copy_into
 from jax_ucp.files.protocol import RangeRead
 from jax_ucp.layout.blocks import run_boxes
 
-# What goes to places with gaps is read into so much memory first, which stays in a core's cache,
-# and then put there.
+# Elements of arrays with gaps are read into a buffer of this size, which stays in a core's cache,
+# and copied from there.
 SCATTERED_BYTES = 1 << 20
-# More `preadv` does not take on Linux: IOV_MAX of limits.h.
+# The most arrays that `preadv` takes at once on Linux: IOV_MAX of limits.h.
 MOST_ARRAYS = 1024
 
 
 def pread_into(handle: int, reads: Iterable[RangeRead]) -> None:
-    """Fill the arrays of reads of one file. Neighbours are filled by one request.
+    """Fill the arrays of reads of one file; ranges that follow one another are read at once.
 
     Raises CorruptData where the file ends too soon.
     """

@@ -11,22 +11,22 @@ import numpy as np
 
 from jax_ucp.errors import FormatError
 
-# The most that is read of a file that is read whole: of one that names another, of other writers'
-# metadata, and of what this package writes itself, or stock Orbax.
+# Limits for files that are read whole: a pointer to another file, the metadata of other writers,
+# and the metadata that this package or stock Orbax writes.
 POINTER_BYTES, TEXT_BYTES, OWN_BYTES = 1 << 16, 1 << 28, 1 << 30
-# How files begin is asked for several times: what they are, and then their headers.
+# The beginning of a file is read several times: to recognise its format, and then for its header.
 HEAD_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file or a folder, as it was when it was looked at.
+    """The size and the version of a file or a folder at the time when they were asked for.
 
     Attributes:
         name: Its name below the root: parts between slashes, none of them `..`.
         size: Bytes; 0 of a folder.
-        version: Differs once the file is replaced or written to; empty of a folder, or of what is
-            neither file nor folder.
+        version: Differs once the file is replaced or written to; empty for anything that is not a
+            file.
         kind: `file`, `folder`, or `other` for sockets, devices and links that lead nowhere.
     """
 
@@ -63,11 +63,11 @@ class Files(Protocol):
 
     @abstractmethod
     def list(self, folder: str = "") -> Sequence[FileInfo]:
-        """The entries directly in a folder, sorted by name; nothing where there is no folder."""
+        """The entries directly in a folder, sorted by name; empty if there is no such folder."""
         ...
 
     def walk(self, folder: str = "") -> Iterator[FileInfo]:
-        """Every file below a folder, those in folders to which links lead excepted."""
+        """Every file below a folder, except in folders to which links lead."""
         for entry in self.list(folder):
             if entry.kind != "folder":
                 yield entry
@@ -80,7 +80,7 @@ class Files(Protocol):
         ...
 
     def find(self, name: str) -> FileInfo | None:
-        """The file that has that name; None if there is none. A folder is not looked for."""
+        """The file of that name, or None; a folder of that name is not a match."""
         info = self.stat(name)
         return info if info is not None and info.kind == "file" else None
 
@@ -90,12 +90,12 @@ class Files(Protocol):
 
     @abstractmethod
     def link(self, name: str) -> str | None:
-        """Where a link leads; None of what is no link."""
+        """The target of a link; None for anything that is not a link."""
         ...
 
     def digest(self, file: FileInfo) -> str:
-        """The hash of a file that its place states: SHA-256 in 64 digits, or git's of a blob in 40;
-        empty where there is none.
+        """The hash that the storage states for a file: SHA-256 in 64 digits, or git's hash of a
+        blob in 40; empty if it states none.
         """
         return ""
 
@@ -157,7 +157,7 @@ def require_small(files: Files, file: FileInfo, most: int) -> None:
 
 
 def read_file(files: Files, name: str) -> bytes | None:
-    """All bytes of a file; None if there is none, or none any more."""
+    """All bytes of a file; None if it does not exist, or is deleted meanwhile."""
     info = files.find(name)
     try:
         return info and read_bytes(files, info)
@@ -166,7 +166,7 @@ def read_file(files: Files, name: str) -> bytes | None:
 
 
 def read_bytes(files: Files, file: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
-    """Bytes of a file. Raises FormatError for a whole one of more than OWN_BYTES."""
+    """Bytes of a file, by default all. Raises FormatError if all are more than OWN_BYTES."""
     if stop is None:
         require_small(files, file, OWN_BYTES)
     out = np.empty((file.size if stop is None else stop) - start, np.uint8)

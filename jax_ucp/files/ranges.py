@@ -1,4 +1,4 @@
-"""A run of bytes, anywhere in a file or in memory, read by position."""
+"""Ranges of bytes in a file or in memory, which are read by position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo, RangeRead
 from jax_ucp.files.source_files import note
 
-# So many positions are read together where few bytes of each are wanted.
+# The number of positions from which a few bytes each are read together.
 _BATCH = 1 << 12
 
 EDGE_BYTES, AFTER_HEAD_BYTES = 2 << 10, 256
@@ -28,22 +28,22 @@ class ByteRange(Protocol):
 
     @property
     def place(self) -> tuple[FilePath, FileInfo, int] | None:
-        """The file that has the bytes in their order, and where they begin; None of others."""
+        """The file that has the bytes in this order, and the offset of the first; else None."""
         return None
 
     @abstractmethod
     def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Fill arrays, of any strides, from their positions on. Raises CorruptData."""
+        """Fill arrays, of any strides, from their positions on. Raises CorruptData if too short."""
         ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`, or to the end where that comes before."""
+        """The bytes from `start` to `stop`, or to the end if that comes first."""
         out = np.empty(max(0, min(stop, self.size) - start), np.uint8)
         self.read_into([(start, out)])
         return out.tobytes()
 
     def read_heads(self, starts: Sequence[int], length: int) -> list[bytes]:
-        """`length` bytes from each position, or as many as there are; of near ones in one read."""
+        """`length` bytes from each position, or as many as there are; near ones share a read."""
         heads: list[bytes] = []
         for first in range(0, len(starts), _BATCH):
             runs = list(_runs(starts[first : first + _BATCH], length))
@@ -60,7 +60,7 @@ class ByteRange(Protocol):
 
 
 def _runs(starts: Sequence[int], length: int) -> Iterator[list[int]]:
-    """Positions in runs, of which each is at most `length` bytes after the last."""
+    """Groups of consecutive positions, each at most `2 * length` bytes after the one before."""
     run: list[int] = []
     for start in starts:
         if run and not 0 <= start - run[-1] <= 2 * length:
@@ -74,7 +74,8 @@ def _runs(starts: Sequence[int], length: int) -> Iterator[list[int]]:
 class FileRange(ByteRange):
     """The bytes of a file, or `length` of them from `offset` on.
 
-    Raises FormatError for what is no file, or an empty one, FileNotFoundError where nothing is.
+    Raises FormatError for an empty file and anything that is not a file, FileNotFoundError if
+    nothing is there.
     """
 
     def __init__(
@@ -108,10 +109,10 @@ class FileRange(ByteRange):
 
 
 class EdgesInMemory(ByteRange):
-    """Bytes of which the first and the last have been read, in one go.
+    """Bytes of which the first and the last are in memory, read by one call.
 
-    A file of torch.save has its directory at the end. Over a network the heads that are read are
-    kept too, and a little after each: a member with one number then takes no request of its own.
+    A file of torch.save has its directory at the end. Over a network, the results of `read_heads`
+    are kept too, each with a few more bytes, so that a member with one number needs no request.
     """
 
     def __init__(self, inner: ByteRange):
@@ -123,7 +124,7 @@ class EdgesInMemory(ByteRange):
         self._starts = sorted(self._kept)
 
     def __reduce__(self) -> tuple[Callable[[ByteRange], ByteRange], tuple[ByteRange]]:
-        return _itself, (self._inner,)  # what is in memory here need not be sent
+        return _itself, (self._inner,)  # the bytes in memory are not sent
 
     @property
     def place(self) -> tuple[FilePath, FileInfo, int] | None:
@@ -144,7 +145,7 @@ class EdgesInMemory(ByteRange):
             self._inner.read_into(outside)
 
     def _answer(self, start: int, out: np.ndarray) -> bool:
-        """Fill an array with what is in memory, if all of it is."""
+        """Whether all bytes of an array are in memory, in which case it is filled."""
         at = bisect.bisect_right(self._starts, start) - 1
         if at < 0:
             return False

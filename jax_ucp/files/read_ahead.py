@@ -1,4 +1,4 @@
-"""Many small ranges of one file, mostly one after the other, over a network: in few requests."""
+"""Small ranges of one file, mostly one after the other, read over a network by few requests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 
-# What is read around the first range. What follows it is read in runs twice as long each.
+# The bytes that are read for the first range; each following read is twice as long as the one
+# before.
 FIRST_BYTES, MOST_BYTES = 256 << 10, 8 << 20
 RUNS_KEPT = 2
 
 
 class ReadAhead:
-    """A file of which the last runs that were read are kept; it is asked as its `Files` are."""
+    """A file whose last runs of bytes are kept in memory; it is read like `Files`."""
 
     is_remote = True
 
@@ -32,14 +33,14 @@ class ReadAhead:
     def read_into(self, reads: Sequence[RangeRead]) -> None:
         for read in reads:
             out = read.out.reshape(-1).view(np.uint8)
-            with self._lock:  # who waits finds what it wants, as a rule
+            with self._lock:  # a thread that waits mostly finds its bytes in memory afterwards
                 out[...] = self._bytes(read.start, read.start + out.size)
 
     def _bytes(self, start: int, stop: int) -> np.ndarray:
         for first, run in self._runs:
             if first <= start and stop <= first + run.size:
                 return run[start - first : stop - first]
-        # what lies across the ends of two runs is whole in the second
+        # the second of two runs repeats the end of the first, for ranges that cross it
         tail = self._runs[-1][1][-FIRST_BYTES:] if self._runs else np.empty(0, np.uint8)
         follows = self._stop - tail.size <= start < self._stop + self._length
         self._length = min(2 * self._length, MOST_BYTES) if follows else FIRST_BYTES

@@ -19,10 +19,10 @@ from jax_ucp.files.local import check_name
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
 from jax_ucp.layout.blocks import run_boxes
 
-# A request asks for at most so many bytes: long enough that its answer takes longer than the way to
-# the store, and little enough that those in flight are memory that nobody misses.
+# The most bytes of one request: enough that transferring them takes longer than a round trip, and
+# few enough that all requests in flight take little memory.
 REQUEST_BYTES = 4 << 20
-# Ranges that lie no further apart are read with what is between them.
+# Ranges with smaller gaps between them are read by one request, gaps included.
 GAP_BYTES = 16 << 10
 
 ATTEMPTS = 6
@@ -30,12 +30,12 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
 R = TypeVar("R")
 
-# Statuses of HTTP after which the next request may be answered.
+# Statuses of HTTP after which the same request may succeed.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Unanswered(Exception):
-    """A request failed in a way that the next one may not: it is worth asking again."""
+    """A request failed in a way that may pass, so that it is sent again."""
 
 
 class Refused(StoreError):
@@ -43,7 +43,7 @@ class Refused(StoreError):
 
 
 def bounded(chunks: Iterable[bytes], most: int) -> memoryview:
-    """The bytes of an answer. Raises Unanswered as soon as they are more than `most`."""
+    """The bytes of an answer. Raises Unanswered as soon as there are more than `most`."""
     parts: list[bytes] = []
     size = 0
     for chunk in chunks:
@@ -56,7 +56,7 @@ def bounded(chunks: Iterable[bytes], most: int) -> memoryview:
 
 @dataclass
 class Request:
-    """A run of bytes of a file, and the arrays of bytes that parts of it go to, by position."""
+    """A range of a file to ask for, and the arrays for its parts, with their file positions."""
 
     file: FileInfo
     start: int
@@ -64,6 +64,7 @@ class Request:
     parts: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
     def deliver(self, data: np.ndarray) -> None:
+        """Copy the bytes that came to the arrays."""
         for start, out in self.parts:
             first = start - self.start
             elements = data[first : first + out.nbytes].view(out.dtype)
@@ -71,7 +72,7 @@ class Request:
 
 
 def plan_requests(reads: Sequence[RangeRead]) -> list[Request]:
-    """The requests for ranges of files: those near each other joined, long ones cut.
+    """The requests for ranges of files: ranges near each other are joined, long ones are cut.
 
     >>> file = FileInfo("a", 1 << 30, "1")
     >>> outs = np.empty((3, 4), np.uint8)
@@ -107,20 +108,20 @@ def _pieces(read: RangeRead) -> Iterator[Request]:
 
 
 class RemoteFiles(Files):
-    """Files behind a network. A subclass asks; what to ask for, and how often, is here."""
+    """Files behind a network: this class plans requests and repeats them, a subclass sends them."""
 
     is_remote: ClassVar[bool] = True
     _prefix: str = ""  # what the keys of all files here begin with
 
     def key(self, name: str) -> str:
-        """The key of a file in the store. Raises FormatError for no name of a file."""
+        """The key of a file in the store. Raises FormatError for a name that leads outside."""
         if name:
             check_name(name)
         return self._key(name)
 
     @property
     def _inside(self) -> int:
-        """Where the names of files here begin in their keys."""
+        """The position in a key at which the name of a file begins."""
         return len(f"{self._prefix}/") if self._prefix else 0
 
     def _key(self, name: str) -> str:
@@ -159,7 +160,7 @@ class RemoteFiles(Files):
         return data
 
     def persist(self, name: str, ask: Callable[[], R]) -> R:
-        """The answer to a request, asked again while Unanswered. Raises StoreError in the end."""
+        """The answer to a request, repeated while Unanswered. Raises StoreError in the end."""
         for attempt in range(1, ATTEMPTS):
             count_request()
             try:
@@ -176,7 +177,7 @@ class RemoteFiles(Files):
             ) from error
 
     def sync(self) -> None:
-        """A file that was written is durable."""
+        """Do nothing: every file is durable once it is written."""
 
 
 class ReadOnlyFiles(RemoteFiles):
@@ -189,7 +190,7 @@ class ReadOnlyFiles(RemoteFiles):
 
 
 _WEB = "a web server is read from, and not written to"
-# By scheme, what to say to who wants to write there.
+# By scheme, the message when something is to be written there.
 READ_ONLY = {
     "hf": "the hub is read from. Export to a local folder, and upload it: hf upload",
     "http": _WEB,

@@ -1,7 +1,7 @@
-"""The files that a checkpoint is read from, and whether they are still those that were opened.
+"""The files that a checkpoint is read from, and the check that they have not changed since.
 
-A file that is replaced between metadata and bytes belongs to another save. So every file is looked
-at before it is first read, and again at the end.
+A file that is replaced after the metadata was read belongs to another save. So the size and version
+of every file are recorded before it is first read, and compared at the end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from jax_ucp.files.protocol import FileInfo, Files
 
 
 class SourceFiles:
-    """Files as they were before anything of them was read."""
+    """The files of a checkpoint with their sizes and versions before the first read, and the
+    requests (`asked`) that opening it took over a network.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Files, FileInfo]] = {}
-        self.asked = Asked()  # to open them, over a network
+        self.asked = Asked()
 
     @classmethod
     def together(cls, several: Iterable[SourceFiles]) -> SourceFiles:
@@ -33,7 +35,7 @@ class SourceFiles:
         return files
 
     def note(self, files: Files, file: FileInfo) -> None:
-        """Remember a file as it is now, if this is the first time."""
+        """Record the size and version of a file, unless it is recorded already."""
         self._seen.setdefault(files.url(file.name), (files, file))
 
     @property
@@ -48,9 +50,9 @@ class SourceFiles:
         return sorted((url, file.size, file.version) for url, (_, file) in self._seen.items())
 
     def changes(self) -> Iterator[str]:
-        """The change of each file that is not as it was."""
-        # of one root behind a network, files are asked for together; on a disk each root has a
-        # boundary of its own
+        """A message for each file that has changed."""
+        # files of one root behind a network are looked up at once; on a disk each root has its own
+        # boundary
         together: dict[object, list[int]] = defaultdict(list)
         seen = self.seen
         for i, (files, _) in enumerate(seen):
@@ -75,7 +77,7 @@ class SourceFiles:
                 )
 
     def require_unchanged(self) -> None:
-        """Raises CorruptData, naming files, where one is not as it was when it was opened."""
+        """Raise CorruptData with the names of files that have changed since they were opened."""
         changes = list(self.changes())
         if not changes:
             return
@@ -87,12 +89,12 @@ class SourceFiles:
 
 
 def opening() -> AbstractContextManager[SourceFiles]:
-    """A context for the files that readers note in it; a nested one gives those of the outer."""
+    """Context that records the files that readers `note`; a nested one gives the outer record."""
     return outermost(_opening, SourceFiles)
 
 
 def note(files: Files, file: FileInfo) -> None:
-    """Note a file that is about to be read for the checkpoint being opened, if one is."""
+    """Record a file that is about to be read, if a checkpoint is being opened."""
     if (seen := _opening.get()) is not None:
         seen.note(files, file)
 

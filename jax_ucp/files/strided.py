@@ -1,4 +1,4 @@
-"""Strided arrays out of bytes: which ranges to read for a box, and what of them belongs to it."""
+"""Reads of boxes of strided arrays: which ranges of bytes to read, and where their elements go."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jax_ucp.files.ranges import ByteRange
 from jax_ucp.layout.blocks import run_boxes
 from jax_ucp.layout.box import Box
 
-# Elements that lie less than GAP_BYTES apart are read with what is between them: one read more
-# costs about as much as so many bytes. WINDOW_BYTES of these at once stay in a core's cache.
+# Elements less than GAP_BYTES apart are read together with the bytes between them, because one more
+# read costs about as much as that many bytes. WINDOW_BYTES at once stay in a core's cache.
 GAP_BYTES, WINDOW_BYTES = 16 << 10, 1 << 20
-# So many reads are handed on together.
+# The number of reads that are gathered before they are done.
 _READS_TOGETHER = 1 << 12
 _ALIGNED = 64  # windows begin at multiples of it
 
@@ -55,7 +55,7 @@ def read_strided(
 
 
 def _share_rows(steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]) -> bool:
-    """Whether boxes are columns of the same rows, which lie in one run with little else."""
+    """Whether boxes are columns that fill at least half of the same rows, which are one run."""
     if len(pairs) < 2:
         return False
     itemsize, hull = pairs[0][1].itemsize, Box.around(box for box, _ in pairs)
@@ -71,7 +71,7 @@ def _offset(box: Box, steps: Sequence[int]) -> int:
 
 
 class _GatheredReads:
-    """Gathers reads, and what is to be copied out of windows once they have been read."""
+    """Reads that are gathered, and the copies to make from their buffers (windows) afterwards."""
 
     def __init__(self, file: ByteRange):
         self._file = file
@@ -102,7 +102,7 @@ class _GatheredReads:
             self.flush()
 
     def _window(self, nbytes: int) -> np.ndarray:
-        """So many bytes of room. There is room for WINDOW_BYTES until the next flush."""
+        """A buffer of so many bytes, valid until the next flush."""
         if self._used + nbytes > len(self._room):
             self.flush()
         if nbytes > len(self._room):
@@ -112,7 +112,7 @@ class _GatheredReads:
         return window
 
     def flush(self) -> None:
-        """Do what was gathered."""
+        """Do the gathered reads, then the copies."""
         reads, copies = self._reads, self._copies
         self._reads, self._copies, self._used = [], [], 0
         if reads:

@@ -1,4 +1,4 @@
-"""Files of web servers, by HTTP with ranges; folders where the server has a page of their files."""
+"""Files of web servers, read by HTTP ranges; folders are listed by the servers' pages of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Web(ReadOnlyFiles):
             answer = self._ask("HEAD", name)
         except FileNotFoundError:
             return None
-        # a page that the server made of a folder: its files have a time
+        # a page that the server generates for a folder has neither header; a file has one of them
         is_html = answer.headers.get("Content-Type", "").startswith("text/html")
         if is_html and "ETag" not in answer.headers and "Last-Modified" not in answer.headers:
             return FileInfo(name, 0, "", "folder")
@@ -107,7 +107,7 @@ def _client(process: int) -> Client:
 
 
 def _version(answer: Answer) -> str:
-    """The etag; where a server has none, when the file was changed."""
+    """The etag of a file, or if the server gives none, the time of its last change."""
     if etag := answer.headers.get("ETag"):
         return etag.strip('"')
     return f"changed {answer.headers.get('Last-Modified')}"
@@ -127,8 +127,8 @@ class _Links(HTMLParser):
             return
         page = urllib.parse.quote(self._base, safe=":/@[]")
         target = urllib.parse.urlsplit(urllib.parse.urljoin(page, link))
-        full = urllib.parse.unquote(f"{target.scheme}://{target.netloc}{target.path}")
-        name = full.removeprefix(self._base).removesuffix("/")
-        is_below = full.startswith(self._base) and name and "/" not in name
+        address = urllib.parse.unquote(f"{target.scheme}://{target.netloc}{target.path}")
+        name = address.removeprefix(self._base).removesuffix("/")
+        is_below = address.startswith(self._base) and name and "/" not in name
         if is_below and not target.query:
             self.names.add(name)
