@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -31,6 +31,10 @@ class Group:
     def _repr_html_(self) -> str:
         settings = [(name, str(value)) for name, value in self.settings.items()]
         return html_table(f"{len(self.params)} parameters", ("setting", "value"), settings)
+
+
+def settings_by_parameter(groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
+    return {name: group.settings for group in groups for name in group.params}
 
 
 def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:

@@ -1,11 +1,11 @@
-"""The mapping of a model's LoRA adapter, made of that of the model.
+"""The mapping of a model's LoRA adapter, derived from the mapping of the model.
 
 Factor A of peft has the axes `rank inputs`, factor B `outputs rank`. The layers of qwix, which
 tunix and MaxText train, have the same factors beside the leaf of the weight: `w_lora_a` is `inputs
 rank` and `w_lora_b` is `rank outputs`, their axes in the order of the leaf (`providers/lora.py`,
-qwix 0.1.8, for `einsum`). Beside a `kernel`, which `dot_general` multiplies, inputs are one axis,
-and outputs are, and stacked layers are on the axis where the kernel has them. So the rule of a
-weight says what the rules of its factors are, and no other.
+qwix 0.1.8, for `einsum`). Beside a `kernel`, which `dot_general` multiplies, inputs are one axis
+and outputs are one axis, and stacked layers are on the same axis as in the kernel. So the rules of
+the factors follow from the rule of the weight.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from jax_ucp.mapping.names import parse_name
 from jax_ucp.mapping.rules import Mapping, MappingRule, Skip, expression
 
 PREFIX = "base_model.model."
-# where mappings have the parameters of MaxText, whose loader of factors begins below it
+# the beginning of MaxText's parameters in mappings, which its loader of factors leaves out
 _PARAMS = "params/"
 _SUFFIXES = ("_lora_a", "_lora_b")
 _OF_BASE = "a weight of the base, not of the adapter"
 
 
 def mapping_of(mapping: Mapping, names: Iterable[str], modules_to_save: Sequence[str]) -> Mapping:
-    """The mapping itself, or where names are an adapter's, or of leaves with one, that of adapters
-    of its models.
-    """
+    """The mapping itself, or if names are of an adapter or of leaves with one, that of adapters."""
     if any(name.startswith(PREFIX) for name in names):
         return adapter_mapping(mapping, modules_to_save)
     if any(name.endswith(_SUFFIXES) for name in names):
@@ -40,9 +38,9 @@ def mapping_of(mapping: Mapping, names: Iterable[str], modules_to_save: Sequence
 def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Mapping:
     """The mapping of an adapter of the models that `mapping` is for.
 
-    `modules_to_save` are ends of the names of modules that were trained whole: they are mapped as
-    the base's. In its inverse, which makes parameters of peft of a model's leaves, the
-    base's other leaves are skipped.
+    `modules_to_save` are ends of the names of modules that were trained whole, which are mapped as
+    in the base. The inverse, from a model's leaves to peft's parameters, skips the base's other
+    leaves.
     """
     rules: list[MappingRule] = []
     skips: dict[Skip, None] = {}  # each once: of a leaf there may be several rules
@@ -63,8 +61,8 @@ def adapter_mapping(mapping: Mapping, modules_to_save: Sequence[str] = ()) -> Ma
 
 
 def _of_factors(rule: MappingRule) -> Iterator[MappingRule]:
-    """The rules of factors A and B of a weight; none if the rule is not for one matrix of a module:
-    qwix has other factors of a weight that it takes apart, and of experts one A for all.
+    """The rules for factors A and B of a weight; none if the rule is not for a single matrix of a
+    module. For a weight that qwix splits, it has other factors, and for experts one A for all.
     """
     if len(rule.params) != 1 or len(rule.leaves) != 1 or rule.add:
         return
@@ -99,7 +97,7 @@ def _of_factors(rule: MappingRule) -> Iterator[MappingRule]:
         params={f"{module}.lora_A.weight": f"{REST} {inputs}"},
         leaves={a: str(Expression(tuple(of_a)))},
     )
-    # the model folds a scale into the weight, and B into what is added to it
+    # a scale of the weight applies to the product of both factors, and so to B alone
     yield replace(
         plain,
         params={f"{module}.lora_B.weight": f"{outputs} {REST}"},

@@ -1,4 +1,4 @@
-"""A mapping bound to names and shapes: which parameters form each leaf, and where elements go."""
+"""A mapping applied to names and shapes: which parameters form each leaf, and where elements go."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from jax_ucp.shard_spec.expressions import (
 )
 
 MISSING_SHOWN = 3
-# An axis of so many layers and experts that each becomes a leaf is of no model.
+# The most leaves that one rule may form; no model has as many layers and experts.
 MOST_LEAVES = 1_000_000
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}")
 _NO_CONFIG = "the checkpoint does not have its model's config"
@@ -50,11 +50,11 @@ Values = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Bound:
-    """A mapping with the parameters of one checkpoint.
+    """A mapping applied to the parameters of one checkpoint.
 
-    `leaves` says how each leaf is formed, `skipped` why a parameter is in none, `sizes` the length
-    of every axis that has a name. `notes` tell what is more than moving elements: padding, casts,
-    scaling, copies, and requirements that a user vouches for.
+    `leaves` has the form of each leaf, `skipped` the reason for each parameter that is left out,
+    `sizes` the length of every named axis. `notes` are about everything beyond moving elements:
+    padding, casts, scaling, copies, and requirements that a user vouches for.
     """
 
     leaves: dict[str, LeafForm]
@@ -65,10 +65,11 @@ class Bound:
 
 @dataclass
 class _Instance:
-    """A rule with the parameters it claims, for one value of each placeholder that leaves share.
+    """A rule with the parameters that it claims, for one value of each placeholder that parameters
+    share with leaves, such as one layer.
 
-    `shared` are those values. `members` has for each name with placeholders the parameter of each
-    stacked place.
+    `shared` has these values. `members` has, for each of the rule's names, the parameters by the
+    values of the placeholders that are stacked in the leaf.
     """
 
     rule: MappingRule
@@ -77,7 +78,7 @@ class _Instance:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that it claims; one under two names with placeholders comes twice."""
+        """The parameters that it claims; one that two names of the rule match comes twice."""
         return [name for members in self.members.values() for name in members.values()]
 
     @property
@@ -87,7 +88,7 @@ class _Instance:
 
     @property
     def places(self) -> list[range]:
-        """The numbers of each stacked placeholder, from 0 to the largest that a parameter has."""
+        """The numbers of each stacked placeholder, from 0 to the largest number that occurs."""
         values = [values for members in self.members.values() for values in members]
         numbers = (map(int, column) for column in zip(*values, strict=True))
         return [range(max(column) + 1) for column in numbers]
@@ -98,15 +99,14 @@ class _Instance:
 
     def spread(self, axes: str, rest: int) -> Expression:
         """The expression with names for the `rest` axes that `...` stands for."""
-        # Two parameters of one rule may have other lengths there, so the names are of this instance
-        # alone.
+        # each instance has names of its own, because lengths may differ between instances
         at = f" of {self.rule.label}" + (f" for {self.shared}" if self.shared else "")
         return expression(axes).spread([f"...{i}{at}" for i in range(rest)])
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A requirement, whether it is met, and the config's values for it."""
+    """A requirement, whether it is met, and the values in the config that decide it."""
 
     requirement: Requirement
     state: Literal["met", "assumed", "unmet"]
@@ -119,9 +119,9 @@ class Outcome:
 def outcomes(
     mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()
 ) -> list[Outcome]:
-    """The outcome of every requirement of a mapping; without a config none of them is met.
+    """The outcome of every requirement of a mapping; without a config, no requirement is met.
 
-    Raises LayoutError where what is assumed is none of them.
+    Raises LayoutError if `assumed` has a name that no requirement has.
     """
     names = [requirement.name for requirement in mapping.requires]
     if strays := sorted(set(assumed) - set(names)):
@@ -149,12 +149,12 @@ def bind(
 ) -> Bound:
     """The leaves that the parameters of these shapes form.
 
-    `given` are lengths by name, `config` is what the model's config says, `assumed` are the names
-    of requirements that the user vouches for.
+    `given` are lengths by name, `config` is the model's config, `assumed` are the names of
+    requirements that the user vouches for.
 
-    Raises LayoutError with everything that is wrong: requirements that the config does not meet,
-    names that no rule claims or several do, rules that find nothing, layers that are missing,
-    lengths that contradict one another or do not divide, leaves formed twice.
+    Raises LayoutError with all faults: requirements that the config does not meet, parameters that
+    no rule or several rules claim, rules that match nothing, missing layers, lengths that
+    contradict one another or do not divide, leaves that are formed twice.
     """
     checked = outcomes(mapping, config, assumed)
     faults = _unmet_faults(mapping, shapes, config, checked)
@@ -182,7 +182,7 @@ def bind(
         layout: replace(mapping, rules=tuple(one for one in rules if one.layout in ("", layout)))
         for layout in _layouts_of(mapping, rules, shapes, faults)
     }
-    bound = _only_bound(ways, shapes, given, numbers_of(config), faults)
+    bound = _bound_by_one_layout(ways, shapes, given, numbers_of(config), faults)
     assumptions = [outcome for outcome in checked if outcome.state == "assumed"]
     vouched = [f"on the user's word, against the requirement {one}" for one in assumptions]
     return replace(bound, notes=[*vouched, *bound.notes])
@@ -194,36 +194,36 @@ def _layouts_of(
     shapes: Mapping[str, Shape],
     faults: Sequence[str],
 ) -> list[str]:
-    """The layouts that have the parameters' names, which are several where those differ in shapes
-    alone; the mapping's first where there are no such parameters, and "" where it has no layouts.
+    """The layouts whose names the parameters have: several if these layouts differ only in shapes.
+    If no parameter is of a layout, the first one, and "" for a mapping without layouts.
 
-    Raises LayoutError with `faults` and its own where parameters are in several.
+    Raises LayoutError, with `faults` and its own, if the parameters are of layouts that differ in
+    names.
     """
-    found: dict[str, str] = {}  # by layout, a parameter that is in it
+    example_of: dict[str, str] = {}  # by layout, a parameter that is in it
     patterns: dict[str, set[str]] = {layout: set() for layout in mapping.layouts}
     for rule in rules:
         for pattern in (*rule.params, *rule.tied) if rule.layout else ():
             patterns[rule.layout].add(pattern)
-            named = filter(name_regex(pattern).fullmatch, () if rule.layout in found else shapes)
-            if name := next(named, None):
-                found[rule.layout] = name
-    if len({frozenset(patterns[layout]) for layout in found}) > 1:
-        each = " and ".join(f"{layout} ({name})" for layout, name in found.items())
+            candidates = () if rule.layout in example_of else shapes
+            if name := next(filter(name_regex(pattern).fullmatch, candidates), None):
+                example_of[rule.layout] = name
+    if len({frozenset(patterns[layout]) for layout in example_of}) > 1:
+        each = " and ".join(f"{layout} ({name})" for layout, name in example_of.items())
         raise _refusal(mapping, [*faults, f"has parameters in several layouts, {each}"])
-    return list(found) or [*mapping.layouts[:1]] or [""]
+    return list(example_of) or [*mapping.layouts[:1]] or [""]
 
 
-def _only_bound(
+def _bound_by_one_layout(
     ways: Mapping[str, LeafMapping],
     shapes: Mapping[str, Shape],
     given: Mapping[str, int],
     config: Mapping[str, int],
     faults: list[str],
 ) -> Bound:
-    """The leaves of the only layout that the shapes fit.
+    """The leaves by the only layout that fits the shapes; `ways` are the mapping by each layout.
 
-    Raises LayoutError with `faults` and its own where several fit, and those of the first where
-    none does.
+    Raises LayoutError if several layouts fit; if none does, with `faults` and those of the first.
     """
     fitting: dict[str, Bound] = {}
     refusals: list[LayoutError] = []
@@ -248,7 +248,7 @@ def _unmet_faults(
     config: Mapping[str, Any],
     checked: Sequence[Outcome],
 ) -> list[str]:
-    """A fault for each requirement that is not met, the last with the remedy."""
+    """A fault for each requirement that is not met; the last fault has the remedy."""
     lacking = [outcome for outcome in checked if outcome.state == "unmet"]
     if not lacking:
         return []
@@ -256,7 +256,7 @@ def _unmet_faults(
     if not config:
         names = ", ".join(one.requirement.name for one in lacking)
         return [f"requires {names}, but {_NO_CONFIG}: give it, config= (--config); {vouch}"]
-    # the mappings of the package to the same target, one way or the other, that fit
+    # the package's mappings to the same target that fit, forwards or backwards
     fitting: list[str] = []
     target = mapping.name.partition(".yaml")[0].rpartition("-to-")[2]
     for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
@@ -284,7 +284,7 @@ def _bound(
     config: Mapping[str, int],
     faults: list[str],
 ) -> Bound:
-    """The leaves that these rules form. Raises LayoutError with `faults` and its own."""
+    """The leaves that the mapping's rules form. Raises LayoutError with `faults` and its own."""
     known = _known(mapping, given, config, faults)
     lengths = {name: one.length for name, one in known.items()}
     mapping = replace(mapping, rules=tuple(_numbered(mapping.rules, lengths, faults)))
@@ -337,9 +337,9 @@ def _bound(
 def _numbered(
     rules: Sequence[MappingRule], lengths: Mapping[str, int], faults: list[str]
 ) -> Iterator[MappingRule]:
-    """The rules, with the lengths of the sizes that their parameters' names count from.
+    """The rules, with numbers in place of the sizes in their parameters' names.
 
-    A rule with a size that has no length is left out, and a message is added to `faults`.
+    A rule with a size whose length is not known is left out, and a message is added to `faults`.
     """
     for rule in rules:
         if unknown := sorted(rule.sizes_in_names - lengths.keys()):
@@ -362,12 +362,12 @@ def _numbered(
 def _claimed(
     mapping: LeafMapping, shapes: Mapping[str, Shape], lengths: Mapping[str, int], faults: list[str]
 ) -> tuple[dict[str, str], list[_Instance]]:
-    """The names to skip, with reasons, and the instances of rules that claim the others.
+    """The parameters to skip, with reasons, and the instances of rules that claim the others.
 
-    An index of `lengths` is below its length, so a rule for layers of which there are none needs
-    no parameter.
+    An index whose length is in `lengths` is below that, so that a rule for layers whose number is
+    zero needs no parameter.
     """
-    # Of names that several rules match, an optional rule claims those of its number of axes.
+    # of a parameter that several rules match, an optional rule claims it only by its number of axes
     matches: Counter[str] = Counter()
     for rule in mapping.rules:
         patterns = (*rule.params, *rule.tied)
@@ -383,7 +383,7 @@ def _claimed(
         instances += of_rule
         if rule.optional:
             continue
-        # Nothing is meant by a rule with an axis or an index of length zero.
+        # a rule with an axis or an index of length zero applies to nothing
         if not of_rule and not any(lengths.get(name) == 0 for name in rule.names):
             faults.append(f"{rule.label} finds no parameter")
         if of_rule:
@@ -415,8 +415,8 @@ def _claimed(
 def _claim_faults(
     shapes: Mapping[str, Shape], claims: Mapping[str, Sequence[str]], skipped: Collection[str]
 ) -> Iterator[str]:
-    """Faults: parameters that no rule or several claim. Layers share what is wrong with them: names
-    that differ in numbers alone are one fault.
+    """Faults for parameters that no rule or several rules claim. Parameters whose names differ only
+    in numbers share one fault.
     """
     alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, shape in shapes.items():
@@ -435,7 +435,7 @@ def _claim_faults(
 def _missing(
     rule: MappingRule, instances: Sequence[_Instance], limits: Mapping[str, int]
 ) -> str | None:
-    """The fault of the first numbers below `limits` that no instance of a rule has, if any."""
+    """A fault for the first numbers below `limits` that no instance of a rule has, or None."""
     numbers = {tuple(instance.shared[key] for key in limits) for instance in instances}
     for one in itertools.product(*(map(str, range(n)) for n in limits.values())):
         if one not in numbers:
@@ -445,7 +445,7 @@ def _missing(
 
 
 def _skipped(skip: Skip, names: Collection[str], lengths: Mapping[str, int]) -> Iterator[str]:
-    """The names that a skip is for."""
+    """The names that a skip matches."""
     if skip.has_any:
         return filter(skip.regex.fullmatch, names)
     numbered = str(parse_name(skip.param).with_numbers(lengths))
@@ -453,12 +453,14 @@ def _skipped(skip: Skip, names: Collection[str], lengths: Mapping[str, int]) -> 
 
 
 def _uneven(instances: Sequence[_Instance], lengths: Mapping[str, int]) -> Iterator[str]:
-    """Faults: a layer that some rules find and others do not, where leaves have its number too.
+    """Faults for layers that some rules match and other rules do not.
 
-    Of names that begin alike up to a number, as `blk.{layer}` does, every rule finds the same ones.
-    Where `lengths` has how many there are, each rule is held against that.
+    Rules whose names begin alike up to a number, such as `blk.{layer}`, must match the same
+    numbers. If `lengths` has the count of these numbers, `_missing` compares each rule with that
+    instead.
     """
-    finders: dict[str, dict[str, str]] = defaultdict(dict)  # by beginning, a rule for each filled
+    # for each beginning with placeholders: with numbers filled in, the label of a rule
+    finders: dict[str, dict[str, str]] = defaultdict(dict)
     of_rules: dict[tuple[str, str], set[str]] = defaultdict(set)
     for instance in instances:
         label, shared = instance.rule.label, instance.shared
@@ -489,7 +491,7 @@ def _instances(
     lengths: Mapping[str, int],
     contested: Collection[str],
 ) -> list[_Instance]:
-    """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
+    """The instances of a rule: one for each value of the placeholders that leaves have too."""
     instances: dict[Values, _Instance] = {}
     shared, stacked = _placeholder_axes(rule)
     unsure = contested if rule.optional else ()
@@ -505,7 +507,7 @@ def _instances(
             of_leaf = {key: values[key] for key in shared}
             instance = instances.setdefault(tuple(of_leaf.values()), _Instance(rule, of_leaf))
             members = instance.members.setdefault(pattern, {})
-            # Of two names that mean one place, 3 and 03, the second stays without a claim.
+            # of two names for one place, such as 3 and 03, the second is not claimed
             members.setdefault(tuple(values[key] for key in stacked), name)
     return list(instances.values())
 
@@ -521,7 +523,7 @@ def _placeholder_axes(rule: MappingRule) -> tuple[list[str], list[str]]:
 def _shape_claims(
     instance: _Instance, shapes: Mapping[str, Shape], lengths: Mapping[str, int], faults: list[str]
 ) -> list[Claim]:
-    """The claims of a rule on the shapes of its parameters, and on their number."""
+    """The claims on lengths of axes by the shapes of an instance's parameters, and their number."""
     rule, claims = instance.rule, []
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():
@@ -535,13 +537,13 @@ def _shape_claims(
     faults += _missing_members(instance)
     for i in rule.blocks.keys() - lengths.keys():
         claims.append(Claim(f"a block of {i}", Expression((Axis(i),)), (rule.blocks[i],)))
-    # A stacked axis is as long as there are parameters.
+    # a stacked axis is as long as the number of its parameters
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():
             label = f"the number of {{{key}}} in {parse_name(pattern).filled(instance.shared)}"
             count = max(int(values[i]) for values in names) + 1
             claims.append(Claim(label, Expression((Axis(key),)), (count,)))
-    # Parameters of one name with the same shape are one claim.
+    # all parameters of one name and one shape share a claim
     for pattern, members in instance.members.items():
         alike: dict[Shape, list[str]] = defaultdict(list)
         for name in members.values():
@@ -555,13 +557,13 @@ def _shape_claims(
 
 
 def _missing_members(instance: _Instance) -> Iterator[str]:
-    """Faults: parameters that a rule needs beside those that it found."""
+    """Faults for parameters that an instance of a rule lacks: the first few, and their number."""
     rule, places = instance.rule, instance.places
     count = math.prod(map(len, places))
     for pattern in (*rule.params, *filter(instance.members.__contains__, rule.tied)):
         members = instance.members.get(pattern, {})
         if rule.tied and not members:
-            continue  # one of the tied copies stands for it
+            continue  # a tied copy takes its place
         missing = count - len(members)
         absent = (place for place in _places(places) if place not in members)
         for values in itertools.islice(absent, min(missing, MISSING_SHOWN)):
@@ -579,7 +581,7 @@ def _rest(axes: str, shape: Shape) -> int:
 
 
 def _places(ranges: Sequence[range]) -> Iterator[Values]:
-    """Every combination of numbers, generated lazily: a stray number may be very large."""
+    """Every combination of numbers, generated lazily, because a stray number may be very large."""
     if not ranges:
         yield ()
     else:
@@ -589,7 +591,7 @@ def _places(ranges: Sequence[range]) -> Iterator[Values]:
 def _known(
     mapping: LeafMapping, given: Mapping[str, int], config: Mapping[str, int], faults: list[str]
 ) -> dict[str, Known]:
-    """The lengths known without shapes: those given, and sizes whose names the config has."""
+    """The lengths that are known without shapes: given ones, and sizes by the config."""
     known = {name: Known(n, "given in sizes") for name, n in given.items()}
     numbers = {**config, **given}
     waiting = {name: size for name, size in mapping.sizes.items() if name not in given}
@@ -612,13 +614,13 @@ def _formed(
     faults: list[str],
     notes: list[str],
 ) -> Iterator[tuple[str, LeafForm]]:
-    """The leaves of one instance of a rule."""
+    """The leaves that one instance of a rule forms, by name."""
     rule = instance.rule
     rest = _rest(instance.axes(next(iter(instance.members))), shapes[instance.names[0]])
     params = {
         pattern: instance.spread(instance.axes(pattern), rest) for pattern in instance.members
     }
-    # The parameters that hold the leaves' elements: the rule's own, then each tied copy.
+    # the leaves are formed of the rule's own parameters, and again of each tied copy
     own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
     tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
     first, *copies = [own, *tied] if own else tied
@@ -664,7 +666,9 @@ def _formed(
 def _leaf_places(
     pattern: str, shared: Mapping[str, str], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The leaves of a name with placeholders, each with its index on the unstacked axes."""
+    """The names of the leaves for a name with placeholders, each with its indices on the axes that
+    are not stacked.
+    """
     unstacked = [key for key in parse_name(pattern).indices if key not in shared]
     count = math.prod(sizes[key] for key in unstacked)
     if count > MOST_LEAVES:
@@ -682,7 +686,7 @@ def _layout(
     sizes: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> LeafLayout:
-    """Where the elements of a leaf are in parameters; `fixed` are indices of unstacked axes."""
+    """The layout of a leaf in parameters; `fixed` has its indices on axes that are not stacked."""
     stacked = instance.stacked
     sources: dict[frozenset[str], tuple[str, Component]] = {}
     for pattern, axes in params.items():
@@ -710,7 +714,9 @@ def _layout(
 
 @dataclass(frozen=True)
 class Given:
-    """The user's words when a checkpoint was mapped: lengths, vouched requirements, a config."""
+    """The user's input when a checkpoint was mapped: lengths, assumed requirements, a config; and
+    the mapping that was `undone`, with the record of `earlier` mappings.
+    """
 
     lengths: dict[str, int] = field(default_factory=dict[str, int])
     assumed: tuple[str, ...] = ()
@@ -720,9 +726,9 @@ class Given:
 
 
 def given_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Given:
-    """The user's words for the mapping that `mapping` undoes, and the record of those `earlier`.
+    """The user's input for the mapping that `mapping` undoes, if there is one.
 
-    `done` is the record of the last mapping, which has those before it.
+    `done` is the record of the last mapping, which contains the records of those before it.
     """
     record: Any = done
     while isinstance(record, dict) and record:
@@ -733,7 +739,7 @@ def given_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Given:
 
 
 def _given(mapping: LeafMapping, record: Mapping[str, Any]) -> Given | None:
-    """The user's words for the mapping of a record, if that is the one that `mapping` undoes."""
+    """The user's input for the mapping of a record, if that is the one that `mapping` undoes."""
     rules, lengths = record.get("rules"), record.get("lengths")
     if not isinstance(rules, dict) or not isinstance(lengths, dict):
         return None
@@ -761,10 +767,10 @@ def mapping_record(
     config: Mapping[str, Any],
     earlier: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The record of its mapping that a checkpoint keeps; `given_before` reads it.
+    """The record of a mapping that the mapped checkpoint keeps, and `given_before` reads.
 
-    `config` is what the checkpoint will not have: of it, what the mapping asks for. `earlier` is
-    the record of the mappings before.
+    It has those keys of `config` that the mapping uses, because the mapped checkpoint has another
+    config. `earlier` is the record of the mappings before.
     """
     record: dict[str, Any] = {
         "name": mapping.name,
@@ -781,7 +787,7 @@ def mapping_record(
 
 
 def takes_buffer(mapping: LeafMapping, name: str) -> bool:
-    """Whether a rule forms leaves of the buffer of this name."""
+    """Whether a rule forms leaves of the buffer with this name."""
     of_buffers = (rule for rule in mapping.rules if rule.buffer == "param")
     patterns = itertools.chain.from_iterable(rule.params for rule in of_buffers)
     return any(name_regex(pattern).fullmatch(name) for pattern in patterns)

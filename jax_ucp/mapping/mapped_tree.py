@@ -1,4 +1,4 @@
-"""A checkpoint `{state: {parameter: array}}` with a model's leaves in place of parameters."""
+"""Contents `{state: {parameter: array}}` with a model's leaves in place of the parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.dtypes import holds_every
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.mapped import Agreed, Agreement, Tied, agreed, scaled
-from jax_ucp.arrays.optimizer_groups import Group, common_settings, groups_of
+from jax_ucp.arrays.optimizer_groups import (
+    Group,
+    common_settings,
+    groups_of,
+    settings_by_parameter,
+)
 from jax_ucp.arrays.value import Array, Computed, Joined, formed, users
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.parts import LeafForm, LeafLayout
 from jax_ucp.mapping.states import BUFFER, States, label_of
+from jax_ucp.text import listed
 from jax_ucp.tree import Key, Leaf, Path, leaf_names
 
 
@@ -31,14 +37,12 @@ def map_contents(
     notes: list[str],
     source: Mapping[str, Any],
 ) -> Contents:
-    """The checkpoint with the leaves that `forms` describes, at `(state, *name.split("/"))`.
+    """The contents with the leaves that `forms` describes, at `(state, *name.split("/"))`.
 
-    Leaves of no state stay where they are.
-
-    A state that has the parameter's shape is mapped as the parameter is. One that is a number, such
-    as Adam's step, is that of every parameter that forms the leaf, and they must agree. `skipped`
-    names parameters that are left out, with the reason. `source` is what the result says of where
-    it comes from.
+    Leaves of no state stay where they are. A state of the parameter's shape is mapped like the
+    parameter. For a state that is one number, such as Adam's step, all parameters that form a leaf
+    must agree, and the leaf has that number. `skipped` has the parameters that are left out, with
+    the reasons. `source` is the record of origin that the result has.
 
     Raises LayoutError with every state that has another shape, or that only some of a leaf's
     parameters have.
@@ -64,6 +68,7 @@ def map_contents(
     labels = {leaf.name: leaf.label for leaf in made}
 
     def claims() -> Iterator[LeafClaim]:
+        """The claims of the contents; and that numbers agree, and tied copies are equal."""
         yield from passed_on(contents.claims, resting)
         for name, one in formed.items():
             if isinstance(one.array, Computed) and isinstance(one.array.rule, Agreed):
@@ -86,8 +91,8 @@ def map_contents(
 
 @dataclass(frozen=True)
 class _Formed:
-    """The array of a leaf. Where it has tied copies, `tied` are the leaf and these, as stored, made
-    of the arrays `names`.
+    """The array of a leaf. If parameters are tied, `tied` are the same leaf formed of each copy, of
+    the arrays `names`.
     """
 
     array: Array
@@ -96,11 +101,11 @@ class _Formed:
 
 
 class _Unmappable(Exception):
-    """A state of a leaf that has no place in the mapped checkpoint, in words."""
+    """A state of a leaf cannot be mapped; the message says why."""
 
 
 class _Tree:
-    """The leaves of a mapped checkpoint, and the reasons of those that are left out."""
+    """The leaves of a mapped checkpoint, and the states that are left out, with the reasons."""
 
     def __init__(self, states: States, forms: Mapping[str, LeafForm], stored: Mapping[str, Array]):
         self.states = states
@@ -110,7 +115,7 @@ class _Tree:
         self.left: dict[str, str] = {}  # label of a state that is in no leaf -> why
 
     def leaves(self) -> tuple[dict[tuple[Key, ...], str], dict[str, _Formed]]:
-        """Paths with the names of their arrays, and how each array is formed."""
+        """The names of arrays by the paths of their leaves, and the arrays by name."""
         formed_at: dict[tuple[Key, ...], _Formed] = {}
         faults: list[str] = []
         for state, name in itertools.product(self.states.at, self.forms):
@@ -134,9 +139,7 @@ class _Tree:
         return names, {names[path]: formed for path, formed in formed_at.items()}
 
     def _formed(self, state: Path, name: str) -> _Formed | None:
-        """The array of one state of a leaf; None if no parameter has the state, or if it is left
-        out.
-        """
+        """The array of one state of a leaf; None if no parameter has it, or it is left out."""
         form, leaves = self.forms[name], self.states.at[state]
         params = list(filter(leaves.__contains__, form.params))
         if not params:
@@ -196,24 +199,21 @@ class _Tree:
 
 
 def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> list[LeafLayout]:
-    """The layouts of a leaf that are made of these parameters alone.
+    """The layouts of a leaf for which all parameters are present.
 
-    Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable
-    if none has.
+    An optimizer has only one of several tied parameters, so that some copies lack the state. Raises
+    _Unmappable if no layout is complete.
     """
     layouts = [layout for layout in (form.layout, *form.copies) if {*layout.params} <= {*params}]
     if layouts:
         return layouts
     lacking = sorted({*form.layout.params}.difference(params))
-    names = " and ".join(lacking[:3])
-    if len(lacking) > 3:
-        names += f" and {len(lacking) - 3} more"
-    raise _Unmappable(f"{label}: {next(iter(params))} has this state, but {names} not")
+    raise _Unmappable(f"{label}: {next(iter(params))} has this state, but {listed(lacking, 3)} not")
 
 
 def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
-    """The optimizer settings of each leaf: those on which all of its parameters agree."""
-    settings_of = {name: group.settings for group in contents.groups for name in group.params}
+    """The optimizer's settings for each leaf: those that all its parameters have in common."""
+    settings_of = settings_by_parameter(contents.groups)
     agreed: dict[str, dict[str, Any]] = {}
     for leaf, form in forms.items():
         known = [settings_of[param] for param in form.params if param in settings_of]
@@ -222,16 +222,16 @@ def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, .
 
 
 def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> Iterator[Item]:
-    """The inventory of the checkpoint, in which parameters that the mapping leaves out are skipped.
+    """The inventory of the checkpoint, with parameters that the mapping leaves out as skipped.
 
-    An item that holds nothing else is skipped itself; of others the parameter is an item of its
-    own.
+    A stored item with nothing but such a parameter is marked as skipped. If the item has other
+    arrays too, an item is added for the parameter.
     """
     leaves = list(tree.states.labels())
     left = dict(tree.left)
     for state, of_state in tree.states.at.items():
         left |= {label_of(state, name): why for name, why in skipped.items() if name in of_state}
-    # the stored items that hold nothing but states left out, each with the label of its last
+    # by stored item, the label of a left-out state in it; `kept` are the items with other states
     labels: dict[str, str] = {}
     kept: set[str] = set()
     for label, leaf in leaves if left else ():

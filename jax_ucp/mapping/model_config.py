@@ -1,4 +1,4 @@
-"""A checkpoint's model config: Hugging Face's config.json, Megatron's arguments, or given."""
+"""The config of a checkpoint's model: config.json, Megatron's arguments, or a given one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jax_ucp.shard_spec.expressions import MAX_SIZE, setting
 
 _MAX_BYTES = 16 << 20
 _NAMES = ("config", "args")
-_OF_OTHERS = ("adapter_config.json",)  # a config that is not of the model
-CONFIG = "config.json"  # the item that is the model's config, whatever else has one
-_OTHERS = "..."  # in the section `config`, the settings that it does not name
-_WHOLE = "config"  # a section's name for all of the config
+_OF_OTHERS = ("adapter_config.json",)  # items with a config that is not the model's
+CONFIG = "config.json"  # the item that is preferred as the model's config
+_OTHERS = "..."  # in the section `config` of a mapping, the settings that it does not name
+_WHOLE = "config"  # in a setting, the whole config
 
 
 def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's config in a checkpoint's extras: config.json, or the first item with a config or
-    arguments.
+    """The model's config in a checkpoint's extras: config.json, or else the first item with a
+    config or arguments.
 
-    Several are not joined: what one leaves out has its model's default, and not what another says.
+    Several configs are not joined: a setting that one leaves out has the default of its model.
     """
     config: dict[str, Any] = {}
     for item, records in sorted(extras.items(), key=lambda item: item[0] != CONFIG):
@@ -39,13 +39,13 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_counts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, and of Megatron's arguments the counts that follow from several.
+    """The config, with counts that follow from Megatron's arguments.
 
-    `num_query_groups` is 1 where there are no groups (`group_query_attention`), so `query_groups`
-    says how many there are: as many as heads then. Of `moe_layer_freq` `dense_layers` says how many
-    layers come before the first with experts, or null where one follows it that has none. Of
-    `window_size` `window_keys` says how many keys a query attends to, itself included, or null
-    where there is no window, or one that does not end at the query.
+    `query_groups` is the number of query groups; `num_query_groups` is 1 if there are none
+    (`group_query_attention`), and `query_groups` is then the number of heads. `dense_layers` is the
+    number of layers before the first with experts, by `moe_layer_freq`, or null if a layer without
+    experts follows it. `window_keys` is the number of keys that a query attends to, itself
+    included, by `window_size`, or null without a window or with one that does not end at the query.
     """
     counted = dict(config)
     if "num_query_groups" in counted and "num_attention_heads" in counted:
@@ -61,7 +61,7 @@ def _with_counts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dense_layers(frequency: object) -> int | None:
-    """The dense layers before those of experts; None if they alternate.
+    """The number of dense layers before those of experts; None if they alternate.
 
     >>> _dense_layers([0, 0, 1, 1])
     2
@@ -75,8 +75,8 @@ def _dense_layers(frequency: object) -> int | None:
 
 
 def _window_keys(sides: object) -> int | None:
-    """How many positions a query of Megatron's attends to, itself included, by its window's sides
-    left and right of it; None without a window, or with one that looks ahead.
+    """The number of positions that a query of Megatron attends to, itself included, by the sides of
+    its window to the left and to the right; None without a window, or with one that looks ahead.
 
     >>> _window_keys({"!tuple": [127, 0]})
     128
@@ -88,7 +88,7 @@ def _window_keys(sides: object) -> int | None:
 
 
 def settings_in(section: object) -> frozenset[str]:
-    """The keys that the section `config` of a mapping names. Raises SpecError where it is none."""
+    """The keys that the section `config` of a mapping uses. Raises SpecError if it is not valid."""
     if isinstance(section, str):
         return frozenset(setting(section).keys)
     if not isinstance(section, Mapping):
@@ -103,11 +103,11 @@ def settings_in(section: object) -> frozenset[str]:
 def config_from(
     section: Mapping[str, Any], config: Mapping[str, Any], lengths: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The config that the section `config` of a mapping says, of a config and lengths; what comes
-    out as null is left out, and what is null there stays. Of `...` all stays that the section does
-    not name.
+    """The config that the section `config` of a mapping makes of another config and lengths.
 
-    Raises LayoutError with every setting that lacks a value.
+    A setting whose value is null is left out, unless the section itself has null. `...` keeps all
+    settings that the section does not name. Raises LayoutError with every setting that lacks a
+    value.
     """
     faults: list[str] = []
     of_leaves = _settings(section, {**config, **lengths, _WHOLE: config}, faults)
@@ -142,9 +142,7 @@ def _settings(
 
 
 def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of a config that are lengths, which sizes may use; those of its sections have
-    names such as `text_config.num_hidden_layers`.
-    """
+    """The numbers of a config that may be lengths, by key, also as `text_config.num_layers`."""
     numbers: dict[str, int] = {}
     for key, value in config.items():
         if is_length(value):
@@ -155,13 +153,13 @@ def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def is_length(value: object) -> bool:
-    """Whether a config's value can be a length; others, such as -1 for "not set", are none."""
+    """Whether a config's value may be a length, as opposed to, say, -1 for "not set"."""
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A config with its counts, from a dict, a JSON file, or a folder with a config.json. Raises
-    FormatError for a bad file.
+    """A config that the user gives as a dict, a JSON file, or a folder with a config.json; counts
+    are added. Raises FormatError for a bad file.
     """
     if isinstance(config, Mapping):
         return _with_counts(config)
@@ -183,8 +181,8 @@ def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
 def joined(
     stored: Mapping[str, Any], given: Mapping[str, Any], used: frozenset[str]
 ) -> dict[str, Any]:
-    """The stored config with the given one. Raises LayoutError if they differ in a used key, or in
-    any where the whole config is used.
+    """The stored config, with settings that only the given one has. Raises LayoutError if they
+    differ in a used key, or in any key if the whole config is used.
     """
     both = stored.keys() & given.keys()
     compared = both if _WHOLE in used else both & used

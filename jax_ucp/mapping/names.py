@@ -1,4 +1,4 @@
-"""Names with placeholders: what `{layer}` in a name of a mapping stands for.
+"""Names with placeholders in mappings, such as `{layer}`, and the values in names that match them.
 
     {layer}             one part of a name, in most cases a number
     {layer+1}           a number, counted from one
@@ -6,8 +6,8 @@
     {6*block+i}         a number that is a block and a place in it: 0 <= i < 6
     {2*block+1}         every second number from 1
 
-A placeholder stands for an index, or for two. Numbers from sizes are filled in (`with_numbers`)
-before a name is matched.
+A placeholder has one index or two. Sizes are replaced by numbers (`with_numbers`) before a name is
+matched.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ MAX_COUNT = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A placeholder, without its braces: `stride * outer + index + offset`, with `outer`,
-    `index` or both.
+    """A placeholder: the number `stride * outer + index + offset`, with `outer`, `index` or both.
 
-    `stride` and `offset` are numbers, or names of sizes. An index alone may stand for a word.
+    `stride` and `offset` are numbers, or names of sizes. A single index may also stand for a word.
     """
 
     index: str = ""
@@ -59,7 +58,7 @@ class Placeholder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its indices, the slower first."""
+        """Its indices, the outer one first."""
         return tuple(filter(None, (self.outer, self.index)))
 
     @property
@@ -69,11 +68,11 @@ class Placeholder:
 
     @property
     def is_word(self) -> bool:
-        """Whether it may stand for any text."""
+        """Whether it is a single index, which may stand for any text."""
         return not self.outer and self.offset == "0"
 
     def with_numbers(self, sizes: Mapping[str, int]) -> Placeholder:
-        """The same with numbers for the sizes. Raises SpecError where a number cannot be."""
+        """The placeholder with numbers for the sizes. Raises SpecError for impossible numbers."""
         stride, offset = _count(self.stride, sizes), _count(self.offset, sizes)
         if not 0 < stride < MAX_COUNT or offset >= MAX_COUNT:
             raise SpecError(
@@ -82,7 +81,7 @@ class Placeholder:
         return Placeholder(self.index, self.outer, str(stride), str(offset))
 
     def values(self, text: str) -> dict[str, str] | None:
-        """The indices that a text stands for, if it does for any."""
+        """The values of its indices in a text; None if the text does not match."""
         if self.is_word:
             return {self.index: text}
         number = int(text) - int(self.offset) if _NUMBER.fullmatch(text) else -1
@@ -90,11 +89,11 @@ class Placeholder:
             return None
         numbers = divmod(number, int(self.stride)) if self.outer else (0, number)
         values = dict(zip((self.outer, self.index), map(str, numbers), strict=True))
-        # A part that the placeholder does not have is zero.
+        # an index that the placeholder does not have must be zero
         return values if values.pop("", "0") == "0" else None
 
     def text(self, values: Mapping[str, str]) -> str:
-        """The text for these indices; the placeholder itself if one is missing."""
+        """The text for these values of indices; the placeholder itself if a value is missing."""
         if not values.keys() >= {*self.names}:
             return str(self)
         if self.is_word:
@@ -105,7 +104,7 @@ class Placeholder:
 
 
 def _count(text: str, sizes: Mapping[str, int]) -> int:
-    """The number that a stride or an offset is."""
+    """The value of a stride or an offset."""
     return int(text) if _COUNT.fullmatch(text) else sizes[text]
 
 
@@ -132,7 +131,7 @@ class NamePattern:
 
     @property
     def regex(self) -> re.Pattern[str]:
-        """The names that it stands for, or more: each placeholder is one part, and a group."""
+        """A regular expression for its names, and maybe others; each placeholder is a group."""
         parts = map(re.escape, self.texts)
         return re.compile("([^./]+)".join(parts))
 
@@ -140,7 +139,7 @@ class NamePattern:
         return NamePattern(self.texts, tuple(one.with_numbers(sizes) for one in self.placeholders))
 
     def filled(self, values: Mapping[str, str]) -> str:
-        """The name with its placeholders replaced, as far as there are values for them."""
+        """The name with values in place of its placeholders, as far as there are values."""
         filled = [one.text(values) for one in self.placeholders]
         pairs = itertools.zip_longest(self.texts, filled, fillvalue="")
         return "".join(itertools.chain.from_iterable(pairs))
@@ -176,7 +175,7 @@ def parse_name(text: str) -> NamePattern:
 
 @lru_cache(maxsize=4096)
 def name_regex(name: str) -> re.Pattern[str]:
-    """The names that a name with placeholders stands for, or more, compiled once."""
+    """A regular expression for a name with placeholders, which may match other names too."""
     return parse_name(name).regex
 
 
@@ -196,10 +195,11 @@ def values_in(
         return None
     values: dict[str, str] = {}
     for placeholder, text in zip(parse_name(pattern).placeholders, match.groups(), strict=True):
-        found = placeholder.values(text)
-        if found is None or values | found != found | values:  # an index has one value
+        of_placeholder = placeholder.values(text)
+        # an index that is in several placeholders must have one value
+        if of_placeholder is None or values | of_placeholder != of_placeholder | values:
             return None
-        values |= found
+        values |= of_placeholder
     limited = values.keys() & lengths.keys()
     return values if all(_is_below(values[key], lengths[key]) for key in limited) else None
 

@@ -65,10 +65,10 @@ class MappingRule:
     Parameters in `tied` are further copies of the one in `params`. `cast` is the dtype of the
     leaf's parameter (its other states keep theirs). A parameter becomes `x * scale + add`, or with
     `backwards` `(x - add) / scale`; `scale` may be a power of a size, `head_dim ** -0.5`. An
-    `optional` rule may find no parameter. A rule with `when`, a condition on the model's config, is
-    there only where that holds. Rules with a `layout` are for one of several ways in which
-    checkpoints have the same parameters: of a checkpoint, those of one layout are there. `buffer`
-    is the side, `param` or `leaf`, on which the arrays are buffers of the model, without moments.
+    `optional` rule may match no parameter. A rule with `when`, a condition on the model's config,
+    applies only if that holds. `layout` names one of several ways in which checkpoints store the
+    same parameters: for a checkpoint, only the rules of one layout apply. `buffer` is the side,
+    `param` or `leaf`, on which the arrays are buffers of the model, which have no moments.
     """
 
     params: Dict[str, str]
@@ -117,7 +117,7 @@ class MappingRule:
 
     @property
     def rotated(self) -> frozenset[str]:
-        """The axes of which it says how pairs of features lie."""
+        """The axes whose order of pairs of features (`:halves`, `:pairs`) the rule states."""
         axes = (*self.params.values(), *self.leaves.values())
         return frozenset[str]().union(*(expression(text).rotated for text in axes))
 
@@ -132,12 +132,12 @@ class MappingRule:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The indices that are places in a block, as `i` in `{6*block+i}`, with their lengths."""
+        """The indices within a block, such as `i` in `{6*block+i}`, with the blocks' lengths."""
         parts = [one for name in self._parsed_names for one in name.placeholders if one.outer]
         return {one.index: int(one.stride) for one in parts}
 
     def with_numbers(self, sizes: Dict[str, int]) -> MappingRule:
-        """The rule with numbers for sizes in its names. Raises SpecError where one cannot be."""
+        """The rule with numbers for sizes in its names. Raises SpecError for impossible ones."""
         sides = {
             side: {
                 str(parse_name(name).with_numbers(sizes)): axes
@@ -148,7 +148,7 @@ class MappingRule:
         return replace(self, **sides)
 
     def to_dict(self) -> dict[str, Any]:
-        """The item of a YAML file that says this rule."""
+        """The rule as an item of a YAML file."""
         item: dict[str, Any] = {"param": dict(self.params), "leaf": dict(self.leaves)}
         for option in _OPTIONS:
             value = getattr(self, option)
@@ -157,7 +157,8 @@ class MappingRule:
         return item
 
     def inverse(self) -> MappingRule:
-        """The rule from leaves to parameters; what was tied becomes one, copied leaves become tied.
+        """The rule from leaves to parameters. Tied parameters are left out, and leaves that are
+        copies become tied.
 
         A cast is not undone: the parameter has the leaf's dtype.
         """
@@ -176,9 +177,9 @@ class MappingRule:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A condition `that` on the model's config, without which leaves would mean something else.
+    """A condition (`that`) on the model's config, without which the leaves would be wrong.
 
-    `name` is what a user calls it who vouches for it instead: `map(..., assume=["rope"])`.
+    A user may vouch for it by its name instead: `map(..., assume=["rope"])`.
     """
 
     name: str
@@ -188,8 +189,10 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters to skip, with the reason. `*` is any text, and braces are then one part of a name,
-    and else what they are in rules. `...` is all that no rule and no other skip claims.
+    """Parameters to skip, with the reason.
+
+    In `param`, `*` stands for any text. With a `*`, braces stand for one part of a name; without,
+    for a placeholder as in rules. `...` stands for all parameters that nothing else claims.
     """
 
     param: str
@@ -197,12 +200,12 @@ class Skip:
 
     @property
     def has_any(self) -> bool:
-        """Whether it has a `*` that is any text, as opposed to one between braces."""
+        """Whether it has a `*` that stands for any text: one outside of braces."""
         return any("*" in text for text in re.split(r"\{[^{}]*\}", self.param))
 
     @property
     def regex(self) -> re.Pattern[str]:
-        """The names that it stands for, or more."""
+        """A regular expression that matches its names, and maybe others."""
         return re.compile(regex_of(self.param)) if self.has_any else name_regex(self.param)
 
 
@@ -210,17 +213,17 @@ class Skip:
 class Mapping:
     """Rules that turn the parameters of a checkpoint into a model's leaves, and back.
 
-    Made by `load`, `from_dict` or `parse`, as a rule; `docs/mappings.md` describes the language.
+    It is mostly made by `load`, `from_dict` or `parse`; `docs/mappings.md` describes the language.
 
     Args:
         rules: which parameters form which leaves.
         skips: parameters that are left aside, each with the reason.
         sizes: lengths by name, in numbers, expressions or keys of the model's config.
         name: what errors call it.
-        requires: conditions on the model's config, without which leaves would mean something else.
-        variants: other names of the leaves, by what the variant is called.
+        requires: conditions on the model's config, without which the leaves would be wrong.
+        variants: for each variant by name, beginnings of leaves' names, and what replaces them.
         about: which `model` it is for, and which `target`, in words.
-        leaf_skips: leaves that make no parameters, which the inverse skips.
+        leaf_skips: leaves that are no parameters, which the inverse skips.
         config: the config of the leaves' model, in keys of the parameters' config and in lengths;
             empty where both have one config.
     """
@@ -274,11 +277,11 @@ class Mapping:
 
     @classmethod
     def from_dict(cls, content: Dict[str, Any], name: str = "mapping") -> Mapping:
-        """The mapping that the content of a YAML file says.
+        """The mapping with the content of a YAML file.
 
         Args:
-            content: as PyYAML would read it.
-            name: what errors call it.
+            content: the content, as PyYAML would read it.
+            name: the name of the mapping in errors.
 
         Returns:
             The mapping.
@@ -290,11 +293,11 @@ class Mapping:
 
     @classmethod
     def parse(cls, text: str, name: str = "mapping") -> Mapping:
-        """The mapping that a text in YAML says.
+        """The mapping in a text in YAML.
 
         Args:
             text: the content of a file.
-            name: what errors call it.
+            name: the name of the mapping in errors.
 
         Returns:
             The mapping.
@@ -357,11 +360,10 @@ class Mapping:
         return frozenset(key.partition(".")[0] for key in keys)
 
     def variant(self, name: str) -> Mapping:
-        """The mapping to the other leaves that `variants` describes under a name, or from one of
-        its layouts alone.
+        """The mapping to the leaves of a variant, or with only the rules of one layout.
 
-        What begins a leaf's name in `variants` begins it otherwise; an index that the name has then
-        is no axis of the leaf any more.
+        A variant replaces beginnings of the leaves' names. If a new name has an index, that is no
+        longer an axis of the leaf.
 
         Args:
             name: of the variant, such as `unscanned`, or of the layout, such as `packed`.
@@ -391,8 +393,8 @@ class Mapping:
         return replace(self, rules=rules, name=f"{self.name}:{name}", variants={})
 
     def rearranged(self, name: str) -> Mapping:
-        """From the leaves of this mapping to those of a variant: a run whose layers were scanned
-        becomes one whose layers were not. It moves elements alone, so nothing is required.
+        """The mapping from the leaves of this mapping to those of a variant, such as from scanned
+        layers to unscanned ones. It only moves elements, so it requires nothing of the config.
 
         Args:
             name: of the variant.
@@ -415,8 +417,9 @@ class Mapping:
         return Mapping(tuple(rules.values()), (), self.sizes, f"{self.name}:to-{name}")
 
     def inverse(self) -> Mapping:
-        """From the leaves to the parameters: what exports. Names in `skip` cannot come back. Of
-        several layouts it writes the first; that of `variant("packed")` writes `packed`.
+        """The mapping from the leaves to the parameters, for exports. Skipped parameters do not
+        come back. Of several layouts it has the first; the inverse of `variant("packed")` has
+        `packed`.
 
         Raises SpecError for a mapping of parts of quantised weights.
         """
@@ -430,12 +433,12 @@ class Mapping:
         return Mapping(rules, self.leaf_skips, self.sizes, name, self.requires)
 
     def _rules_of(self, layout: str = "") -> tuple[MappingRule, ...]:
-        """The rules of one layout, and those of none, as rules of none."""
+        """The rules of one layout and those without a layout, with the layout removed."""
         of_it = (rule for rule in self.rules if rule.layout in ("", layout))
         return tuple(replace(rule, layout="") for rule in of_it)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of a YAML file that says this mapping."""
+        """The mapping as the content of a YAML file."""
         content: dict[str, Any] = {
             "about": dict(self.about),
             "sizes": dict(self.sizes),
@@ -469,12 +472,12 @@ def shipped() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def expression(axes: str) -> Expression:
-    """The expression that a text says, parsed once."""
+    """The parsed expression; each text is parsed once."""
     return parse(axes)
 
 
 def _keys(name: str, axes: str) -> list[frozenset[str]]:
-    """The axes of each component, those in the name too; without padding."""
+    """The axes of each component, and those in the name, without components of padding."""
     in_name = frozenset(parse_name(name).indices)
     keys = [part.names | in_name for part in components(expression(axes), ONES)]
     return [key for key in keys if not any(map(is_padding, key))]
@@ -492,7 +495,7 @@ def _check(rule: MappingRule) -> None:
     for name in rule.leaves:
         if not all(name.split("/")):
             raise SpecError(f"a leaf's name is keys with one slash between them, not {name!r}")
-    # raise SpecError where a rule does with values what cannot be done, or undone
+    # changes of values must be possible, and possible to undo
     if rule.cast and rule.cast not in _DTYPES:
         raise SpecError(
             f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}"
@@ -514,7 +517,7 @@ def _check(rule: MappingRule) -> None:
 
 
 def _check_placeholders(side: str, names: Dict[str, str]) -> None:
-    """Raise SpecError if an axis is in the name already, or names differ in placeholders."""
+    """Raise SpecError if an axis is also in the name, or names differ in placeholders."""
     for name, axes in names.items():
         for key in parse_name(name).indices:
             if key in expression(axes).names:
@@ -526,7 +529,7 @@ def _check_placeholders(side: str, names: Dict[str, str]) -> None:
 
 
 def _check_axes(rule: MappingRule) -> None:
-    """Raise SpecError where parameters, leaves and what is tied do not name the same axes."""
+    """Raise SpecError if parameters, leaves and tied copies do not name the same axes."""
     names_of_axes: list[dict[frozenset[str], list[str]]] = []
     for side in (rule.params, rule.leaves):
         names_of: dict[frozenset[str], list[str]] = defaultdict(list)
@@ -557,7 +560,7 @@ def _check_axes(rule: MappingRule) -> None:
 
 
 def _nearest(axes: frozenset[str], others: Dict[frozenset[str], list[str]]) -> str:
-    """The other side's closest component, and what it lacks or has besides."""
+    """The other side's closest component, and the axes that it lacks or has besides, in words."""
     if not others:
         return "name them there, or begin a name with _ for padding"
     near = min(others, key=lambda other: len(other ^ axes))
@@ -571,9 +574,7 @@ def _listed(axes: frozenset[str]) -> str:
 
 
 def _layout_faults(rules: Sequence[MappingRule], variants: Dict[str, object]) -> Iterator[str]:
-    """Faults of layouts: not all form the same leaves, one is alone, a name is a variant's or
-    no word.
-    """
+    """Faults of layouts: other leaves than those of the others, or a name that is not allowed."""
     leaves: dict[str, set[str]] = defaultdict(set)
     for rule in rules:
         leaves[rule.layout].update(rule.leaves)
@@ -590,7 +591,7 @@ def _layout_faults(rules: Sequence[MappingRule], variants: Dict[str, object]) ->
 
 
 def _variants(top: Document) -> dict[str, dict[str, str]]:
-    """The section `variants`: by name, what begins leaves' names by what they begin with there."""
+    """The section `variants`: beginnings of leaves' names and what replaces them, by variant."""
     variants: Any = top.content.get("variants") or {}
     named = variants.items() if isinstance(variants, dict) else [("variants", variants)]
     for name, renames in named:
@@ -609,7 +610,7 @@ def _are_texts(content: object) -> bool:
 
 
 def _renamed(rule: MappingRule, renames: Dict[str, str]) -> dict[str, str]:
-    """The leaves of a rule with other names, and without the axes that are in these."""
+    """The leaves of a rule under new names, without the axes that the names have."""
     leaves: dict[str, str] = {}
     for name, axes in rule.leaves.items():
         old = next((old for old in renames if name.startswith(f"{old}/")), "")
@@ -622,14 +623,14 @@ def _renamed(rule: MappingRule, renames: Dict[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _shared_requirements() -> Dict[str, Dict[str, str]]:
-    """The fields of requirements that several mappings have, by what they are called there."""
+    """The requirements that several mappings share, as fields, by name."""
     return document(_REQUIREMENTS.read_text(encoding="utf-8"), _REQUIREMENTS.name).content
 
 
 def _requirement(item: object, place: str) -> Requirement:
-    """The requirement of an item: the name of a shared one, or a mapping of fields, to which those
-    of the shared one that it is `like` are added. `of` is the section of the config that has the
-    keys of its condition.
+    """The requirement that an item states: the name of a shared one, or a mapping of fields. The
+    field `like` names a shared one that gives the fields that are left out, and `of` the section of
+    the config that has the keys of the condition.
     """
     own = {"like": item} if isinstance(item, str) else item
     if isinstance(own, dict) and "like" in own:
@@ -681,7 +682,7 @@ def _is_text(value: object) -> bool:
 
 
 def _named(node: object, axes: object, what: str) -> dict[str, str]:
-    """Names with their axes; a name alone has those of the rule."""
+    """The axes by name, of a mapping or of one name with the rule's axes. Raises SpecError."""
     if isinstance(node, str) and isinstance(axes, str | int):
         return {node: str(axes)}
     if isinstance(node, dict) and all(

@@ -14,14 +14,13 @@ from jax_ucp.shard_spec.expressions import MAX_SIZE, names_in
 
 T = TypeVar("T")
 
-# The mappings that come with the package have some 5,000 characters, with a rule for each tensor a
-# large model's would have 200,000. PyYAML reads a million in some ten seconds.
+# The package's mappings have some 5,000 characters each; one with a rule for each tensor of a large
+# model would have 200,000. PyYAML reads a million in some ten seconds.
 MAX_TEXT = 1_000_000
-# libyaml, which wheels of PyYAML contain, reads ten times as fast as PyYAML alone.
+# libyaml, which wheels of PyYAML contain, parses ten times as fast as PyYAML alone.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-# PyYAML reads a number with colons, to the base of 60, in time that grows with the square of its
-# length.
+# PyYAML parses a number with colons, in base 60, in time that is quadratic in its length.
 MAX_SCALAR = 10_000
 # Sections, lists of rules, rules, patterns in patterns: some ten levels.
 MAX_DEPTH = 32
@@ -29,7 +28,7 @@ MAX_DEPTH = 32
 
 @dataclass
 class Document:
-    """The sections of a YAML file with their lines; `faults` gathers what is wrong with them.
+    """The sections of a YAML file with their line numbers, and the faults found in them so far.
 
     `item_lines` has the line of each item of a section that is a list.
     """
@@ -46,11 +45,11 @@ class Document:
             self.faults.append(f"{self.place(key)}: {key!r} is not a section; {hint}")
 
     def place(self, section: str) -> str:
-        """The file and the line of a section, as errors have them."""
+        """The file and the line of a section, for errors."""
         return f"{self.file}:{self.lines[section]}"
 
     def attempt(self, read: Callable[[], T], place: str) -> T | None:
-        """The result of `read`; None, and a fault of that place, if it refuses."""
+        """The result of `read`; if it raises an error, None, and a fault is added."""
         try:
             return read()
         except (SpecError, LayoutError) as error:
@@ -75,7 +74,7 @@ class Document:
     def items(
         self, section: str, read: Callable[[object, str], T], kind: str = "a list"
     ) -> list[T]:
-        """The items of a list section, each read with its place; those with faults are left out."""
+        """The items of a list section, each given to `read` with its place, without faulty ones."""
         items = self.content.get(section) or []
         if not isinstance(items, list):
             self.faults.append(f"{self.place(section)}: {section} should be {kind}")
@@ -95,12 +94,10 @@ class Document:
 
 
 def document(text: str, file: str) -> Document:
-    """The sections of a text in YAML; `file` is what errors call it.
+    """The sections of a text in YAML; `file` is its name in errors.
 
-    Raises:
-        SpecError: The text is not YAML, a key is there twice, or it has more than a person would
-            write: aliases, which may stand for any number of copies, deep nesting, a very long
-            text.
+    Raises SpecError if the text is not YAML, has a key twice, is very long, is nested deeply, or
+    has aliases, which may stand for any number of copies.
     """
     try:
         _refuse_bombs(text, file)
@@ -134,7 +131,7 @@ def _quote(error: Exception, text: str, file: str) -> list[yaml.Mark]:
 
 
 def _refuse_bombs(text: str, file: str) -> None:
-    """Raise SpecError for what takes more time than its length allows; nothing is composed yet."""
+    """Raise SpecError for a text that would take too much time or memory, before it is loaded."""
     if len(text) > MAX_TEXT:
         raise SpecError(f"{file} has {len(text)} characters; {MAX_TEXT} are the most")
     depth = 0
@@ -181,7 +178,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def _has_huge_numbers(value: object) -> bool:
-    """Whether a number has too many digits even to be printed in an error."""
+    """Whether a number in a value has so many digits that it cannot even be printed."""
     if isinstance(value, dict):
         return any(map(_has_huge_numbers, itertools.chain(value, value.values())))
     if isinstance(value, list | tuple | set):
@@ -190,7 +187,7 @@ def _has_huge_numbers(value: object) -> bool:
 
 
 def _refuse_repeats(node: yaml.Node, file: str) -> None:
-    """YAML keeps the last of two equal keys; here that would lose a rule without a word."""
+    """Raise SpecError for a repeated key, of which PyYAML would silently keep the last."""
     items = node.value if isinstance(node, yaml.CollectionNode) else ()
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
@@ -204,7 +201,7 @@ def _refuse_repeats(node: yaml.Node, file: str) -> None:
 
 
 def dumped(content: Mapping[str, Any]) -> str:
-    """The YAML of a content, without aliases."""
+    """The content as YAML, without aliases."""
     return yaml.dump(dict(content), Dumper=_Dumper, sort_keys=False)
 
 
@@ -214,6 +211,7 @@ class _Dumper(_SafeDumper):
 
 
 def fields(node: object, what: str, needed: set[str], allowed: set[str]) -> dict[str, Any]:
+    """The node, a mapping. Raises SpecError if it is none, or lacks or has other fields."""
     if not isinstance(node, dict):
         raise SpecError(
             f"{what} should be a mapping with {', '.join(sorted(needed))}, not {node!r:.80}"

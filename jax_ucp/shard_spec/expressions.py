@@ -1,4 +1,4 @@
-"""Sizes and conditions of specs and mappings: texts, parsed once, that compute nothing else.
+"""The expressions of specs and mappings: sizes, conditions and settings.
 
     size         names, numbers, + - * // % and parentheses: `(heads + 2 * groups) * head_dim`;
                  a name may be one in a section of the config: `text_config.num_hidden_layers`
@@ -10,13 +10,13 @@
     literal      a number, "text", true, false, null, or [], the list with nothing in it
     key          a name in a model's config; `a.b` is the name b in what a holds
 
-    setting      a value, a condition, or `A if CONDITION else B` of settings: what a mapping says
-                 of its leaves' config
+    setting      a value, a condition, or `A if CONDITION else B` of settings: for the config that
+                 a mapping makes for its leaves
 
-Quotients of sizes are exact, and no size is negative. In conditions defaults are written down:
-`first` is the first of its values that the config has. A key that it does not have decides nothing,
-so a condition that needs it is not met; it is read from left to right. null is a value. Nothing is
-converted: 1 is not true, and only numbers are less or greater.
+Sizes divide without remainder, and are not negative. A condition that needs a key which the config
+lacks is not met; it is evaluated from left to right. `first` gives the first of its values that the
+config has, by which a condition states a default. null is a value. Nothing is converted: 1 is not
+true, and only numbers can be less or greater.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 
 class UndecidedCondition(Exception):
-    """The config lacks a key of the condition, or its value cannot be compared."""
+    """The config lacks a key of the condition, or has a value that cannot be compared."""
 
 
 class _NoExpression(Exception):
-    """A node is not in the language; its words are why, if there is more to say than the forms."""
+    """A node is not in the language; the message is the reason, if there is a special one."""
 
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str, language: str) -> ast.expr:
-    """The syntax tree of a text. Raises SpecError where it is too long, or not Python's either."""
+    """The syntax tree of a text. Raises SpecError if it is too long, or Python cannot parse it."""
     if len(text) > _MAX_LENGTH[language]:
         kind = language.partition(":")[0]
         raise SpecError(f"a {kind} of {len(text)} characters; {_MAX_LENGTH[language]} are enough")
@@ -85,7 +85,7 @@ def _parsed(text: str, language: str) -> ast.expr:
 
 
 def size_of(expression: object, sizes: Mapping[str, int]) -> int:
-    """The number that a size stands for.
+    """The value of a size.
 
     Raises SpecError for a name without a number, a remainder, and anything that is not a size.
 
@@ -114,7 +114,7 @@ def _size_text(expression: object) -> str:
 
 
 def _size(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
-    """The value of a node; without `sizes` only its form is checked."""
+    """The value of a node; without `sizes` only its syntax is checked."""
     match node:
         case ast.Constant(value=int(n)) if not isinstance(n, bool):
             return n
@@ -136,18 +136,18 @@ def _size(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
 
 @dataclass(frozen=True)
 class Condition:
-    """Parts that must all hold: the text of each, the keys that it names, and its test."""
+    """A condition as parts that must all hold: the text of each, its keys, and its test."""
 
     parts: tuple[tuple[str, tuple[str, ...], Test], ...]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that it names, each once, in order."""
+        """The keys that it uses, each once, in order."""
         return tuple(dict.fromkeys(key for _, keys, _ in self.parts for key in keys))
 
 
 def condition(text: object) -> Condition:
-    """The condition that a text says. Raises SpecError where it says none."""
+    """The condition in a text. Raises SpecError for a text that is not a condition."""
     if not isinstance(text, str):
         raise SpecError(f"a condition is a text, not {text!r}; it is a {_CONDITION}")
     return _condition(text)
@@ -175,7 +175,7 @@ def _condition(text: str) -> Condition:
 
 
 def within(section: str, text: str) -> str:
-    """The condition on the keys of a section of the config that `text` says of a whole one.
+    """The text of a condition whose keys are in a section of the config.
 
     >>> within("text_config", 'first(rope.type, "none") == "none" and not tie')
     'first(text_config.rope.type, "none") == "none" and not text_config.tie'
@@ -188,7 +188,7 @@ def within(section: str, text: str) -> str:
 
 
 def holds(text: str, config: Config) -> bool:
-    """Whether a config meets a condition. Raises UndecidedCondition where it lacks a key for that.
+    """Whether a config meets a condition. Raises UndecidedCondition if it lacks a key for that.
 
     >>> holds("first(attention_bias, false) == false", {})
     True
@@ -197,7 +197,7 @@ def holds(text: str, config: Config) -> bool:
 
 
 def unmet(text: str, config: Config) -> str:
-    """The part of a condition that a config does not meet, and its values there; "" if it is met.
+    """A message with the part of a condition that a config does not meet; "" if it is met.
 
     >>> unmet('tie and hidden_act in ["silu", "swish"]', {"tie": True, "hidden_act": "gelu"})
     '`hidden_act in ["silu", "swish"]` is needed, and the config has hidden_act = "gelu"'
@@ -214,7 +214,7 @@ def unmet(text: str, config: Config) -> str:
 
 
 def _with_keys_of(config: Config, part: str) -> str:
-    """The condition with one key in the place of each `first`: that of the config, or the first.
+    """The condition with each `first` replaced by one of its keys: the one that the config has.
 
     >>> _with_keys_of({"b": 2}, 'first(a, b, 1) == 1 and first(c, d) in ["x"]')
     'b == 1 and c in ["x"]'
@@ -232,7 +232,7 @@ def _with_keys_of(config: Config, part: str) -> str:
 
 
 def values_of(keys: Iterable[str], config: Config) -> str:
-    """The values in a config of these keys, or that it has none of them."""
+    """The values of these keys in a config, in words."""
     distinct = tuple(dict.fromkeys(keys))
     values: list[str] = []
     for key in distinct:
@@ -243,14 +243,14 @@ def values_of(keys: Iterable[str], config: Config) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """The text of a setting, the keys that it names, and its value of a config."""
+    """A setting: its text, the keys that it uses, and a function of a config for its value."""
 
     text: str
     keys: tuple[str, ...]
     value: Callable[[Config], Any]
 
     def of(self, config: Config) -> Any:
-        """The value. Raises SpecError where the config lacks a key for it.
+        """The value for a config. Raises SpecError if the config lacks a key for it.
 
         >>> setting('"llama3" if scaled else "default"').of({"scaled": False})
         'default'
@@ -263,7 +263,7 @@ class Setting:
 
 @lru_cache(maxsize=4096)
 def setting(text: str) -> Setting:
-    """The setting that a text says. Raises SpecError where it says none."""
+    """The setting in a text. Raises SpecError for a text that is not a setting."""
     tree = _parsed(text, _SETTING)
     try:
         return Setting(text, tuple(dict.fromkeys(_keys(tree))), _setting(tree))
@@ -290,7 +290,7 @@ def is_number(value: object) -> bool:
 
 
 def _test(node: ast.expr) -> Test:
-    """The test that a node says. Raises _NoExpression where it says none."""
+    """The test of a node. Raises _NoExpression for a node that is not a condition."""
     match node:
         case ast.BoolOp(op=op, values=parts):
             tests, every = list(map(_test, parts)), all if isinstance(op, ast.And) else any
@@ -346,7 +346,7 @@ def _comparison(node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) 
 
 
 def _value(node: ast.expr) -> Callable[[Config], Any]:
-    """The value of a key, a literal or `first`, of a config. Raises _NoExpression for others."""
+    """A function of a config for the value of a node. Raises _NoExpression for other nodes."""
     literal = _literal(node)
     if literal is not _NOT_LITERAL:
         return lambda config: literal
@@ -389,7 +389,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _key(node: ast.AST) -> str:
-    """The key that a node is, names with dots between them; empty if it is not a key."""
+    """The key of a node, as names with dots between them; empty if it is not a key."""
     match node:
         case ast.Name(id=name) if name not in _WORDS:
             return name
@@ -432,14 +432,14 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _repeats(value: Any, items: Sequence[Any]) -> bool:
-    """Whether a list is the items over and over; the last time they may be cut short."""
+    """Whether a list is a repetition of the items, of which the last may be incomplete."""
     if not isinstance(value, list):
         raise UndecidedCondition(f"{_shown(value)}, which is not a list")
     return all(map(_equal, value, itertools.cycle(items)))
 
 
 def _shown(value: object) -> str:
-    """A value of a config as JSON, without control characters and not too long."""
+    """A value of a config as JSON in one line, shortened if it is long."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""YAML to rules and patterns; errors name the file and the line."""
+"""Specs parsed from YAML into rules and patterns; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def built_in(name: str) -> Spec:
 
 
 def parse(text: str, file: str = "spec") -> Spec:
-    """The spec that a text says; `file` is what errors call it.
+    """The spec in a text; `file` is its name in errors.
 
     >>> parse("shards: [{param: '*.weight', pattern: {sharded: 0}}]").own[0].pattern
     Sharded(axes=(0,), grid=None)
@@ -61,7 +61,7 @@ def parse(text: str, file: str = "spec") -> Spec:
 
 
 def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
-    """The pattern that a piece of YAML says; `size` turns its sizes into numbers."""
+    """The pattern in a piece of YAML; `size` gives the numbers for its sizes."""
     if isinstance(node, str) and node in _PLAIN:
         return _PLAIN[node]
     if not isinstance(node, dict):
@@ -116,8 +116,8 @@ def _sentence(item: object, place: str) -> Sentence:
     regex_of(param)
     if "when" in content and not (when.removeprefix("not ").strip().isidentifier()):
         raise SpecError(f"when should be a name, or `not` and a name; it is {when!r}")
-    written = UnboundPattern(content["pattern"], pattern_of)
-    pattern = written if written.names() else written.bind({})
+    unbound = UnboundPattern(content["pattern"], pattern_of)
+    pattern = unbound if unbound.names() else unbound.bind({})
     return Sentence(param, pattern, when, place)
 
 

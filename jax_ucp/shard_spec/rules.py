@@ -1,4 +1,4 @@
-"""Rules applied to names and shapes: who claims a parameter, and where its elements are."""
+"""Rules applied to names and shapes: which rule claims a parameter, and where its elements are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax_ucp.shard_spec.expressions import Size, names_in, size_of
 
 @dataclass(frozen=True, slots=True)
 class UnboundPattern:
-    """A pattern whose sizes are names: it becomes a Pattern once those have numbers."""
+    """A pattern with names in its sizes, which `bind` replaces by numbers."""
 
     node: object
     read: Callable[[object, Callable[[object], int]], Pattern] = field(repr=False)
@@ -27,7 +27,7 @@ class UnboundPattern:
         return self.read(self.node, lambda expression: size_of(expression, sizes))
 
     def names(self) -> set[str]:
-        """The names that its sizes are made of."""
+        """The names in its sizes."""
         names: set[str] = set()
 
         def size(expression: object) -> int:
@@ -40,11 +40,11 @@ class UnboundPattern:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A rule: the parameters it claims, and the pattern of their shards.
+    """A rule: the parameters that it claims, and the pattern of their shards.
 
-    In `param`, `*` is any text and `{layer}` a part of the name without dots. With `when`, a name
-    or `not` and a name, the rule is there only if that size is not zero, or zero. `place` is the
-    file and line it came from.
+    In `param`, `*` stands for any text and `{layer}` for a part of the name without dots. `when` is
+    the name of a size, or `not` and a name: the rule applies only if the size is not zero, or zero.
+    `place` is the file and line of the rule.
     """
 
     param: str
@@ -57,16 +57,16 @@ class Sentence:
 
     @property
     def size_names(self) -> set[str]:
-        """The names that the sizes of its pattern are made of."""
+        """The names in the sizes of its pattern."""
         return self.pattern.names() if isinstance(self.pattern, UnboundPattern) else set()
 
     @property
     def switch(self) -> str:
-        """The name in `when`; empty where there is none."""
+        """The name in `when`, or an empty text."""
         return self.when.removeprefix("not ").strip()
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether `when` lets the rule be there. Raises SpecError where its name has no size."""
+        """Whether the rule applies, by `when`. Raises SpecError if the name there has no number."""
         name = self.switch
         return not name or bool(size_of(name, sizes)) != self.when.startswith("not ")
 
@@ -75,9 +75,9 @@ class Sentence:
 class Spec:
     """How shards form parameters, for `jax_ucp.open(path, spec=...)`.
 
-    Made by `Spec.of`, or of a file in the universal checkpoint language (`docs/language.md`). A
-    rule of its own must claim something; of a spec that is extended any rule may be unused, since
-    it is written for a family of models, not for one.
+    It is made by `Spec.of`, or from a file in the universal checkpoint language
+    (`docs/language.md`). Each of its own rules must claim a parameter. Rules of a spec that it
+    extends may be unused, because that is written for a family of models.
 
     Args:
         own: its rules, each a pattern for the parameters that it claims.
@@ -121,7 +121,7 @@ class Spec:
 
     @property
     def lengths(self) -> set[str]:
-        """The names that may be given lengths: those in patterns and sizes that no size sets."""
+        """The names in patterns and sizes to which the user may give numbers."""
         sizes = self.known_sizes
         patterns = [sentence.size_names for layer in self.layers for sentence in layer.own]
         names = set[str]().union(*patterns, *map(names_in, sizes.values()))
@@ -129,12 +129,12 @@ class Spec:
 
     @property
     def switches(self) -> set[str]:
-        """The names that say whether a rule is there."""
+        """The names in `when` of all rules."""
         return {sentence.switch for layer in self.layers for sentence in layer.own} - {""}
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """Its rules and sizes, wherever they were written."""
+        """Its rules and sizes, without the places where they were written."""
         rules = [
             (rule.param, rule.pattern, rule.when) for layer in self.layers for rule in layer.own
         ]
@@ -147,13 +147,13 @@ class Spec:
 
     @property
     def known_sizes(self) -> dict[str, Size]:
-        """Its sizes, and those of the spec it extends, over which its own win."""
+        """Its sizes, and those of the spec that it extends, unless its own have the same name."""
         return {**(self.extends.sizes if self.extends else {}), **self.sizes}
 
 
 @dataclass(frozen=True, slots=True)
 class SpecShard:
-    """A stored tensor to the spec: its shape, and its file and place for errors."""
+    """The shape of a stored tensor, and its file and place for errors."""
 
     shape: Shape
     where: str
@@ -162,10 +162,10 @@ class SpecShard:
 def layouts(
     spec: Spec, params: Mapping[str, Sequence[SpecShard]], sizes: Mapping[str, int] | None = None
 ) -> dict[str, ParamLayout]:
-    """The layout of every parameter over its shards, in order of rank; each is proved by `check`.
+    """The layout of every parameter over its shards, in order of rank; each has passed `check`.
 
-    Raises LayoutError with everything that is wrong: names that no rule or several claim, rules
-    that claim nothing, sizes without a number, and patterns that the shapes contradict.
+    Raises LayoutError with all faults: parameters that no rule or several rules claim, rules that
+    claim nothing, sizes without a number, and patterns that the shapes contradict.
     """
     faults: list[str] = []
     numbers = _bound(spec, sizes or {})
@@ -193,7 +193,7 @@ def layouts(
 def _claims(
     spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults: list[str]
 ) -> dict[str, Sentence]:
-    """The one rule for each name; what is wrong is added to `faults`."""
+    """The rule for each name; messages about names without exactly one are added to `faults`."""
     claims: dict[str, Sentence] = {}
     for layer in spec.layers:
         unclaimed = [name for name in names if name not in claims]
@@ -222,10 +222,10 @@ def _claims(
 
 
 def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:
-    """The numbers that rules may use: those given, and the spec's sizes.
+    """The numbers that rules may use: given ones, and those of the spec's sizes.
 
-    A size that needs a name without a number has none either, which is an error only where a rule
-    uses it.
+    A size that depends on a name without a number is left out; that is an error only if a rule uses
+    it.
     """
     waiting = spec.known_sizes
     numbers = {name: number for name, number in given.items() if name not in waiting}
