@@ -1,6 +1,6 @@
-"""An opened checkpoint of any format: look at it, restore it onto a mesh, keep it.
+"""An opened checkpoint of any format, to inspect, restore onto a mesh, convert and export.
 
-This file is above `formats` and `sharding`, which do not know one another.
+This module uses `formats` and `sharding`, which do not import one another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.arrays.checks import Extent, verdicts
 from jax_ucp.arrays.contents import About, Contents, Item, Piece, require_values, require_weights
 from jax_ucp.arrays.digests import checksum_checks, digest_checks
-from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
 from jax_ucp.checkpoint.views import Opened, mapped, of_run, with_model_config
@@ -80,8 +80,8 @@ def open_with(
     also_used: Collection[str] = (),
     share_reads: bool = False,
 ) -> Checkpoint:
-    """`open`, with its options in one value; the sizes in `also_used` need no use here."""
-    with counting():  # to find out where a path leads is a request, too
+    """`open` with its options in one value; sizes in `also_used` need not be used by it."""
+    with counting():  # locating the path may take a request, too
         at = file_path(path)
         if share_reads:
             from jax_ucp.sharding.open_together import open_together
@@ -94,7 +94,7 @@ def open_with(
 
 
 def opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
-    """The checkpoint that was given, or the one at the path that was."""
+    """The given checkpoint, or the one at the given path, opened."""
     return checkpoint if isinstance(checkpoint, Checkpoint) else open_with(checkpoint, Options())
 
 
@@ -111,7 +111,7 @@ def _written(
     item: str | None,
     custom_metadata: Mapping[str, Any] | None,
 ) -> Checkpoint:
-    """The checkpoint that `write` wrote to a path; with `step`, an item of that step of the run.
+    """The checkpoint that `write` writes to a path, opened; with `step`, as an item of that step.
 
     Raises ValueError for an item or custom metadata without a step.
     """
@@ -130,12 +130,12 @@ def _written(
 class Checkpoint:
     """An opened checkpoint, as `jax_ucp.open` gives it.
 
-    Nothing but metadata has been read; the files must stay where they are. As a mapping its keys
-    are the labels of its arrays: `checkpoint["param/w"]` is a lazy array.
+    Only metadata have been read; the files must stay where they are. It is a mapping from labels to
+    lazy arrays: `checkpoint["param/w"]`.
 
     Args:
-        contents: what a reader found.
-        opened: what `open` gave, if it is that, or was made of it.
+        contents: the contents that a reader gives.
+        opened: the result of `open` that this is, or was made of, if any.
     """
 
     def __init__(self, contents: Contents, opened: Opened | None = None):
@@ -173,9 +173,9 @@ class Checkpoint:
                 "the tree is in the memory of several processes; save it, and open what was saved"
             )
         snapshot = take_snapshot(describe(tree))
-        # no stopped copy of another tree is taken up for this
-        taken = {"format": "memory", "taken": time.time_ns()}
-        return cls(Contents("memory", "a tree in memory", snapshot.leaves, snapshot, source=taken))
+        # unique, so that no stopped copy of another tree is continued with this one
+        origin = {"format": "memory", "taken": time.time_ns()}
+        return cls(Contents("memory", "a tree in memory", snapshot.leaves, snapshot, source=origin))
 
     @property
     def format(self) -> str:
@@ -184,9 +184,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Where it is: of a DeepSpeed save directory the folder that `latest` names, of a step
-        its item.
-        """
+        """Its path: of a DeepSpeed directory the folder in `latest`, of a step its item."""
         return self._contents.path
 
     @property
@@ -196,7 +194,7 @@ class Checkpoint:
 
     @property
     def inventory(self) -> Sequence[Item]:
-        """Everything that is stored, each mapped, kept as an extra, or skipped for a reason."""
+        """All stored items, each of which is mapped, kept as an extra, or skipped for a reason."""
         return self._contents.inventory
 
     @property
@@ -215,7 +213,7 @@ class Checkpoint:
 
     @cached_property
     def notes(self) -> Sequence[str]:
-        """Warnings and facts about this checkpoint, in words. Reads a sample: the steps of up to
+        """Warnings and facts about this checkpoint, as texts. Reads a sample: the steps of up to
         512 parameters, and the ends of as many files.
         """
         suspicions = self._opened.suspicions if self._opened else ()
@@ -223,7 +221,7 @@ class Checkpoint:
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """The source that a universal checkpoint was imported from, and the user's words about it
+        """The origin of a universal checkpoint that was imported, and options that the user gave
         (`optimizer_groups`, `model`).
         """
         return self._contents.source
@@ -240,7 +238,7 @@ class Checkpoint:
 
     @property
     def asked(self) -> Asked:
-        """How many requests over a network opening it took, and how many bytes."""
+        """The number of requests over a network that opening it took, and of bytes."""
         return self._contents.files.asked
 
     @property
@@ -338,7 +336,7 @@ class Checkpoint:
         return self._reads.read(leaf, box)
 
     def _side(self) -> Side:
-        """The part of it that a comparison with another checkpoint needs."""
+        """Its data for a comparison with another checkpoint."""
         return Side(self.leaves, self._read, self.about, self.groups)
 
     def _leaf(self, label: str) -> Leaf:
@@ -355,7 +353,7 @@ class Checkpoint:
 
     @cached_property
     def _leaf_of(self) -> dict[str, Leaf]:
-        """The arrays by label, without those that share theirs."""
+        """The leaves with arrays by label, without those that share a label."""
         arrays = [leaf for leaf in self.leaves if leaf.has_array]
         counts = Counter(leaf.label for leaf in arrays)
         return {leaf.label: leaf for leaf in arrays if counts[leaf.label] == 1}
@@ -390,9 +388,7 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of its model: Hugging Face's config.json, or Megatron's arguments, or
-        nothing.
-        """
+        """The config of its model: Hugging Face's config.json, Megatron's arguments, or empty."""
         return config_of(self.extras)
 
     def merge(self, *adapters: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -484,7 +480,7 @@ class Checkpoint:
         return self._made(weights_of(self._contents, params))
 
     def _made(self, contents: Contents) -> Checkpoint:
-        """A checkpoint whose contents were made of this one's."""
+        """A checkpoint with these contents, which were made of this one's."""
         return Checkpoint(contents, self._opened)
 
     def plan(
@@ -1224,8 +1220,8 @@ class Checkpoint:
 
         require_mesh(mesh, rules, hosts)
         arrays = self._contents.arrays.arrays()
-        settings = {name: group.settings for group in self.groups for name in group.params}
-        groups = together(self.leaves, self.params, {} if headers else settings)
+        settings = {} if headers else settings_by_parameter(self.groups)
+        groups = together(self.leaves, self.params, settings)
         findings = Findings(groups)
         if mesh is not None:
             from jax_ucp.sharding.reads import HostMesh
@@ -1235,8 +1231,8 @@ class Checkpoint:
         if against is not None:
             other = opened(against)
             arguments = {"headers": headers, "budget_bytes": budget_bytes}
-            found = difference(self._side(), other._side(), rename=rename, **arguments)
-            findings = replace(findings, other=other, difference=found)
+            differing = difference(self._side(), other._side(), rename=rename, **arguments)
+            findings = replace(findings, other=other, difference=differing)
         if not headers:
             statistics = statistics_of(
                 groups,

@@ -1,4 +1,4 @@
-"""Checkpoints made of other checkpoints: functions of contents."""
+"""Contents that are made of other contents: mapped, or with another config."""
 
 from __future__ import annotations
 
@@ -104,25 +104,25 @@ def _mapped(
     return map_contents(contents, states, bound.leaves, bound.skipped, bound.notes, origin)
 
 
-# Of these null says nothing: no number of a model depends on them.
+# Settings in which null has no meaning, so that a given config may replace it.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def with_model_config(
     contents: Contents, config: Mapping[str, Any] | str | os.PathLike[str]
 ) -> Contents:
-    """The contents with the config of their model among the extras, and of a folder that has it
-    the other files that go with the model.
+    """The contents with the config of their model among the extras, and if that is given as a
+    folder, with the other files there that belong to the model.
     """
     given, own = given_config(config), config_of(contents.extras)
-    said = {key: value for key, value in own.items() if value is not None or key not in _TOKENS}
-    known = own | joined(said, given, frozenset(given))
+    meant = {key: value for key, value in own.items() if value is not None or key not in _TOKENS}
+    known = own | joined(meant, given, frozenset(given))
     beside = {} if isinstance(config, Mapping) else companions_in(file_path(config))
     return replace(described(contents, known), companions={**beside, **contents.companions})
 
 
 def of_run(contents: Contents, run: Mapping[str, Mapping[str, Any]]) -> Contents:
-    """The contents as those of the Megatron run that has the extras `run`."""
+    """The contents with the extras `run` of a Megatron run in place of their own arguments."""
     own = {
         file: named
         for file, named in contents.extras.items()

@@ -15,7 +15,7 @@ import numpy as np
 from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.arrays.contents import About
-from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
 from jax_ucp.arrays.protocol import BLOCK_BYTES
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import run_boxes
@@ -23,16 +23,17 @@ from jax_ucp.layout.box import Box
 from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf
 
-# What a comparison holds of an element beside what was read: two wide numbers and their difference.
+# Memory that a comparison takes for an element, beside the two arrays: two wide numbers and their
+# difference.
 _WORKING_BYTES = 3 * 16
-# So many elements are looked at at once: what is made of them stays in a core's cache, and is small
-# enough for memory that was used before.
+# The number of elements that are compared at once: the temporary arrays stay in a core's cache, and
+# are small enough that the allocator reuses their memory.
 _CACHED = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
 class LeafChange:
-    """An array, or a value, that is something else in the second checkpoint."""
+    """An array, a value or a setting that differs, in words for both checkpoints."""
 
     label: str
     first: str
@@ -69,9 +70,11 @@ class ElementChange:
 class Difference:
     """The differences of two checkpoints; `same` if there are none.
 
-    `missing` are labels that the first has alone, `added` those that the second has alone. `values`
-    are the arrays with changed elements, which was asked unless `headers_only`. `equal` counts the
-    arrays, and values without arrays, in which nothing differs.
+    `missing` are labels that only the first has, `added` those that only the second has;
+    `reshaped`, `recast` and `replaced` are leaves of another shape, of another dtype, or that are
+    not both arrays or not the same value. `values` are the arrays with changed elements, which are
+    not read if `headers_only`. `facts` are differences of the step and the optimizer's settings.
+    `equal` counts the leaves in which nothing differs.
     """
 
     missing: tuple[str, ...] = ()
@@ -90,7 +93,7 @@ class Difference:
         return not any((*parts, self.values, self.facts))
 
     def changes(self) -> Iterator[tuple[str, str, str, str]]:
-        """Leaves that differ in more than elements: label, kind of change, and both sides."""
+        """Rows for leaves that differ in more than elements: label, kind of change, both sides."""
         for what, several in (
             ("reshaped", self.reshaped),
             ("recast", self.recast),
@@ -199,7 +202,7 @@ _Path = tuple[str, ...]
 
 
 def _renamed(path: _Path, rename: Mapping[str, str]) -> _Path:
-    """The path, whose beginning is replaced if `rename` has it, with slashes between names."""
+    """The path with its beginning replaced, if `rename` has it as names with slashes between."""
     for old, new in rename.items():
         begins = tuple(old.split("/"))
         if path[: len(begins)] == begins:
@@ -223,10 +226,7 @@ def _facts(first: Side, second: Side) -> Iterator[LeafChange]:
     steps = first.about.step, second.about.step
     if None not in steps and steps[0] != steps[1]:
         yield LeafChange("step", *map(str, steps))
-    ours, theirs = (
-        {name: group.settings for group in side.groups for name in group.params}
-        for side in (first, second)
-    )
+    ours, theirs = (settings_by_parameter(side.groups) for side in (first, second))
     both = [name for name in ours if name in theirs]
     names: dict[tuple[str, str, str], list[str]] = {}
     for name in both:
@@ -244,7 +244,7 @@ def _facts(first: Side, second: Side) -> Iterator[LeafChange]:
 
 @dataclass
 class _RunningDifference:
-    """The difference of two arrays in the blocks counted so far, by several threads."""
+    """The difference of two arrays, in the blocks that were compared so far."""
 
     elements: int
     changed: int = 0
@@ -256,7 +256,7 @@ class _RunningDifference:
 
     @np.errstate(over="ignore", invalid="ignore")
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Count a block of both arrays, which are in one line."""
+        """Add a flat block of both arrays."""
         if a.size > _CACHED:
             for i in range(0, a.size, _CACHED):
                 self.add(a[i : i + _CACHED], b[i : i + _CACHED])
@@ -282,17 +282,17 @@ class _RunningDifference:
         self.products += [np.vdot(one, other).real for one, other in pairs]
         if count:
             if a.dtype == b.dtype and a.dtype.kind in "iu":  # subtracted before they are rounded
-                apart = np.where(a > b, a - b, b - a).view(f"u{a.dtype.itemsize}")
-                apart = apart.astype(np.float64)
+                distance = np.where(a > b, a - b, b - a).view(f"u{a.dtype.itemsize}")
+                distance = distance.astype(np.float64)
             else:
-                apart = np.abs(wide_a - wide_b)
+                distance = np.abs(wide_a - wide_b)
             size = np.maximum(np.abs(wide_a), np.abs(wide_b))
-            self.largest = max(self.largest, apart.max(initial=0.0))
-            relative = np.divide(apart, size, out=np.zeros_like(apart), where=size > 0)
+            self.largest = max(self.largest, distance.max(initial=0.0))
+            relative = np.divide(distance, size, out=np.zeros_like(distance), where=size > 0)
             self.relative = max(self.relative, relative.max(initial=0.0))
 
     def join(self, part: _RunningDifference) -> None:
-        """Add the counts of a part."""
+        """Add the difference in another part of the arrays."""
         self.changed += part.changed
         self.unrounded += part.unrounded
         self.largest = max(self.largest, part.largest)
@@ -303,7 +303,7 @@ class _RunningDifference:
     def values(self, label: str, recast: bool) -> ElementChange:
         product, *squares = self.products
         norm = math.sqrt(squares[0]) * math.sqrt(squares[1])
-        # Undefined of zeros, and where doubles do not hold the squares.
+        # the cosine is undefined for arrays of zeros, and if the squares overflow
         is_defined = norm and math.isfinite(norm)
         return ElementChange(
             label,
@@ -318,7 +318,7 @@ class _RunningDifference:
 
 
 def _changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A mask of elements that differ: in any bit where both have one dtype, in value elsewhere."""
+    """A mask of the elements that differ: in a bit if both arrays have one dtype, else in value."""
     if a.dtype != b.dtype:
         exact = a.dtype.kind in "biu" and b.dtype.kind in "biu"
         return a != b if exact else (_wide(a) != _wide(b)) | _is_rounded(a) | _is_rounded(b)
@@ -329,7 +329,7 @@ def _changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _is_rounded(array: np.ndarray) -> np.ndarray:
-    """A mask of integers that no double has, and so no other float either."""
+    """A mask of the integers that a double cannot represent, nor any other float."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
         return np.zeros(array.size, bool)
     wide = _wide(array)
@@ -351,7 +351,7 @@ def _compared(
     budget_bytes: int,
     progress: Callable[[int], None],
 ) -> list[ElementChange]:
-    """The arrays of one shape with changed elements, compared block by block in threads."""
+    """The arrays with changed elements, among those with equal shapes, compared in threads."""
     pairs = {
         label: (one, other)
         for label, (one, other) in both.items()
@@ -384,7 +384,7 @@ def _compared(
 
 
 def _blocks(pair: _Pair, budget_bytes: int) -> Iterator[tuple[Box, int]]:
-    """Blocks of both arrays, each with the bytes that comparing it holds."""
+    """Blocks of both arrays, each with the bytes of memory that comparing it takes."""
     each = sum(np.dtype(leaf.dtype).itemsize for leaf in pair) + _WORKING_BYTES
     most = max(1, min(BLOCK_BYTES, budget_bytes // threads()) // each)
     for box in run_boxes(pair[0].shape, 1, most):

@@ -1,4 +1,4 @@
-"""Rows of a table that repeat but for numbers in their names, one for all of them.
+"""Tables in which rows that differ only in numbers in their names are folded into one.
 
 >>> rows = [(f"layers.{i}.w{j}", "[8, 8]") for i in range(32) for j in (1, 3)]
 >>> [row] = fold(rows)
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-# Numbers as a program counts: `007` is part of a name.
+# Numbers without leading zeros: `007` is part of a name.
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,17})(?!\d)")
 _MOMENT = re.compile(r"(?<=/)[mn]u(?=/)")
 
@@ -25,7 +25,9 @@ _Sets = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Rows with equal `cells`, at the places `rows`; in names `{0..31}` are the numbers 0 to 31."""
+    """A row that stands for the rows at the positions `rows`, which have equal `cells`; in its name
+    `{0..31}` stands for the numbers 0 to 31.
+    """
 
     name: str
     cells: tuple[str, ...]
@@ -37,7 +39,7 @@ class Folded:
 
 
 def fold(rows: Iterable[Sequence[str]]) -> list[Folded]:
-    """The rows (name, *cells); those that differ in numbers of unique names are folded."""
+    """The rows (name, *cells), folded if they differ only in numbers in their names."""
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[_Numbers, list[int]]] = {}
     for place, (name, *cells) in enumerate(rows):
         parts = _NUMBER.split(name)
@@ -51,7 +53,7 @@ def fold(rows: Iterable[Sequence[str]]) -> list[Folded]:
 
 
 def with_moments(rows: Iterable[Folded]) -> list[Folded]:
-    """The rows, one for both moments of optax's Adam where they are alike.
+    """The rows, with one row for both moments of optax's Adam if these have equal cells.
 
     >>> [row] = with_moments(fold([("opt/mu/w", "[8]"), ("opt/nu/w", "[8]")]))
     >>> row.name, row.count
@@ -74,9 +76,12 @@ def with_moments(rows: Iterable[Folded]) -> list[Folded]:
 
 
 def fold_states(rows: Sequence[Sequence[str]]) -> tuple[str, list[tuple[str, ...]]] | None:
-    """Of a trainer's tree, {state: {parameter: array}}: the states that most parameters have
-    alike, and rows (parameter, *cells, states), one for those of its states with equal cells; the
-    last is empty where the states are the usual ones. None of another tree.
+    """The usual states, and rows of parameters, of a trainer's tree `{state: {parameter: array}}`;
+    None for any other tree.
+
+    Given are rows (label, *cells). A row (parameter, *cells, states) stands for all states of the
+    parameter that have these cells. The usual states are those of most weights, and `states` is
+    empty in a row that has these.
 
     >>> fold_states([("param/w", "[8]"), ("exp_avg/w", "[8]"), ("step/w", "[]")])
     ('param, exp_avg', [('w', '[8]', ''), ('w', '[]', 'step')])
@@ -99,7 +104,7 @@ def fold_states(rows: Sequence[Sequence[str]]) -> tuple[str, list[tuple[str, ...
 def _folded(
     texts: tuple[str, ...], cells: tuple[str, ...], places: Mapping[_Numbers, Sequence[int]]
 ) -> Iterator[Folded]:
-    """Rows that differ in numbers alone, whose places are given by their numbers."""
+    """Folded rows of rows that differ only in numbers, whose positions are given by the numbers."""
     for sets in _products(list(places)):
         first = tuple(places[numbers][0] for numbers in itertools.product(*sets))
         yield Folded(_name(texts, sets), cells, first)
@@ -109,7 +114,7 @@ def _folded(
 
 
 def _products(numbers: Sequence[_Numbers]) -> list[_Sets]:
-    """The tuples, which are distinct and equally long, as products of sets of numbers."""
+    """Products of sets of numbers that together are these distinct tuples of equal length."""
     if not numbers[0]:
         return [()]
     rests: dict[int, list[_Numbers]] = defaultdict(list)
@@ -129,7 +134,7 @@ def _name(texts: tuple[str, ...], sets: _Sets) -> str:
 
 
 def _set(numbers: tuple[int, ...]) -> str:
-    """Numbers as people write them.
+    """Numbers as a text: a single one, or ranges in braces.
 
     >>> _set((0, 1, 2, 3, 7)), _set((5,))
     ('{0..3,7}', '5')

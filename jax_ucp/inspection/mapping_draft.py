@@ -1,4 +1,4 @@
-"""A first draft of a mapping; what shapes and names leave open is a comment in it."""
+"""A first draft of a mapping, with comments where shapes and names do not decide."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from jax_ucp.layout.fragments import Shape
 
-# More ways to lay out the axes of one array are not tried.
+# The most ways to lay out the axes of one array that are tried.
 MOST_WAYS = 4096
-# Of candidates, and of parameters in a comment, so many are named.
+# The most candidates, and ways, that a comment lists.
 MOST_NAMED = 4
-# Abbreviations of torch's names that JAX's write out.
+# Abbreviations in torch's names that are written out in JAX's.
 _SAME = {"q": "query", "k": "key", "v": "value", "o": "out", "embed": "embedding"}
 _KINDS = {"weight", "kernel", "w", "scale", "embedding", "proj", "layers", "layer", "model"}
-# What tells axes of one length apart: d64, d64b, d64c. Arrays of more axes are not tried.
+# Suffixes that distinguish axes of one length: d64, d64b, d64c. Arrays of more axes are not tried.
 _SUFFIXES = ("", *"bcdefgh")
 _AXIS = re.compile(r"\b(d(\d+)[a-h]?)\b")
 _NUMBER = re.compile(r"(?<![^./])\d+(?![^./])")
@@ -28,7 +28,7 @@ _TITLE = "# A draft from names and shapes: compare logits once with those of the
 
 @dataclass(frozen=True)
 class _Family:
-    """Arrays whose names differ in numbers alone; `counts` is how many values each number has."""
+    """Arrays whose names differ only in numbers, of which each has `counts[i]` values."""
 
     name: str
     shape: Shape
@@ -47,7 +47,7 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A source that can be a target by shape; `ways` are the axes of both, for each possibility."""
+    """A source and a target whose shapes fit, and the possible axes of both, as `ways`."""
 
     source: _Family
     target: _Family
@@ -60,11 +60,11 @@ class _Fit:
 
 
 def mapping_draft(params: Mapping[str, Shape], leaves: Mapping[str, Shape]) -> str:
-    """The draft as a YAML file: a rule where only one is possible, a comment where it is not.
+    """The draft as a YAML file: a rule where only one is possible, else a comment.
 
     Args:
         params: the shapes of the checkpoint's parameters by name.
-        leaves: those of the model's leaves, by their names with slashes.
+        leaves: the shapes of the model's leaves, by their names with slashes.
     """
     sources, targets = _families(params), _families(leaves)
     fits = [
@@ -80,21 +80,21 @@ def mapping_draft(params: Mapping[str, Shape], leaves: Mapping[str, Shape]) -> s
     sizes = f"sizes: {{{', '.join(lengths)}}}"
     body = "leaves:" if decided else "leaves: []"
     # each family, of both sides, that no rule names
-    left: list[str] = []
+    comments: list[str] = []
     for source in itertools.filterfalse({fit.source for fit in pairs}.__contains__, sources):
         candidates = [fit.target.name for fit in fits if fit.source == source]
         shown = candidates[:MOST_NAMED]
         if more := len(candidates) - len(shown):
             shown.append(f"{more} more")
         listed = " or ".join(shown) or "nothing in the model"
-        left.append(f"# open: {source.name} {list(source.shape)} fits {listed}")
+        comments.append(f"# open: {source.name} {list(source.shape)} fits {listed}")
     for target in itertools.filterfalse({fit.target for fit in pairs}.__contains__, targets):
-        left.append(f"# open: {target.name} {list(target.axes)} of the model")
-    return "\n".join(filter(None, [_TITLE, count, sizes, body, rules, *left])) + "\n"
+        comments.append(f"# open: {target.name} {list(target.axes)} of the model")
+    return "\n".join(filter(None, [_TITLE, count, sizes, body, rules, *comments])) + "\n"
 
 
 def _families(shapes: Mapping[str, Shape]) -> list[_Family]:
-    """Arrays in families by name and shape; layers whose numbers are not all there stay alone."""
+    """The arrays as families by name and shape; an array is alone if numbers are missing."""
     members: dict[tuple[tuple[str, ...], Shape], list[Sequence[str]]] = defaultdict(list)
     for name, shape in shapes.items():
         members[tuple(_NUMBER.split(name)), shape].append(_NUMBER.findall(name))
@@ -110,7 +110,7 @@ def _families(shapes: Mapping[str, Shape]) -> list[_Family]:
 
 
 def _counts(numbers: Sequence[Sequence[str]]) -> tuple[int, ...] | None:
-    """The count of values of each number, if every combination from 0 on is there."""
+    """The number of values of each number, if all combinations from 0 on exist; else None."""
     columns = list(map(set, zip(*numbers, strict=True)))
     counts = tuple(map(len, columns))
     from_zero = [set(map(str, range(count))) for count in counts]
@@ -123,7 +123,7 @@ def _filled(texts: Sequence[str], numbers: Sequence[str]) -> str:
 
 
 def _ways(source: _Family, target: _Family) -> Iterator[tuple[str, str]]:
-    """The pairs of axes by which one can be the other; none where shapes do not allow it."""
+    """The axes of source and target, for each way in which their shapes fit."""
     if target.counts not in ((), source.counts):
         return
     stacked = () if target.counts else source.counts
@@ -131,7 +131,7 @@ def _ways(source: _Family, target: _Family) -> Iterator[tuple[str, str]]:
     is_too_large = len(shape) > len(_SUFFIXES) or len(lengths) ** len(shape) > MOST_WAYS
     if is_too_large or math.prod(shape) != math.prod(lengths):
         return
-    # the target's axes, in order, in groups that have the lengths of the source's
+    # each axis of the target belongs to one axis of the source, whose length is their product
     for owners in itertools.product(range(len(lengths)), repeat=len(shape)):
         groups: list[list[int]] = [[] for _ in lengths]
         products = [1] * len(lengths)
@@ -146,7 +146,7 @@ def _ways(source: _Family, target: _Family) -> Iterator[tuple[str, str]]:
 def _axes(
     target: _Family, groups: Sequence[Sequence[int]], stacked: Sequence[int]
 ) -> tuple[str, str]:
-    """The axes of both sides; a stacked axis has the name of its number."""
+    """The axes of both sides; a stacked axis has the name of its number in the source's name."""
     names = [
         f"d{length}{_SUFFIXES[target.shape[:i].count(length)]}"
         for i, length in enumerate(target.shape)
@@ -160,7 +160,7 @@ def _axes(
 
 
 def _pairs(fits: Sequence[_Fit]) -> list[_Fit]:
-    """The fits of which no side has a better one, or one as good, by words that they share."""
+    """The fits that share more words than any other fit of their source or their target."""
     of_source: dict[_Family, list[_Fit]] = defaultdict(list)
     of_target: dict[_Family, list[_Fit]] = defaultdict(list)
     for fit in fits:
@@ -175,7 +175,7 @@ def _pairs(fits: Sequence[_Fit]) -> list[_Fit]:
 
 
 def _rule(fit: _Fit) -> str:
-    """The rule of a pair; where several ways fit, all of them as comments."""
+    """The rule for a fit; if there are several ways, comments with the first of them."""
     name, leaf_name = json.dumps(fit.source.name), json.dumps(fit.target.name)
     texts = [
         f"- param: {name}\n  axes: {json.dumps(axes)}\n  leaf: {{{leaf_name}: {json.dumps(leaf)}}}"

@@ -1,5 +1,5 @@
-"""A mapping compared with a checkpoint and a model: what fits, what does not, suggestions; and the
-mappings of the package, and which of them fit a checkpoint.
+"""A mapping compared with a checkpoint and a model: leaves, faults and suggestions; and the list of
+the package's mappings, with those that fit a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, Shape]
 Families = dict[str, list[Shape]]
 
-# What a report has, beside the mapping's name.
+# The keys of a report, beside `mapping`.
 _LISTS = ("requires", "leaves", "skipped", "notes", "faults", "suggestions")
 
-# The orders of more axes are too many to try.
+# The most axes of which all orders are tried.
 MOST_PERMUTED = 6
 
-# What is added to the likeness of a leaf that holds all parameters of a family.
+# The bonus in likeness for a leaf that holds all parameters of a family.
 WHOLE_BONUS = 0.05
 
 # Below this likeness a name is not suggested.
@@ -78,8 +78,8 @@ def mapping_report(
             }
             for outcome in outcomes(mapping, known, assume)
         ]
-        said = {"sizes": sizes, "config": config, "assume": assume, "params": params}
-        mapped = checkpoint.map(mapping, **said)
+        options = {"sizes": sizes, "config": config, "assume": assume, "params": params}
+        mapped = checkpoint.map(mapping, **options)
     except LayoutError as error:
         report["faults"] = error.faults or [str(error)]
         formed: set[str] = set()
@@ -154,7 +154,7 @@ def _differences(mapping: LeafMapping, shapes: Shapes, targets: Shapes) -> Itera
 
 
 def _order(mapping: LeafMapping, leaf: str, shape: Shape, target: Shape) -> str | None:
-    """The axes of a leaf in the one order that gives the wanted shape, or None."""
+    """The axes of a leaf in the only order that gives the target's shape, or None."""
     # by the first rule that forms the leaf
     patterns = itertools.chain.from_iterable(rule.leaves.items() for rule in mapping.rules)
     axes = next(
@@ -173,7 +173,7 @@ def _named_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> Iterator[str]:
-    """For unclaimed parameters, the leaf or the unused rule that could be meant."""
+    """Suggestions for unclaimed parameters: a missing leaf or an unused rule that may be meant."""
     patterns = itertools.chain.from_iterable(rule.params for rule in mapping.rules)
     unused = [pattern for pattern in patterns if not _named_by([pattern], params)]
     families = _families({name: params[name] for name in unclaimed(mapping, list(params))})
@@ -201,11 +201,11 @@ def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> Itera
 
 
 def _likeness(family: str, shapes: Sequence[Shape], name: str, shape: Shape) -> float:
-    """The likeness of two names, from 0 to 1; torch's `weight` has other names in JAX."""
-    role = "kernel" if len(shapes[0]) > 1 else "scale"
+    """The likeness of the names of a family and a leaf, from 0 to 1, with a bonus if the leaf has
+    the shape of all parameters of the family together.
+    """
+    role = "kernel" if len(shapes[0]) > 1 else "scale"  # what torch calls `weight`
     words = re.sub(r"\W+", " ", re.sub(r"\bweight$", role, family)), re.sub(r"\W+", " ", name)
-    # Some parameters of one family may be wanted layer by layer, but a leaf that holds all of them
-    # is the likelier.
     stacked = [len(shapes)] if len(shapes) > 1 else []
     holds_all = sorted(shape) == sorted((*shapes[0], *stacked))
     return min(1, difflib.SequenceMatcher(None, *words).ratio() + WHOLE_BONUS * holds_all)
@@ -226,12 +226,12 @@ def mapping_list(
     """The mappings that come with the package, as `jax-ucp mappings --json` prints them.
 
     Args:
-        checkpoint: of which it is said which mappings fit; those for other models are left out.
-        config: as of `Checkpoint.map`.
+        checkpoint: if given, only mappings for its model are listed, and whether they fit.
+        config: the model's config, as for `Checkpoint.map`.
 
     Returns:
-        For each its name, `model`, `target` and `variants` (with layouts), and with a checkpoint
-        `fits`, and `why` it does not.
+        For each mapping its `name`, `model`, `target` and `variants` (with layouts), and with a
+        checkpoint `fits`, and `why` it does not.
     """
     mappings = [LeafMapping.load(name) for name in shipped()]
     if checkpoint is None:
@@ -242,10 +242,11 @@ def mapping_list(
 def _entries(
     checkpoint: Checkpoint, given: Mapping[str, Any], mappings: Sequence[LeafMapping]
 ) -> Iterator[Report]:
-    """The mappings for models of the checkpoint's class, with the first thing that does not fit.
+    """The mappings that fit the checkpoint, and the others for its model's class, each with the
+    first reason why it does not fit.
 
-    Where the config names no class, those of which every requirement is met. One that fits and
-    leads to Hugging Face's names is followed by those that go on from there, `FIRST,SECOND`.
+    A mapping that fits and leads to Hugging Face's names is followed by those that go on from
+    there, as `FIRST,SECOND`.
     """
     weights = {name: param.shape for name, param in checkpoint.params.items()}
     buffers = {leaf.param: leaf.shape for leaf in checkpoint.leaves if leaf.state == "buffer"}

@@ -1,4 +1,4 @@
-"""Adam's two moments of each parameter of a tree, and the step that they mean."""
+"""Adam's two moments of each parameter of a tree, and the update that follows from them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from jax_ucp.inspection.parameters import Parameter
 from jax_ucp.inspection.statistics import AdamStep, Together
 from jax_ucp.tree import Leaf
 
-# What torch's and optax's Adam call the averages of gradients and of their squares.
+# The names in torch's and optax's Adam of the averages of gradients and of their squares.
 _TORCH = "exp_avg", "exp_avg_sq"
 _OPTAX = "mu", "nu"
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """A parameter and its moments, `m` and `v`; its optimizer's settings, and its step count."""
+    """A parameter and its moments, `m` and `v`; its optimizer's settings; and if it has a count of
+    steps, the parameter to read that from.
+    """
 
     param: Leaf
     m: Leaf
@@ -36,7 +38,7 @@ def together(
     params: Mapping[str, Parameter],
     settings: Mapping[str, Mapping[str, Any]],
 ) -> list[Together]:
-    """All arrays, each once: a parameter with its moments where it has them, others alone."""
+    """All arrays in groups to read together: a parameter with its moments, or one other array."""
     moments: list[Moments] = []
     for name, parameter in params.items():
         states = parameter.states
@@ -62,7 +64,7 @@ def together(
 
 
 def _adam_step(moments: Moments) -> AdamStep:
-    """The last step of the parameter, or `m / sqrt(v)`, the direction of a step."""
+    """The last update of the parameter, or if settings or the count are missing, `m / sqrt(v)`."""
     settings = moments.settings
     betas = settings.get("betas")
     if moments.counted is None or not isinstance(betas, list):
@@ -73,7 +75,7 @@ def _adam_step(moments: Moments) -> AdamStep:
     try:
         count = moments.counted.read("step")
     except UCPError:
-        return AdamStep()  # which is a fault of the array `step`
+        return AdamStep()  # the error is reported with the array `step`
     steps = int(count.reshape(())) if count.size == 1 and np.isfinite(count).all() else 0
     first, second = (1 - beta**steps for beta in betas)
     if 0 in (first, second):
@@ -82,7 +84,7 @@ def _adam_step(moments: Moments) -> AdamStep:
 
 
 def _moments_of_optax(leaves: Sequence[Leaf]) -> Iterator[Moments]:
-    """The moments in optax's `.../mu/PATH` and `.../nu/PATH`, of the one leaf that ends so."""
+    """Optax's moments `.../mu/PATH` and `.../nu/PATH`, each with the only parameter at PATH."""
     params: dict[_Names, list[Leaf]] = defaultdict(list)
     moments: dict[str, dict[tuple[_Names, _Names], Leaf]] = defaultdict(dict)
     for leaf in leaves:

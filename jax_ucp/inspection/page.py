@@ -1,6 +1,7 @@
-"""A checkpoint as one page that asks the network for nothing, to be opened in any browser.
+"""The web page about a checkpoint: one file for any browser, which loads nothing from the network.
 
-Texts of others are escaped or set as text, and the page's policy runs no other script than its own.
+Texts from the checkpoint are escaped or set as text, and the page's policy allows no script but its
+own.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _SCRIPTS = "d3.min.js", "plot.umd.min.js", "page.js"
 
 @dataclass(frozen=True)
 class Page:
-    """A page about a checkpoint; `faults` are those of the checkpoint."""
+    """A page about a checkpoint, and the faults of the checkpoint that it shows."""
 
     html: str
     faults: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page, also over an older one. Raises FileExistsError for other files."""
+        """Write the page, also over an older page. Raises FileExistsError for any other file."""
         target = local_path(path)
         if target.exists():
             begin = b""
@@ -76,15 +77,16 @@ class Page:
         )
 
 
-def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Findings) -> Page:
+def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], findings: Findings) -> Page:
     """The page of a checkpoint; `arrays` are those of its leaves, by name."""
     pieces = pieces_of(checkpoint)
     about = head(checkpoint, pieces)
     leaves = [leaf for leaf in checkpoint.leaves if leaf.has_array]
-    flags = {leaf.name: flags_of(leaf, (found.statistics or {}).get(leaf.name)) for leaf in leaves}
-    looked_at = [found.statistics[leaf.name] for leaf in leaves] if found.statistics else []
-    faults = tuple(dict.fromkeys(each.unread for each in looked_at if each.is_fault))
-    data = page_data(leaves, arrays, pieces, found, flags)
+    statistics = findings.statistics or {}
+    flags = {leaf.name: flags_of(leaf, statistics.get(leaf.name)) for leaf in leaves}
+    of_leaves = [statistics[leaf.name] for leaf in leaves if leaf.name in statistics]
+    faults = tuple(dict.fromkeys(each.unread for each in of_leaves if each.is_fault))
+    data = page_data(leaves, arrays, pieces, findings, flags)
     source = [(f"source, {name}", json.dumps(value)) for name, value in about["source"].items()]
     extras = [(name, json.dumps(value)) for name, value in checkpoint.extras.items()]
     shown = [
@@ -93,12 +95,12 @@ def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Finding
     ]
     skipped = skipped_reasons(inventory_of(checkpoint))
     sections = [
-        _verdict(about, leaves, flags, faults, found),
-        _difference_section(about, found),
+        _verdict(about, leaves, flags, faults, findings),
+        _difference_section(about, findings),
         _TREE,
         _MAP,
-        _DEPTH if found.statistics is not None else "",
-        _mesh_section(found.mesh),
+        _DEPTH if findings.statistics is not None else "",
+        _mesh_section(findings.mesh),
         _section(
             "provenance",
             "Provenance",
@@ -115,7 +117,7 @@ def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], found: Finding
 
 
 def _document(title: str, path: str, body: str, data: Report) -> str:
-    """The whole page. Its policy lets the scripts run that are in it, known by their digests."""
+    """The whole page. Its policy allows the scripts that it contains, by their digests."""
     scripts = [_part(name) for name in _SCRIPTS]
     hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
     digests = " ".join(f"'sha256-{each.decode()}'" for each in hashes)
@@ -158,7 +160,7 @@ def _text(text: object) -> str:
 
 
 def _json(data: Report) -> str:
-    """JSON that ends no element: what HTML looks for in a script is written as escapes."""
+    """JSON that may stand in a script element: characters with a meaning in HTML are escaped."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -168,7 +170,7 @@ def _section(name: str, title: str, body: str) -> str:
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table that may be wider than a phone; of many rows the first."""
+    """A table with at most the first `_ROWS` rows, which can be scrolled on a narrow screen."""
     if not rows:
         return ""
     if len(rows) > _ROWS:
@@ -185,7 +187,7 @@ def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]])
 
 
 def _folded(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of rows, those folded whose names differ in numbers alone."""
+    """A table in which rows whose names differ only in numbers are folded."""
     cells = [(row.name, *row.cells, f"x{row.count}" * (row.count > 1)) for row in fold(rows)]
     return _table(caption, (*heads, "times"), cells)
 
@@ -223,25 +225,25 @@ def _verdict(
     leaves: Sequence[Leaf],
     flags: Mapping[str, str],
     faults: Sequence[str],
-    found: Findings,
+    findings: Findings,
 ) -> str:
     flagged = [(leaf.label, flags[leaf.name]) for leaf in leaves if flags[leaf.name]]
-    lines = [_reading(found.statistics)]
+    lines = [_reading(findings.statistics)]
     if flagged:
         lines.append(f"{len(flagged)} of {len(leaves)} arrays should be checked.")
     if about["items"]["skipped"]:
         skipped = several(about["items"]["skipped"], "stored item")
         lines.append(f"Not in any array: {skipped}, see Provenance.")
-    if found.difference is not None:
-        same = "equal to" if found.difference.same else "not equal to"
+    if findings.difference is not None:
+        same = "equal to" if findings.difference.same else "not equal to"
         lines.append(f"It is {same} the other checkpoint.")
     lines += [f"Fault: {fault}" for fault in faults]
     bad = " bad" * bool(flagged or faults)
-    said = "".join(f"<p>{_text(line)}</p>" for line in lines)
+    paragraphs = "".join(f"<p>{_text(line)}</p>" for line in lines)
     return _section(
         "verdict",
         "What it is",
-        f'<div class="verdict{bad}">{said}</div>{_facts(head_lines(about))}'
+        f'<div class="verdict{bad}">{paragraphs}</div>{_facts(head_lines(about))}'
         + "".join(f"<p>note: {_text(note)}</p>" for note in about["notes"])
         + _folded("Please check", ("array", "what"), flagged),
     )
@@ -302,16 +304,16 @@ def _mesh_section(mesh: Report | None) -> str:
     )
 
 
-def _difference_section(about: Report, found: Findings) -> str:
-    if found.difference is None or found.other is None:
+def _difference_section(about: Report, findings: Findings) -> str:
+    if findings.difference is None or findings.other is None:
         return ""
-    other = head(found.other, pieces_of(found.other))
+    other = head(findings.other, pieces_of(findings.other))
     texts: dict[str, tuple[list[str], list[str]]] = {}  # by heading, of both sides
     for side, report in enumerate((about, other)):
         for heading, text in head_lines(report):
             texts.setdefault(heading, ([], []))[side].append(text)
     rows = [(heading, *map("; ".join, sides)) for heading, sides in texts.items()]
-    difference = found.difference
+    difference = findings.difference
     settings = [(fact.label, fact.first, fact.second) for fact in difference.facts]
     compared = "names, shapes and dtypes" if difference.headers_only else "all elements"
     lines = [repr(difference)[1:-1], f"The other is {other['path']}. Equal means in {compared}."]

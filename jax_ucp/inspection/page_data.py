@@ -1,4 +1,4 @@
-"""Data for the script of a page, as JSON: arrays in columns, ten thousand in two megabytes."""
+"""The data of a page for its script, as JSON in columns: 10,000 arrays take two megabytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jax_ucp.tree import Leaf
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint
 
-# What a page has of where arrays are stored, for it to stay small: pieces of an array, and of all.
+# The most pieces of one array, and of all arrays, whose places the page has, so that it stays
+# small.
 _PIECES_OF_ONE = 256
 _PIECES = 8000
 # Measures of an array: the key, and its name on the page.
@@ -50,16 +51,16 @@ class Findings:
     other: Checkpoint | None = None
 
 
-def flags_of(leaf: Leaf, found: Statistics | None) -> str:
+def flags_of(leaf: Leaf, statistics: Statistics | None) -> str:
     """Warnings about an array, in words."""
-    if found is None:
+    if statistics is None:
         return ""
-    words = [f"{found.nans} NaN"] * (found.nans > 0)
-    words += [f"{found.infinities} infinite"] * (found.infinities > 0)
-    # Rows of zeros are usual in moments: of tokens that were not seen, of experts not asked.
-    if found.dead_rows and _MOMENTS.isdisjoint(str(key) for key in leaf.path[:-1]):
-        words.append(f"{found.dead_rows} of {found.rows} rows are zeros")
-    words += ["not read"] * bool(found.unread)
+    words = [f"{statistics.nans} NaN"] * (statistics.nans > 0)
+    words += [f"{statistics.infinities} infinite"] * (statistics.infinities > 0)
+    # In moments, rows of zeros are usual: of tokens that did not occur, and of experts not used.
+    if statistics.dead_rows and _MOMENTS.isdisjoint(str(key) for key in leaf.path[:-1]):
+        words.append(f"{statistics.dead_rows} of {statistics.rows} rows are zeros")
+    words += ["not read"] * bool(statistics.unread)
     return ", ".join(words)
 
 
@@ -70,7 +71,7 @@ def page_data(
     leaves: Sequence[Leaf],
     arrays: Mapping[str, ArrayInfo],
     pieces: Mapping[str, Sequence[Piece]],
-    found: Findings,
+    findings: Findings,
     flags: Mapping[str, str],
 ) -> Report:
     """Data for the page's script; `flags` are warnings by the name of a leaf."""
@@ -85,15 +86,15 @@ def page_data(
     }
     if any(flags.values()):
         columns["flags"] = [visible(flags[leaf.name]) for leaf in leaves]
-    if found.mesh is not None:
-        of_label = {leaf["leaf"]: leaf for leaf in found.mesh["leaves"]}
+    if findings.mesh is not None:
+        of_label = {leaf["leaf"]: leaf for leaf in findings.mesh["leaves"]}
         placed = [of_label[leaf.label] for leaf in leaves]
         columns["device"] = [shapes.place(leaf["device_shape"]) for leaf in placed]
         columns["spec"] = [visible(str(tuple(leaf["spec"]))) for leaf in placed]
-    if found.statistics is not None:
-        columns |= _columns(leaves, found.statistics, found.together)
+    if findings.statistics is not None:
+        columns |= _columns(leaves, findings.statistics, findings.together)
     rows = fold([(leaf.label, str(leaf.shape), leaf.dtype) for leaf in leaves])
-    # Pieces of arrays: of one of each kind first, and of the others while there is room.
+    # pieces of one array of each folded row first, then of the others up to the limit
     names, left = _Distinct(), _PIECES
     shown: dict[int, list[Any]] = {}
     more: dict[int, int] = {}
@@ -121,7 +122,7 @@ def page_data(
         "dtypes": dtypes.values,
         "measures": _MEASURES,
         "has_states": any(leaf.state == "param" for leaf in leaves),
-        # one array has its own name
+        # a row of one array has the array's own name, which is not repeated
         "folded": [
             {**({"name": visible(row.name)} if row.count > 1 else {}), "members": row.rows}
             for row in rows
@@ -137,14 +138,14 @@ def page_data(
                 "relative": _rounded(each.relative),
                 "turned": _rounded(1 - each.cosine),
             }
-            for each in (found.difference.values if found.difference else ())
+            for each in (findings.difference.values if findings.difference else ())
         ],
     }
 
 
 def _front_coded(texts: Sequence[str]) -> list[tuple[int, str]]:
-    """Each text as the length that it shares with the one before, in UTF-16 as scripts count, and
-    the rest: a third of the bytes, of ten thousand names.
+    """Each text as the length of the beginning that it shares with the text before, and the rest.
+    Lengths are in units of UTF-16, as in JavaScript. This saves two thirds of the bytes of names.
 
     >>> _front_coded(["layers.0.w", "layers.1.w"])
     [(0, 'layers.0.w'), (7, '1.w')]
@@ -159,7 +160,7 @@ def _front_coded(texts: Sequence[str]) -> list[tuple[int, str]]:
 
 
 class _Distinct:
-    """Distinct values, by their places in a list."""
+    """A list of distinct values, which are referred to by their positions."""
 
     def __init__(self) -> None:
         self._places: dict[Any, int] = {}
@@ -178,7 +179,7 @@ class _Distinct:
 def _columns(
     leaves: Sequence[Leaf], statistics: Mapping[str, Statistics], together: Sequence[Together]
 ) -> Report:
-    """Columns of measures, by key; None for an array without one."""
+    """Columns of measures by key, without empty ones; None for an array that lacks a measure."""
     steps = {each.leaves[0].name: each.step for each in together if each.step is not None}
     rows = [_numbers(statistics[leaf.name], steps.get(leaf.name)) for leaf in leaves]
     columns = {key: [row.get(key) for row in rows] for key, _ in _MEASURES}
@@ -187,32 +188,30 @@ def _columns(
     }
 
 
-def _numbers(found: Statistics, step: AdamStep | None) -> Mapping[str, float | None]:
-    """The measures by their keys, rounded; a count of 0 is None. Only counts if nothing is
-    finite.
-    """
+def _numbers(of: Statistics, step: AdamStep | None) -> Mapping[str, float | None]:
+    """Rounded measures of an array by key, only counts if none is finite; a count of 0 is None."""
     counts = {
-        "nans": found.nans or None,
-        "infinities": found.infinities or None,
-        "dead_rows": found.dead_rows or None,
+        "nans": of.nans or None,
+        "infinities": of.infinities or None,
+        "dead_rows": of.dead_rows or None,
     }
-    if not found.finite:
+    if not of.finite:
         return counts
     values = {
-        "norm": found.norm,
-        "rms": found.norm / math.sqrt(found.elements),
-        "mean": found.mean,
-        "deviation": found.deviation,
-        "least": found.least,
-        "greatest": found.greatest,
+        "norm": of.norm,
+        "rms": of.norm / math.sqrt(of.elements),
+        "mean": of.mean,
+        "deviation": of.deviation,
+        "least": of.least,
+        "greatest": of.greatest,
     }
-    if step is not None and found.norm:
-        values["direction" if step == AdamStep() else "update"] = found.update / found.norm
-    if found.seen < found.elements:
-        values["sampled"] = found.seen / found.elements
+    if step is not None and of.norm:
+        values["direction" if step == AdamStep() else "update"] = of.update / of.norm
+    if of.seen < of.elements:
+        values["sampled"] = of.seen / of.elements
     return counts | {key: _rounded(value) for key, value in values.items()}
 
 
 def _rounded(value: float) -> float | None:
-    """The number in four digits; None of what JSON has no number for."""
+    """The number rounded to four digits; None if it is not finite, which JSON lacks."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The parameters of an opened checkpoint, one by one; notebooks show them as tables."""
+"""Lazy arrays and parameters of an opened checkpoint, which notebooks show as tables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Index = SupportsIndex | slice | EllipsisType
 
 
 class LazyArray:
-    """The array of one leaf. Its shape and dtype are known; elements are read when asked for.
+    """The array of one leaf, with shape and dtype, whose elements are read by indexing.
 
     `array[3, :10]` reads the smallest box around those elements, `numpy.asarray(array)` all. Each
-    read is proved as `Checkpoint.read` does. Nothing is kept: what is indexed twice is read twice.
+    read is checked as by `Checkpoint.read`. Nothing is cached: elements that are indexed twice are
+    read twice.
     """
 
     def __init__(self, leaf: Leaf, read: Callable[[Leaf, Box], np.ndarray]):
@@ -47,7 +48,9 @@ class LazyArray:
         return self.shape[0]
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
-        """The elements that numpy has at `index`. Raises IndexError, or TypeError for others."""
+        """The elements at `index`, as numpy has it. Raises IndexError if they are outside,
+        TypeError for an index of another kind than ints, slices and `...`.
+        """
         given = index if isinstance(index, tuple) else (index,)
         items = [item for item in given if item is not Ellipsis]
         dots = len(given) - len(items)
@@ -63,7 +66,7 @@ class LazyArray:
         axes: list[Any] = [*items[:place], *whole, *items[place:]]
         spans = [_span(item, n, self._name) for item, n in zip(axes, self.shape, strict=True)]
         box = Box(*zip(*spans, strict=True)) if spans else Box((), ())
-        inside: list[Any] = []  # the same elements in the spans that are read
+        inside: list[Any] = []  # the index of the same elements in the box that is read
         for item in given:
             step = slice(None, None, item.step) if isinstance(item, slice) else 0
             inside.append(item if item is Ellipsis else step)
@@ -87,14 +90,15 @@ class LazyArray:
 
 
 def _span(item: SupportsIndex | slice, n: int, name: str) -> tuple[int, int]:
-    """The first element that an index takes of an axis of `n`, and the one after the last.
+    """The range of elements of an axis of length `n` that an index selects, as (start, stop).
 
     >>> _span(slice(None, None, -3), 8, "w")
     (1, 8)
     """
     if isinstance(item, slice):
-        taken = range(n)[item]
-        return (min(taken[0], taken[-1]), max(taken[0], taken[-1]) + 1) if taken else (0, 0)
+        selected = range(n)[item]
+        ends = sorted((selected[0], selected[-1])) if selected else (0, -1)
+        return ends[0], ends[1] + 1
     try:
         if isinstance(item, bool):
             raise TypeError
@@ -130,7 +134,7 @@ class Parameter:
         return self.contents.locate(self.states[state])
 
     def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
-        """The array of a state, or a box of it, proved by a sample as `Checkpoint.read` does."""
+        """The array of a state, or a box of it, after the same check as by `Checkpoint.read`."""
         leaf = self.states[state]
         require_values(self.contents, [leaf])
         return self.reads.read(leaf, box)

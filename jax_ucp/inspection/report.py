@@ -25,7 +25,7 @@ Report = dict[str, Any]
 
 
 def inspection(checkpoint: Checkpoint) -> Report:
-    """The leaves of a checkpoint with sharding and place, and the inventory."""
+    """The summary of a checkpoint, its leaves with shardings and places, and its inventory."""
     pieces = pieces_of(checkpoint)
     return {
         **head(checkpoint, pieces),
@@ -36,7 +36,7 @@ def inspection(checkpoint: Checkpoint) -> Report:
 
 
 def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Report:
-    """The bytes that a conversion by the plan would read, write and hold in memory."""
+    """The summary of a checkpoint, and what a conversion would read, write and hold in memory."""
     largest = max((block.nbytes for block in plan.blocks), default=0)
     pieces = pieces_of(checkpoint)
     return {
@@ -66,7 +66,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
 
 
 def link_plan(checkpoint: Checkpoint, target: str, plan: LinkPlan) -> Report:
-    """The arrays and bytes that a link leaves in their files, and those that it copies, and why."""
+    """The counts of arrays and bytes that a link leaves in place, and copies, with the reasons."""
     return {
         "path": checkpoint.path,
         "target": target,
@@ -82,7 +82,7 @@ def link_plan(checkpoint: Checkpoint, target: str, plan: LinkPlan) -> Report:
 
 
 def export_plan(plan: ExportPlan, target: str) -> Report:
-    """The files, tensors and bytes that an export writes."""
+    """The counts of files, tensors and bytes that an export writes."""
     return {
         "path": target,
         "format": plan.format,
@@ -96,7 +96,7 @@ def export_plan(plan: ExportPlan, target: str) -> Report:
 
 
 def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> Report:
-    """The place of every leaf on a mesh, and each host's bytes; needs no devices."""
+    """The sharding of every leaf on a mesh, and each host's bytes; no devices are needed."""
     from jax_ucp.sharding.fit import unused_rules  # brings in jax, which nothing else here needs
     from jax_ucp.sharding.reads import planned_fit
 
@@ -188,7 +188,7 @@ def _dtype_words(leaf: Leaf) -> str:
 
 
 def _states(checkpoint: Checkpoint) -> Report:
-    """Counts, elements and dtypes of parameters by state; empty if it is no trainer's tree."""
+    """Counts, elements and dtypes of parameters by state; empty if the tree has no parameters."""
     of: dict[str, list[Leaf]] = {}
     for parameter in checkpoint.params.values():
         for state, leaf in parameter.states.items():

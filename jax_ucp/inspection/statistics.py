@@ -1,9 +1,10 @@
-"""Norms, means, extremes and what is not finite of a checkpoint's arrays, in one bounded pass.
+"""Statistics of a checkpoint's arrays, such as norms, extremes and counts of NaN, in one pass with
+bounded memory.
 
 Counts are exact. Floats of 32 bits and fewer are summed in single precision, 1,024 at a time, and
-those sums in doubles: norms, deviations and means are then within some 1e-6 of the norm. All else
-is summed in doubles. Adam's two moments are read beside their parameter, block by block, for the
-size of the step.
+those sums in doubles: norms, deviations and means are then within some 1e-6 of the norm. Other
+dtypes are summed in doubles. Adam's two moments are read together with their parameter, block by
+block, to compute the size of the step.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from jax_ucp.errors import QuantizedWeights, UCPError
 from jax_ucp.layout.box import Box
 from jax_ucp.tree import Leaf
 
-# Of more bytes large arrays are sampled, unless somebody says otherwise.
+# If a checkpoint has more bytes, its large arrays are sampled by default.
 MAX_READ = 64 << 30
 
-# So many elements stay in a core's cache while several sums are made of them.
+# The number of elements that stay in a core's cache while several sums are made of them.
 _CACHED = 1 << 16
-# So many products are summed in single precision.
+# The number of products that are summed in single precision.
 _RUN = 1 << 10
 _ONES = np.ones(_RUN, np.float32)
 # Largest magnitudes whose squares, and a run of them, are neither lost nor infinite in 32 bits.
 _SQUARED = 2.0**-20, 2.0**40
-# Of an array that is sampled so many blocks are read, evenly spread.
+# The number of evenly spread blocks that are read of an array that is sampled.
 _SAMPLES = 16
 
 
@@ -40,11 +41,12 @@ _SAMPLES = 16
 class Statistics:
     """Statistics of an array's elements; complex ones are taken by their magnitude.
 
-    `seen` of its `elements` were read: all of them, or blocks evenly spread. `mean`, `deviation`,
-    `norm`, `least` and `greatest` are of those that are finite. A row is what lies at one index of
-    the first axis, and a dead one is all zeros; `rows` is 0 where rows were not looked at. `update`
-    is the norm of the step that Adam's moments stand for. `unread` says why nothing is known, and
-    `is_fault` whether that is a fault of the checkpoint.
+    `seen` of its `elements` were read: all of them, or evenly spread blocks. `mean`, `deviation`,
+    `norm`, `least` and `greatest` are of the finite ones. A row has one index of the first axis,
+    and a dead row is all zeros; `rows` is 0 if rows were not counted. `deviations` is the sum of
+    squared deviations from the mean, and `steps` that of the squared step which follows from Adam's
+    moments. `unread` is the reason if the array could not be read, and `is_fault` tells whether
+    that is a fault of the checkpoint.
     """
 
     elements: int
@@ -68,18 +70,18 @@ class Statistics:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation, of all elements and not of a larger population."""
+        """The standard deviation of these elements, not that of a larger population."""
         return math.sqrt(self.deviations / self.finite) if self.finite else 0.0
 
     @property
     def norm(self) -> float:
-        """The Euclidean norm; where a sample was read, what it lets expect of the whole."""
+        """The Euclidean norm; if a sample was read, the estimate for the whole array."""
         size = math.hypot(math.sqrt(self.deviations), math.sqrt(self.finite) * self.mean)
         return size * self._scale
 
     @property
     def update(self) -> float:
-        """The norm of the step, as `norm` is that of the array."""
+        """The norm of the step which follows from Adam's moments, estimated as `norm` is."""
         return math.sqrt(self.steps) * self._scale
 
     @property
@@ -112,7 +114,7 @@ class Statistics:
 class AdamStep:
     """A step of Adam from its moments: `rate * (m / first) / (sqrt(v / second) + eps)`.
 
-    `first` and `second` undo that the moments began as zeros: `1 - beta ** step`.
+    `first` and `second` correct the bias of moments that began as zeros: `1 - beta ** step`.
     """
 
     rate: float = 1.0
@@ -122,9 +124,9 @@ class AdamStep:
 
     @np.errstate(all="ignore")
     def squares(self, m: np.ndarray, v: np.ndarray) -> float:
-        """The sum of the squares of the step; single precision will do for its elements."""
+        """The sum of the squares of the step, whose elements have single precision at least."""
         m, v = m.reshape(-1), v.reshape(-1)
-        # written over and over: new memory would cost more than the arithmetic
+        # one buffer for all blocks: new memory would cost more than the arithmetic
         memory = np.empty(min(_CACHED, m.size), np.result_type(m.dtype, v.dtype, np.float32))
         # m / (sqrt(v / second) + eps) = sqrt(second) * m / (sqrt(v) + eps * sqrt(second))
         root = math.sqrt(self.second)
@@ -160,7 +162,7 @@ def statistics_of(
     budget_bytes: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, Statistics]:
-    """The statistics of each leaf's array, by name, sampled to read about `max_read_bytes`."""
+    """The statistics of each leaf's array by name, sampled to read about `max_read_bytes`."""
     sums = {leaf.name: Statistics(math.prod(leaf.shape)) for each in groups for leaf in each.leaves}
     most = fair_share([arrays[name].nbytes for name in sums], max_read_bytes)
     lock = threading.Lock()
@@ -173,7 +175,7 @@ def statistics_of(
                 progress(part.seen * np.dtype(leaf.dtype).itemsize)
 
     def jobs() -> Iterator[tuple[int, Callable[[], None]]]:
-        """Blocks with the bytes in memory meanwhile: those read, and doubles of some for a step."""
+        """Blocks, each with the memory that it takes: its elements, and doubles for a step."""
         for each in groups:
             itemsize = sum(np.dtype(leaf.dtype).itemsize for leaf in each.leaves)
             doubles = 8 * _CACHED * (1 + len(each.leaves))
@@ -188,8 +190,8 @@ def _boxes(
     together: Together, arrays: Mapping[str, ArrayInfo], most: int, budget_bytes: int
 ) -> Iterator[Box]:
     """The boxes to read of each of the arrays `together`, which have one shape: blocks of whole
-    chunks that cover it; if the first has more than `most` bytes, some that are spread evenly, of
-    about so many.
+    chunks that cover it, or if the first array has more than `most` bytes, evenly spread blocks of
+    about so many bytes.
     """
     info = arrays[together.leaves[0].name]
     whole = Box.whole(info.shape)
@@ -211,7 +213,7 @@ def _boxes(
 def _parts(
     together: Together, box: Box, read: Callable[[Leaf, Box], np.ndarray]
 ) -> list[Statistics]:
-    """The statistics of a block of each array; the step is counted to the first, the parameter."""
+    """The statistics of a block of each array; those of the first, the parameter, have the step."""
     blocks: list[np.ndarray] = []
     parts: list[Statistics] = []
     for leaf in together.leaves:
@@ -230,10 +232,10 @@ def _parts(
 
 
 def block_statistics(block: np.ndarray, has_whole_rows: bool = False) -> Statistics:
-    """The statistics of a block of an array; rows are counted if it `has_whole_rows`."""
+    """The statistics of a block of an array, which has counts of rows if it `has_whole_rows`."""
     rows = block.reshape(len(block) if has_whole_rows else 1, -1)
     flat = rows.reshape(-1)
-    # Whether 32-bit floats hold every value; types of ml_dtypes have no kind of their own.
+    # whether 32-bit floats represent every value; dtypes of ml_dtypes have no kind of their own
     dtype = block.dtype
     is_float = dtype.kind == "f" or dtype.name.startswith(("bf", "float"))
     is_single = dtype.itemsize <= 4 and is_float
@@ -244,7 +246,7 @@ def block_statistics(block: np.ndarray, has_whole_rows: bool = False) -> Statist
         part = flat[i : i + _CACHED]
         total += look(part, scratch[: part.size])
     if has_whole_rows and flat.size:
-        # Few rows begin and end with a zero, and only those are looked at.
+        # only rows that begin and end with a zero, which are few, are read whole
         ends = np.flatnonzero((rows[:, 0] == 0) & (rows[:, -1] == 0))
         dead_rows = sum(1 for row in ends if not rows[row].any())
         total += Statistics(0, rows=len(rows), dead_rows=dead_rows)
@@ -253,14 +255,14 @@ def block_statistics(block: np.ndarray, has_whole_rows: bool = False) -> Statist
 
 @np.errstate(all="ignore")
 def _single_statistics(block: np.ndarray, scratch: np.ndarray) -> Statistics:
-    """The statistics of floats of at most 32 bits in one line; `scratch` is memory for as many."""
+    """The statistics of a flat block of at most 32-bit floats; `scratch` has the same size."""
     if block.dtype != np.float32:
-        np.copyto(scratch, block, casting="unsafe")  # which holds every value
+        np.copyto(scratch, block, casting="unsafe")  # exact, for these dtypes
         block = scratch
     least, greatest = float(block.min()), float(block.max())
     if not (math.isfinite(least) and math.isfinite(greatest)):
         return _double_statistics(block, np.empty(block.size))
-    # A power of two brings magnitudes that cannot be squared in 32 bits where they can.
+    # magnitudes that cannot be squared in 32 bits are first scaled by a power of two
     magnitude, scale = max(-least, greatest), 1.0
     if not _SQUARED[0] < magnitude < _SQUARED[1]:
         scale = 2.0 ** -min(126, max(-126, math.frexp(magnitude)[1]))
@@ -268,9 +270,9 @@ def _single_statistics(block: np.ndarray, scratch: np.ndarray) -> Statistics:
     total, squares = _total(block), _products(block, block)
     mean = total / block.size
     deviations = squares - total * mean
-    if not deviations > squares / 16:  # they nearly cancel: once more, of what lies about the mean
-        apart = np.subtract(block, np.float32(mean), out=scratch)
-        total, squares = _total(apart), _products(apart, apart)
+    if not deviations > squares / 16:  # they nearly cancel: summed again after subtracting the mean
+        centred = np.subtract(block, np.float32(mean), out=scratch)
+        total, squares = _total(centred), _products(centred, centred)
         rest = total / block.size
         mean, deviations = float(np.float32(mean)) + rest, max(0.0, squares - total * rest)
     mean, deviations = mean / scale, deviations / scale / scale
@@ -291,7 +293,7 @@ def _products(a: np.ndarray, b: np.ndarray) -> float:
 
 @np.errstate(all="ignore")
 def _double_statistics(block: np.ndarray, wide: np.ndarray) -> Statistics:
-    """The statistics of elements in one line; `wide` is memory for as many doubles."""
+    """The statistics of a flat block; `wide` is memory for as many doubles."""
     sizes = np.abs(block, dtype=np.float64) if block.dtype.kind == "c" else block
     np.copyto(wide, sizes, casting="unsafe")
     least, greatest = float(wide.min()), float(wide.max())

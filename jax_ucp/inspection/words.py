@@ -1,4 +1,4 @@
-"""Reports in words, as a terminal and a page show them."""
+"""Texts made of reports, for terminals and pages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SKIPPED = "skipped", "because", "such as"
 
 
 def format_words(report: Report) -> str:
-    """The writer; of a copy in the universal format, the source that it was imported from."""
+    """The writer of a checkpoint, and for one in the universal format what it was imported from."""
     source = report["source"]
     if report["format"] != "universal" or "name" not in source:
         return report["writer"] or report["format"]
     return f"universal, imported from {source['name']} ({report['writer'] or source.get('format')})"
 
 
-# Folders of a step and its items, whose names are no model's.
+# Names of folders of steps and items, which are not names of models.
 _OF_A_STEP = re.compile(r"(?:global_?step|checkpoint|step|iter)?[-_]?\d+|default|items|state|ckpt")
 
 
@@ -44,7 +44,7 @@ def title_words(report: Report, config: Mapping[str, Any]) -> str:
 
 
 def short_number(n: int) -> str:
-    """A number in words of its size.
+    """A number in thousands, millions, billions or trillions.
 
     >>> short_number(30_532_122_624), short_number(7_414)
     ('30.5 B', '7.4 K')
@@ -56,7 +56,7 @@ def short_number(n: int) -> str:
 
 
 def head_lines(report: Report) -> Iterator[tuple[str, str]]:
-    """Summary lines by heading; a text is empty where the files do not say it."""
+    """Lines of a summary with their headings; a text is empty if the files do not state it."""
     yield "step", "" if report["step"] is None else str(report["step"])
     yield "parallel", ", ".join(f"{axis} {n}" for axis, n in report["parallelism"].items())
     states = report["states"]
@@ -72,7 +72,7 @@ def head_lines(report: Report) -> Iterator[tuple[str, str]]:
                 if state != "param"
             ),
         )
-    # The optimizer's settings: those common to all groups, then those of each group alone.
+    # the optimizer's settings that all groups have in common, then the others of each group
     if groups := report["groups"]:
         common = common_settings([group["settings"] for group in groups])
         yield "settings", _settings(common)
@@ -86,7 +86,7 @@ def head_lines(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _settings(values: Report) -> str:
-    """Settings as text; those that are off are left out."""
+    """Settings as text, without those that are None or False."""
     return ", ".join(
         f"{name} {value}"
         for name, value in values.items()
@@ -98,19 +98,19 @@ def skipped_reasons(items: Iterable[Report]) -> list[tuple[str, str, str]]:
     """The number of skipped items for each reason, the reason, and one of the items."""
     skipped = [(item["reason"], item["where"]) for item in items if item["status"] == "skipped"]
     reasons: list[tuple[str, str]] = []
-    for reason, where in skipped:  # without names of arrays, which differ from item to item
+    for reason, where in skipped:  # names of arrays are removed, so that equal reasons are counted
         name = re.split(r"[:/]", where)[-1]
         reason = reason.replace(name, "...") if name else reason
         reasons.append((_NAME.sub("...", reason), where))
     return counted(reasons)
 
 
-# The name of an array in a sentence; those of files have fewer dots.
+# The name of an array in a sentence; names of files have fewer dots.
 _NAME = re.compile(r"\w+(?:\.\w+){2,}")
 
 
 def counted(reasons: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Of pairs (reason, name): the count of each reason, the reason, and the first of its names.
+    """The count of each reason, the reason, and the first of its names, of pairs (reason, name).
 
     >>> counted([("too long", "a"), ("empty", "b"), ("too long", "c")])
     [('2', 'too long', 'a'), ('1', 'empty', 'b')]
@@ -133,7 +133,7 @@ def spec_words(spec: Iterable[Axes]) -> str:
 
 
 def several(n: int, one: str, many: str = "") -> str:
-    """A number of things.
+    """A number and the singular or plural of a noun.
 
     >>> several(1, "leaf", "leaves"), several(1200, "file")
     ('1 leaf', '1,200 files')

@@ -1,9 +1,9 @@
-"""The states of torch's optimizers as those of optax, found by their types, and back.
+"""Conversion of torch's optimizer states to optax's and back, by the types of optax's states.
 
-An optax state is a tree of named tuples. Each type that is known here says of each of its fields
-what it holds: a moment of every parameter, the number of steps, zeros, or what the optimizer was
-made with. A type that is not known is refused: what it holds would be a guess. Positions do not
-count, so that `chain`, `masked`, `partition`, `inject_hyperparams` and `MultiSteps` may be nested
+An optax state is a tree of named tuples. For each known type, a table says what each field holds: a
+moment of every parameter, the number of steps, zeros, or a value that the optimizer was made with.
+An unknown type is refused, because its meaning would be a guess. The position in the tree does not
+matter, so that `chain`, `masked`, `partition`, `inject_hyperparams` and `MultiSteps` may be nested
 in any way.
 
 Facts, by torch 2.13 (`torch/optim/adam.py`, `sgd.py`) and optax 0.2.8 (`optax/_src/transform.py`,

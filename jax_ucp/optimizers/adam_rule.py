@@ -1,7 +1,8 @@
-"""Whether what optax keeps are the moments of Adam, or of SGD, and moves weights as theirs do.
+"""Checks that the moments of an optax optimizer are those of Adam or SGD, and are used in the same
+way.
 
 Adamax, Yogi and ADOPT keep other sums in a state of Adam's type, and with Nesterov's step the same
-sums move weights otherwise. So an optimizer is asked for one update from chosen moments.
+sums give other updates. So an optimizer is run for single updates from chosen moments.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
 from jax_ucp.optimizers.settings import TRIES, small
 from jax_ucp.optimizers.slots import OptaxLeaf, few, param_leaves, slots_of
 
-# Small enough that no clipping begins; moments in float16 have few digits below 6e-5.
+# Small enough not to be clipped; moments in float16 have few digits below 6e-5.
 _GRADIENT, _GRADIENT_FLOAT16 = 2e-6, 1e-3
 
-# Of a moment: the state of optax that has it, whose it is, and what else optax keeps there.
+# By moment: the state of optax that has it, the optimizer, and others that use the same state.
 _ADAM = "ScaleByAdamState", "Adam", "adamax, yogi and adopt"
 _OWNERS = {
     "exp_avg": _ADAM,
@@ -36,19 +37,19 @@ Moments = Mapping[tuple[str, str], float]
 def rule_faults(
     tx: optax.GradientTransformation, params: Any, groups: Sequence[Group] = ()
 ) -> Iterator[str]:
-    """Messages about moments that `tx` does not sum as Adam or SGD does, or about other betas,
-    another momentum or Nesterov's step than `groups` say; `params` is the model's tree of arrays or
-    of their shapes.
+    """Messages about moments that `tx` does not sum as Adam or SGD does, or whose betas, momentum
+    or Nesterov's step differ from `groups`; `params` is the model's tree of arrays or shapes.
     """
     probe = _Probe(tx, params)
     if not probe.keys:
         return
-    # moments after an update of ones, of zeros by one and by two gradients, and beside large ones
+    # the moments after an update of ones without gradient, of zeros by a gradient of twice the size
+    # and by one of its size, and by that beside a large second moment
     rest, twice = probe.after(1, 1, 0), probe.after(0, 0, 2 * probe.gradient)
     once, used = probe.after(0, 0, probe.gradient), probe.after(0, 100, probe.gradient)
     others: dict[str, list[str]] = defaultdict(list)
     for key in probe.keys:
-        # a moment decays, and grows as the gradient or its square; LARS sums updates
+        # a moment decays, and is proportional to the gradient or its square; LARS sums updates
         role, param = key
         is_square, by_one = role == "exp_avg_sq", once[key] or np.nan
         is_sum = rest[key] < 1 and by_one > 0
@@ -68,14 +69,13 @@ def rule_faults(
 
 
 def _kept_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Iterator[str]:
-    """Messages, one for each difference, about moments of which `tx` keeps another part at an
-    update than the groups' betas or momentum say, or takes Nesterov's step where they do not, or
-    does not where they do.
+    """Messages, one for each difference, about moments that decay otherwise in `tx` than by the
+    groups' betas or momentum, or for which only one of both takes Nesterov's step.
 
-    `kept` has the part that `tx` keeps.
+    `kept` has the part of each moment that remains after an update of `tx`.
     """
     unlike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    settings_of = {name: group.settings for group in groups for name in group.params}
+    settings_of = settings_by_parameter(groups)
     # without momentum Nesterov's step is the plain one
     firsts = {key for key in probe.keys if key[0] != "exp_avg_sq" and kept[key]}
     is_ahead = probe.is_ahead(firsts)
@@ -84,19 +84,19 @@ def _kept_faults(probe: _Probe, kept: Moments, groups: Sequence[Group]) -> Itera
         setting, declared = _declared(role, settings)
         if not setting:
             continue
-        found = kept[role, name]
-        if abs(found - declared) > 4 * probe.precision[role, name]:
+        measured = kept[role, name]
+        if abs(measured - declared) > 4 * probe.precision[role, name]:
             keeps = f"keeps {declared} of {role} at an update ({setting})"
-            unlike[keeps, f"{found:.4g}"].append(name)
+            unlike[keeps, f"{measured:.4g}"].append(name)
         nesterov = bool(settings.get("nesterov"))
         if is_ahead.get((role, name), nesterov) != nesterov:
             unlike[f"has nesterov={nesterov}", str(not nesterov)].append(name)
-    for (does, found), names in unlike.items():
-        yield f"{few(names)}: the checkpoint's optimizer {does}, tx {found}; give tx the same"
+    for (does, of_tx), names in unlike.items():
+        yield f"{few(names)}: the checkpoint's optimizer {does}, tx {of_tx}; give tx the same"
 
 
 def _declared(role: str, settings: Mapping[str, Any]) -> tuple[str, float]:
-    """The setting that says what is kept of a moment at an update, and its value; or ""."""
+    """The setting for the part of a moment that an update keeps, and its value; "" without one."""
     match role, settings:
         case "momentum_buffer", {"momentum": int() | float() as momentum}:
             return "momentum", momentum
@@ -112,9 +112,9 @@ def _is_about(ratio: float, wanted: float) -> bool:
 
 
 class _Probe:
-    """An optimizer asked for updates of small arrays; `keys` are its moments of Adam's and SGD's
-    types, by role and parameter, `precision` that of their dtypes, `gradient` a small one that
-    these hold.
+    """An optimizer that is run on small arrays. `keys` are its moments in states of Adam's and
+    SGD's types, by role and parameter; `precision` has that of their dtypes; `gradient` is a small
+    number that these dtypes represent.
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
@@ -130,9 +130,8 @@ class _Probe:
         self.gradient = _GRADIENT_FLOAT16 if is_float16 else _GRADIENT
 
     def after(self, first: float, second: float, gradient: float) -> Moments:
-        """The moments, each after the first update that changes it.
-
-        Before it all first and second moments are `first` and `second`, and gradients `gradient`.
+        """The moments, each after the first update that changes it, by gradients of `gradient`,
+        from first moments of `first` and second moments of `second`.
         """
         begun = self._moments(self._with_moments(self._tx.init(self._params), first, second))
         changed: dict[tuple[str, str], float] = {}
@@ -143,10 +142,10 @@ class _Probe:
         return {**begun, **changed}
 
     def is_ahead(self, keys: Set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-        """Whether a first moment moves its weight less than a gradient that makes the same moment,
-        as Nesterov's step does, of those of `keys` whose weights `tx` moves.
+        """Whether Nesterov's step is taken, for those of `keys` whose weights `tx` changes: a first
+        moment then changes its weight less than a gradient that results in the same moment.
 
-        Each is decided by the first update that moves its weight.
+        Each is decided by the first update that changes its weight.
         """
         ahead: dict[tuple[str, str], bool] = {}
         kept, made = self._updates(self.gradient, 1, 0), self._updates(0, 1, self.gradient)
@@ -172,20 +171,20 @@ class _Probe:
     def _updates(
         self, first: float, second: float, gradient: float
     ) -> Iterator[tuple[Mapping[str, float], Moments]]:
-        """Updates one after the other, by the parameter's name, and the moments after each.
+        """Consecutive updates by the parameter's name, and the moments after each.
 
-        Each begins with the same moments, so that it says the same of them after any warm-up.
+        The moments are reset before each, so that only schedules and counts differ between updates.
         """
         state, names = self._tx.init(self._params), param_leaves(self._params)
         for _ in range(TRIES):
-            # of one type, so that JAX compiles one step
+            # always floats, so that JAX compiles only one step
             moved, state = self._step(state, float(first), float(second), float(gradient))
             yield dict(zip(names, moved.tolist(), strict=True)), self._moments(state)
 
     def _stepped(
         self, state: Any, first: float, second: float, gradient: float
     ) -> tuple[jax.Array, Any]:
-        """The first number of each parameter's update, and the state after it."""
+        """The first element of each parameter's update, and the state after it."""
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
         begun = self._with_moments(state, first, second)
         updates, state = self._tx.update(gradients, begun, self._params)

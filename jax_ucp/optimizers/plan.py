@@ -1,4 +1,4 @@
-"""An optax state out of the checkpoint of a torch trainer."""
+"""The plan by which an optax state is restored from the checkpoint of a torch trainer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Status = Literal["mapped", "computed", "initial"]
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Where the value of an optax leaf comes from: a leaf of the checkpoint, or a constant."""
+    """The source of an optax leaf's value: a leaf of the checkpoint, or a constant."""
 
     slot: OptaxLeaf
     status: Status
@@ -67,9 +67,10 @@ class Filled:
 
 @dataclass(frozen=True, repr=False)
 class OptimizerPlan:
-    """An optax state out of a checkpoint: `filled` has every leaf, `left` states for none.
+    """The sources of an optax state in a checkpoint: `filled` has every leaf of it, `left` the
+    states of the checkpoint that are not used, with reasons.
 
-    `step` is the number of updates done, where all parameters agree on it.
+    `step` is the number of updates done, if all parameters agree on it.
     """
 
     contents: Contents
@@ -79,7 +80,7 @@ class OptimizerPlan:
     step: int | None
 
     def report(self) -> str:
-        """A line for each leaf of the state, and for each state of the checkpoint that is left."""
+        """A line for each leaf of the state, and for each unused state of the checkpoint."""
         left = [f"{name} of the checkpoint: left, {reason}" for name, reason in self.left.items()]
         return "\n".join([*map(str, self.filled), *left])
 
@@ -105,14 +106,16 @@ class OptimizerPlan:
         verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
-        """Read the optax state; moments lie as their parameters do, if those had shardings.
+        """The optax state, read from the checkpoint. Moments have the shardings of their
+        parameters.
 
-        Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the
-        mesh that is set, or on the one device that `tx.init` would take. `cast=True` converts to
-        the dtypes of the state. `share_reads` and `verify` are those of `Checkpoint.restore`.
+        If the parameters had none, it is placed on `mesh`, by `rules` on labels such as
+        `0/mu/layers/kernel`, or on the mesh that is set, or on the device that `tx.init` would use.
+        `cast=True` converts to the dtypes of the state. `share_reads` and `verify` are those of
+        `Checkpoint.restore`.
 
-        Raises TreeMismatch where dtypes differ, or leaves have no place, CorruptData where bytes
-        are not what was written, or a file is no longer the one that was opened.
+        Raises TreeMismatch if dtypes differ, or leaves cannot be placed; CorruptData if bytes are
+        not what was written, or a file has changed since it was opened.
         """
         paths = [one.slot.path for one in self.filled]
         stored = expressions(self.contents.arrays)
@@ -143,7 +146,7 @@ def plan_optimizer(
     step: int | None = None,
     check: bool = True,
 ) -> OptimizerPlan:
-    """How `tx.init(params)` is filled from a torch trainer's checkpoint; see `Checkpoint`."""
+    """The plan to fill `tx.init(params)` from a torch trainer's checkpoint; see `Checkpoint`."""
     state, slots = slots_of(tx, params)
     stored = _states(contents)
     lacking = "not of the checkpoint; map it first"
@@ -175,11 +178,11 @@ def plan_optimizer(
     return OptimizerPlan(contents, _placed(state, slots, params), filled, left, steps.common())
 
 
-# What is stored by parameter and says nothing of how an optimizer moves weights.
+# Stored states that do not affect how an optimizer changes weights.
 _OF_NO_UPDATE = (STEP, "buffer", "other")
 _MEANT = "give the optimizer that was trained with, or check=False"
 
-# Why states of torch are left, of those for which there is more to say.
+# Reasons why states of torch are not used, for those with a special one.
 _LEFT = {
     "max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, which optax has no place for"
 }
@@ -187,7 +190,7 @@ _LEFT = {
 
 @dataclass
 class _Steps:
-    """The steps of parameters, each read once, a few bytes."""
+    """The numbers of steps of parameters, each of which is read once."""
 
     reads: ProvedReads
     stored: Mapping[str, Leaf]
@@ -196,7 +199,7 @@ class _Steps:
     asked: bool = False
 
     def of(self, params: Sequence[str]) -> int:
-        """The steps of these parameters, which must agree."""
+        """The number of steps of these parameters, which must agree."""
         self.asked = True
         param_of: dict[int, str] = {}  # the first parameter with a number of steps
         for param in params:
@@ -214,14 +217,14 @@ class _Steps:
         return next(iter(param_of))
 
     def common(self) -> int | None:
-        """The steps that all parameters have done, if it is one number."""
+        """The number of steps of all parameters, if they agree."""
         if not self.stored:
             return self.given
         first, *others = {self._one(param) for param in self.stored}
         return None if others else first
 
     def _one(self, param: str) -> int:
-        """The steps of a parameter as stored, else as given; the two may not differ."""
+        """The number of steps of a parameter, stored or given; the two must not differ."""
         if param not in self.stored:
             if self.given is None:
                 raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
@@ -242,9 +245,8 @@ class _Steps:
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
     states: dict[str, dict[str, Leaf]] = defaultdict(dict)
     for leaf in contents.leaves:
-        if len(leaf.path) > 1 and leaf.has_array:
-            state, *parts = map(str, leaf.path)
-            states[state]["/".join(parts)] = leaf
+        if leaf.state and leaf.has_array:
+            states[leaf.state][leaf.param] = leaf
     if "param" not in states:
         raise TreeMismatch(
             f"{contents.path} has no parameters below `param`: it is not a checkpoint of"
@@ -259,7 +261,7 @@ def _fill(
     steps: _Steps,
     given: Mapping[Path, Any],
 ) -> Filled:
-    """Where the value of a leaf comes from. Raises TreeMismatch where it comes from nowhere."""
+    """The source of a leaf's value. Raises TreeMismatch if there is none."""
     if slot.role == COUNT:
         count = steps.of(slot.covers)
         value = np.asarray(count, slot.value.dtype)
@@ -293,8 +295,8 @@ def _mapped(filled: Sequence[Filled]) -> list[Leaf]:
 
 
 def _refusals(extras: Any) -> Iterator[str]:
-    """Settings in the parameter groups of the checkpoint that optax has no equal of."""
-    for key, value in _pairs(extras):
+    """Messages about settings in the checkpoint's parameter groups that optax does not have."""
+    for key, value in _nested_items(extras):
         if key == "dampening" and value:
             yield (
                 f"the checkpoint was trained with dampening={value}: torch's momentum is another"
@@ -307,28 +309,29 @@ def _refusals(extras: Any) -> Iterator[str]:
             )
 
 
-def _pairs(tree: Any) -> Iterator[tuple[str, Any]]:
+def _nested_items(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The keys and values of all mappings in nested mappings and lists."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield str(key), value
-            yield from _pairs(value)
+            yield from _nested_items(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _pairs(value)
+            yield from _nested_items(value)
 
 
 def _given(
     tx: optax.GradientTransformation, params: Any, slots: Sequence[OptaxLeaf]
 ) -> dict[Path, np.ndarray]:
-    """The values of `tx.init` for leaves that do not depend on parameters: hyperparameters."""
+    """The values of `tx.init` for leaves that do not depend on parameters (hyperparameters)."""
     if not slots:
         return {}
     paths = [slot.path for slot in slots]
 
-    def initial() -> list[Any]:  # compiled, so that nothing but these leaves is made
+    def initial() -> list[Any]:  # compiled, so that only these leaves are computed
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, canonicalize_dtype(p.dtype)), params)
-        found = {node.path: node.value for node in walk(tx.init(zeros))}
-        return [found[path] for path in paths]
+        values = {node.path: node.value for node in walk(tx.init(zeros))}
+        return [values[path] for path in paths]
 
     return dict(zip(paths, map(np.asarray, jax.jit(initial)()), strict=True))
 

@@ -1,9 +1,9 @@
-"""Whether an optax optimizer has the weight decay, betas and eps that a trainer's had.
+"""Checks that an optax optimizer has the weight decay, eps and learning rates of a trainer's.
 
-No state shows them, so an optimizer is asked for updates of small arrays: from zero moments and
-zero gradients only decay moves a weight. Torch's AdamW and SGD, and Lion, move it in proportion to
-itself; torch's Adam adds decay to the gradient, which Adam then normalises (`torch/optim/adam.py`,
-2.13: `decoupled_weight_decay` of a group says which).
+No state shows them, so an optimizer is run on small arrays: with zero moments and zero gradients,
+only decay changes a weight. In torch's AdamW and SGD, and in Lion, the change is proportional to
+the weight; torch's Adam adds decay to the gradient, which Adam then normalises
+(`torch/optim/adam.py`, 2.13: `decoupled_weight_decay` of a group tells which).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_ucp.arrays.optimizer_groups import Group
+from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.optimizers.slots import few
+from jax_ucp.optimizers.slots import few, param_leaves
 
-# A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked
-# this often.
+# The most updates that are tried: a schedule may begin at zero, and MultiSteps updates only after
+# several steps.
 TRIES = 1000
 # Settings of Adam's moments and of SGD's; a gradient that is too small to be clipped.
 _MOMENTS, _NOT_CLIPPED = ("betas", "momentum"), 1e-6
-# Of rates and eps that are measured on weights in 16 bits.
+# The relative tolerance for rates and eps, which may be measured on weights of 16 bits.
 _TOLERANCE = 0.05
 
 Decay = Literal["none", "in proportion", "through the gradient"]
@@ -37,20 +37,21 @@ Updates = Mapping[str, np.ndarray]
 def setting_faults(
     groups: Sequence[Group], tx: optax.GradientTransformation, params: Any
 ) -> Iterator[str]:
-    """Messages about parameters for which `tx` has another weight decay or eps than `groups` say.
+    """Messages about parameters for which `tx` has another weight decay, eps or learning rate than
+    `groups` say.
 
-    Groups name parameters by their paths in `params`. Of Adam and SGD the rate of weight decay is
-    compared too: the update by a gradient of a known size says what to divide by. Learning rates
-    follow schedules; of them it is compared whether parameters have the same one.
+    Groups name parameters by their paths in `params`. For Adam and SGD the rate of weight decay is
+    measured by comparison with the update by a gradient of known size. Learning rates follow
+    schedules, so only their ratios between parameters are compared.
     """
-    settings_of = {name: group.settings for group in groups for name in group.params}
+    settings_of = settings_by_parameter(groups)
     updates = TrialUpdates(tx, params) if settings_of else None
     if updates is None or not (decays := updates.decays()):
         return
     unit = updates.after(0.0, 1.0)
     unlike: dict[tuple[str, float, str], list[str]] = defaultdict(list)
     others: dict[str, list[str]] = defaultdict(list)
-    rates: dict[str, tuple[float, float]] = {}  # the checkpoint's, and that of the first update
+    rates: dict[str, tuple[float, float]] = {}  # the checkpoint's, and the size of tx's update
     for name, settings in settings_of.items():
         if name not in decays:
             continue
@@ -62,7 +63,7 @@ def setting_faults(
         elif not settings.keys().isdisjoint(_MOMENTS) and unit[name].any():
             if settings.get("bias_correction") in (False, 0):
                 unlike["bias_correction", False, "True, as all of optax"].append(name)
-            # an update of SGD is as long as its gradient, unless that is clipped
+            # an update of SGD has the size of the gradient, unless that is clipped
             size = 1.0 if "betas" in settings else _NOT_CLIPPED
             by_one = float(np.abs(updates.after(0.0, size)[name]).max()) / size
             if isinstance(lr := settings.get("lr"), float) and lr:
@@ -72,27 +73,26 @@ def setting_faults(
                 if not _is_about(decayed, rate):
                     unlike["weight_decay", rate, f"about {decayed:.2g}"].append(name)
             if isinstance(eps := settings.get("eps"), float) and eps:  # CAME has two
-                # an update by g is as long as g / (g + eps)
+                # an update by g has the size g / (g + eps)
                 share = float(np.abs(updates.after(0.0, eps)[name]).max()) / by_one
                 if not _is_about(2 * share, 1.0):
-                    found = eps / share - eps if share else np.inf
-                    unlike["eps", eps, f"about {found:.2g}"].append(name)
+                    of_tx = eps / share - eps if share else np.inf
+                    unlike["eps", eps, f"about {of_tx:.2g}"].append(name)
     for other, names in others.items():
         yield (
             f"{few(names)}: the checkpoint's optimizer is {other}, whose states have the names of"
             " another's; give the optimizer that was trained with, and check=False"
         )
     yield from _rate_faults(rates)
-    for (setting, declared, found), names in unlike.items():
+    for (setting, declared, of_tx), names in unlike.items():
         yield (
-            f"{few(names)}: the checkpoint's optimizer has {setting}={declared}, tx {found};"
+            f"{few(names)}: the checkpoint's optimizer has {setting}={declared}, tx {of_tx};"
             " give tx the same, or check=False"
         )
 
 
-# Settings of optimizers whose states have the names of Adam's or SGD's, and that move weights
-# otherwise: torch 2.13 `nadam.py`, `_muon.py`, DeepSpeed 0.19 `muon_optimizer.py`,
-# `fused_lamb.py`, apex.
+# Settings of optimizers whose states have the names of Adam's or SGD's, but whose updates differ:
+# torch 2.13 `nadam.py`, `_muon.py`, DeepSpeed 0.19 `muon_optimizer.py`, `fused_lamb.py`, apex.
 _OTHERS = {
     "momentum_decay": "NAdam",
     "ns_steps": "Muon",
@@ -103,7 +103,7 @@ _OTHERS = {
 
 
 def _other_optimizer(settings: Mapping[str, Any]) -> str:
-    """The name of an optimizer that is neither Adam nor SGD, by the settings that it alone has."""
+    """The name of an optimizer other than Adam and SGD, by settings that only it has; else ""."""
     named = next((name for key, name in _OTHERS.items() if settings.get(key)), "")
     # torch's Adam has both, its RAdam the first alone (`adam.py`, `radam.py`)
     is_like_radam = "differentiable" in settings and "amsgrad" not in settings
@@ -111,33 +111,31 @@ def _other_optimizer(settings: Mapping[str, Any]) -> str:
 
 
 def _rate_faults(rates: Mapping[str, tuple[float, float]]) -> Iterator[str]:
-    """Messages about parameters whose learning rate is that of the first parameter in the
-    checkpoint and not in `tx`, or the other way round. `rates` has both by name, those of `tx` as
-    the size of its first update.
+    """Messages about parameters whose learning rate equals that of the first parameter only in the
+    checkpoint, or only in `tx`. `rates` has both by name, those of `tx` as the size of its update.
     """
-    first, (known_first, found_first) = next(iter(rates.items()), ("", (1.0, 1.0)))
+    first, (stored_first, size_first) = next(iter(rates.items()), ("", (1.0, 1.0)))
     unlike: dict[tuple[float, str], list[str]] = defaultdict(list)
-    for name, (known, found) in rates.items():
-        is_alike = _is_about(known, known_first)
-        if is_alike != _is_about(found, found_first):
-            unlike[known, f"{found / found_first:.2g}"].append(name)
-    for (known, times), names in unlike.items():
-        other = (
-            f"as for {first}" if _is_about(known, known_first) else f"and {known_first} for {first}"
-        )
+    for name, (stored, size) in rates.items():
+        is_alike = _is_about(stored, stored_first)
+        if is_alike != _is_about(size, size_first):
+            unlike[stored, f"{size / size_first:.2g}"].append(name)
+    for (stored, times), names in unlike.items():
+        is_alike = _is_about(stored, stored_first)
+        other = f"as for {first}" if is_alike else f"and {stored_first} for {first}"
         yield (
-            f"{few(names)}: the checkpoint's optimizer has lr={known}, {other}, and tx about"
+            f"{few(names)}: the checkpoint's optimizer has lr={stored}, {other}, and tx about"
             f" {times} times the rate of {first}; give tx rates of the same ratio"
             " (optax.partition), or check=False"
         )
 
 
-def _is_about(found: float, wanted: float) -> bool:
-    return abs(found / wanted - 1) < _TOLERANCE
+def _is_about(measured: float, wanted: float) -> bool:
+    return abs(measured / wanted - 1) < _TOLERANCE
 
 
 def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
-    """How the decay of a parameter in the checkpoint and in `tx` differ, and the remedy."""
+    """The difference between a parameter's decay in the checkpoint and in `tx`, with the remedy."""
     if bool(rate) != (decay != "none"):
         does = "does not decay it" if rate else f"decays it {decay}"
         return (
@@ -153,10 +151,10 @@ def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
 
 
 class TrialUpdates:
-    """An optimizer that is asked for updates of small arrays with as many axes as parameters have.
+    """An optimizer that is run on small arrays, of the same number of axes as the parameters and of
+    length 1 or 2 on each.
 
-    Of sizes a mask sees no more than 1 or 2. `first` is the number of the first update that moves
-    anything, or None if none of 1,000 does.
+    `first` is the number of the first update that changes anything, or None if none of 1,000 does.
 
     >>> params = {"w": jnp.ones(4), "b": jnp.ones(4)}
     >>> TrialUpdates(optax.adamw(1e-3, mask={"w": True, "b": False}), params).decays()
@@ -170,7 +168,7 @@ class TrialUpdates:
         self.first = next((i for i, is_move in enumerate(moves) if is_move), None)
 
     def after(self, weight: float, gradient: float) -> Updates:
-        """Changes of each parameter in update `first`, if all weights and gradients are these."""
+        """The update `first` of each parameter, if all weights and gradients have these values."""
         key = weight, gradient
         if key not in self._known:
             self._known[key] = next(itertools.islice(self._all(*key), self.first, None))
@@ -190,16 +188,13 @@ class TrialUpdates:
         return decays
 
     def _all(self, weight: float, gradient: float) -> Iterator[Updates]:
-        """Updates one after the other, by the parameter's name."""
+        """Consecutive updates, by the parameter's name."""
         weights = jax.tree.map(lambda p: jnp.full(small(p.shape), weight, _wide(p)), self._params)
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
-        state = self._tx.init(weights)
+        state, names = self._tx.init(weights), param_leaves(weights)
         for _ in range(TRIES):
             deltas, state = self._update(gradients, state, weights)
-            yield {
-                _name(path): np.asarray(leaf)
-                for path, leaf in jax.tree_util.tree_leaves_with_path(deltas)
-            }
+            yield dict(zip(names, map(np.asarray, jax.tree.leaves(deltas)), strict=True))
 
 
 def small(shape: Shape) -> list[int]:
@@ -210,7 +205,3 @@ def small(shape: Shape) -> list[int]:
 def _wide(param: Any) -> Any:
     """The dtype of a parameter, but float32 for float16, in which small updates vanish."""
     return jnp.float32 if param.dtype == jnp.float16 else param.dtype
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")

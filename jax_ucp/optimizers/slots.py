@@ -1,4 +1,4 @@
-"""The leaves of an optax state, each by what the type of the state around it says that it holds."""
+"""The leaves of an optax state, and what each holds by the type of the state that it is in."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import optax
 
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.trees import walk
+from jax_ucp.text import listed
 from jax_ucp.tree import Key, Leaf, Path
 
 STEP = "step"
-# What a field of a state holds: the name of a moment, or one of these.
+# The role of a field of a state: the name of a moment, or one of these.
 COUNT, ZEROS, GIVEN, INNER = "number of steps", "zeros", "as the optimizer was made", "inner"
 
-# The one table of correspondences, read in both directions.
+# The table by which states are converted, in both directions.
 FIELDS: dict[type, dict[str, str]] = {
     optax.ScaleByAdamState: {"count": COUNT, "mu": "exp_avg", "nu": "exp_avg_sq"},
     optax.ScaleByLionState: {"count": COUNT, "mu": "exp_avg"},
@@ -30,7 +31,7 @@ FIELDS: dict[type, dict[str, str]] = {
         "hyperparams_states": COUNT,
         "inner_state": INNER,
     },
-    # A trainer saves between two updates, so that no gradients are being gathered.
+    # a trainer saves between two updates, when no gradients are accumulated
     optax.MultiStepsState: {
         "mini_step": ZEROS,
         "gradient_step": COUNT,
@@ -42,14 +43,15 @@ FIELDS: dict[type, dict[str, str]] = {
     optax.PartitionState: {"inner_states": INNER},
 }
 
-# Names of the fields that count; those of schedules inside inject_hyperparams are called as the
-# others are.
+# The names of the fields that are counts, also in states of schedules inside inject_hyperparams.
 _COUNTS = ("count", "gradient_step")
 
 
 @dataclass(frozen=True, slots=True)
 class OptaxLeaf:
-    """A leaf of an optax state: what it holds, of which parameters; `owner` is its state's type."""
+    """A leaf of an optax state: its role, its parameter if it has one, the type of its state, and
+    for a count the parameters that it `covers`.
+    """
 
     path: Path
     role: str
@@ -64,7 +66,7 @@ class OptaxLeaf:
 
     @property
     def of_moments(self) -> bool:
-        """Whether its state has moments too: its count is then that of their updates."""
+        """Whether its state also has moments, whose updates its count then counts."""
         return not {COUNT, ZEROS, GIVEN, INNER}.issuperset(FIELDS[self.owner].values())
 
 
@@ -77,7 +79,7 @@ def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[O
 
 
 def _as_jax_has_it(leaf: Any) -> Any:
-    """The leaf with the dtype that JAX makes of its own, without the warning: 32 bits of 64."""
+    """The leaf with the dtype that JAX would give it, without a warning: 32 bits instead of 64."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
@@ -85,13 +87,12 @@ def _as_jax_has_it(leaf: Any) -> Any:
 
 
 def param_leaves(params: Any) -> dict[str, Any]:
+    """The arrays of a tree of parameters, by name."""
     return {name_of(node.path): node.value for node in walk(params) if is_array(node.value)}
 
 
 def unlike(params: Mapping[str, Any], stored: Mapping[str, Leaf], lacking: str) -> Iterator[str]:
-    """Messages about parameters of a model that are not stored with their shapes; `lacking` says
-    what is wrong where there is none.
-    """
+    """Messages about a model's parameters that are stored in another shape, or not (`lacking`)."""
     for name, value in params.items():
         leaf = stored.get(name)
         if leaf is None:
@@ -104,7 +105,7 @@ def unlike(params: Mapping[str, Any], stored: Mapping[str, Leaf], lacking: str) 
 
 
 def name_of(path: Path) -> str:
-    """The parameter of a path, without the attribute `value` of Flax's variables."""
+    """The name of the parameter at a path, without the attribute `value` of Flax's variables."""
     keys = path[:-1] if path and path[-1] == Key("attr", "value") else path
     return "/".join(map(str, keys))
 
@@ -114,7 +115,8 @@ def is_array(value: Any) -> bool:
 
 
 def few(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    """The first of some names, and the number of the others."""
+    return listed(names, 1)
 
 
 def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[OptaxLeaf]:
@@ -160,8 +162,8 @@ def _is_named(node: Any) -> bool:
 
 
 def _covers(slot: OptaxLeaf, slots: Sequence[OptaxLeaf], names: Collection[str]) -> tuple[str, ...]:
-    """The parameters whose steps a count is: those with moments in the nearest state around it,
-    else all `names`; none for a slot that is no count.
+    """The parameters whose updates a count counts: those with moments in the nearest state around
+    it, or else all `names`; empty if the slot is not a count.
     """
     if slot.role != COUNT:
         return ()
