@@ -1,4 +1,4 @@
-"""Arguments of callers, paths and numbers, checked before anything is read or written."""
+"""Checks of arguments: paths, numbers, switches and optional libraries."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from jax_ucp.errors import UnsupportedPath
 
-# One slash is enough: pathlib makes `s3:/bucket/x` of `s3://bucket/x`, and `s3:` of `s3://`. A
-# scheme has at least two characters.
+# One slash or none is enough: pathlib makes `s3:/bucket/x` of `s3://bucket/x`, and `s3:` of `s3://`.
+# A scheme has at least two characters.
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/{1,2}|$)")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path, which is of this machine's file system: `~` and `file://` are that, too.
+    """The path in this machine's file system, with `~` and `file://` resolved.
 
-    A folder whose name looks like a URL, or begins with `~`, is given by its absolute path.
+    A folder whose name looks like a URL, or begins with `~`, must be given by its absolute path.
 
-    Raises UnsupportedPath for another URL, and for a path that is empty or has a NUL in it: made a
-    Path, they would name something else.
+    Raises UnsupportedPath for another URL, and for a path that is empty or has a NUL in it, because
+    a Path of it would name something else.
 
     >>> local_path("runs/7"), local_path("file:///runs/7%20b")
     (PosixPath('runs/7'), PosixPath('/runs/7 b'))
@@ -48,7 +48,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 def require_extra(module: str, extra: str, what: str) -> Any:
     """A module of a library that is installed with `jax_ucp[extra]`.
 
-    Raises UnsupportedPath, for `what` cannot be read without.
+    Raises UnsupportedPath if it is missing, with a message that `what` cannot be read without it.
     """
     try:
         return importlib.import_module(module)
@@ -61,7 +61,7 @@ def require_extra(module: str, extra: str, what: str) -> Any:
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
-    """The argument called `name` as an int. Raises ValueError where it is no whole number, or below
+    """The argument `name` as an int. Raises ValueError if it is not a whole number of at least
     `least`.
 
     >>> whole_number("hosts", 4)
@@ -77,9 +77,7 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 
 def switch(name: str, value: object) -> bool:
-    """The argument called `name`, which is True or False. Raises ValueError for anything else,
-    such as "no".
-    """
+    """The argument `name`, True or False. Raises ValueError for anything else, such as "no"."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r:.80} should be True or False")
     return value

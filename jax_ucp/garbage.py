@@ -1,4 +1,4 @@
-"""Work beside many objects, without the garbage collector looking at them again and again."""
+"""Contexts that save time of the garbage collector in work with many objects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would look at all objects of the program again for each so
-    many new ones: of a snapshot of 10,000 arrays that was half the time.
+    """Context without garbage collection, which would scan all objects of the program again and
+    again: for a snapshot of 10,000 arrays that was half of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -35,11 +35,11 @@ def is_frozen() -> bool:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Hide what exists now from the garbage collector, for work that lasts long and drops objects:
-    what is planned for 100,000 arrays was looked at nine times while they were copied, a fifth of
-    the time.
+    """Context in which the garbage collector ignores all objects that exist at its begin, for long
+    work that creates garbage: the plan for 100,000 arrays was scanned nine times while they were
+    copied, a fifth of the time.
     """
-    if is_frozen():  # by the program, or by another job: theirs ends later
+    if is_frozen():  # the program, or another job, has frozen objects for longer
         yield
         return
     _frozen_by.add("a job")

@@ -1,8 +1,7 @@
-"""JSON of strangers: the one reader of it that makes values of any kind.
+"""The reader for JSON from files whose types are not known in advance; msgspec decodes the others.
 
-Python's reads anything that its recursion allows, and gives back texts that no file can hold. What
-passes here can be walked recursively, printed, and written again. Where the types are known before,
-msgspec decodes.
+Python's own reader accepts deep nesting, and texts that cannot be encoded. Values that pass the
+checks here can be walked recursively, printed, and written again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import re
 from typing import Any
 
-# No config of a model is a tenth as deep.
+# Ten times the depth of any model's config.
 MAX_JSON_DEPTH = 100
 _TOO_DEEP = f"its values are nested more than {MAX_JSON_DEPTH} levels"
 

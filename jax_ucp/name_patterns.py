@@ -1,10 +1,10 @@
-"""Regular expressions that come out of a checkpoint, matched in time that is linear in the bytes
-of patterns and names.
+"""Regular expressions from a checkpoint, matched in time that is linear in the bytes of patterns
+and names.
 
-DeepSpeed's `universal_checkpoint_info` says with patterns for Python's `re.match` which parameters
-are cut how. Python tries all ways in which a pattern could match: `(\\w|.)+!` takes twice as long
-for every letter of a name. RE2 does not. What RE2 lacks (lookaround, references to groups), or
-reads otherwise than Python, is refused.
+DeepSpeed's `universal_checkpoint_info` has patterns for Python's `re.match` that select parameters
+by how they are cut. Python tries all ways in which a pattern could match: `(\\w|.)+!` takes twice
+as long for every letter of a name. RE2 does not. Patterns that RE2 does not support (lookaround,
+references to groups), or reads differently from Python, are refused.
 
 A trainer may write a pattern for each parameter: DeepSpeed's AutoTP (`^name$`, escaped), peft's
 `rank_pattern` (names whose dots stand for any letter). Patterns of text and dots alone are not
@@ -26,8 +26,8 @@ from jax_ucp.errors import FormatError
 # Patterns that trainers write have some tens of characters.
 MAX_PATTERN_LENGTH = 1000
 
-# What a compiled pattern may take, and the states that RE2 keeps of it: all may share `SHARED`
-# bytes, and each has some more for its own length. It has no repetition of more than 1,000.
+# The memory for a compiled pattern and the states that RE2 keeps for it: all share SHARED_BYTES,
+# and each has some more for its length. RE2 allows no repetition of more than 1,000.
 MAX_PATTERN_BYTES = 1 << 18
 SHARED_BYTES = 1 << 24
 BYTES_PER_LETTER = 512
@@ -43,8 +43,8 @@ _REMEDY = "Say in a spec how slices form parameters (spec=, --spec)"
 # Where RE2 sees plain text or a POSIX class, Python sees a repetition or a set of characters.
 _OTHERWISE = re.compile(r"\{,|\{0\d|\{\d*,0\d|\[:")
 
-# Text whose dots stand for any letter: at the beginning of a name, all of it, or, as peft has it,
-# all that is behind the beginning or a dot.
+# Patterns of text whose dots stand for any letter: for the beginning of a name, for all of it, or,
+# in peft, for its end after a dot or for all of it.
 _UNIT = re.compile(r"[\w/:,=@%&~ -]|\.|\\[^\w]", re.ASCII)
 _TEXT = rf"((?:{_UNIT.pattern})+)"
 _PLAIN = re.compile(rf"\^?{_TEXT}(\$?)|\(\.\*\\\.\)\?\({_TEXT}\)\$", re.ASCII)
@@ -52,8 +52,8 @@ _PLAIN = re.compile(rf"\^?{_TEXT}(\$?)|\(\.\*\\\.\)\?\({_TEXT}\)\$", re.ASCII)
 
 @dataclass(frozen=True)
 class _Place:
-    """Where so many letters lie in a name: at its beginning or, if `tail`, its end. `gaps` are
-    those that may be any.
+    """The place of `length` letters in a name: at its beginning or, if `tail`, at its end. `gaps`
+    are the positions of letters that may be any.
     """
 
     tail: bool
@@ -62,7 +62,7 @@ class _Place:
     gaps: tuple[int, ...]
 
     def text(self, name: str) -> str | None:
-        """A name's letters there, without those that may be any; None if it has no such place."""
+        """A name's letters at the place, without the gaps; None if it has no such place."""
         start = len(name) - self.length if self.tail else 0
         end = start + self.length
         outside = start < 0 or end > len(name) or (self.whole and end < len(name))
@@ -73,8 +73,8 @@ class _Place:
 
 
 class NamePatterns:
-    """The patterns that the file `where` has. Raises FormatError, with a remedy, for one that
-    cannot be matched as Python would, and for more work than their bytes account for.
+    """The patterns in the file `where`. Raises FormatError, with a remedy, for a pattern that
+    cannot be matched as Python would, and for more work than is proportional to the bytes.
     """
 
     def __init__(self, patterns: Iterable[str], where: str, remedy: str = _REMEDY):
@@ -104,7 +104,7 @@ class NamePatterns:
             return self._matching[name]
         matching: set[str] = set()
         if self._compiled or self._plain:
-            # Python's \w has letters of all alphabets, and its $ is before a last line break too.
+            # Python's \w matches letters of all alphabets, and its $ also before a last line break
             if not (name.isascii() and name.isprintable()):
                 raise FormatError(
                     f"{self._where} has patterns, which are only matched with names of printable"
@@ -113,23 +113,23 @@ class NamePatterns:
             self._charge(self._each + self._letter * len(name), bytes_read=len(name))
             for place, texts in self._plain.items():
                 text = place.text(name)
-                found = texts.get(text, ()) if text is not None else ()
-                self._charge(_TRY_STEPS * len(found))
-                matching.update(found)
+                patterns = texts.get(text, ()) if text is not None else ()
+                self._charge(_TRY_STEPS * len(patterns))
+                matching.update(patterns)
             matching.update(p for p, each in self._compiled.items() if each.match(name))
         self._matching[name] = frozenset(matching)
         return self._matching[name]
 
     def _is_plain(self, pattern: str) -> bool:
-        """Whether it is of text and dots alone, and is known from now on by its place."""
+        """Whether a pattern has only text and dots; it is then kept for looking up."""
         if len(pattern) > MAX_PATTERN_LENGTH:
             raise FormatError(
                 f"{self._where} has a pattern of {len(pattern)} characters; {MAX_PATTERN_LENGTH}"
                 " are the most"
             )
-        if (found := _PLAIN.fullmatch(pattern)) is None:
+        if (match := _PLAIN.fullmatch(pattern)) is None:
             return False
-        text, end, tail = found.groups()
+        text, end, tail = match.groups()
         units = _UNIT.findall(text or tail)
         gaps = tuple(at for at, unit in enumerate(units) if unit == ".")
         place = _Place(tail is not None, bool(end), len(units), gaps)
@@ -148,11 +148,9 @@ class NamePatterns:
             )
 
 
-def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
-    """The patterns under a key; none if it is missing or null. Raises FormatError unless they are
-    a list of texts.
-    """
-    patterns = () if said.get(key) is None else said[key]
+def pattern_list(info: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
+    """The patterns under a key, if any. Raises FormatError unless they are a list of texts."""
+    patterns = () if info.get(key) is None else info[key]
     if not isinstance(patterns, list | tuple) or not all(
         isinstance(pattern, str) for pattern in patterns
     ):
@@ -161,10 +159,10 @@ def pattern_list(said: Mapping[str, Any], key: str, where: str) -> Sequence[str]
 
 
 def _compiled(pattern: str, shared: int, where: str, remedy: str) -> Any:
-    """The pattern as RE2 has it, with its part of the bytes that all share."""
+    """The pattern compiled by RE2, with its part of the memory that all share."""
     fault = "it is not ASCII" if not pattern.isascii() else None
-    if found := _OTHERWISE.search(pattern):
-        fault = f"{found[0]!r} means something else to RE2 than to Python"
+    if other := _OTHERWISE.search(pattern):
+        fault = f"{other[0]!r} means something else to RE2 than to Python"
     options = re2.Options()
     options.max_mem = min(MAX_PATTERN_BYTES, shared + BYTES_PER_LETTER * len(pattern))
     options.log_errors, options.never_capture = False, True

@@ -1,7 +1,7 @@
-"""Our handlers are registered with Orbax once a program has imported both, in whichever order.
+"""Registration of our handlers with Orbax, once a program has imported both, in any order.
 
-Importing jax_ucp brings in neither Orbax nor JAX: where Orbax is not there yet, an import hook
-waits for it.
+Importing jax_ucp imports neither Orbax nor JAX: if Orbax is not imported yet, an import hook waits
+for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _is_to_be_patched = False
 
 
 def register_with_orbax() -> None:
-    """Register now if Orbax is imported, or else as soon as it is."""
+    """Register our handlers now if Orbax is imported, else as soon as it is."""
     if ORBAX in sys.modules:
         importlib.import_module(_HANDLER)
     else:
@@ -30,7 +30,7 @@ def register_with_orbax() -> None:
 
 
 def patch_orbax() -> None:
-    """From when Orbax is imported, keep its pytrees in the universal format in this process."""
+    """Patch Orbax, now or once it is imported, to use the universal format in this process."""
     global _is_to_be_patched
     _is_to_be_patched = True
     if ORBAX in sys.modules:
@@ -38,7 +38,7 @@ def patch_orbax() -> None:
 
 
 class _OrbaxFinder(MetaPathFinder):
-    """Finds Orbax as the other finders do, and has our handlers imported after it, once."""
+    """A finder that finds Orbax by the other finders, and imports our handlers after it, once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,7 +1,7 @@
-"""Text that came from outside, as it may be printed.
+"""Text from files and users, made safe to print, and lists and tables of text.
 
-It may hold what a terminal obeys: escape sequences that change its title, its colours or the
-clipboard, and characters that turn the direction of writing round.
+Such text may contain escape sequences, by which a terminal changes its title, its colours or the
+clipboard, and characters that reverse the direction of writing.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import html
 import re
 from collections.abc import Sequence
 
-# What `str.isprintable` calls unprintable: control and format characters (bidirectional ones among
-# them), surrogates, separators other than a space, and code points that mean nothing.
+# Unprintable for `str.isprintable` are control and format characters (also bidirectional ones),
+# surrogates, separators other than a space, and unassigned code points.
 _RUNS = re.compile(r"[^\x20-\x7e]+")
 
 
 def visible(text: str) -> str:
-    r"""The text on one line, with what is not printable as Python writes it in a string.
+    r"""The text on one line, with unprintable characters escaped as in Python's strings.
 
     >>> print(visible("w\x1b[31m\u202e é\n"))
     w\x1b[31m\u202e é\n
@@ -25,7 +25,7 @@ def visible(text: str) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    r"""Whether a file can hold the text: half of a surrogate pair is in no UTF-8.
+    r"""Whether the text can be encoded in UTF-8, which half of a surrogate pair cannot.
 
     >>> is_encodable("a\u00e9"), is_encodable("a\ud800")
     (True, False)
@@ -34,8 +34,8 @@ def is_encodable(text: str) -> bool:
 
 
 def visible_lines(text: str) -> str:
-    r"""A message that may have several lines. All but the first are indented: no name can pass for
-    a line of ours.
+    r"""A message of one or more lines, made safe to print. All lines but the first are indented, so
+    that no name in it looks like a line of ours.
 
     >>> print(visible_lines("2 faults:\n  a\n0 faults"))
     2 faults:
@@ -57,7 +57,7 @@ def listed(names: Sequence[str], shown: int = 8) -> str:
 
 
 def fault_lines(faults: Sequence[str], shown: int = 20) -> str:
-    """The first `shown` faults, each on a line of its own after the title that they belong to.
+    """The first `shown` faults, each on its own line, to be appended to a title.
 
     >>> print("3 faults:" + fault_lines(["a is missing", "b is missing", "c is missing"], shown=2))
     3 faults:

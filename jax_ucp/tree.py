@@ -1,6 +1,6 @@
 """The tree of a checkpoint: its leaves, their paths, and the names that their arrays have on disk.
 
-`docs/format.md` states what trees and names may be; the functions here are what checks them.
+`docs/format.md` states which trees and names are possible; the functions here check it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax_ucp.layout.fragments import Shape
 _OF_ORBAX = {"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d"}
 RESERVED = frozenset(_OF_ORBAX | {"ucp.json"})
 
-# beside the leaves, by us; `d` is of stock Orbax alone
+# names of files that we write beside the leaves; only stock Orbax writes `d`
 _WRITTEN = frozenset(name.lower() for name in RESERVED - {"d"})
 
 # Unicode's default ignorable code points that count as printable (DerivedCoreProperties.txt).
@@ -30,14 +30,14 @@ _IGNORABLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
 
-# An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there,
-# numpy's above.
+# The most elements of an axis, and bytes of an array: the limit of TensorStore's indices, which is
+# below numpy's.
 MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
 
 # zarr v3 in TensorStore, and numpy before 2, have no array of more axes.
 MAX_AXES = 32
 
-# Trees are walked recursively, by us and by JAX; Python ends a recursion of some 1,000 calls.
+# Trees are walked recursively, by us and by JAX, and Python allows some 1,000 nested calls.
 MAX_TREE_DEPTH = 256
 
 KeyKind = Literal["dict", "list", "tuple", "attr"]
@@ -74,9 +74,7 @@ class SavedSharding:
 
 
 class _KeepsLabel:
-    """A place for the label of a leaf, which is no field of it: looking at a checkpoint asks for
-    each label six times.
-    """
+    """A slot for the cached label of a leaf, which inspecting a checkpoint uses six times."""
 
     __slots__ = ("_label",)
 
@@ -85,12 +83,12 @@ class _KeepsLabel:
 class Leaf(_KeepsLabel):
     """A leaf of a checkpoint's tree.
 
-    `kind` says what it was, for it to come back as that; an `array` comes from a format that does
-    not know of JAX, and goes on a mesh if there is one. `name` is its key in the source that holds
-    its bytes, unique in the checkpoint, and the directory of its array in a universal checkpoint.
-    `shape` and `dtype` are those of the stored array; a PRNG key is stored as its key data. A leaf
-    without an array (`str`, `none`, `empty`) has its `value` here: the string, or which kind of
-    node was empty. `axes` are its logical axis names, where the model gave any.
+    `kind` is the kind of object that was saved, as which it is restored; an `array` comes from a
+    format other than JAX's, and is placed on a mesh if there is one. `name` is its key in the
+    source of arrays, unique in the checkpoint, and the directory of its array in a universal
+    checkpoint. `shape` and `dtype` are those of the stored array; a PRNG key is stored as its key
+    data. A leaf without an array (`str`, `none`, `empty`) has its `value` here: the string, or the
+    kind of the empty node. `axes` are its logical axis names, if the model gave any.
     """
 
     path: Path
@@ -129,13 +127,13 @@ class Leaf(_KeepsLabel):
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:
-    """A directory name for each path: what stock Orbax would use, keys joined by '.', where that is
+    """A directory name for each path: keys joined by '.', as stock Orbax would use, if that is
     safe.
 
-    Where two leaves would get one name, or one a name inside another's directory, all of them get
-    escaped names instead. We read them through `ucp.json`; stock Orbax, which would return one leaf
-    for the other without a word, then finds no array and says so. Names are one too if some file
-    system takes them for one: `W` and `w`, or an accent written in two ways.
+    If two leaves would get one name, or one would get a name inside another's directory, all of
+    them get escaped names instead. We find them by `ucp.json`; stock Orbax, which would silently
+    return one leaf for the other, finds no array and raises an error. Names that some file system
+    does not distinguish count as one name: `W` and `w`, or an accent written in two ways.
 
     >>> a, b, c = Key("dict", "a"), Key("dict", "b"), Key("dict", "a.b")
     >>> leaf_names([(a, b), (b,)])
@@ -171,11 +169,11 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
 
 
 def folded_name(name: str) -> str:
-    """The same text for all names that some file system takes for one.
+    """A text that is equal for all names which some file system does not distinguish.
 
-    APFS, NTFS, exFAT, SMB and ext4's `casefold` do not tell upper from lower case, APFS and ZFS not
-    how an accent is written; ext4 overlooks what Unicode calls ignorable, and exFAT dots and spaces
-    at the end.
+    APFS, NTFS, exFAT, SMB and ext4's `casefold` do not distinguish upper and lower case, and APFS
+    and ZFS the ways to write an accent; ext4 ignores Unicode's ignorable characters, and exFAT dots
+    and spaces at the end.
 
     >>> folded_name("Ä/W") == folded_name("a\u0308/w")
     True
@@ -189,10 +187,10 @@ def folded_name(name: str) -> str:
 
 
 def tree_fault(paths: Iterable[Path]) -> str | None:
-    """Why paths are not those of the leaves of one tree; None if they are.
+    """The reason why paths cannot be those of the leaves of one tree; None if they can.
 
-    A leaf has nothing below it, a list or a tuple all its items, and no two keys of a node differ
-    in type alone.
+    A leaf has nothing below it, a list or a tuple has all its items, and no two keys of a node
+    differ only in type.
 
     >>> tree_fault([(Key("dict", "a"),), (Key("dict", "a"), Key("list", 0))])
     "'a' is a leaf, but has something below it"
@@ -241,7 +239,7 @@ def _named(path: Path) -> str:
 
 
 def ambiguous_paths(paths: Iterable[Path]) -> list[list[str]]:
-    """Paths that stock metadata cannot tell apart, such as dict keys 0 and "0", in groups."""
+    """Groups of paths that stock Orbax's metadata do not distinguish, such as of keys 0 and "0"."""
     same: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for path in paths:
         same[tuple(map(str, path))].append(" / ".join(repr(key.name) for key in path))
@@ -249,8 +247,7 @@ def ambiguous_paths(paths: Iterable[Path]) -> list[list[str]]:
 
 
 def tree_of(leaves: Mapping[Path, Any]) -> Any:
-    """Nested dicts, lists and tuples with the given leaves; other nodes come as dicts of their
-    fields.
+    """Nested dicts, lists and tuples with the given leaves; any other node is a dict of its fields.
 
     >>> tree_of({(Key("dict", "a"), Key("tuple", 0)): 1, (Key("dict", "a"), Key("tuple", 1)): 2})
     {'a': (1, 2)}
@@ -277,14 +274,14 @@ def _compatible(text: str) -> str:
 
 
 def _is_plain(name: str, folded: str) -> bool:
-    """Whether a leaf's directory can have the name, on every file system."""
+    """Whether a leaf's directory can have the name on every file system."""
     return is_leaf_name(name) and not folded.startswith("%") and not _is_taken(folded, _WRITTEN)
 
 
 def is_leaf_name(name: str) -> bool:
-    """Whether a name can be that of a directory in the checkpoint, and is no file's there.
+    """Whether a leaf's directory in a checkpoint may have the name.
 
-    Names that only another file system would merge may be: `leaf_names` gives none, older saves do.
+    Names that only some file system does not distinguish are allowed: older saves may have them.
     """
     if _is_taken(name, RESERVED) or "\\" in name or not name.isprintable():
         return False
@@ -305,7 +302,7 @@ def _is_taken(name: str, reserved: frozenset[str]) -> bool:
 def _escaped(path: Path, case: bool = False) -> str:
     """A name that no other path has; with `case`, one that stays its own in lower case."""
     quoted = ".".join(
-        # "%i" is nothing that quoting gives: it tells 0 from "0".
+        # quoting never gives "%i", which distinguishes 0 from "0"
         _quoted(str(key), case) + ("%i" if isinstance(key.name, int) else "")
         for key in path
     )
@@ -318,5 +315,5 @@ def _quoted(key: str, case: bool) -> str:
     quoted = urllib.parse.quote(key, safe="", errors="surrogatepass").replace(".", "%2E")
     if not case:
         return quoted
-    # The digits after a % are upper case wherever they are, and nothing else is.
+    # digits after a % are always upper case, and nothing else is
     return re.sub(r"%..|[A-Z]", lambda m: m[0] if m[0][0] == "%" else f"%{ord(m[0]):02X}", quoted)

@@ -1,4 +1,4 @@
-"""Commands, and the arguments that a user gave to one."""
+"""Commands, and the arguments that a command is given."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def executor_of(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
-    """The executor that does the work; None for threads of this process."""
+    """Context with the executor that does the work; None for threads of this process."""
     if workers and scheduler:
         raise click.UsageError("--workers and --scheduler exclude each other: give one of them")
     if workers:
-        # JAX's threads, if it is loaded, do not live on in a fork
+        # the threads of JAX, if it is loaded, do not exist in a forked process
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
             yield pool
     elif scheduler:
@@ -44,7 +44,7 @@ def executor_of(workers: int | None, scheduler: str | None) -> Iterator[Executor
 
 @contextmanager
 def _dask(address: str) -> Iterator[Executor]:
-    """The workers of a Dask scheduler. Raises WorkerError where it is not reached."""
+    """Context with the workers of a Dask scheduler. Raises WorkerError if it does not answer."""
     try:
         from distributed import Client
     except ImportError:
@@ -58,14 +58,14 @@ def _dask(address: str) -> Iterator[Executor]:
     with client:
         if not client.scheduler_info(n_workers=1)["workers"]:
             click.echo(f"{address} has no worker yet: waiting for the first", err=True)
-        # each task is run, also where Dask has the result of one that looks the same
+        # every task is run, even if Dask has the result of an equal one
         yield client.get_executor(pure=False)
 
 
 @contextmanager
 def _mpi() -> Iterator[Executor]:
-    """The other ranks of this MPI job, each of which runs this command too. They work here until
-    rank 0 has no more for them, and then end.
+    """Context with the other ranks of this MPI job, each of which runs this command too. There, the
+    context works for rank 0 until the end of the job, and then ends the command.
     """
     try:
         from mpi4py import MPI
@@ -93,7 +93,7 @@ class Arguments(SimpleNamespace):
     """
 
     def open(self, path: str) -> jax_ucp.Checkpoint:
-        """The checkpoint at a path as the options SOURCE say, mapped if they have a mapping."""
+        """The checkpoint at a path, opened and mapped by the options SOURCE."""
         mappings = self.load_mappings()
         checkpoint = self.open_unmapped(path, mappings)
         return self.mapped(checkpoint, mappings, params=self.params)
@@ -101,9 +101,9 @@ class Arguments(SimpleNamespace):
     def open_unmapped(
         self, path: str, mappings: Sequence[jax_ucp.Mapping] = (), model: str | None = None
     ) -> jax_ucp.Checkpoint:
-        """The checkpoint at a path, not mapped yet: some of the sizes may be for `mappings`.
+        """The checkpoint at a path, not mapped yet; some of the sizes may be for `mappings`.
 
-        `model` is for one that the user did not name.
+        `model` takes the place of the option `--model`.
         """
         if self.dequantize and self.no_dequantize:
             raise click.UsageError(
@@ -127,8 +127,8 @@ class Arguments(SimpleNamespace):
     def load_mappings(
         self, its_own: Sequence[str] = ("config", "assume", "params", "inverse")
     ) -> list[jax_ucp.Mapping]:
-        """The mappings that are asked for, one after another, or the inverse of that. Raises
-        UsageError if options of their own are given without one.
+        """The mappings of `--mapping` in order, or with `--inverse` their inverses. Raises
+        UsageError if options that need a mapping (`its_own`) are given without one.
         """
         if self.mapping is not None:
             is_file = local_path(self.mapping).is_file()  # with a comma in its name, perhaps
@@ -146,7 +146,7 @@ class Arguments(SimpleNamespace):
         mappings: Sequence[jax_ucp.Mapping],
         params: str | None = None,
     ) -> jax_ucp.Checkpoint:
-        """The checkpoint with these mappings, one after another."""
+        """The checkpoint with these mappings applied in order."""
         for mapping in mappings:
             arguments = self.map_arguments(mapping, mappings)
             checkpoint = checkpoint.map(mapping, **arguments, params=params)
@@ -155,13 +155,13 @@ class Arguments(SimpleNamespace):
     def map_arguments(
         self, mapping: jax_ucp.Mapping, mappings: Sequence[jax_ucp.Mapping]
     ) -> dict[str, Any]:
-        """The arguments of `Checkpoint.map` for one of the mappings; the other lengths are for
-        opening the checkpoint. After a mapping that says its leaves' config, none is given.
+        """The arguments of `Checkpoint.map` for one of the mappings: the sizes and assumptions that
+        it has, and the config, unless a mapping before it makes one.
         """
         lengths = {name: n for name, n in self.sizes if name in mapping.names}
         at = mappings.index(mapping)
         has_config = any(before.config for before in mappings[:at])
-        # a name that is in no mapping is refused by the last
+        # an assumption that no mapping has is given to the last one, which refuses it
         of_others = {one.name for other in mappings if other != mapping for one in other.requires}
         own = {one.name for one in mapping.requires}
         if at == len(mappings) - 1:
@@ -174,7 +174,7 @@ class Arguments(SimpleNamespace):
 
     @property
     def layout(self) -> dict[str, Any]:
-        """The arguments for a framework's loader of `Checkpoint.save`, those that are given."""
+        """The given options LAYOUT, as arguments of `Checkpoint.save`."""
         of_step = {"item": self.item, "custom_metadata": self.custom_metadata}
         for name, value in of_step.items():
             if value is not None and self.to_step is None:
@@ -186,7 +186,7 @@ class Arguments(SimpleNamespace):
 
     @property
     def save_mesh(self) -> dict[str, Any]:
-        """The arguments for a mesh of `Checkpoint.save`."""
+        """The options MESH, as arguments of `Checkpoint.save`."""
         if self.mesh is None:
             return {}
         return {"mesh": self.mesh.sizes, "rules": self.rules, "hosts": self.mesh.hosts}
@@ -195,7 +195,7 @@ class Arguments(SimpleNamespace):
 def command(
     name: str, *params: click.Parameter
 ) -> Callable[[Callable[[Arguments], None]], click.Command]:
-    """A command with these parameters."""
+    """A decorator that makes a command with these parameters of a function of its arguments."""
 
     def made(run: Callable[[Arguments], None]) -> click.Command:
         def callback(**values: Any) -> None:
@@ -212,7 +212,7 @@ def command(
 
 
 class _Sectioned(click.Command):
-    """A command whose help has its options in sections, those that most people give first."""
+    """A command whose help lists the most common options first, and others in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
@@ -243,7 +243,7 @@ def _host_mesh(args: Arguments) -> HostMesh | None:
 
 
 def by_name(option: str, pairs: Sequence[tuple[str, _Value]]) -> dict[str, _Value]:
-    """Values by name. Raises UsageError for a name to which an option gives two."""
+    """The values of a repeated option by name. Raises UsageError for a name with two values."""
     values: dict[str, _Value] = {}
     for name, value in pairs:
         if values.setdefault(name, value) != value:
@@ -252,10 +252,10 @@ def by_name(option: str, pairs: Sequence[tuple[str, _Value]]) -> dict[str, _Valu
 
 
 def imported(target: str, what: str) -> Any:
-    """The result of the function `module:function`, of which `what` is expected.
+    """The result of the function that `module:function` names; `what` describes it in errors.
 
-    Raises NotACheckpoint where it is no name of a function, TreeMismatch where the function cannot
-    be called.
+    Raises NotACheckpoint if the name has another form, TreeMismatch if the function cannot be
+    imported or called.
     """
     local_path(target)
     module, colon, function = target.partition(":")

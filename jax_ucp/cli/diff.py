@@ -50,7 +50,7 @@ def diff(args: Arguments) -> None:
     """
     one, other = args.open(args.first), jax_ucp.open(args.second)
     with progress("comparing", 0 if args.headers else one.nbytes) as meter:
-        found = jax_ucp.diff(
+        difference = jax_ucp.diff(
             one,
             other,
             rename=by_name("--rename", args.rename),
@@ -60,38 +60,38 @@ def diff(args: Arguments) -> None:
             progress=meter.advance,
         )
     if args.json_:
-        print_json({"first": one.path, "second": other.path, "same": found.same, **asdict(found)})
+        sides = {"first": one.path, "second": other.path, "same": difference.same}
+        print_json({**sides, **asdict(difference)})
     else:
         console.print(f"first   {one.path}")
         console.print(f"second  {other.path}")
-        if found.facts:
-            facts = [(fact.label, fact.first, fact.second) for fact in found.facts]
+        if difference.facts:
+            facts = [(fact.label, fact.first, fact.second) for fact in difference.facts]
             console.print(folded_table(("fact", "first", "second"), facts, args.all_))
-        rows = list(found.changes())
+        rows = list(difference.changes())
         if rows:
             console.print(leaf_table(("leaf", "what", "first", "second"), rows, args.all_))
-        # of a trainer's tree, a table for each state, without it in the labels
+        # for a trainer's tree, a table for each state, which is left out of the labels
         states: dict[str, list[ElementChange]] = {}
-        for each in found.values:
+        for each in difference.values:
             state, _, name = each.label.partition("/")
             states.setdefault(f"{state} of", []).append(replace(each, label=name))
-        if found.values and (args.all_ or "param of" not in states):
-            states = {"leaf": list(found.values)}
+        if difference.values and (args.all_ or "param of" not in states):
+            states = {"leaf": list(difference.values)}
         for title, values in states.items():
             console.print(_values_table(title, values, args.all_))
-        differing = len({label for label, *_ in rows} | {each.label for each in found.values})
-        compared = "names, shapes and dtypes" if found.headers_only else "all elements"
-        also = (
-            f"; {several(len(found.facts), 'fact differs', 'facts differ')}" if found.facts else ""
-        )
-        differ = several(differing, "leaf differs", "leaves differ")
-        console.print(f"{differ}, {found.equal:,} equal in {compared}{also}")
-    if not found.same:
+        differing = {label for label, *_ in rows} | {each.label for each in difference.values}
+        compared = "names, shapes and dtypes" if difference.headers_only else "all elements"
+        count = several(len(difference.facts), "fact differs", "facts differ")
+        also = f"; {count}" if difference.facts else ""
+        leaves = several(len(differing), "leaf differs", "leaves differ")
+        console.print(f"{leaves}, {difference.equal:,} equal in {compared}{also}")
+    if not difference.same:
         sys.exit(1)
 
 
 def _values_table(title: str, values: Sequence[ElementChange], all_: bool) -> TextTable:
-    """Arrays with changed elements; folded, the most of each that any has, and the least cosine."""
+    """A table of changed arrays; a folded row has the largest differences and least cosine."""
     groups = [(each.label, [each]) for each in values]
     if not all_:
         folded = fold([(each.label,) for each in values])

@@ -21,7 +21,7 @@ from jax_ucp.inspection import report
 from jax_ucp.inspection.words import several, size
 from jax_ucp.mapping.rules import inverse_chain
 
-# Options that are for one format.
+# Options that apply to one format only, by their names.
 _FORMAT_OF = {
     "max_shard": "safetensors",
     "zero_stage": "deepspeed",
@@ -162,8 +162,8 @@ def _check_options(args: Arguments) -> None:
 
 
 def _weights(args: Arguments, mappings: Sequence[jax_ucp.Mapping]) -> jax_ucp.Checkpoint:
-    """The checkpoint; of a run the weights at the label `params` of its tree, or those of the item
-    of that name in a step that has several.
+    """The checkpoint, or with `--params` only the weights at that label of a run's tree, or of the
+    item with that name in a step of several items.
     """
     params = args.params
     if params is None:
@@ -179,9 +179,9 @@ def _weights(args: Arguments, mappings: Sequence[jax_ucp.Mapping]) -> jax_ucp.Ch
 
 
 def _optimizer(name: str) -> tuple[Any, ...]:
-    """The optimizer that a function returns, and the model's tree if it returns that too."""
+    """The optimizer that a function returns, and the model's tree if it returns both."""
     result = imported(name, "optimizer")
-    import optax  # which only those have who name an optimizer
+    import optax  # an extra, which is only needed here
 
     optimizer, *model = result if type(result) is tuple else (result,)
     if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:

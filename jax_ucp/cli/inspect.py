@@ -89,7 +89,7 @@ def inspect(args: Arguments) -> None:
 
 
 def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
-    """The leaves that match. Raises TreeMismatch where none does."""
+    """The leaves whose labels match. Raises TreeMismatch if there is none."""
     matching = [leaf for leaf in leaves if re.search(pattern, leaf["leaf"])]
     if not matching:
         labels = [leaf["leaf"] for leaf in leaves]
@@ -101,9 +101,9 @@ def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
 
 
 def _leaf_rows(leaves: list[Report], has_meshes: bool) -> tuple[Row, list[Row], list[str]]:
-    """Heads, a row for each leaf, and the files of each row. Where the tree is {state: {parameter:
-    array}} a row is a parameter, with its states where they are not those that most have. Rows name
-    the mesh where there are several.
+    """The headings, a row for each leaf, and the files of each row. For a tree {state: {parameter:
+    array}}, a row is a parameter, with its states if they are not the usual ones. With several
+    meshes, rows have the mesh.
     """
     arrays = [leaf for leaf in leaves if "shape" in leaf]
     paths = [leaf["leaf"].split("/") for leaf in arrays]
@@ -141,7 +141,7 @@ def _files(leaves: list[Report]) -> str:
 
 
 def _mesh_words(leaf: Report) -> str:
-    """The mesh of a leaf; axes of length 1, which cut nothing, are counted."""
+    """The mesh of a leaf in words, with only the number of axes of length 1."""
     cuts = [f"{axis}={n}" for axis, n in leaf["mesh"].items() if n > 1]
     whole = len(leaf["mesh"]) - len(cuts)
     axes = several(whole, "axis", "axes") + " of length 1"

@@ -28,7 +28,7 @@ _AGAIN = {
     "export": "nothing was written to TARGET; the same command starts over",
 }
 
-# Their lines in `jax-ucp --help`; each is in the module of its name, under its name.
+# The commands and their lines in `jax-ucp --help`; each is defined in the module of its name.
 _SUMMARIES = {
     "convert": "Convert to the universal format.",
     "diff": "Show what differs between two checkpoints.",
@@ -46,8 +46,8 @@ _SUMMARIES = {
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are run or completed; their refusals are one clear
-    message and exit code 1, never a traceback; nor is Ctrl-C.
+    """A group whose commands are imported when they are needed, and whose errors and Ctrl-C end
+    with a message and an exit code, without a traceback.
     """
 
     def resolve_command(
@@ -58,15 +58,15 @@ class _Commands(click.Group):
             return name, None, rest
         with gc_paused():
             module = importlib.import_module(f"jax_ucp.cli.{name}")
-        if not is_frozen():  # once, also where a program runs several commands
-            gc.freeze()  # what was imported stays, and need not be looked at again
+        if not is_frozen():  # only once, if a program runs several commands
+            gc.freeze()  # imported objects stay: the collector need not look at them
         return name, getattr(module, str(name)), rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BaseException as error:
-            if ctx.invoked_subcommand == "run":  # whose errors are those of somebody's program
+            if ctx.invoked_subcommand == "run":  # these are errors of the user's program
                 raise
             match error:
                 case KeyboardInterrupt():
@@ -74,7 +74,7 @@ class _Commands(click.Group):
                     click.echo(f"stopped: {_AGAIN.get(command, _NOTHING_WRITTEN)}", err=True)
                     sys.exit(STOPPED)
                 case BrokenPipeError():
-                    sys.stdout = None  # the reader has what it wanted; nothing can be flushed
+                    sys.stdout = None  # the reader has closed the pipe; nothing can be flushed
                     sys.exit(0)
                 case click.UsageError():
                     shown = visible_lines(error.format_message())

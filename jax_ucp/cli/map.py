@@ -98,18 +98,17 @@ def _row(leaf: Report, has_target: bool) -> Row:
     params, _, leaves = leaf["rule"].partition(" -> ")
     axes = leaves if " and " in leaves else leaves.partition(": ")[2]  # of this leaf alone
     shape, target = str(leaf["shape"]), str(leaf["target"] or "missing")
-    is_said = has_target and target != shape
-    return leaf["leaf"], axes, params, shape, target if is_said else ""
+    return leaf["leaf"], axes, params, shape, target if has_target and target != shape else ""
 
 
 def target_shapes(target: str) -> Mapping[str, Shape]:
-    """The parameters of a model, by their names with slashes.
+    """The shapes of a model's parameters, by their names with slashes.
 
-    `target` is `module:function`, which returns a tree of arrays or `ShapeDtypeStruct`s; what
-    `inspect --json` printed of a checkpoint; or a checkpoint. Of a tree with `param` at the top,
-    that part is meant.
+    `target` is `module:function`, which returns a tree of arrays or `ShapeDtypeStruct`s; a file
+    with the output of `inspect --json`; or a checkpoint. If the tree has `param` at the top, only
+    the leaves below are taken.
 
-    Raises TreeMismatch where it is none of these.
+    Raises TreeMismatch for anything else.
     """
     path = file_path(target)
     if path.suffix == ".json" and path.is_file():

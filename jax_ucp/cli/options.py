@@ -49,7 +49,7 @@ BUDGET = option(
     show_default="1GiB",
 )
 
-# What a user says of a checkpoint that it does not say itself; and what to make of it then.
+# Facts about a checkpoint that its files do not state, and how to read it.
 OPENING = (
     option(
         "--size sizes",
@@ -139,7 +139,7 @@ MESH = (
     ),
 )
 
-# Where a checkpoint goes for a framework's own loader.
+# The tree and the place of a checkpoint that a framework's own loader expects.
 LAYOUT = (
     option("--root", "LABEL", "Where the parameters go in the tree; default: param."),
     option("--variables", None, "Put each parameter into a node `value`, as Flax NNX stores it."),
@@ -190,7 +190,7 @@ SHARE = (
     ),
 )
 
-# Help has these sections, after the options that most people give; a few options need none.
+# The sections of a command's help, after the COMMON options. Up to FEW options are not divided.
 SECTIONS = {
     "Your model": MODEL,
     "What the files do not say": OPENING,

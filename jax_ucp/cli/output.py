@@ -1,7 +1,7 @@
-"""Printing for several commands: results on stdout, notes and progress on stderr.
+"""Output of commands: results on stdout, notes and progress on stderr.
 
-All text goes through `Screen.print` or `TextTable`: names, paths and messages are others', and none
-of them is obeyed.
+All text is printed by `Screen.print` or `TextTable`, which escape control characters, because
+names, paths and messages come from files.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Screen(Console):
         )
 
 
-# Where the output is read by a program, lines are as long as they need to be.
+# lines are not wrapped if the output is not a terminal
 console = Screen(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
 to_stderr = Screen(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(report: Report) -> None:
-    """Print a report as JSON, with null for numbers that JSON does not have."""
+    """Print a report as JSON, with null in place of infinities and NaN."""
     try:
         text = json.dumps(report, allow_nan=False)
     except ValueError:
@@ -53,7 +53,7 @@ def print_json(report: Report) -> None:
 
 
 def print_head(report: Report, lines: Iterable[tuple[str, str]] | None = None) -> None:
-    """Print the summary of a report, or other `lines`, and its notes; empty lines are left out."""
+    """Print the summary of a report, or these `lines`, without empty ones, and its notes."""
     console.print(f"{report['path']}: {format_words(report)}")
     for heading, text in head_lines(report) if lines is None else lines:
         if text:
@@ -63,7 +63,7 @@ def print_head(report: Report, lines: Iterable[tuple[str, str]] | None = None) -
 
 
 def print_share(target: str, share: tuple[int, int] | None, json_: bool) -> None:
-    """Print that this share is done, and others are not."""
+    """Print that this share is done while others are not."""
     if json_:
         print_json({"path": target, "share": share, "committed": False})
     else:
@@ -71,7 +71,7 @@ def print_share(target: str, share: tuple[int, int] | None, json_: bool) -> None
 
 
 def print_inventory(items: list[Report], all_: bool) -> None:
-    """Items that are stored, and what became of them; folded, but with `all_`."""
+    """Print the inventory, with similar items folded unless `all_`."""
     rows = [(item["where"], item["what"], item["status"], item["reason"]) for item in items]
     if rows:
         console.print(folded_table(("item", "what", "status", "why"), rows, all_))
@@ -80,8 +80,8 @@ def print_inventory(items: list[Report], all_: bool) -> None:
 def folded_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], all_: bool = False
 ) -> TextTable:
-    """A table of rows (name, *cells). Those with equal cells whose names differ only in numbers, or
-    in optax's `mu` and `nu`, are one, with their count in a last column; with `all_` none are.
+    """A table of rows (name, *cells). Unless `all_`, rows with equal cells whose names differ only
+    in numbers, or in optax's `mu` and `nu`, are folded, with their count in a last column.
     """
     if all_:
         return TextTable(heads, rows)
@@ -96,8 +96,8 @@ def folded_table(
 def leaf_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], all_: bool = False
 ) -> TextTable:
-    """A folded table of leaves (label, *cells), without columns that say nothing. Of a trainer's
-    tree, the states of a parameter with equal cells are one row; `all_` as in `folded_table`.
+    """A folded table of leaves (label, *cells), without empty columns. The states of a parameter in
+    a trainer's tree are one row if they have equal cells; `all_` is as for `folded_table`.
     """
     if not all_ and (folded := fold_states(rows)):
         usual, rows = folded
@@ -107,9 +107,9 @@ def leaf_table(
 
 
 def without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Row, list[Row]]:
-    """Heads and rows of a table, without columns that say nothing."""
-    said = [any(cells) for cells in zip(*rows, strict=True)]
-    heads, *rows = (tuple(compress(row, said)) for row in (heads, *rows))
+    """The headings and rows of a table, without empty columns."""
+    is_filled = [any(cells) for cells in zip(*rows, strict=True)]
+    heads, *rows = (tuple(compress(row, is_filled)) for row in (heads, *rows))
     return heads, rows
 
 
@@ -117,9 +117,7 @@ LINE_S = 1.0  # between two lines of progress
 
 
 class Meter(NamedTuple):
-    """The functions that are told how many bytes are done, and how many there are in all, if that
-    was not known.
-    """
+    """Functions to report a number of bytes that were done, and the total if it was unknown."""
 
     advance: Callable[[int], None]
     expect: Callable[[int], None]
@@ -129,9 +127,7 @@ class Meter(NamedTuple):
 def progress(
     what: str, total: int, style: str = "bar", share: tuple[int, int] | None = None
 ) -> Iterator[Meter]:
-    """A bar on a terminal, and nothing where stderr is a file or a pipe; or in the style `json`
-    lines of JSON.
-    """
+    """Context that shows progress: a bar on a terminal, or in the style `json` lines of JSON."""
     if style == "json":
         with _progress_lines(what, total, share) as meter:
             yield meter
@@ -164,21 +160,21 @@ def progress(
 
 @contextmanager
 def _progress_lines(what: str, total: int, share: tuple[int, int] | None) -> Iterator[Meter]:
-    """A line on stderr at most each second, and one at the end, however it ends."""
+    """Context that prints a line on stderr at most each second, and one at the end."""
     begin, lock = time.monotonic(), threading.Lock()
-    done, said = 0, begin
+    done, printed = 0, begin
 
-    def say() -> None:
-        line = {"doing": what, "bytes": done, "of": total, "seconds": round(said - begin, 1)}
+    def print_line() -> None:
+        line = {"doing": what, "bytes": done, "of": total, "seconds": round(printed - begin, 1)}
         click.echo(json.dumps({**line, **({"share": share} if share else {})}), err=True)
 
     def advance(nbytes: int) -> None:
-        nonlocal done, said
+        nonlocal done, printed
         with lock:
             done += nbytes
-            if time.monotonic() - said >= LINE_S:
-                said = time.monotonic()
-                say()
+            if time.monotonic() - printed >= LINE_S:
+                printed = time.monotonic()
+                print_line()
 
     def expect(nbytes: int) -> None:
         nonlocal total
@@ -187,5 +183,5 @@ def _progress_lines(what: str, total: int, share: tuple[int, int] | None) -> Ite
     try:
         yield Meter(advance, expect)
     finally:
-        said = time.monotonic()
-        say()
+        printed = time.monotonic()
+        print_line()

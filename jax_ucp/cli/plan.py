@@ -108,7 +108,7 @@ def _print_mesh_plan(summary: Report, all_: bool) -> None:
 def _print_leaves(
     columns: Mapping[str, Callable[[Report], str]], leaves: Sequence[Report], all_: bool
 ) -> None:
-    """The arrays of a plan; scalars, of which there is nothing to say, are counted."""
+    """Print the arrays of a plan, and the number of scalars."""
     shown = [leaf for leaf in leaves if leaf["shape"] or all_]
     if shown:
         rows = [tuple(cell(leaf) for cell in columns.values()) for leaf in shown]
@@ -118,11 +118,11 @@ def _print_leaves(
 
 
 def _unless(value: object, usual: object) -> str:
-    """The value, if it is not the usual one."""
+    """The value as a text; empty if it is the usual one."""
     return "" if value == usual else str(value)
 
 
-# Cells of a leaf, by their headings.
+# Functions of a leaf for the cells of a table, by their headings.
 _CHUNKS: dict[str, Callable[[Report], str]] = {
     "leaf": lambda leaf: leaf["leaf"],
     "shape": lambda leaf: str(leaf["shape"]),

@@ -21,7 +21,7 @@ def _print_launcher(ctx: click.Context, param: click.Parameter, is_asked: bool) 
 
 
 class _Program(click.Command):
-    """A command whose options end with the module, as those of `python -m` do."""
+    """A command whose own options end after `-m MODULE`, as with `python -m`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args[:1] == ["-m"]:
@@ -58,7 +58,7 @@ def run(module: str | None, args: tuple[str, ...]) -> None:
     patch_orbax()
     try:
         _run(module, args)
-    except Exception as error:  # somebody's program, whose errors are shown as Python shows them
+    except Exception as error:  # of the user's program: printed as Python would print it
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     if ORBAX not in sys.modules:

@@ -1,4 +1,4 @@
-"""Tables of text in columns, of a hundred thousand rows too, which rich's own take a minute for."""
+"""Tables of text in columns, fast enough for 100,000 rows, for which rich's own take a minute."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from jax_ucp.arrays.budget import fair_share
 from jax_ucp.text import visible
 
 _GAP = "  "
-_ALIGNED = 170  # characters; wider tables are for programs, and have no blanks between columns
-_WIDEST = 2  # what a character takes on a terminal; no column is narrower
+_ALIGNED = 170  # wider tables, in characters, are not aligned if the output is not a terminal
+_WIDEST = 2  # cells of a terminal that a character may take; no column is narrower
 
 
 class TextTable:
-    """Rows of text below headings, a line each where the console is wide enough; where it is not,
-    long cells are folded.
-    """
+    """Rows of text below headings, one line each, or wrapped if the console is too narrow."""
 
     def __init__(self, heads: Sequence[str], rows: Iterable[Sequence[str]]):
         self._rows = [tuple(map(visible, row)) for row in (heads, *rows)]
@@ -44,7 +42,7 @@ class TextTable:
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], console: Console) -> list[str]:
-    """A row as it is printed: one line, or as many as its longest cell takes."""
+    """The lines of a row: one, or as many as its longest cell takes."""
     cells = list(zip(row, widths, strict=True))
     if all(_width(cell) <= width for cell, width in cells):
         return [_GAP.join([_padded(cell, width) for cell, width in cells]).rstrip(" ")]
@@ -59,7 +57,7 @@ def _lines(row: Sequence[str], widths: Sequence[int], console: Console) -> list[
 
 
 class _Wrapper(TextWrapper):
-    """Breaks lines at spaces, and after the punctuation of names."""
+    """A wrapper that breaks lines at spaces, and after punctuation in names."""
 
     wordsep_re = re.compile(r"( +|(?<=[./,:_-])(?=[^ ]))")
 

@@ -22,7 +22,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class TextType(click.ParamType):
-    """A type of option: `parse` makes its value of a text, or raises ValueError with the fault."""
+    """A type of option, by a function that parses a text, or raises ValueError with the fault."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]):
         self.name, self._parse = name, parse
@@ -130,11 +130,11 @@ SHARE_OF = TextType("share", _share)
 
 
 def _from_scheduler(environment: Mapping[str, str]) -> tuple[str, str]:
-    """The index from 0 on, and the count, of this process among those started with it; empty where
-    nothing says it.
+    """The index of this process, from 0 on, among those that a scheduler started together, and
+    their number; empty texts if the environment does not have them.
 
-    Sources: sbatch(1) and srun(1) of SLURM 24.05; "Indexed Job" of Kubernetes 1.31, which does not
-    tell the count; mpirun(1) of Open MPI 5; PMI of MPICH 4.
+    Sources: sbatch(1) and srun(1) of SLURM 24.05; "Indexed Job" of Kubernetes 1.31, which lacks the
+    number; mpirun(1) of Open MPI 5; PMI of MPICH 4.
     """
     for index, count, first in _SCHEDULERS:
         begin = environment.get(first, "0")

@@ -162,9 +162,12 @@ def being_written(partial: Path, target: Path, lock: int) -> Iterator[int]:
 
 
 def put_in_place(handle: int, partial: Path, target: Path) -> None:
-    """Rename `partial` to `target`, durably. `handle` of it was opened before it was written."""
+    """Make all files in `partial` durable, and rename it to `target`, which is free or empty.
+
+    `handle` of `partial` was opened before the first write, so that it reports every disk error.
+    """
     for folder, _, _ in os.walk(partial):
         sync_folder(folder)
     sync_file_system(handle, str(partial))
-    os.rename(partial, target)  # onto an empty folder too, and onto nothing else
+    os.rename(partial, target)
     sync_folder(target.parent)

@@ -239,9 +239,7 @@ def share_of(budget_bytes: int, files: Sequence[File]) -> int:
 def write_parts(
     folder: Files, file: File, parts: Iterator[bytes | memoryview], max_bytes: int
 ) -> int:
-    """The CRC-32 of a file, which is written from its parts; half of `max_bytes` is for parts in
-    flight.
-    """
+    """The CRC-32 of a file, written from its parts; half of `max_bytes` is for those in flight."""
     crc = 0
 
     def summed() -> Iterator[bytes | memoryview]:

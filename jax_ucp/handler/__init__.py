@@ -1,7 +1,8 @@
-"""Orbax: our format behind its managers, v0 and v1. The only room that imports orbax.
+"""Handlers for Orbax's managers, v0 and v1, that use our format. The only package that imports
+Orbax.
 
-Whole handlers of our own, so that nothing lies between the tree and the store; what they write says
-that stock Orbax's standard handler wrote it, so stock reads it where jax_ucp is not installed.
+They do not call stock Orbax's handlers. The metadata that they write name stock Orbax's standard
+handler, so that stock Orbax restores the steps where jax_ucp is not installed.
 """
 
 from typing import TYPE_CHECKING, Any

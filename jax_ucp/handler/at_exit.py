@@ -1,7 +1,7 @@
-"""Saves in the background for which a program does not wait before it ends.
+"""Waiting at exit for saves in the background that a program has not waited for.
 
-Python stops pools of threads before it waits for threads, so that such a save could not go on, and
-Orbax's thread for it would fail with nobody to hear of it. Here they end before the pools do.
+Python stops thread pools before it waits for threads. Such a save could then not go on, and Orbax's
+thread would fail silently. Here saves are waited for before the pools are stopped.
 
 Facts: `threading._shutdown` and `concurrent.futures.thread._python_exit` of CPython 3.11 to 3.14,
 the only hook that comes early enough; the thread that waits for the futures of a save, in
@@ -26,31 +26,31 @@ from jax_ucp.universal.step import UNFINISHED_STEP
 
 ORBAX_THREAD = "async_save"
 
-# How long Orbax may take until it has made the folders of a save.
+# The time that Orbax may take to create the folders of a save.
 BEGIN_S = 60
 
 _saves: list[_BackgroundSave] = []
 
 
 class _BackgroundSave(Protocol):
-    """A save that may be going on."""
+    """A save that may still be running."""
 
     url: str
 
     def is_over(self) -> bool: ...
 
     def wait(self) -> None:
-        """Return when it is a checkpoint. Raises what ended it."""
+        """Return when it is a checkpoint. Raises the error if it fails."""
         ...
 
 
 def note(save: _BackgroundSave) -> None:
-    """Have the program wait for a save before it ends."""
+    """Wait for a save before the program ends."""
     _saves[:] = [*(each for each in _saves if not each.is_over()), save]
 
 
 class NotedCommit(CommitFutureAwaitingContractedSignals):
-    """The future that v0 waits for: in a thread that then commits the save, or the caller's."""
+    """The future on which v0 waits, in the thread that commits the save or in the caller's."""
 
     def __init__(self, url: str, finish: Coroutine[Any, Any, None]):
         super().__init__(finish, name="jax_ucp_write")
@@ -69,12 +69,12 @@ class NotedCommit(CommitFutureAwaitingContractedSignals):
             self._is_heard = True
 
     def is_running(self) -> bool:
-        """Whether it is not written yet, nor has failed."""
+        """Whether the save is neither written nor failed."""
         try:
             super().result(0)
         except TimeoutError:
             return True
-        except BaseException:  # which `result` raises
+        except BaseException:  # `result` raises it again
             pass
         return False
 
@@ -88,7 +88,7 @@ class NotedCommit(CommitFutureAwaitingContractedSignals):
 
 
 class NotedLoop:
-    """A save that v1 runs in an event loop that has nothing else to do."""
+    """A save that v1 runs in an event loop of its own."""
 
     def __init__(self, url: str):
         self.url = url
@@ -116,14 +116,14 @@ class NotedLoop:
             raise TimeoutError(f"Orbax did not begin it within {BEGIN_S} s")
         if self._loop.is_running():
             asyncio.run_coroutine_threadsafe(_others(), self._loop).result()
-        if self._error is not None:  # also where the loop had ended before it was waited for
+        if self._error is not None:  # the loop may have ended before
             raise self._error
         if not self._is_finished:
             raise RuntimeError("it was stopped")
 
 
 async def _others() -> None:
-    """Wait for all that runs in this event loop. Raises what ended any of it."""
+    """Wait for all other tasks of this event loop. Raises the first error of any."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*tasks)
 

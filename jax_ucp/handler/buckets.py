@@ -16,15 +16,16 @@ Options = TypeVar("Options", "ocp.CheckpointManagerOptions", "v1.Context")
 def in_bucket(options: Options) -> Options:
     """The options of a `CheckpointManager`, or the context of a v1 `Checkpointer`, for a bucket.
 
-    Orbax saves a step under another name and renames it, and no bucket renames. With these options
-    it writes each step where it belongs and a file `commit_success.txt` at its end, without which
-    the step is unfinished. It does so by itself on Google Cloud Storage; S3 and Azure need it.
+    Orbax saves a step under a temporary name and renames it, which buckets cannot do. With these
+    options it writes each step under its own name, and at the end a file `commit_success.txt`,
+    without which the step is unfinished. This is Orbax's default for Google Cloud Storage, but not
+    for S3 and Azure.
 
     Args:
-        options: of the manager, or a context; everything else in it stays as it is.
+        options: the manager's options, or a context; everything else in it stays as it is.
 
     Returns:
-        A copy with that one thing set.
+        A copy with that one setting.
 
     Example:
         >>> import jax_ucp as ucp, orbax.checkpoint as ocp

@@ -1,8 +1,8 @@
-"""Stock Orbax's own handlers of pytrees, which keep them in the universal format for a while.
+"""A temporary patch by which stock Orbax's own handlers of pytrees use the universal format.
 
-Frameworks such as tunix, MaxText and Keras build managers, contexts and handlers of stock Orbax
-inside themselves, where nobody can hand anything over. Every way of Orbax to a pytree ends in one
-of two classes, whose methods are ours within `orbax_everywhere`.
+Frameworks such as tunix, MaxText and Keras create managers, contexts and handlers of stock Orbax
+internally, so that users cannot pass their own. All of Orbax's APIs for pytrees end in a few
+classes, whose methods are replaced by ours within `orbax_everywhere`.
 
 Facts: orbax-checkpoint 0.12.8, `_src/handlers/pytree_checkpoint_handler.py` (v0),
 `standard_checkpoint_handler.py` (made of the former, after a look at each leaf, which one process
@@ -31,8 +31,8 @@ from jax_ucp.version import VERSION
 Method = Callable[..., Any]
 Methods = Mapping[type, Mapping[str, Method]]
 
-# Contexts that overlap need not end in the order in which they began, so the first of them puts our
-# methods there, and the last takes them away.
+# Overlapping contexts may end in any order: the first one installs our methods, and the last one
+# that ends removes them.
 _LOCK = threading.Lock()
 _PATCHES = contextlib.ExitStack()
 _entered: list[Methods] = []
@@ -40,13 +40,14 @@ _entered: list[Methods] = []
 
 @contextlib.contextmanager
 def orbax_everywhere() -> Iterator[None]:
-    """Within it, whatever saves or restores pytrees by Orbax does so in the universal format.
+    """Context in which everything that saves or restores pytrees by Orbax uses the universal
+    format.
 
-    For frameworks that build their managers themselves: call them within it, unmodified. It holds
-    for the whole process, for v0 and v1, and for managers that were made before. Handlers for which
-    every host is its own primary, as managers that save to each host's own disk have them, stay as
-    they are. Saves in the background end (`wait`, `close`) before it does. Of several that overlap,
-    as in several threads, it holds until the last one ends.
+    It is for frameworks that create their managers themselves: call them within it, unmodified. It
+    applies to the whole process, to v0 and v1, and to managers that were created before. Handlers
+    for which every host is its own primary, as in managers that save to each host's own disk, are
+    not changed. Wait for saves in the background (`wait`, `close`) before it ends. If several
+    contexts overlap, as in several threads, it lasts until the last one ends.
 
     Example:
         >>> import jax_ucp as ucp
@@ -73,7 +74,7 @@ def patch_to_the_end() -> None:
 
 
 def _enter() -> Methods:
-    """Our methods, put in the place of stock Orbax's until all contexts entered have ended."""
+    """Our methods, which replace stock Orbax's until all contexts that were entered have ended."""
     with _LOCK:
         _entered.append(_entered[0] if _entered else _methods())
         if len(_entered) == 1:
@@ -84,18 +85,18 @@ def _enter() -> Methods:
 
 
 def _methods() -> Methods:
-    """Our methods in the place of stock Orbax's, by their class and name."""
+    """Our methods that replace stock Orbax's, by class and name."""
     pytree, standard, asked = ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, ocp.args
     stock_finalize = pytree.finalize
 
     def finalize(self: Any, directory: Any) -> None:
-        # what stock Orbax began to save before it was ours is its own to the end
+        # a save that stock Orbax began before the patch is completed by stock Orbax
         if _is_host_local(self) or not (directory / METADATA_FILE).exists():
             stock_finalize(self, directory)
 
     methods: dict[type, dict[str, Method]] = {}
-    # Of the standard handler too: its own would look up where leaves were saved from before it
-    # comes to the other's.
+    # the standard handler is replaced too, because its methods look up where leaves were saved from
+    # before they call the other handler's
     for handler, save, restore in (
         (pytree, asked.PyTreeSave, asked.PyTreeRestore),
         (standard, asked.StandardSave, asked.StandardRestore),
@@ -114,8 +115,8 @@ def _methods() -> Methods:
 
 
 def _v0_method(stock: Method, name: str, kind: type) -> Method:
-    """Our method of that name, which makes arguments of `kind` of those that were given one by
-    one, as before Orbax 0.5.
+    """Our method of that name. It takes `args`, or as before Orbax 0.5 single arguments, of which
+    it makes an object of `kind`.
     """
 
     def method(self: Any, directory: Any, *args: Any, **named: Any) -> Any:
@@ -124,7 +125,7 @@ def _v0_method(stock: Method, name: str, kind: type) -> Method:
         given = named.pop("args", None)
         asked = kind(*args, **named) if given is None else given
         if kind is ocp.args.StandardRestore:
-            # what would have to be cut or padded is refused by its shape
+            # arrays that would have to be cut or padded are refused because of their shape
             asked = replace(asked, strict=True)
         bound = getattr(_pytree(self), "_save_device_host_concurrent_bytes", None)
         ours = CheckpointHandler(snapshot_bytes=bound if isinstance(bound, int) else None)
@@ -138,7 +139,7 @@ def _is_host_local(handler: Any) -> bool:
 
 
 def _pytree(handler: Any) -> Any:
-    """The stock handler of pytrees, which that of standard trees has inside."""
+    """The stock handler of pytrees, which the standard handler contains."""
     return getattr(handler, "_impl", handler)
 
 

@@ -1,4 +1,4 @@
-"""An item of a step: what to save of it, how to restore it, and both done."""
+"""The arguments by which an item of a step is saved and restored, and the two operations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jax_ucp.sharding.shared_save import SharedSave, attempt
 from jax_ucp.sharding.trees import Missing
 from jax_ucp.universal.step import UNFINISHED_STEP
 
-# Google's are left out: Orbax has a way of its own there, and renames folders where a bucket can.
+# Google's buckets are left out: there Orbax does not rename by default, and some of them can.
 _WITHOUT_RENAMES = "s3://", "s3a://", "az://", "abfs://", "abfss://"
 
 
@@ -64,8 +64,8 @@ class Save(ocp.args.CheckpointArgs):
     described: Callable[[], Description] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Here, and not in the handler: what cannot be saved is refused before Orbax has begun
-        # anything.
+        # here and not in the handler, so that a tree that cannot be saved is refused before Orbax
+        # begins anything
         self.described = attempt(self._describe)
 
     def _describe(self) -> Description:
@@ -111,21 +111,19 @@ class SnapshottedSave:
     budget_bytes: Callable[[], int]
 
     def wait_for_host(self, is_running: Callable[[], bool]) -> None:
-        """Return when `finish`, in another thread, has copied all to the host, or has failed: then
-        `is_running` is false. Raises nothing.
-        """
+        """Return when `finish`, in another thread, has copied all to the host or has ended."""
         staging = self._staging
         while staging and not staging.is_copied.wait(0.1) and is_running():
             pass
 
     @property
     def is_staged(self) -> bool:
-        """Whether `finish` copies what it writes, so that training has to wait for it."""
+        """Whether `finish` copies arrays to the host, so that training has to wait for that."""
         return self._staging is not None
 
     @property
     def _staging(self) -> Staging | None:
-        with suppress(Exception):  # which `finish` raises
+        with suppress(Exception):  # `finish` raises it again
             return self.snapshot().staging
 
     def finish(self) -> None:
@@ -152,10 +150,10 @@ def begin(
     budget_bytes: int,
     snapshot_bytes: int | None = None,
 ) -> SnapshottedSave:
-    """Copy this process's part of the tree to host memory, but what `snapshot_bytes` do not hold;
-    the rest is `finish`.
+    """A save of which this process's part of the tree is in host memory, as far as `snapshot_bytes`
+    allow.
 
-    `made` gives the arguments. Where one process among several cannot make them, all raise.
+    `made` gives the arguments. If that fails in one of several processes, `finish` raises in all.
     """
     args = attempt(made)
     directory = file_path(path).folder()
@@ -170,13 +168,13 @@ def begin(
 
 
 def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
-    """The tree in the directory, as the arguments say."""
+    """The tree in the directory, restored by the arguments."""
     options: dict[str, Any] = {each.name: getattr(args, each.name) for each in fields(args)}
     options["target"] = options.pop("item")
     options["budget_bytes"] = _budget(args, budget_bytes)
     if args.item is None and args.mesh is None:
         options["mesh"] = "saved"
-    # The program that saved the tree restores it: codes and scales are leaves of it like any other.
+    # quantised weights are not converted: the program that restores the tree has saved it like this
     checkpoint = open(directory, dequantize=False, share_reads=args.share_reads)
     return checkpoint.restore(**options)
 

@@ -1,4 +1,4 @@
-"""Stock Orbax's arguments for PyTrees, as ours. What ours cannot do as asked is refused.
+"""Conversion of stock Orbax's arguments for PyTrees to ours; unsupported ones are refused.
 
 Facts: `_src/handlers/{standard,pytree}_checkpoint_handler.py`, `_src/serialization/types.py` of
 orbax-checkpoint 0.12.8.
@@ -24,7 +24,7 @@ _PYTHON_TYPES = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 
 
 def save_args(args: Any) -> Save:
-    """Stock Orbax's arguments of a save, or ours, as ours.
+    """The arguments of a save, stock Orbax's or ours, as ours.
 
     Raises ValueError for arguments that would change what is stored.
     """
@@ -45,11 +45,11 @@ def save_args(args: Any) -> Save:
 
 
 def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
-    """Stock Orbax's arguments of a restore, or ours, as ours.
+    """The arguments of a restore, stock Orbax's or ours, as ours.
 
-    As with stock Orbax, a leaf of the target without a sharding goes where it was saved from,
-    unless a mesh is set, and the target's dtype is that of the result. Raises ValueError for what
-    is not done here.
+    As with stock Orbax, a leaf of the target without a sharding goes to the devices that it was
+    saved from, unless a mesh is set, and the result has the target's dtypes. Raises ValueError for
+    options that are not supported.
     """
     if args is None or isinstance(args, Restore):
         return args or Restore()
@@ -63,7 +63,7 @@ def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
         return Restore(item, mesh="saved", cast=item is not None)
     if args.transforms or args.legacy_transform_fn is not None:
         raise ValueError("transforms are not done by jax_ucp: open the step and map it")
-    # No transforms, {}, are how programs said `partial_restore` before Orbax had that.
+    # before Orbax had `partial_restore`, programs gave empty transforms, {}, for it
     is_partial = args.partial_restore or args.transforms is not None
     if args.restore_args is not None:
         item = open(directory).abstract() if item is None else item
@@ -74,9 +74,9 @@ def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
 
 
 def partial_restore(target: Any, asked: Any, budget_bytes: int | None = None) -> Restore:
-    """A restore in part, as stock Orbax does it: leaves of one side alone are left.
+    """The arguments of a partial restore as in stock Orbax: leaves that only one side has are left.
 
-    `asked` is the target as it was given, whose own leaves stay where the checkpoint has none.
+    `asked` is the target as it was given, whose leaves are returned if the checkpoint lacks them.
     """
     item = jax.tree.map(StandIn, target, tree_in(asked))
     return Restore(
@@ -85,12 +85,12 @@ def partial_restore(target: Any, asked: Any, budget_bytes: int | None = None) ->
 
 
 def tree_in(asked: Any) -> Any:
-    """The tree of a target, which may be stock Orbax's metadata of an item."""
+    """The tree of a target, which may also be stock Orbax's metadata of an item."""
     return asked.tree if hasattr(asked, "tree") else asked
 
 
 def target_of(tree: Any) -> Any:
-    """A stock Orbax restore target as one of ours.
+    """The target of a restore by stock Orbax as a target of ours.
 
     Metadata of a jax.Array becomes a ShapeDtypeStruct, metadata of a numpy array a numpy array of
     that shape and dtype, metadata of a number or text a value of its type; other leaves stay.
@@ -114,14 +114,14 @@ def _target_leaf(leaf: Any) -> Any:
 
 
 def _placed(leaf: Any, sharding: Sharding) -> Any:
-    """The leaf of a target, on the sharding if it has none."""
+    """The leaf of a target, with this sharding if it has none."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return leaf
 
 
 def _as_asked(leaf: Any, args: Any) -> Any:
-    """The leaf of a target as its RestoreArgs say."""
+    """The leaf of a target, changed by its RestoreArgs."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     shape = getattr(args, "global_shape", None)

@@ -1,4 +1,4 @@
-"""Behind Orbax's `CheckpointManager`."""
+"""The handler for Orbax's `CheckpointManager`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from jax_ucp.universal.step import STOCK_HANDLER
 class CheckpointHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores pytrees for `CheckpointManager`, in the universal format.
 
-    It takes `ucp.args`, and, handed over in a `handler_registry`, stock Orbax's arguments for
-    PyTrees. `async_save` returns when this process's part of the tree is in host memory; the rest
-    happens in the background. A save of which any process cannot do its part, or would save another
-    tree or step than the others, raises in all of them, and is no checkpoint. `restore` also reads
-    what stock Orbax wrote.
+    It takes `ucp.args`, and in a `handler_registry` also stock Orbax's arguments for PyTrees.
+    `async_save` returns when this process's part of the tree is in host memory, and writes it in
+    the background. If a process cannot do its part, or has another tree or step than the others,
+    the save raises in all processes, and there is no checkpoint. `restore` also reads checkpoints
+    of stock Orbax.
 
     Args:
-        budget_bytes: bounds what is in flight in either direction, where the arguments of a save or
-            a restore do not.
-        snapshot_bytes: bounds what a save holds of the tree on the host, where its arguments do
-            not, as `ucp.args.Save` says; by default it may be all that this process writes.
+        budget_bytes: how much memory blocks may take at once, unless the arguments of a save or a
+            restore have another limit.
+        snapshot_bytes: how much of the tree a save may hold on the host, as for `ucp.args.Save`,
+            unless its arguments have another limit; by default all that this process writes.
 
     Raises:
-        ValueError: for a bound that is none.
+        ValueError: for a limit that is not a positive number.
 
     Example:
         >>> import jax_ucp as ucp, orbax.checkpoint as ocp
@@ -47,8 +47,8 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         if snapshot_bytes is not None:
             whole_number("snapshot_bytes", snapshot_bytes)
         self._snapshot_bytes = snapshot_bytes
-        # Orbax keeps one class per name in its registry, and asks the instance for the name that
-        # goes on disk: the class has its own, and every instance says it is stock.
+        # Orbax registers the class by its name, and writes the name of the instance to disk: the
+        # class has a name of its own, and every instance that of stock Orbax's handler
         self.typestr = lambda: STOCK_HANDLER
 
     @classmethod
@@ -59,7 +59,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         """Copy this process's part of the tree to host memory, and write it in the background.
 
         Args:
-            directory: of the item, which Orbax has made or will make.
+            directory: the folder of the item, which Orbax has made or will make.
             args: `ucp.args.Save`, or stock Orbax's arguments for PyTrees.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Behind Orbax v1: `training.Checkpointer`, `save`, `load` and the rest."""
+"""The handlers for Orbax v1: `training.Checkpointer`, `save`, `load` and so on."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _STATE = "state"
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
-    """`v1.save_checkpointables(path, {"model": ucp.args.Save(tree)})`, sync and async, and
-    `v1.load_checkpointables(path, {"model": ucp.args.Restore(mesh=mesh)})["model"]`, which is the
-    tree.
+    """The handler for `ucp.args.Save` and `ucp.args.Restore` in v1: `v1.save_checkpointables(path,
+    {"model": ucp.args.Save(tree)})`, sync and async, and `v1.load_checkpointables(path, {"model":
+    ucp.args.Restore(mesh=mesh)})["model"]`, which gives the tree.
 
-    It is registered for `Save` and `Restore` under every name but `state`, which v1 keeps for its
-    own. With `orbax_context`, trees need no `Save` around them, under any name.
+    It is registered for every name but `state`, which v1 reserves. With `orbax_context`, trees are
+    saved without `Save` around them, under any name.
     """
 
     async def save(
@@ -39,7 +39,7 @@ class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
         if pending.is_staged:
             with pending.shared.telling():
                 await directory.await_creation()
-            # a thread, which outlives this loop, ends the save when all is on the host
+            # a thread, which may go on after this event loop, finishes the save
             pool = ThreadPoolExecutor(1)
             written = pool.submit(pending.finish)
             pool.shutdown(wait=False)
@@ -89,7 +89,7 @@ v1.handlers.register_handler(CheckpointableHandler)
 
 
 class PyTreeHandler(CheckpointableHandler):
-    """In the place of v1's own handler of pytrees, for what that takes."""
+    """The replacement for v1's own handler of pytrees, which takes the same objects."""
 
     def __init__(self, context: v1.Context | None = None):
         context = context or get_context()
@@ -111,8 +111,8 @@ class PyTreeHandler(CheckpointableHandler):
     ) -> Awaitable[Any]:
         args = abstract_checkpointable
         if not isinstance(args, Restore):
-            # As v1 loads: without a sharding of its own a leaf goes where it was saved from, and
-            # the target's dtypes are those of the result.
+            # as in v1, a leaf without a sharding goes to the devices that it was saved from, and
+            # the result has the target's dtypes
             budget = self._memory.read_concurrent_bytes
             item = None if args is None else target_of(args)
             if item is not None and self._partial:
@@ -130,8 +130,8 @@ class PyTreeHandler(CheckpointableHandler):
         ) or self._stock.is_abstract_handleable(abstract_checkpointable)
 
 
-# v1 writes module and name of the handler's class beside an item, and looks for a handler with that
-# name when it is loaded: whoever loads it without jax_ucp has the one of stock Orbax.
+# v1 writes the module and name of the handler's class beside an item, and loads the item by the
+# handler with that name: without jax_ucp, it is the handler of stock Orbax.
 PyTreeHandler.__module__ = v1.handlers.PyTreeHandler.__module__
 PyTreeHandler.__qualname__ = v1.handlers.PyTreeHandler.__qualname__
 
@@ -139,10 +139,10 @@ PyTreeHandler.__qualname__ = v1.handlers.PyTreeHandler.__qualname__
 def orbax_context(context: v1.Context | None = None) -> v1.Context:
     """A context of Orbax v1 in which pytrees are kept in the universal format, under any name.
 
-    What is not a pytree of arrays, such as a dataset iterator, is saved by its own handler.
+    Other objects, such as dataset iterators, are saved by their own handlers.
 
     Args:
-        context: is copied, if given; its other options stay as they are.
+        context: the context to copy, if given; its other options stay as they are.
 
     Returns:
         The context, for `with` or for `training.Checkpointer(context=...)`.

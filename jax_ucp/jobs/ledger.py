@@ -220,9 +220,7 @@ def is_noted(files: Files, identity: str) -> bool:
 
 
 def write_complete(files: Files, share: Share, identity: str, written: Blocks) -> None:
-    """Write the file that marks a share complete, with the records of all its blocks, which are
-    durable.
-    """
+    """Write the file that marks a share complete, with the records of all its durable blocks."""
     lines: list[_First | _BlockLine] = [_First(identity)]
     for key, blocks in written.items():
         lines += [_BlockLine(key, box, block) for box, block in blocks.items()]

@@ -68,9 +68,7 @@ AnyBlock_co = TypeVar("AnyBlock_co", bound=Block, covariant=True)
 
 
 class BlockTask(Task[Sequence[Written]], Protocol[AnyBlock_co]):
-    """Blocks to be written, unless they are on disk as `noted`. The result is the record of each
-    block on disk.
-    """
+    """Blocks to be written, unless they are on disk as `noted`; the result has their records."""
 
     @property
     def blocks(self) -> Sequence[AnyBlock_co]: ...
@@ -93,9 +91,7 @@ class Work(Generic[AnyBlock]):
     progress: Callable[[AnyBlock, bool], object]
 
     def owns(self, key: str) -> bool:
-        """Whether this process writes the metadata of an array: it does if it has the array's first
-        block.
-        """
+        """Whether this process writes the metadata of an array, because it has its first block."""
         return self.share is None or self.share.index == self.owners.get(key, 0)
 
     def noted(self, blocks: Iterable[AnyBlock]) -> tuple[Written | None, ...]:
@@ -190,9 +186,7 @@ class Target(Protocol[AnyBlock]):
 
     @abstractmethod
     def write(self, work: Work[AnyBlock]) -> None:
-        """Write the blocks of this process, and the metadata of the arrays that it owns. All of it
-        is durable on return.
-        """
+        """Write the blocks of this process and the metadata of the arrays it owns, durably."""
         ...
 
     @abstractmethod
@@ -215,9 +209,7 @@ class Target(Protocol[AnyBlock]):
         ...
 
     def discard(self, ledger: Ledger) -> None:
-        """Remove all of an unfinished target whose source contradicts itself, as far as `alone`
-        does not.
-        """
+        """Remove an unfinished target whose source contradicts itself, unless `alone` does."""
 
     def clear(self, share: Share) -> None:
         """Remove the ledgers of a committed job in shares, of which this process did one."""
@@ -325,9 +317,7 @@ def _do_share(
 def share_groups(
     groups: Sequence[Sequence[AnyBlock]], share: Share
 ) -> tuple[list[tuple[int, Sequence[AnyBlock]]], dict[str, int]]:
-    """The groups of a share, with their numbers; and for each array the first share that has a
-    block of it.
-    """
+    """The groups of a share, with their numbers, and the first share with a block of each array."""
     ours: list[tuple[int, Sequence[AnyBlock]]] = []
     owners: dict[str, int] = {}
     for number, (group, of) in enumerate(zip(groups, shares_of(groups, share.count), strict=True)):

@@ -134,9 +134,7 @@ _receiving = threading.Lock()
 
 
 def perform(job: str, task: Task[T], message: bytes | None) -> Done[T]:
-    """The result of a task, run in this process, whichever it is. Its error is returned in a form
-    that can be sent back.
-    """
+    """The result of a task that is run in this process, or its error in a form that can be sent."""
     try:
         if opened := _shared_out.get(job):
             return Done(task.run(opened))
@@ -403,9 +401,7 @@ class CheckTask:
 
 
 def verify(contents: Contents, executor: Executor | None) -> Iterator[tuple[str, str | None]]:
-    """Compare all data that is stored twice or has a checksum. Yields (label of the check, its
-    fault or None).
-    """
+    """The label of each check of data that is stored twice or has a checksum, and its fault."""
     if executor is None:
         yield from contents.verify()
         return

@@ -1,18 +1,18 @@
-"""The axes notation: what the axes of an array mean, so that one array can be said to form another.
+"""The notation for the meaning of an array's axes, by which a rule says how arrays form another.
 
     (group (q + k + v) head_dim) embed
 
-One item for each axis of the array. A name is an axis of that length. A product in parentheses is
-one axis on which the inner ones are nested, the last running fastest. A sum in parentheses is parts
-side by side. `1` is an axis of length one, and `...` stands for all axes that are not spelled out.
-Two arrays that name the same axes hold the same elements, each where its own expression puts them.
-A name that begins with `_` is padding. Rotary embeddings turn features in pairs: `head_dim:halves`
-is an axis on which the two of a pair lie half its length apart, `head_dim:pairs` one on which they
-are neighbours.
+There is one item for each axis of the array. A name is an axis. A product in parentheses is one
+axis of several nested ones, of which the last runs fastest. A sum in parentheses is one axis of
+parts side by side. `1` is an axis of length one, and `...` stands for all axes that are not listed.
+Two arrays whose expressions have the same names hold the same elements, in different places. A name
+that begins with `_` is padding. Rotary embeddings rotate pairs of features: on the axis
+`head_dim:halves` the two of a pair lie half the length apart, and on `head_dim:pairs` they are
+neighbours.
 
-Three stages, each with errors of its own: `parse` turns text into an `Expression`, and knows no
-shapes; `infer` finds the lengths of axes from shapes, and knows no data; `components` gives for
-each choice of parts where its elements lie, as an affine map from the indices of the axes.
+There are three stages, each with its own errors: `parse` makes an `Expression` of a text; `infer`
+finds the lengths of axes from shapes; `components` gives, for each choice of parts, the places of
+its elements as an affine map from the indices of the axes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jax_ucp.errors import LayoutError, SpecError
 
 REST = "..."
 
-# What a person writes of an array is a line. Parts in products multiply: `(a + b) (c + d)` are four
-# pieces, and of a thousand nobody knows what they mean.
+# Limits that no expression written by a person reaches. Parts in products multiply: `(a + b) (c +
+# d)` has four components.
 MAX_LENGTH, MAX_DEPTH, MAX_COMPONENTS = 500, 16, 1024
 
-# What is wrong with a token where no axis can be of it.
+# Messages for tokens that cannot stand where an axis is expected.
 _FAULTS = {
     REST: "`...` stands for whole axes, so it cannot be in parentheses",
     "+": "parts side by side stand in parentheses: (q + k)",
@@ -54,7 +54,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Axes nested on one, the last running fastest; of none, an axis of length one."""
+    """Axes nested on one axis, of which the last runs fastest; without axes, its length is one."""
 
     parts: tuple[Node, ...]
 
@@ -74,7 +74,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """An axis of features that are turned in pairs, with the two of a pair apart, or neighbours."""
+    """An axis of features that are rotated in pairs, in the order `halves` or `pairs`."""
 
     name: str
     order: str
@@ -84,7 +84,7 @@ class Rotated:
 
     @property
     def terms(self) -> tuple[str, str]:
-        """The indices on it: which of the pair, and which pair; the outer first."""
+        """The names of its two indices, position in a pair and pair, the outer one first."""
         half, pair = f"{self.name}:half", f"{self.name}:pair"
         return (half, pair) if self.order == "halves" else (pair, half)
 
@@ -108,7 +108,7 @@ class Expression:
 
     @property
     def rotated(self) -> frozenset[str]:
-        """The axes of which it says how pairs of features lie."""
+        """The axes whose features are rotated in pairs."""
         axes = (axis for dim in self.dims for axis in _axes(dim))
         return frozenset(axis.name for axis in axes if isinstance(axis, Rotated))
 
@@ -123,12 +123,12 @@ class Expression:
         return Axis(REST) in self.dims
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of an array of which this is said."""
+        """The shape of an array with these axes."""
         return tuple(_length(dim, sizes) for dim in self.dims)
 
 
 def parse(text: str) -> Expression:
-    """Parse an expression. Raises SpecError, with the place, where it is not in the notation.
+    """The expression in a text. Raises SpecError, with the place, if it is not in the notation.
 
     >>> parse("(group (q + k + v) head_dim) embed").dims[1]
     Axis(name='embed')
@@ -155,7 +155,7 @@ def parse(text: str) -> Expression:
 
 
 class _Tokens:
-    """Recursive descent over tokens."""
+    """A recursive descent parser of tokens."""
 
     def __init__(self, text: str, tokens: Sequence[tuple[str, int]]):
         self.text, self.tokens, self.at = text, tokens, 0
@@ -173,7 +173,7 @@ class _Tokens:
         return nodes
 
     def item(self, token: str, depth: int, place: int) -> Node:
-        """The node that a token is, which opens no parenthesis."""
+        """The node for a token other than an opening parenthesis."""
         if token == "1":
             return Product(())
         if token.isidentifier() or (token == REST and not depth):
@@ -216,7 +216,7 @@ class _Tokens:
 
 
 def _choices(node: Node) -> int:
-    """How many components a node has."""
+    """The number of components of a node."""
     match node:
         case Axis() | Rotated():
             return 1
@@ -228,9 +228,9 @@ def _choices(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where elements lie on an array's axis: at `offset`, plus index times stride per term.
+    """The places of elements on an array's axis: `offset` plus, for each term, index times stride.
 
-    `terms` come outermost first: what follows a term never reaches over one stride of it.
+    The outermost term is first: the terms after a term stay within one stride of it.
     """
 
     offset: int
@@ -249,23 +249,23 @@ class Component:
 
     @property
     def repeated(self) -> list[str]:
-        """The axes that it has several times."""
+        """The axes that occur more than once."""
         counts = Counter(name for line in self.lines for name, _ in line.terms)
         return sorted(name for name, count in counts.items() if count > 1)
 
     @property
     def padding(self) -> bool:
-        """Whether nothing of another array is here."""
+        """Whether its elements are padding."""
         return any(map(is_padding, self.names))
 
 
 def is_padding(axis: str) -> bool:
-    """Whether an axis is padding, which its name says."""
+    """Whether an axis is padding, by its name."""
     return axis.startswith("_")
 
 
 def components(expression: Expression, sizes: Mapping[str, int]) -> list[Component]:
-    """Every choice of parts, and where its elements lie. Together they are each element once.
+    """A component for every choice of parts. Together they have each element of the array once.
 
     >>> for component in components(parse("(a (q + k))"), {"a": 2, "q": 3, "k": 1}):
     ...     print(component.lines[0])
@@ -318,7 +318,7 @@ class Claim:
 
 
 class Lengths:
-    """The lengths of axes that are known so far, and what contradicts them."""
+    """The lengths of axes that are known so far, and messages about contradictions."""
 
     def __init__(self, known: Mapping[str, Known]):
         self.known = dict(known)
@@ -331,10 +331,10 @@ class Lengths:
 
 
 def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
-    """The length of every axis: those given, and those that follow from the shapes.
+    """The length of every axis: given ones, and those that follow from the shapes.
 
-    An axis follows where it is the only unknown one of an array's axis. What does not fit, and what
-    nothing says, is in the faults; nothing is guessed.
+    A length follows if it is the only unknown one on an axis of an array. Contradictions, and axes
+    whose lengths do not follow, are in the faults; nothing is guessed.
     """
     lengths = Lengths(known)
     waiting: list[tuple[Claim, int]] = []
@@ -361,7 +361,7 @@ def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
 
 
 def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
-    """Whether one axis of an array is settled: its lengths are known by now, or it has a fault."""
+    """Whether one axis of an array is done: its lengths are known, or a fault was added."""
     dim, length = claim.expression.dims[axis], claim.shape[axis]
     unknown = lengths.unknown(dim)
     if len(unknown) > 1:
@@ -385,7 +385,7 @@ def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
 
 
 def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
-    """A message: an expression contradicts the length of an axis; where lengths come from."""
+    """A message that an expression contradicts the length of an axis, with the lengths' origins."""
     known = {a.name: lengths.known[a.name] for a in _axes(dim) if a.name in lengths.known}
     origins = ", ".join(f"{name} = {one.length} ({one.origin})" for name, one in known.items())
     whole = "" if lengths.unknown(dim) else f" = {_length(dim, lengths.sizes)}"
@@ -409,7 +409,7 @@ def _length(node: Node, sizes: Mapping[str, int]) -> int:
 
 
 def _axes(node: Node) -> Iterator[Axis | Rotated]:
-    """The axes of a node; one in several parts of a sum comes as often."""
+    """The axes of a node, repeated if they are in several parts of a sum."""
     if isinstance(node, Axis | Rotated):
         yield node
     else:
@@ -418,7 +418,7 @@ def _axes(node: Node) -> Iterator[Axis | Rotated]:
 
 
 def index_size(name: str, sizes: Mapping[str, int]) -> int:
-    """How many values an index of a line has: an axis has its length, of pairs there are half."""
+    """The number of values of an index: 2 in a pair, half of the axis for pairs, or all of it."""
     if name in sizes:
         return sizes[name]
     axis, _, part = name.rpartition(":")
@@ -426,7 +426,7 @@ def index_size(name: str, sizes: Mapping[str, int]) -> int:
 
 
 class _Ones(dict[str, int]):
-    """Every axis has length one: for looking at names alone."""
+    """Lengths that are one for every axis, for functions whose result has only names."""
 
     def __missing__(self, key: str) -> int:
         return 1

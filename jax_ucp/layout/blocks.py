@@ -1,4 +1,4 @@
-"""How arrays are cut on disk and in flight: chunk shapes and copy blocks, in elements and bytes."""
+"""The shapes of chunks on disk and of blocks that are read and written at once."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ INNER_BYTES = 1 << 20
 OUTER_BYTES = 64 << 20
 CHUNKS_PER_ARRAY = 64
 
-# A stack's inner chunks are a quarter of a cell on each axis: a mesh four times as fine reads no
-# byte that it does not need.
+# A stack's inner chunks are a quarter of a cell on each axis, so that a mesh of four times as many
+# devices on it reads only the bytes that it needs.
 PARTS_OF_CELL = 4
 
-# From this length on, an axis may be cut into halves that do not divide it: what is stored past the
-# array's end is less than 1 % of it.
+# An axis of at least this length may be cut into halves that do not divide it: the chunks then have
+# less than 1 % more elements than the array.
 RAGGED_LENGTH = 128
 
-# A length whose smallest divisor is larger is taken for a prime: to look for it would take longer
-# than to copy.
+# Larger prime divisors are not searched for, because that would take longer than copying.
 LARGEST_DIVISOR = 1 << 16
 
-# A length that is cut into more parts at once, because no smaller number divides it, would make
-# chunks far too small.
+# The most parts into which a length is cut at once, unless a chunk would be too large otherwise:
+# more parts make chunks far too small.
 MOST_PARTS = 7
 
 
@@ -52,9 +51,7 @@ class Chunks:
     is_stack: bool = field(default=False, repr=False)
 
     def file_order(self, place: Sequence[int]) -> Shape:
-        """A place in the grid of inner chunks, or the grid's shape, with the axes in the order in
-        which a file has them.
-        """
+        """A place in the grid of inner chunks, or its shape, with axes in the file's order."""
         return (*place[1:], *place[:1]) if self.is_stack else tuple(place)
 
 
@@ -127,7 +124,7 @@ def stack_chunks(count: int, shape: Sequence[int], itemsize: int, cell: Sequence
 def _next_cut_of_cell(
     shape: Sequence[int], cell: Sequence[int], inner: Sequence[int], itemsize: int
 ) -> int:
-    """The number of the axis, from 1, on which parts of a cell are cut next; 0 if on none."""
+    """The number of the axis, from 1, on which parts of a cell are cut next; 0 if there is none."""
     nbytes, best = math.prod(inner) * itemsize, (0, 0.0, 0, 0)
     for axis, (n, part) in enumerate(zip(cell, inner, strict=True)):
         if part > 1 and n // part < PARTS_OF_CELL:
@@ -154,15 +151,13 @@ def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) 
 
 
 def _even_share(steps: int, most: int) -> int:
-    """The length of a chunk, at most `most`, if `steps` are cut into as few chunks as that allows,
-    as evenly as possible; the last chunk may be shorter.
-    """
+    """The length, at most `most`, of the fewest even chunks of `steps`; the last may be shorter."""
     return -(-steps // -(-steps // most))
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Equal blocks of an array: their shape, and by grid place the processes that hold each."""
+    """Equal blocks of an array: their shape, and the processes that hold each, by grid place."""
 
     shape: Shape
     owners: dict[Shape, frozenset[int]]
@@ -212,7 +207,7 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
 
 @functools.lru_cache(maxsize=1024)
 def grid_shape(shape: Shape, chunk: Shape) -> Shape:
-    """How many chunks an array has along each axis, those at its end in part outside."""
+    """The number of chunks along each axis of an array, including incomplete ones at its end."""
     return tuple(-(-n // max(1, c)) for n, c in zip(shape, chunk, strict=True))
 
 
@@ -251,7 +246,7 @@ def run_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[B
 
 
 def whole_chunks(box: Box, chunk: Sequence[int]) -> Box:
-    """The block of whole chunks around a box; at the high edge of the array it may reach past it.
+    """The block of whole chunks around a box, which may reach past the end of the array.
 
     >>> str(whole_chunks(Box((3, 0), (5, 9)), (4, 8)))
     '[0:8, 0:16]'
@@ -261,7 +256,7 @@ def whole_chunks(box: Box, chunk: Sequence[int]) -> Box:
 
 
 def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
-    """The place in the grid of `chunk` of the block that begins where `box` does."""
+    """The place in the grid of `chunk` of the block whose first element is that of `box`."""
     return tuple(a // c for a, c in zip(box.start, chunk, strict=True))
 
 
@@ -271,7 +266,7 @@ def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]
     >>> [str(box) for box in outer_boxes((9, 4), (4, 2), [Box((0, 2), (5, 3))])]
     ['[0:4, 2:4]', '[4:8, 2:4]']
     """
-    if all(map(operator.ge, chunk, shape)):  # one block, as of nearly every small array
+    if all(map(operator.ge, chunk, shape)):  # one block, as for nearly every small array
         return [Box.whole(shape)] if any(box.size for box in boxes) else []
     places: set[Shape] = set()
     for box in boxes:
@@ -284,12 +279,12 @@ def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]
 
 
 def _clipped(start: Shape, chunk: Sequence[int], shape: Sequence[int]) -> Box:
-    """The chunk that begins at `start`, without what is past the end of the array."""
+    """The chunk that begins at `start`, without elements past the end of the array."""
     return Box(start, tuple(min(a + c, n) for a, c, n in zip(start, chunk, shape, strict=True)))
 
 
 def _part(length: int, ragged: bool) -> int:
-    """The longest part that chunks of a chunk may have: a half, if need be of one element more."""
+    """The longest part of a length: a half if it is even or may be `ragged`, else a divisor."""
     if length % 2 and ragged and length >= RAGGED_LENGTH:
         return length // 2 + 1
     return length // _smallest_prime(length)

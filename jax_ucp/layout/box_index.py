@@ -1,4 +1,4 @@
-"""Finding boxes among many."""
+"""An index of boxes, to find those that overlap a box."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class _BoxNode:
 
 
 class BoxIndex:
-    """The positions, in a given sequence, of the boxes that share an element with a box.
+    """An index of a sequence of boxes, to find the positions of those that overlap a box.
 
-    A tree of bounding boxes, halved at the median along the axis on which the boxes lie furthest
-    apart: for boxes that tile an array a query costs the logarithm of their number plus the hits.
+    It is a tree of bounding boxes, divided at the median of the axis on which the boxes spread
+    most. For boxes that tile an array, the time of a query is the logarithm of their number plus
+    the hits.
 
     >>> index = BoxIndex([Box((0, 0), (2, 4)), Box((2, 0), (4, 4))])
     >>> list(index.meeting(Box((1, 1), (2, 2))))

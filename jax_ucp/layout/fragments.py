@@ -1,4 +1,4 @@
-"""How the shards of a parameter lie in it, whatever pattern declared it."""
+"""The layout of a parameter: the places of its elements in shards, proved to be complete."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jax_ucp.layout.parts import Part, Shape, row_major
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where each element of an array of `shape` is, among inputs of the shapes `shards`.
+    """The place of each element of an array of `shape` in shards of the shapes `shards`.
 
-    Parts tile the array; those with equal boxes of it are replicas of one another. If `averaged`,
-    the replicas differ and the array is their mean. If `padded`, what no part has is zero.
-    Elements of a shard that no part has are padding.
+    Parts tile the array; parts with equal boxes of it are replicas of one another. If `averaged`,
+    the array is the mean of the replicas. If `padded`, elements that no part has are zero. Elements
+    of a shard that no part has are padding.
     """
 
     shape: Shape
@@ -33,7 +33,7 @@ class ParamLayout:
 
     @cached_property
     def replicas(self) -> dict[Box, list[Part]]:
-        """Each distinct block of the array, with every part that has it."""
+        """The distinct blocks of the array, each with all parts that have it."""
         replicas: dict[Box, list[Part]] = defaultdict(list)
         for part in self.parts:
             replicas[part.target_box].append(part)
@@ -45,14 +45,14 @@ class ParamLayout:
         return boxes, BoxIndex(boxes)
 
     def meeting(self, box: Box) -> list[list[Part]]:
-        """The parts that may have elements of `box`: a list of replicas per block."""
+        """The parts that may have elements of `box`, as a list of replicas for each block."""
         if len(self.parts) <= 1:
             return [[*self.parts]] if self.parts else []
         boxes, index = self._blocks
         return [self.replicas[boxes[i]] for i in sorted(index.meeting(box))]
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:
-        """The layout of the leading `shape` elements; what lies past them becomes padding."""
+        """The layout of the array's leading part of `shape`; other elements become padding."""
         if len(shape) != len(self.shape) or any(
             n > have for n, have in zip(shape, self.shape, strict=True)
         ):
@@ -96,8 +96,8 @@ class ParamLayout:
 
     @property
     def _is_grid(self) -> bool:
-        """Whether the parts are whole shards, each once, and all the blocks of a grid: distinct
-        ones, as many as the ranges of the axes have combinations.
+        """Whether the parts are whole shards, each once, and are all blocks of a grid: they are
+        distinct, and as many as combinations of the ranges on the axes.
         """
         if self.averaged or not all(map(self._is_whole_shard, self.parts)):
             return False
@@ -119,8 +119,8 @@ class ParamLayout:
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether the parts are runs of flat shards, one after another in row-major order of all
-        elements, as those of flat buffers are; a run of a shard is behind its others.
+        """Whether the parts are runs of flat shards that follow one another in the array's
+        row-major order, as in flat buffers, and runs of one shard follow one another in it.
         """
         free = [0] * len(self.shards)
         strides = row_major_strides(self.shape)
@@ -183,13 +183,13 @@ class ParamLayout:
 
 
 def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int, int]]:
-    """The positions of each two boxes that have an element in common."""
+    """The positions of each pair of boxes that overlap."""
     for i, box in enumerate(boxes):
         yield from ((i, j) for j in index.meeting(box) if i < j)
 
 
 def _tile(ranges: Collection[tuple[int, int]], length: int) -> bool:
-    """Whether ranges, none of them empty, lie one after another from 0 to the length."""
+    """Whether ranges are not empty and follow one another from 0 to the length."""
     at = 0
     for start, stop in sorted(ranges):
         if start != at or stop <= start:
@@ -199,10 +199,9 @@ def _tile(ranges: Collection[tuple[int, int]], length: int) -> bool:
 
 
 def _is_run(part: Part, shard: Shape, shape: Shape) -> bool:
-    """Whether a part is a range of a flat shard, and of as many elements of an array, one after
-    another in row-major order.
+    """Whether a part is a range of a flat shard, and a range of the array in row-major order.
 
-    A box spans as many elements as it has only where these are one run.
+    The elements of a box are such a range only if it spans as many elements as it has.
     """
     sizes, source, target = part.sizes, part.source, part.target
     if not len(source.offset) == len(shard) == 1 or len(target.offset) != len(shape):

@@ -1,7 +1,9 @@
-"""Affine parts: which elements of an array are which of another. The one geometry of the package.
+"""Affine parts: elements that two arrays have in common, by which all of the package describes
+where elements lie.
 
-A box of a shard, a range of a flat buffer, a transposed or stacked weight: of each the elements
-have indices in a box, and where the element of an index lies in either array is an affine map.
+Examples are a box of a shard, a range of a flat buffer, and a transposed or stacked weight. The
+elements are numbered by the indices of a box, and their place in either array is an affine map of
+these indices.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from jax_ucp.layout.box import Box, range_boxes, row_major_strides
 
 Shape = tuple[int, ...]
 
-# For each index the axis that it runs on, and how far apart its neighbours are there.
+# For each index, the axis on which it runs, and the distance of its neighbours there.
 Steps = tuple[tuple[int, int], ...]
 
-# A read fetches the smallest box around what it wants, as long as that is at most so many times as
-# large; what lies wider apart is fetched in several reads.
+# Elements are read as the smallest box around them, if that has at most so many times as many
+# elements; otherwise by several reads.
 MOST_READ = 2
 
 
 class Place(NamedTuple):
-    """Where elements lie in an array: the first at `offset`, the next along index k `stride`
-    further on `axis`, where `steps[k]` is `(axis, stride)`.
+    """The places of elements in an array: the first is at `offset`, and the next along index k is
+    `stride` further on `axis`, where `steps[k]` is `(axis, stride)`.
     """
 
     offset: Shape
@@ -59,7 +61,7 @@ class Place(NamedTuple):
         return Place(tuple([a + d for a, d in zip(self.offset, by, strict=True)]), self.steps)
 
     def fills(self, sizes: Shape) -> bool:
-        """Whether the elements are different ones, and all of the smallest box around them."""
+        """Whether the elements are distinct, and all elements of the smallest box around them."""
         dense = [1] * len(self.offset)
         for size, (axis, stride) in sorted(zip(sizes, self.steps, strict=True), key=lambda k: k[1]):
             if size != 1 and stride != dense[axis]:
@@ -68,7 +70,7 @@ class Place(NamedTuple):
         return True
 
     def on_axis(self, axis: int) -> list[int]:
-        """The indices that run on an axis, the one with the widest steps first."""
+        """The indices that run on an axis, in the order of decreasing strides."""
         return [k for k in self.order if self.steps[k][0] == axis]
 
     @property
@@ -78,9 +80,8 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements that an input has in common with a target, which have indices below `sizes`.
-
-    `input` is its number. `source` and `target` are one to one.
+    """Elements that the input number `input` has in common with a target. They have indices below
+    `sizes`, and distinct places in `source`, the input, and in `target`.
     """
 
     input: int
@@ -148,9 +149,7 @@ class Part(NamedTuple):
         return [dict(zip(indices, box, strict=True)) for box in _within(steps, start, stop)]
 
     def runs(self, indices: Box) -> Iterator[Box]:
-        """Boxes of indices whose elements are all of a box, in the source and in the target, and in
-        the same order there.
-        """
+        """Boxes of indices whose elements are boxes of source and target, in the same order."""
         source, target = self.source, self.target
         lengths = indices.shape
         slowest = [k for k in source.order if lengths[k] > 1]
@@ -162,8 +161,8 @@ class Part(NamedTuple):
             yield from self.runs(piece)
 
     def slabs(self, indices: Box, limit: int) -> Iterator[Box]:
-        """Boxes of indices, each of which has its elements in at most `limit` of the source, as far
-        as cuts on the source's first axis allow.
+        """Boxes of indices whose elements lie in boxes of at most `limit` elements of the source,
+        as far as cuts on the source's first axis allow.
         """
         around = self.source.hull(indices).size
         rows = self.source.on_axis(0) if self.source.offset else []
@@ -176,9 +175,7 @@ class Part(NamedTuple):
             yield from self.slabs(slab, limit)
 
     def dense(self, indices: Box) -> Iterator[Box]:
-        """Boxes of indices, each of which has its elements so close together in the source that
-        they can be read at once.
-        """
+        """Boxes of indices whose elements lie close enough in the source to be read at once."""
         if self.source.hull(indices).size <= MOST_READ * indices.size:
             yield indices
             return
@@ -199,8 +196,8 @@ class Part(NamedTuple):
 
 
 def box_part(input: int, source: Box, target: Box) -> Part:
-    """The part that has the elements of two boxes in the same row-major order. Their shapes are
-    equal, or the source is a range of one axis.
+    """The part whose elements are those of two boxes, in row-major order. The boxes have equal
+    shapes, or the source is a range of one axis.
 
     Raises LayoutError for other boxes.
     """
@@ -217,8 +214,8 @@ def box_part(input: int, source: Box, target: Box) -> Part:
 
 
 def range_parts(input: int, offset: int, shape: Shape, first: int, stop: int) -> Iterator[Part]:
-    """The parts of a flat input that has, from `offset` on, the elements `first` to `stop` of an
-    array in row-major order: at most `2 * ndim - 1`.
+    """The parts of a flat input that has the elements `first` to `stop` of an array, in row-major
+    order, from `offset` on: at most `2 * ndim - 1`.
 
     >>> [str(part.target_box) for part in range_parts(0, 5, (2, 3), 1, 5)]
     ['[0:1, 1:3]', '[1:2, 0:2]']
@@ -294,10 +291,10 @@ def affine_part(
     sizes: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> Part:
-    """The elements that two components with the same axes have in common.
+    """The part with the elements that two components with the same axes have in common.
 
-    `fixed` are indices of axes of which only one is meant: the layer, where each layer is an array
-    of its own.
+    `fixed` has indices of axes on which only one index is meant, such as the layer if each layer is
+    its own array.
     """
     names = [name for line in target.lines for name, _ in line.terms if name not in fixed]
     places = [_place(component, names, fixed) for component in (source, target)]
@@ -330,11 +327,11 @@ class LeafLayout:
 
 @dataclass(frozen=True)
 class LeafForm:
-    """How parameters form a leaf: a layout of parameters.
+    """The layout of a leaf in parameters, and the change of its values.
 
-    `copies` are layouts that give the same leaf from other parameters, which are tied to the first.
-    The value is `x * scale + add`, or with `backwards` `(x - add) / scale`, and then cast to
-    `dtype` if there is one. `rule` is what people wrote. A `buffer` is not a parameter.
+    `copies` are layouts of the same leaf in other parameters, which are tied to the first ones. The
+    value is `x * scale + add`, or with `backwards` `(x - add) / scale`, cast to `dtype` unless that
+    is empty. `rule` is the text of the mapping's rule. A `buffer` is not a parameter.
     """
 
     layout: LeafLayout

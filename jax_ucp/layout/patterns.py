@@ -1,12 +1,12 @@
-"""Patterns: how the shards of a parameter form it. Specs in Python are made of them.
+"""Patterns, which say how shards form a parameter, for specs in Python.
 
     >>> from jax_ucp import Spec, patterns
     >>> spec = Spec.of({"*.weight": patterns.Sharded(0), "*.bias": patterns.Replicated()})
     >>> str(spec)
     'of 2 rules'
 
-`jax_ucp.open(path, spec=spec)` reads a checkpoint by them. A closed family: each pattern is a small
-class, whose `join` lowers the shapes of shards to the layout of the parameter.
+`jax_ucp.open(path, spec=spec)` reads a checkpoint by them. The `join` of a pattern gives the layout
+of a parameter for the shapes of its shards.
 
 The UCP paper (arXiv 2406.18820, section 5.3.1) calls these Unique, Replicate, Partial (`Averaged`),
 Shard-V and Shard-H (`Sharded` on one axis), Shard-Hy (`Sharded` on several) and Shard-NC (`Fused`).
@@ -43,7 +43,7 @@ class Unique:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every shard holds the whole parameter, and all are equal bit for bit."""
+    """A parameter that every shard holds whole, and equal in all bits."""
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         return _copies(shards)
@@ -51,7 +51,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """Every shard holds a version of the whole parameter, which is their mean."""
+    """A parameter that is the mean of all shards, each of which has its shape."""
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         return replace(_copies(shards), averaged=True)
@@ -59,7 +59,7 @@ class Averaged:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Shards lie side by side along `axes`; sizes may differ from rank to rank.
+    """A parameter whose shards lie side by side along `axes`; their sizes may differ.
 
     On several axes the ranks form `grid`, in row-major order.
 
@@ -120,16 +120,16 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Fused:
-    """Several arrays, `parts`, lie side by side along `axis`, each cut by itself.
+    """A parameter of several arrays, `parts`, side by side along `axis`, each cut by itself.
 
-    `parts` maps a name to the part's rows in the whole parameter, or to its rows on each rank where
-    those differ. Each shard holds its share of every part, in order:
+    `parts` maps a name to the part's rows in the whole parameter, or to its rows on each rank if
+    these differ. Each shard holds its share of every part, in order:
 
         # parameter: q q q q k k v v     two ranks: q q k v | q q k v
 
-    A part named in `whole` is not cut: every rank holds all of it (k and v, when there are fewer KV
-    heads than ranks). With `groups`, what is cut is Megatron's order, per query group q..q k v, in
-    contiguous ranges that may end inside a group; the parameter still has all q, then all k, then
+    A part named in `whole` is not cut: every rank holds all of it (k and v, if there are fewer KV
+    heads than ranks). With `groups`, shards are contiguous ranges of Megatron's order, q..q k v for
+    each query group, and may end inside a group; the parameter still has all q, then all k, then
     all v:
 
         # groups=2: q q k v q q k v      three ranks: q q k | v q | q k v
@@ -218,8 +218,9 @@ class Fused:
             first += rows
 
     def _interleaved(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of parameter rows that are the rows [start, stop) of Megatron's order: group by
-        group, of each part its share. Raises LayoutError for parts that do not divide or suffice.
+        """The ranges of the parameter's rows that are the rows [start, stop) of Megatron's order,
+        which has a share of each part for each group. Raises LayoutError if parts do not divide
+        into groups, or have too few rows.
         """
         groups, rows = self.groups or 1, self._rows
         if ragged := [name for name, n in rows.items() if n % groups]:
@@ -240,10 +241,10 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """The shards form, by `pattern`, an array that is longer on `axis` than the parameter.
+    """A parameter whose shards form, by `pattern`, an array that is longer on `axis`.
 
-    The parameter is the leading `size` rows; the rest, up to `padded`, belongs to no element (the
-    rows that Megatron adds to a vocabulary so that it divides). `padded` may be left out.
+    The parameter has the leading `size` rows; the rest, up to `padded`, is padding (the rows by
+    which Megatron makes a vocabulary divisible). `padded` may be left out.
 
     Example:
         >>> Padded(Sharded(0), axis=0, size=101, padded=112).join([(56, 16), (56, 16)]).shape
@@ -270,11 +271,10 @@ Pattern = Unique | Replicated | Averaged | Sharded | Fused | Padded
 def flat_layouts(
     shapes: Mapping[str, Shape], partitions: Sequence[int], gaps: Mapping[str, int] | None = None
 ) -> dict[str, ParamLayout]:
-    """The layouts of parameters that lie one after another in a flat buffer cut into `partitions`.
+    """The layouts of parameters that follow one another in a flat buffer cut into `partitions`.
 
     `partitions` are lengths in elements, one per rank; `gaps[name]` elements of padding follow that
-    parameter, and what the last one leaves of the buffer is padding too. A ZeRO-1/2 group is such a
-    buffer.
+    parameter, and the end of the buffer may be padding too. A ZeRO-1/2 group is such a buffer.
 
     >>> layouts = flat_layouts({"w": (5, 7), "b": (7,)}, [24, 24])
     >>> for f in layouts["w"].parts:
@@ -309,8 +309,8 @@ def flat_layouts(
 
 
 def flat_layout(shape: Shape, start: int, parts: Sequence[range]) -> ParamLayout:
-    """The layout of an array whose elements are those of a flat one from `start` on, of which the
-    shards have these ranges.
+    """The layout of an array whose elements are those of a flat array from `start` on, which shards
+    hold in these ranges.
 
     >>> layout = flat_layout((2, 2), 3, [range(0, 4), range(4, 8)])
     >>> [(f.input, str(f.source_box), str(f.target_box)) for f in layout.parts]

@@ -1,8 +1,8 @@
-"""Grids of an array of which each chunk is one run of bytes in a file, as a link needs them.
+"""Grids of an array in which each chunk is one run of bytes of a file, as a link needs them.
 
-An array lies in strided blocks: boxes of it whose elements are at even distances in a file. A chunk
-of a regular grid is a run if, with its axes in one order, the same for all chunks, its elements
-follow one another.
+An array is stored in strided blocks: boxes whose elements have constant distances in a file along
+each axis. A chunk of a regular grid is a run if its elements follow one another, with its axes in
+an order that is the same for all chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box, row_major_strides
 from jax_ucp.layout.parts import Shape
 
-# A reader fetches a whole chunk for any part of it. Below the first it asks too often, and above
-# the second it reads too much that it does not want.
+# The sizes of chunks: a reader fetches a whole chunk for any part of it, so that smaller chunks
+# need too many reads, and larger ones read too many bytes that are not needed.
 LEAST_BYTES, MOST_BYTES = 256 << 10, 8 << 20
 
 # Many chunks of fewer bytes would be read more slowly than a copy.
@@ -49,8 +49,8 @@ class StridedBlock(NamedTuple):
 
 
 class RunGrid(NamedTuple):
-    """A grid of an array: the shape of its chunks, which divides that of the array, the axes of a
-    chunk from the slowest to the fastest in a file, and for each chunk, in row-major order of the
+    """A grid of an array: the shape of its chunks, which divides the array's shape; the axes of a
+    chunk from the slowest to the fastest in a file; and for each chunk, in row-major order of the
     grid, the number of the file and the byte at which it begins.
     """
 
@@ -72,7 +72,7 @@ def run_grid(shape: Shape, itemsize: int, blocks: Sequence[StridedBlock]) -> Run
     >>> run_grid((3, 4), 1, [columns])
     RunGrid(chunk=(3, 4), order=(1, 0), places=((0, 100),))
     """
-    # where a block stops, others start, or the array ends
+    # chunks may not cross the edges of blocks, which are where blocks start, and the array's end
     edges = [
         math.gcd(n, *{block.box.start[axis] for block in blocks}) for axis, n in enumerate(shape)
     ]
@@ -93,8 +93,9 @@ def run_grid(shape: Shape, itemsize: int, blocks: Sequence[StridedBlock]) -> Run
 
 
 def _length(most: int, nbytes: int) -> int:
-    """The divisor of `most` that so many parts of `nbytes` make a chunk of: the largest of at most
-    MOST_BYTES, or where that has fewer than LEAST_BYTES, the smallest that has as many.
+    """The divisor of `most` for the length of a chunk whose parts have `nbytes` each: the largest
+    for at most MOST_BYTES, or if that has fewer than LEAST_BYTES, the smallest for at least as
+    many.
     """
     small = [n for n in range(1, math.isqrt(most) + 1) if most % n == 0]
     divisors = sorted({*small, *(most // n for n in small)})

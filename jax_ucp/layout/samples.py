@@ -1,4 +1,4 @@
-"""The elements of two copies to compare where comparing all would cost too much."""
+"""Samples of two copies of an array, for a comparison that is much faster than of all elements."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from collections.abc import Sequence
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 
-# An array in one piece has so many runs, one in many pieces a run in each of them; a run has at
-# most so many elements.
+# An array stored in one piece has RUNS runs, one in many pieces a run in each piece.
 RUNS = 3
 RUN_ELEMENTS = 256
-# A block of no more is a run by itself: one read of all of it costs less than several of its parts.
+# Blocks of at most so many elements are compared whole: one read costs less than several of parts.
 SMALL_BLOCK = 1024
 
 
 def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
     """Runs of elements of an array, at least one inside each block of each tiling.
 
-    A tiling is the blocks in which one copy of the array is stored, so that no file of either copy
-    is without a run. Every run is a box of at most `RUN_ELEMENTS` elements that lie one after the
-    other in its block, or a small block itself. The last elements of every block of the first
-    tiling are among them: what was shifted or cut short shows there, even in an array of ones.
-    Blocks without elements have no run.
+    A tiling consists of the blocks in which one copy of the array is stored, so that every file of
+    either copy has a run. A run is a box of at most `RUN_ELEMENTS` elements that follow one another
+    in its block, or a small block itself. The last elements of every block of the first tiling are
+    included, because they differ if elements were shifted or cut off. Empty blocks have no run.
 
     >>> [str(box) for box in sample_boxes([Box((0, 0), (1000, 64))])]
     ['[0:4, 0:64]', '[499:503, 0:64]', '[996:1000, 0:64]']
@@ -37,7 +35,7 @@ def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
     return list(_sample_boxes(tuple(map(tuple, tilings))))
 
 
-# A model has many arrays of few shapes, which are cut in few ways.
+# a model has many arrays of few shapes, which are cut in few ways
 @functools.lru_cache(maxsize=1024)
 def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
     first, *others = ([block for block in blocks if block.size] for blocks in tilings)
@@ -67,9 +65,8 @@ def _runs(block: Box, count: int) -> list[Box]:
 
 
 def _run_around(block: Box, place: int) -> Box:
-    """At most `RUN_ELEMENTS` consecutive elements of the block, around that at `place`.
-
-    It has whole rows where a row is shorter than that: then its axes after `axis` are whole.
+    """At most `RUN_ELEMENTS` consecutive elements of the block, around the one at `place`; whole
+    rows if a row has fewer elements.
     """
     shape = block.shape
     axis, row = len(shape), 1
