@@ -226,6 +226,7 @@ def said_of(groups: OptimizerGroups | None, names: Sequence[str]) -> SaidGroups 
 
 
 def _checked_lists(value: Any, whence: str) -> Lists:
+    """Lists of names as tuples. Raises SpecError for anything else, and repeated names."""
     groups = value if isinstance(value, list | tuple) else ()
     are_lists = bool(groups) and all(isinstance(group, list | tuple) for group in groups)
     if not are_lists or not all(isinstance(name, str) for group in groups for name in group):

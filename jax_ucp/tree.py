@@ -218,6 +218,7 @@ def tree_fault(paths: Iterable[Path]) -> str | None:
 
 
 def _node_fault(path: Path, keys: Set[Key], leaf: bool) -> str | None:
+    """The reason why a node cannot have these keys; None if it can."""
     if leaf:
         return f"{_named(path)} is a leaf, but has something below it"
     kinds = {key.kind for key in keys}

@@ -340,6 +340,7 @@ class Checkpoint:
         return Side(self.leaves, self._read, self.about, self.groups)
 
     def _leaf(self, label: str) -> Leaf:
+        """The array with a label. Raises KeyError if there is none, or several."""
         if label in self._leaf_of:
             return self._leaf_of[label]
         matches = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]

@@ -78,6 +78,7 @@ def _mapped(
     assume: Sequence[str],
     params: str | None,
 ) -> Contents:
+    """The contents with a mapping applied, whose parameters are below the label `params`."""
     states = states_of(contents, params)
     rules = mapping_of(mapping, states.weights, saved_modules(contents.extras))
     states = states.with_buffers(partial(takes_buffer, rules))

@@ -32,6 +32,7 @@ def combined(first: int, second: int, length: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2), modulo that of CRC-32."""
     result = 0
     while a:
         if a & ONE:
@@ -146,6 +147,7 @@ class Tally:
         return not self._left and crc_of(self._parts) == self.crc
 
     def _insert(self, part: SummedBytes) -> None:
+        """Add a part, unless another thread has added some of it meanwhile."""
         with self._lock:
             if self._first_gap(part.start, part.stop) != part[:2]:
                 return  # another thread summed some of it meanwhile

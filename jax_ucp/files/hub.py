@@ -155,6 +155,7 @@ class Hub(ReadOnlyFiles):
 
 @contextmanager
 def _asking(url: str) -> Iterator[None]:
+    """Context that raises the errors of `Files` for those of the library."""
     errors = require_extra("huggingface_hub.errors", "hub", url)
     try:
         yield

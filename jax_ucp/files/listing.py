@@ -165,6 +165,7 @@ class ListedFiles:
         return iter(self.listing.below[url])
 
     def _entries(self, folder: str) -> Mapping[str, FileInfo]:
+        """The entries of a folder by the last part of their names, listed only once."""
         folders, url = self.listing.folders, self.url(folder)
         if url not in folders:
             entries: Sequence[FileInfo] = ()
@@ -186,6 +187,7 @@ class ListedFiles:
     def _answer(
         self, answers: dict[str, FileInfo | None], name: str, ask: Callable[[], FileInfo | None]
     ) -> FileInfo | None:
+        """The answer for a name, which is asked for only once."""
         if self.listing.is_closed:
             return ask()
         url = self.url(name)

@@ -143,6 +143,7 @@ class LocalFiles(Files):
         return path
 
     def _below(self, name: str) -> str:
+        """The path of a name, no folder above which leads outside through a link."""
         self._check_name(name)
         folder, _, _ = name.rpartition("/")
         if folder not in self._known:

@@ -51,6 +51,7 @@ def pread_into(handle: int, reads: Iterable[RangeRead]) -> None:
 
 
 def _fill(handle: int, offset: int, outs: Iterable[np.ndarray]) -> None:
+    """Fill arrays one after another with the bytes of a file from `offset` on."""
     rooms = deque(out.reshape(-1).view(np.uint8).data for out in outs if out.size)
     while rooms:
         # at most 2 GiB at a time

@@ -177,6 +177,7 @@ class MemoryRange(ByteRange):
 
 
 def _file(path: FilePath) -> FileInfo:
+    """The file at a path, which is not empty. Raises FormatError, FileNotFoundError."""
     info = path.info()
     if info is not None and info.kind == "file":
         if not info.size:

@@ -37,6 +37,7 @@ class ReadAhead:
                 out[...] = self._bytes(read.start, read.start + out.size)
 
     def _bytes(self, start: int, stop: int) -> np.ndarray:
+        """The bytes of a range, from the runs in memory or by a new read."""
         for first, run in self._runs:
             if first <= start and stop <= first + run.size:
                 return run[start - first : stop - first]

@@ -152,6 +152,7 @@ class RemoteFiles(Files):
         request.deliver(np.frombuffer(data, np.uint8))
 
     def _whole(self, request: Request) -> memoryview:
+        """All bytes that a request asks for. Raises Unanswered if fewer come."""
         data = self.fetch(request.file, request.start, request.stop)
         wanted = request.stop - request.start
         if len(data) != wanted:

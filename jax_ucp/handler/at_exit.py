@@ -129,6 +129,7 @@ async def _others() -> None:
 
 
 def _wait_for_saves() -> None:
+    """Wait for the saves that are running; if one fails, the program's exit code is 1."""
     lost = False
     for save in _saves:
         if save.is_over():

@@ -144,6 +144,8 @@ def _pytree(handler: Any) -> Any:
 
 
 def _v1_method(stock: Method, name: str) -> Method:
+    """Our method in place of one of stock v1's handler, which is called for local saves."""
+
     def method(self: Any, *args: Any, **named: Any) -> Any:
         from jax_ucp.handler.v1 import PyTreeHandler
 

@@ -123,6 +123,7 @@ def _shapes(checkpoint: Checkpoint) -> Shapes:
 
 
 def _row(mapped: Checkpoint, name: str, targets: Shapes) -> Report:
+    """A leaf of the mapped checkpoint, its rule and files, and the target's shape."""
     param = mapped.params[name]
     pieces = param.where()
     return {
@@ -137,6 +138,7 @@ def _row(mapped: Checkpoint, name: str, targets: Shapes) -> Report:
 
 
 def _differences(mapping: LeafMapping, shapes: Shapes, targets: Shapes) -> Iterator[str]:
+    """Faults: leaves that only the mapping or the target has, or that differ in shape."""
     for name, shape in targets.items():
         if name not in shapes:
             yield f"{name} {list(shape)}: in the target, but no rule forms it"

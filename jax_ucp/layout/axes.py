@@ -277,6 +277,7 @@ def components(expression: Expression, sizes: Mapping[str, int]) -> list[Compone
 
 
 def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
+    """The lines of a node whose last axis has this stride, for each choice of parts."""
     match node:
         case Axis(name=name):
             return [Line(0, ((name, stride),))]
@@ -396,6 +397,7 @@ def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
 
 
 def _length(node: Node, sizes: Mapping[str, int]) -> int:
+    """The length of a node's axis. Raises LayoutError if it needs an unknown length."""
     match node:
         case Axis(name=name) | Rotated(name=name):
             try:

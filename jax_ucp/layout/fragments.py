@@ -137,6 +137,7 @@ class ParamLayout:
         return at == math.prod(self.shape) and not self.averaged
 
     def _strays(self) -> Iterable[str]:
+        """Faults: parts of no shard, outside of their shard or array, or with gaps."""
         whole = Box.whole(self.shape)
         for part in self.parts:
             shard, source, target = part.input, part.source_box, part.target_box

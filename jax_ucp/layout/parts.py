@@ -302,6 +302,7 @@ def affine_part(
 
 
 def _place(component: Component, names: Sequence[str], fixed: Mapping[str, int]) -> Place:
+    """The places of a component's elements, for indices in the order of `names`."""
     offset = list[int]()
     steps: dict[str, tuple[int, int]] = {}
     for axis, line in enumerate(component.lines):

@@ -352,6 +352,7 @@ def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Pa
 
 
 def _copies(shards: Sequence[Shape]) -> ParamLayout:
+    """The layout of a parameter of which every shard is a copy."""
     for rank, shard in enumerate(shards):
         if shard != shards[0]:
             raise LayoutError(

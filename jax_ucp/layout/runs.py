@@ -108,6 +108,7 @@ def _length(most: int, nbytes: int) -> int:
 def _places(
     shape: Shape, chunk: Sequence[int], blocks: Sequence[StridedBlock]
 ) -> tuple[tuple[int, int], ...]:
+    """The file and byte of each chunk of a grid. Raises LayoutError if one is missing."""
     grid = [n // c for n, c in zip(shape, chunk, strict=True)]
     steps = row_major_strides(grid)
     places: list[tuple[int, int] | None] = [None] * math.prod(grid)

@@ -119,6 +119,7 @@ def config_from(
 def _settings(
     section: Mapping[str, Any], values: Mapping[str, Any], faults: list[str]
 ) -> dict[str, Any]:
+    """The settings of a section, evaluated; a message for each that fails is added."""
     config: dict[str, Any] = {}
     others: Mapping[str, Any] = {}
     for key, content in section.items():

@@ -121,6 +121,7 @@ def weights_of(contents: Contents, params: str) -> Contents:
 
 
 def _imported(contents: Contents) -> States:
+    """The states of a tree `{state: {parameter: array}}`. Raises TreeMismatch."""
     states: dict[Path, dict[str, Leaf]] = defaultdict(dict)
     for leaf in contents.leaves:
         if len(leaf.path) < 2 or not leaf.has_array:

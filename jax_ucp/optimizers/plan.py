@@ -243,6 +243,7 @@ class _Steps:
 
 
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
+    """The arrays of a tree `{state: {parameter: array}}`. Raises TreeMismatch."""
     states: dict[str, dict[str, Leaf]] = defaultdict(dict)
     for leaf in contents.leaves:
         if leaf.state and leaf.has_array:

@@ -120,6 +120,7 @@ def few(names: Sequence[str]) -> str:
 
 
 def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[OptaxLeaf]:
+    """The leaves below a node of an optax state. Raises TreeMismatch for unknown types."""
     fields = FIELDS.get(type(node))
     if fields is None and _is_named(node) and jax.tree.leaves(node):
         known = ", ".join(sorted(kind.__name__ for kind in FIELDS))
@@ -146,6 +147,7 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[OptaxLeaf]
 
 
 def _children(node: Any) -> Iterator[tuple[Key, Any]]:
+    """The children of a dict, a named tuple, a list or a tuple, with their keys."""
     kind, items = "attr", ()
     if isinstance(node, dict):
         kind, items = "dict", node.items()

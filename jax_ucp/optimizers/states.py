@@ -341,6 +341,7 @@ def _names(path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _difference(node: TreeNode, leaf: Leaf | None, has_structure: bool) -> str | None:
+    """A message if a stored leaf is not what the optimizer's state has there, or None."""
     if leaf is None:
         is_needed = has_structure or is_array(node.value)
         return "the optimizer has it, the checkpoint not" if is_needed else None

@@ -154,6 +154,7 @@ def _refuse_bombs(text: str, file: str) -> None:
 
 
 def _loaded(loader: Any, file: str) -> Document:
+    """The sections that a loader gives. Raises SpecError for anything but a mapping."""
     root = loader.get_single_node()
     if not isinstance(root, yaml.MappingNode):
         raise SpecError(f"{file} should be a mapping of sections")
