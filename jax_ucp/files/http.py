@@ -33,7 +33,7 @@ REDIRECTS, MOST_REDIRECTS = frozenset({301, 302, 303, 307, 308}), 5
 
 CONNECT_S, ANSWER_S = 10, 30
 _READ_BYTES, ERROR_BYTES = 1 << 18, 1 << 16
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _PORTS = {"http": 80, "https": 443}
 
 Origin = tuple[str, str, int | None]
@@ -75,7 +75,7 @@ def size_by_range(content_range: str | None, start: int, stop: int) -> int:
     """The size of a file by Content-Range. Raises Unanswered if that is of another range."""
     match = _RANGE.fullmatch(content_range or "")
     if match is None or (int(match[1]), int(match[2])) != (start, stop - 1):
-        raise Unanswered(f"{content_range} came, of {start} to {stop}")
+        raise Unanswered(f"{content_range!s:.100} came, of {start} to {stop}")
     return int(match[3])
 
 

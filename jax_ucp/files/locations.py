@@ -48,6 +48,10 @@ def _web(scheme: str, text: str, rest: str) -> tuple[Files, str]:
             f"{scheme}://{host.rpartition('@')[2]}: a URL here has a host and a path. A user, a"
             " query or a fragment would be lost, or kept in what is written of it"
         )
+    try:
+        _ = urllib.parse.urlsplit(f"{scheme}://{host}").port
+    except ValueError as error:
+        raise UnsupportedPath(f"{scheme}://{host} is not an address: {error}") from None
     from jax_ucp.files.web import Web
 
     return _kept(Web, _settings(), scheme, host), _checked(text, urllib.parse.unquote(path))

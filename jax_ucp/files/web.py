@@ -6,6 +6,7 @@ import atexit
 import errno
 import functools
 import os
+import re
 import urllib.parse
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -46,7 +47,7 @@ class Web(ReadOnlyFiles):
         if is_html and "ETag" not in answer.headers and "Last-Modified" not in answer.headers:
             return FileInfo(name, 0, "", "folder")
         size = answer.headers.get("Content-Length", "")
-        if not size.isdecimal():
+        if not re.fullmatch("[0-9]{1,18}", size):
             raise StoreError(f"{self.url(name)}: the server does not say how many bytes it has")
         return FileInfo(name, int(size), _version(answer))
 

@@ -12,7 +12,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA
-from jax_ucp.errors import StoreError, UCPError
+from jax_ucp.errors import StoreError, UCPError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.http import ALLOWED_HOSTS, redirected
 from jax_ucp.files.path import file_path
@@ -117,6 +117,35 @@ def test_an_answer_is_read_no_further_than_what_was_asked_for(kind, answer, monk
         with pytest.raises(StoreError, match=r"than the 8192 bytes|Content-Length"):
             path.read_range(0, 8192)
     assert sum(server.sent) < LIMIT  # the kernel's buffers took the rest
+
+
+@pytest.mark.parametrize("kind", ["web", "hub"])
+def test_a_range_of_a_file_of_more_bytes_than_there_can_be_is_no_answer(kind, monkeypatch):
+    def huge(server: Server) -> None:
+        server.say(206, {"Content-Range": f"bytes 0-8191/{'9' * 5000}", "Content-Length": 0})
+
+    with served(huge) as (address, _):
+        path = file_path(at(kind, address, monkeypatch))
+        with pytest.raises(StoreError, match=r"bytes 0-8191/9{80,90} came, of 0 to 8192"):
+            path.read_range(0, 8192)
+
+
+def test_a_size_of_more_digits_than_python_reads_is_none(monkeypatch):
+    def do_head(server: Server) -> None:
+        server.say(200, {"Content-Length": "9" * 5000})
+
+    monkeypatch.setattr(Server, "do_HEAD", do_head)
+    with (
+        served(long_body) as (address, _),
+        pytest.raises(StoreError, match="does not say how many bytes it has"),
+    ):
+        file_path(f"{address}/file").info()
+
+
+@pytest.mark.parametrize("host", ["h:99999", "h:port", "[::1"])
+def test_what_is_no_address_of_a_server_is_refused(host):
+    with pytest.raises(UnsupportedPath, match="is not an address"):
+        file_path(f"https://{host}/file")
 
 
 def to(location: str) -> Say:
