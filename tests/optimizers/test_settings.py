@@ -192,16 +192,25 @@ def adamw(rate=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, **more):
     return optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay, mask=WEIGHTS, **more)
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-8, 1e-15])
-@pytest.mark.parametrize("make", [
+# Wrappers hand eps on as it is: it is tried with the dtypes that round it.
+SAME = [
     adamw,
+    lambda **same: adamw(mu_dtype=jnp.bfloat16, **same),
+    lambda **same: adamw(mu_dtype=jnp.float16, **same),
     lambda **same: optax.chain(optax.clip_by_global_norm(1.0), adamw(**same)),
     lambda **same: optax.MultiSteps(adamw(**same), 3),
     lambda **same: adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), **same),
     lambda **same: optax.inject_hyperparams(optax.adamw, ("mask",))(1e-3, 0.9, 0.95, **same, weight_decay=0.1, mask=WEIGHTS),
-    lambda **same: adamw(mu_dtype=jnp.bfloat16, **same),
-    lambda **same: adamw(mu_dtype=jnp.float16, **same),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "eps"),
+    [
+        *((make, eps) for make in SAME[:3] for eps in (1e-5, 1e-15)),
+        *((make, 1e-8) for make in SAME),
+    ],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(dtype, make, eps):
     params = {name: value.astype(dtype) for name, value in PARAMS.items()}
@@ -264,13 +273,24 @@ WARM = optax.linear_schedule(0, 0.1, 10)
 LATE = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [200])
 
 
+# Any momentum in any dtype, at a rate that moves no weight at first; and other rates with the least
+# and the most momentum, in the dtype of least range.
+HALF = (jnp.float16, 0.5), (jnp.float16, 0.999)
+MOMENTA = [
+    *(
+        (dtype, momentum, WARM)
+        for dtype, momentum in (
+            *((jnp.float32, 0.5), (jnp.float32, 0.9), (jnp.float32, 0.999)),
+            *((jnp.bfloat16, 0.5), (jnp.bfloat16, 0.99), *HALF),
+        )
+    ),
+    *((dtype, momentum, rate) for dtype, momentum in HALF for rate in (0.1, LATE)),
+]
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("rate", [0.1, WARM, LATE], ids=["now", "warm", "late"])
-@pytest.mark.parametrize(("dtype", "momentum"), [
-    (jnp.float32, 0.5), (jnp.float32, 0.9), (jnp.float32, 0.999),
-    (jnp.bfloat16, 0.5), (jnp.bfloat16, 0.99), (jnp.float16, 0.5), (jnp.float16, 0.999),
-])  # fmt: skip
-def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, rate, momentum, nesterov):
+@pytest.mark.parametrize(("dtype", "momentum", "rate"), MOMENTA)
+def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, momentum, rate, nesterov):
     # one moves at once and the other as its rate says, either with Nesterov's step
     sgds = [
         optax.sgd(each, momentum, nesterov=step, accumulator_dtype=dtype)
@@ -279,6 +299,10 @@ def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, rate, mome
     settings = OF_SGD | {"momentum": momentum, "nesterov": nesterov}
     [told] = rule_faults(partition(*sgds), PARAMS, of_all(settings))
     assert told.startswith(f"b: the checkpoint's optimizer has nesterov={nesterov}, tx")
+
+
+@pytest.mark.parametrize(("dtype", "momentum", "rate"), MOMENTA)
+def test_nadam_is_told_from_adam_by_any_momentum(dtype, momentum, rate):
     adams = [
         make(each, b1=momentum, mu_dtype=dtype)
         for each, make in ((0.1, optax.adam), (rate, optax.nadam))
