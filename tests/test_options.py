@@ -529,6 +529,7 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
     (("export", SAFETENSORS, "out", "--forward"), 2, "--forward go with --mapping"),
     (("export", SAFETENSORS, "out", "--mapping", "hf-llama-to-maxtext", "--forward", "--inverse"), 2,
      "--forward goes with neither --inverse nor --optimizer"),
+    (("convert", SAFETENSORS, "out", "--to-step", 1, "--item", "a/b"), 1, "item='a/b' is not a name: it has a slash"),
     (("map", SAFETENSORS), 2, "give --mapping"),
     (("map", SAFETENSORS, "--mapping", "nothing"), 1, "is not a mapping that can be read"),
 ]  # fmt: skip

@@ -266,7 +266,7 @@ def imported(target: str, what: str) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise TreeMismatch(f"{target} gives no {what}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)

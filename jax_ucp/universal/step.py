@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_ucp.arguments import whole_number
+from jax_ucp.errors import SpecError
 from jax_ucp.files.local import name_fault
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files, file_size
@@ -40,16 +41,16 @@ def write_step(
     on a disk by a rename, in a bucket by the creation of `commit_success.txt`.
 
     Raises FileExistsError if the step exists or is being written, or the run is a checkpoint
-    itself; ValueError for an item that is not a name, and for metadata that JSON cannot say.
+    itself; SpecError for an item that is not a name, and for metadata that JSON cannot represent.
     """
     try:
         said = json.loads(json.dumps(dict(custom_metadata), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"custom_metadata={custom_metadata!r:.80} is not JSON: {error}") from None
+        raise SpecError(f"custom_metadata={custom_metadata!r:.80} is not JSON: {error}") from None
     step = whole_number("step", step, least=0)
     fault = name_fault(item) or ("it has a slash" if "/" in item else None)
     if fault or item in (STEP_FILE, COMMIT_FILE):
-        raise ValueError(f"item={item!r:.80} is not a name: {fault or 'a file of the step has it'}")
+        raise SpecError(f"item={item!r:.80} is not a name: {fault or 'a file of the step has it'}")
     if (run / METADATA_FILE).is_file():
         raise FileExistsError(f"{run} is a checkpoint, and no run to which a step could be added")
     target = run / str(step)

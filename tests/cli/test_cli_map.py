@@ -141,6 +141,7 @@ def test_a_flax_variable_is_called_by_the_name_of_its_module(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("target", "message"), [
+    (":",                   ": gives no tree: ValueError: Empty module name"),
     ("nowhere",             "nowhere is neither a path that exists nor a function; write module:function"),
     ("no_such_module:tree", "no_such_module:tree gives no tree: ModuleNotFoundError"),
     ("MODEL:absent",        "MODEL:absent gives no tree: AttributeError"),
