@@ -10,6 +10,7 @@ from jax_ucp.cli.command import Arguments, by_name, command
 from jax_ucp.cli.options import BUDGET, MESH, SOURCE, argument, option
 from jax_ucp.cli.output import console, progress, to_stderr
 from jax_ucp.cli.types import RENAME, SIZE
+from jax_ucp.inspection.page import page_target
 from jax_ucp.inspection.statistics import MAX_READ
 
 
@@ -46,6 +47,7 @@ def report(args: Arguments) -> None:
     """
     if args.rename and args.against is None:
         raise click.UsageError("--rename is for --against: give that too")
+    page_target(args.output)  # before everything is read
     checkpoint = args.open(args.path)
     with progress("reading", 0 if args.headers else checkpoint.nbytes) as meter:
         page = checkpoint.report(

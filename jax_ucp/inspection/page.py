@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_ucp.arguments import local_path
@@ -57,16 +58,7 @@ class Page:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page, also over an older page. Raises FileExistsError for any other file."""
-        target = local_path(path)
-        if target.exists():
-            begin = b""
-            if target.is_file():
-                with target.open("rb") as file:
-                    begin = file.read(len(_BEGIN))
-            if begin != _BEGIN.encode():
-                raise FileExistsError(
-                    f"{target} exists and is not the page of a report: it is left as it is"
-                )
+        target = page_target(path)
         LocalFiles(target.parent).write(target.name, [self.html.encode()], durable=True)
 
     def _repr_html_(self) -> str:
@@ -75,6 +67,21 @@ class Page:
             f'<iframe sandbox="allow-scripts" title="checkpoint" srcdoc="{frame}"'
             ' style="width:100%;height:80vh;border:1px solid"></iframe>'
         )
+
+
+def page_target(path: str | os.PathLike[str]) -> Path:
+    """The local file for a page. Raises FileExistsError if another file than a page is there."""
+    target = local_path(path)
+    if target.exists():
+        begin = b""
+        if target.is_file():
+            with target.open("rb") as file:
+                begin = file.read(len(_BEGIN))
+        if begin != _BEGIN.encode():
+            raise FileExistsError(
+                f"{target} exists and is not the page of a report: it is left as it is"
+            )
+    return target
 
 
 def page(checkpoint: Checkpoint, arrays: Mapping[str, ArrayInfo], findings: Findings) -> Page:

@@ -362,7 +362,7 @@ def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
 
 
 def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
-    """Whether one axis of an array is done: its lengths are known, or a fault was added."""
+    """Whether one axis of an array is done: a length that follows, or a fault, is added."""
     dim, length = claim.expression.dims[axis], claim.shape[axis]
     unknown = lengths.unknown(dim)
     if len(unknown) > 1:

@@ -220,7 +220,9 @@ def test_ten_thousand_arrays_that_do_not_fold_make_a_page_below_three_megabytes(
 def test_a_page_replaces_a_page_and_nothing_else(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
-    run("report", CASE, "-o", weights, code=1)
+    assert "is left as it is" in run(
+        "report", tmp_path / "nothing", "-o", weights, code=1
+    )  # before it opens
     assert weights.read_bytes() == b"weights"
     for _ in range(2):
         run("report", CASE, "-o", tmp_path / "page.html", "--headers")
