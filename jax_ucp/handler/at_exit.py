@@ -115,11 +115,30 @@ class NotedLoop:
         if self._loop is None:
             raise TimeoutError(f"Orbax did not begin it within {BEGIN_S} s")
         if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(_others(), self._loop).result()
+            _wait_for_others(self._loop)
         if self._error is not None:  # the loop may have ended before
             raise self._error
         if not self._is_finished:
             raise RuntimeError("it was stopped")
+
+
+def _wait_for_others(loop: asyncio.AbstractEventLoop) -> None:
+    """Wait for the tasks of an event loop, until it stops. Raises the first error of any.
+
+    It may stop, or be closed, before it begins the task that waits here for the others.
+    """
+    others = _others()
+    try:
+        waiting = asyncio.run_coroutine_threadsafe(others, loop)
+    except RuntimeError:  # it is closed
+        others.close()
+        return
+    while loop.is_running() and not waiting.done():
+        time.sleep(0.01)
+    if waiting.done():
+        waiting.result()
+    else:
+        others.close()
 
 
 async def _others() -> None:

@@ -2,6 +2,7 @@
 is said and is the exit code.
 """
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import jax_ucp as ucp
 from handler_cases import needs_v1
+from jax_ucp.handler.at_exit import NotedLoop
 
 WORKER = Path(__file__).parents[1] / "workers" / "ends.py"
 WAYS = [
@@ -59,3 +61,21 @@ def test_a_save_that_is_lost_at_the_end_is_named_and_is_the_exit_code(tmp_path, 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[-1]])
 def test_of_a_save_that_was_waited_for_nothing_is_said(tmp_path, way):
     assert ended(tmp_path, way, "waits") == (0, [])
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.timeout(30)
+def test_a_loop_that_stops_while_it_is_asked_is_not_waited_for(closed, monkeypatch):
+    async def save() -> None:
+        pass
+
+    noted = NotedLoop("run/1")
+    asyncio.run(noted.run(save()))
+    noted._loop = loop = asyncio.new_event_loop()
+    if closed:
+        loop.close()
+    looked_at = [True, False]  # it runs when it is looked at, and no more when it is asked
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "is_running", lambda: looked_at.pop(0))
+        noted.wait()
+    loop.close()
