@@ -297,8 +297,16 @@ def _with_state(tensor: object, state: object) -> object:
     return tensor
 
 
+def _shape(args: tuple) -> object:
+    """The shape that torch.Size makes, of which a table of contents has several for each chunk."""
+    match args:
+        case (tuple(shape),) if {*map(type, shape)} <= {int, bool}:
+            return shape
+    return NotImplemented
+
+
 def _call(name: str) -> Constructor:
-    """The `Constructor` of a tensor, a shape, or the text of a device or a layout, by its name."""
+    """The `Constructor` of a tensor, or the text of a device or a layout, by its name."""
     return Constructor(name, lambda args: _value(name, args))
 
 
@@ -344,8 +352,6 @@ def _value(name: str, args: tuple) -> object:
             (RefusedTensor() as data, _, _device, bool()),
         ):
             return data
-        case "torch.Size", (tuple(shape),) if all(isinstance(n, int) for n in shape):
-            return shape
         case (("torch.device" | "torch.serialization._get_layout"), (str(text),)):
             return text
         case "torch.device", (str(kind), int(index)):
@@ -436,7 +442,8 @@ NAMES: dict[str, object] = {
         Constructor("torch._tensor._rebuild_from_type_v2", _rebuild_from_type_v2),
         StorageClass("torch.storage.UntypedStorage", np.dtype(np.uint8)),
         StorageClass("torch.storage._UntypedStorage", np.dtype(np.uint8)),  # torch 1.11 and 1.12
-        *map(_call, ("torch.Size", "torch.device", "torch.serialization._get_layout")),
+        Constructor("torch.Size", _shape),
+        *map(_call, ("torch.device", "torch.serialization._get_layout")),
         *(Name(f"torch.{name}") for name in _NO_NUMPY_DTYPE),
         *(
             Name(f"torch.{name}")

@@ -249,7 +249,8 @@ class _Archive:
 
 def _archive(file: ByteRange) -> _Archive:
     members = zip_members(file)
-    roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
+    pickles = [name.partition("/") for name in members if name.endswith("/data.pkl")]
+    roots = [root for root, _, name in pickles if name == "data.pkl"]
     if len(roots) != 1:
         raise FormatError(
             f"a zip file with {len(roots)} members <root>/data.pkl; a file of torch.save has one"
@@ -268,7 +269,7 @@ def _archive(file: ByteRange) -> _Archive:
     for name, member in members.items():
         if name.startswith(prefix):
             # ZeRO-3's ranks have thousands of empty ones each
-            key = sys.intern(name.removeprefix(prefix))
+            key = sys.intern(name[len(prefix) :])
             storages[key] = member if member.size or member.deflated else _EMPTY
     pickled = members[f"{root}/data.pkl"]
     max_bytes = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES

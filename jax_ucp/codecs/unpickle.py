@@ -17,7 +17,7 @@ import pickletools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -290,23 +290,25 @@ class _Machine:
         self.unknown: dict[str, Unknown] = {}
         self.keys: dict[int, list[object]] = {}  # those that are neither text nor small, by hash
         self.cost = 0
+        self.paid = FREE_BYTES  # what it may cost, by the bytes that were read when it cost more
         self.at = 0  # the byte up to which the pickle has been read
         self.paying = 0  # bytes that the file spends on it
 
     def run(self, data: bytes, most: int) -> int:
         """The byte after STOP. `pickletools.genops` would do, but warns of invalid escapes."""
-        at, opcode, stop = 0, None, len(data)
+        at, step, stop = 0, None, len(data)
         self.paying = most
-        while opcode is not _STOP:
+        while step is not _stop:
             if at >= stop:
                 raise _damaged(at)
-            opcode, at, argument = _OPCODES[data[at]], at + 1, None
-            if opcode.number is not None:
-                if opcode.number.size > stop - at:
+            step, number, value, cost = _OPCODES[data[at]]
+            at, argument = at + 1, None
+            if number is not None:
+                if number.size > stop - at:
                     raise _damaged(at)
-                (argument,) = opcode.number.unpack_from(data, at)
-                at += opcode.number.size
-            if opcode.value is not None:  # of as many bytes as the number says, or of two lines
+                (argument,) = number.unpack_from(data, at)
+                at += number.size
+            if value is not None:  # of as many bytes as the number says, or of two lines
                 length = argument
                 if length is None:
                     first = data.find(b"\n", at, stop) + 1
@@ -314,21 +316,21 @@ class _Machine:
                     length = (second or stop + 1) - at  # more than there are if one does not end
                 if not 0 <= length <= stop - at:
                     raise _damaged(at)
-                argument, at = opcode.value(data[at : at + length]), at + length
+                argument, at = value(data[at : at + length]), at + length
             self.at = at
-            self.cost += opcode.cost
-            # the bound of `charge`, without a call for each opcode of a large pickle
-            if self.cost > FREE_BYTES and self.cost > FREE_BYTES + BYTES_PER_BYTE * min(at, most):
+            self.cost += cost
+            if self.cost > self.paid:  # as in `charge`, without a call for each opcode
                 self.charge(0)
-            opcode.step(self, argument)
+            step(self, argument)
         return at
 
     def charge(self, nbytes: int) -> None:
         """Count a cost. Raises UnsafePickle if the bytes read do not account for it."""
         self.cost += nbytes
-        if self.cost <= FREE_BYTES:
+        if self.cost <= self.paid:
             return
-        if self.cost > FREE_BYTES + BYTES_PER_BYTE * min(self.at, self.paying):
+        self.paid = FREE_BYTES + BYTES_PER_BYTE * min(self.at, self.paying)
+        if self.cost > self.paid:
             raise UnsafePickle(
                 f"the objects in the pickle take too much memory for its first {self.at} bytes"
             )
@@ -343,8 +345,8 @@ class _Machine:
 
     def put(self, index: int) -> None:
         item = self.memo[index] = self.top()
-        if id(item) in self.unbuilt:
-            self.unbuilt[id(item)].memo.append(index)
+        if unbuilt := self.unbuilt.get(id(item)):
+            unbuilt.memo.append(index)
 
     def get(self, index: int) -> None:
         if index not in self.memo:
@@ -584,8 +586,7 @@ def _long(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Opcode:
+class _Opcode(NamedTuple):
     """The action of an opcode, and its argument.
 
     `number` follows the opcode. With `value` the argument is made of as many bytes as that number
@@ -619,11 +620,16 @@ def _refused(code: int) -> _Opcode:
 
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _U1, _U2, _U4, _U8, _I4 = (struct.Struct(f"<{kind}") for kind in "BHIQi")
-_STOP = _Opcode(lambda machine, _: None)
+
+
+def _stop(machine: _Machine, _: None) -> None:
+    pass
+
+
 _KNOWN = {
     "PROTO": _Opcode(_Machine.protocol, _U1),
     "FRAME": _Opcode(lambda machine, _: None, _U8),
-    "STOP": _STOP,
+    "STOP": _Opcode(_stop),
     "NONE": _pushes(lambda: None),
     "NEWTRUE": _pushes(lambda: True),
     "NEWFALSE": _pushes(lambda: False),
@@ -705,15 +711,15 @@ _SCATTERED = (str, bytes, ObjectNode, Name, bool, type(None))
 _INT_HASHES = 1 << 60
 
 
-def _extent(arguments: Sequence[object]) -> int:
+def _extent(arguments: Sequence[Any]) -> int:
     """The bytes of a copy of arguments, and of the items of tuples among them."""
-    inner = [item for part in arguments if type(part) is tuple for item in part]
-    return sum(map(_copied, arguments)) + sum(map(_copied, inner))
-
-
-def _copied(value: Any) -> int:
-    unit = _UNITS.get(type(value))
-    return unit * len(value) if unit else 0
+    nbytes = 0
+    for part in arguments:
+        if (kind := type(part)) in _UNITS:
+            nbytes += _UNITS[kind] * len(part)
+        if kind is tuple:
+            nbytes += sum([_UNITS[type(item)] * len(item) for item in part if type(item) in _UNITS])
+    return nbytes
 
 
 def _size(
@@ -726,8 +732,12 @@ def _size(
         level = 2 if isinstance(node, ObjectNode) else 1
         nodes, depth = 1, 0
         for key, child in children(node):
-            nodes += len(key) // BYTES_PER_NODE if type(key) is str else _weight(key)
-            if type(child) in _ATOMS or not isinstance(child, _CONTAINERS):
+            if type(key) is not int or abs(key) > _LIGHT:
+                nodes += _weight(key)
+            if type(child) is int and abs(child) <= _LIGHT:
+                nodes, depth = nodes + 1, depth or level
+                continue
+            if not isinstance(child, _CONTAINERS):
                 nodes, depth = nodes + 1 + _weight(child), depth or level
                 continue
             size = _child_size(child, above + level, max_nodes, known)
@@ -780,4 +790,5 @@ def _child_size(
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, ObjectNode)
 _ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
+_LIGHT = 1 << 62  # an integer up to it counts as no other node
 _INSIDE = 0, -1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jax_ucp.errors import CorruptData, FormatError
@@ -22,6 +23,10 @@ END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")  # signature, disk, offset of the zip64 end record, disks
 CENTRAL = struct.Struct("<4s4H2H3L5H2L")
 LOCAL = struct.Struct("<4s3H2H3L2H")
+# What is read of the last two: flags, method, CRC, sizes, lengths of name and extra field; and of
+# the first the length of the comment, the disk and where the local header is.
+_IN_CENTRAL = struct.Struct("<8x2H4x3L4H6xL")
+_IN_LOCAL = struct.Struct("<6x2H4x3L2H")
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 
 _STORED, _DEFLATED = 0, 8
@@ -80,10 +85,10 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
     for entry, head in zip(entries, headers, strict=True):
         # a member's local header, with which `head` begins, agrees with its directory entry
         name, at = _text(entry.name), entry.header
-        if len(head) < LOCAL.size or head[:4] != b"PK\3\4":
+        if len(head) < LOCAL.size or not head.startswith(b"PK\3\4"):
             raise FormatError(f"zip member {name!r} has no local header at byte {at}")
-        _, _, flags, method, _, _, crc, stored_size, size, name_length, extra_length = (
-            LOCAL.unpack_from(head)
+        flags, method, crc, stored_size, size, name_length, extra_length = _IN_LOCAL.unpack_from(
+            head
         )
         extra_at = LOCAL.size + name_length
         length = extra_at + extra_length
@@ -94,24 +99,20 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
             )
         if length > len(head):
             head = file.read(at, offset)
-        if MAX32 in (size, stored_size):
-            wide = _zip64(memoryview(head)[extra_at:length])
-            size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
-        name_in_header = head[LOCAL.size : extra_at]
+        if size == MAX32 or stored_size == MAX32:
+            extra = head[extra_at:length]
+            size, stored_size = _widened((size, stored_size), extra, entry.name)
         if flags & _SIZES_FOLLOW:  # which allows zeros for sizes and CRC
             crc, stored_size = crc or entry.crc, stored_size or entry.stored_size
             size = size or entry.size
-        if entry != _ZipEntry(name_in_header, flags, method, crc, stored_size, size, at):
+        if entry != (head[LOCAL.size : extra_at], flags, method, crc, stored_size, size, at):
             raise FormatError(
                 f"zip member {name!r}: its local header and the zip directory disagree"
             )
-        member = Member(
-            name, offset, entry.size, entry.stored_size, entry.crc, entry.method == _DEFLATED
-        )
-        if member.name in members:
-            raise FormatError(f"zip member {member.name!r} occurs twice")
-        members[member.name] = member
-        spans.append((entry.header, member.offset + member.stored_size, member.name))
+        if name in members:
+            raise FormatError(f"zip member {name!r} occurs twice")
+        members[name] = Member(name, offset, size, stored_size, crc, method == _DEFLATED)
+        spans.append((at, offset + stored_size, name))
     free = 0
     for begin, end, name in sorted(spans):
         if begin < free or end > start:
@@ -161,7 +162,7 @@ def _directory(file: ByteRange) -> tuple[int, list[_ZipEntry]]:
     start, size, count = _end(file)
     if count * CENTRAL.size > size:
         raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
-    directory = memoryview(file.read(start, start + size))
+    directory = file.read(start, start + size)
     entries, at = [], 0
     for _ in range(count):
         entry, at = _entry(directory, at, start)
@@ -218,23 +219,22 @@ def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int
     return record, wide
 
 
-def _entry(directory: memoryview, at: int, start: int) -> tuple[_ZipEntry, int]:
+def _entry(directory: bytes, at: int, start: int) -> tuple[_ZipEntry, int]:
     """The entry at byte `at` of the directory, and where the next one starts."""
-    if at + CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\1\2":
+    name_at = at + CENTRAL.size
+    if name_at > len(directory) or not directory.startswith(b"PK\1\2", at):
         raise FormatError(f"no zip directory entry at byte {start + at}")
-    fields = CENTRAL.unpack_from(directory, at)
-    flags, method, crc, stored_size, size = fields[3], fields[4], *fields[7:10]
-    name_length, extra_length, comment_length, disk, _, _, header = fields[10:]
-    extra_at = at + CENTRAL.size + name_length
+    fields = _IN_CENTRAL.unpack_from(directory, at)
+    flags, method, crc, stored_size, size, name_length, extra_length = fields[:7]
+    comment_length, disk, header = fields[7:]
+    extra_at = name_at + name_length
     stop = extra_at + extra_length + comment_length
     if stop > len(directory):
         raise FormatError(f"the zip directory entry at byte {start + at} runs past the directory")
-    name = bytes(directory[at + CENTRAL.size : extra_at])
+    name = directory[name_at:extra_at]
     if MAX32 in (size, stored_size, header):
-        wide = _zip64(directory[extra_at : extra_at + extra_length])
-        size, stored_size, header = (
-            _widen(number, wide, name) for number in (size, stored_size, header)
-        )
+        extra = directory[extra_at : extra_at + extra_length]
+        size, stored_size, header = _widened((size, stored_size, header), extra, name)
     if flags & ~_KNOWN_FLAGS or disk:
         raise FormatError(
             f"zip member {_text(name)!r} is encrypted or on another disk (flags {flags:#x})"
@@ -247,26 +247,24 @@ def _entry(directory: memoryview, at: int, start: int) -> tuple[_ZipEntry, int]:
     return _ZipEntry(name, flags, method, crc, stored_size, size, header), stop
 
 
-def _zip64(extra: memoryview) -> list[int]:
-    """The numbers of the zip64 field (id 1), in reverse; torch pads with another field ("FB")."""
-    while len(extra) >= 4:
-        field, length = struct.unpack_from("<2H", extra)
+def _widened(numbers: Sequence[int], extra: bytes, name: bytes) -> Sequence[int]:
+    """The numbers; in place of each that is the 32-bit mark for it the next one of the zip64 field
+    (id 1) of an extra field, in which torch pads with another ("FB").
+    """
+    wide: Iterator[int] = iter(())
+    at = 0
+    while at + 4 <= len(extra):
+        field, length = struct.unpack_from("<2H", extra, at)
+        at += 4
         if field == 1:
-            body = extra[4 : 4 + length]
-            return [
-                int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body) // 8 * 8, 8)
-            ][::-1]
-        extra = extra[4 + length :]
-    return []
-
-
-def _widen(number: int, wide: list[int], name: bytes) -> int:
-    """`number`, or the next zip64 number where it is the 32-bit mark that stands for one."""
-    if number != MAX32:
-        return number
-    if not wide:
-        raise FormatError(f"zip member {_text(name)!r} lacks its zip64 sizes")
-    return wide.pop()
+            count = min(length, len(extra) - at) // 8
+            wide = iter(struct.unpack_from(f"<{count}Q", extra, at))
+            break
+        at += length
+    try:
+        return [next(wide) if number == MAX32 else number for number in numbers]
+    except StopIteration:
+        raise FormatError(f"zip member {_text(name)!r} lacks its zip64 sizes") from None
 
 
 def _text(name: bytes) -> str:
