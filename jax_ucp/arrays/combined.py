@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ucp.arrays.checks import LeafClaim, passed_on
-from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece, Want
 from jax_ucp.layout.box import Box
 
 if TYPE_CHECKING:
@@ -68,6 +68,15 @@ class Combined(ArraySource):
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         source, inner = self._places[key]
         source.read_into(inner, boxes, outs)
+
+    def read_each(self, wants: Sequence[Want]) -> None:
+        """Read boxes of several arrays, of each source together."""
+        groups: dict[int, tuple[ArraySource, list[Want]]] = {}
+        for key, boxes, outs in wants:
+            source, inner = self._places[key]
+            groups.setdefault(id(source), (source, []))[1].append((inner, boxes, outs))
+        for source, group in groups.values():
+            source.read_each(group)
 
     def stored(self, key: str) -> StoredArray | np.ndarray | None:
         source, inner = self._places[key]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -209,8 +210,7 @@ def split(elements: np.ndarray, boxes: Sequence[Box]) -> list[np.ndarray]:
     return arrays
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """Memory for the elements of a part with these indices, an axis for each index; `source` is the
     smallest box of the input around them.
     """
@@ -246,6 +246,11 @@ class _Step:
 
 def _steps(part: Part, box: Box, out: np.ndarray) -> Iterator[_Step]:
     """Where the elements go that a part has of a box."""
+    target = part.target_box
+    if part.target.is_box and target.within(box):  # all of them, as boxes of thousands of arrays
+        view = out if target == box else out[target.relative_to(box).index]
+        yield _Step(part, Box.whole(part.sizes), part.source_box, view)
+        return
     for indices in part.inside(box):
         target = part.target.hull(indices)
         view = out if target == box else out[target.relative_to(box).index]
@@ -301,6 +306,11 @@ def _want_steps(reads: _Reads, array: Array, steps: Sequence[_Step]) -> None:
             loose.append(step)
         else:
             loose += step.cut(step.part.slabs(step.indices, limit))
+    if in_place:
+        reads.want(array, [box for box, _ in in_place], [out for _, out in in_place])
+        in_place = []
+    if not loose:
+        return
     shared: list[tuple[Box, list[_Step]]] = []
     for box, sharing in _overlapping(loose):
         if box.size <= MOST_READ * sum(step.out.size for step in sharing):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_ucp.arrays.checks import SAMPLE_BYTES, Check, Extent, LeafClaim, Watcher, watchers
-from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece
+from jax_ucp.arrays.protocol import ArrayInfo, ArraySource, Piece, Want
 from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.crc import Summed, SummedBytes, Tally
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.ranges import ByteRange
-from jax_ucp.files.strided import read_strided
+from jax_ucp.files.strided import StridedRead, read_strided
 from jax_ucp.layout.box import Box, row_major_strides
 
 VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
@@ -108,34 +108,45 @@ class ExtentTable(ArraySource):
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read each box into its memory: what lies in one run straight from the file."""
-        info, stored = self._arrays[key], self.stored(key)
-        whole = Box.whole(info.shape)
-        for box in boxes:
-            if len(box.start) != len(info.shape) or not box.within(whole):
-                where = f"{stored.file.path}: " if isinstance(stored, StoredArray) else ""
-                raise ValueError(f"{where}box {box} does not lie in {key!r} of shape {info.shape}")
-        if isinstance(stored, np.ndarray):
-            for box, out in zip(boxes, outs, strict=True):
-                out[...] = stored[box.index]
-            return
-        file, data = stored.file, stored.file.data
-        region, place = stored.region, stored.place
-        if region is not None and (summing := watchers((id(self), place))):
-            data = Summed(data, [each.tally(place, region) for each in summing])
-        buffers: list[np.ndarray] = []
-        for box, out in zip(boxes, outs, strict=True):
-            is_as_stored = out.dtype == info.dtype and not file.swapped
-            buffers.append(out if is_as_stored else np.empty(box.shape, info.dtype))
-        strides = row_major_strides(info.shape) if stored.strides is None else stored.strides
-        with naming(file.path):
-            read_strided(data, stored.offset, strides, boxes, buffers)
-        for buffer, out in zip(buffers, outs, strict=True):
-            if file.swapped:  # the halves of a complex number are swapped one by one
-                unit = info.dtype.itemsize // (2 if info.dtype.kind == "c" else 1)
-                swapped = buffer.reshape(-1).view(f"u{unit}").byteswap()
-                out[...] = swapped.view(info.dtype).reshape(buffer.shape)
-            elif buffer is not out:
-                out[...] = buffer
+        self.read_each([(key, boxes, outs)])
+
+    def read_each(self, wants: Sequence[Want]) -> None:
+        """Read boxes of several arrays: of those that lie in the same bytes of a file together."""
+        together: dict[tuple[int, str], tuple[StoredFile, ByteRange, list[StridedRead]]] = {}
+        apart: list[tuple[StoredFile, Sequence[np.ndarray], Sequence[np.ndarray]]] = []
+        for key, boxes, outs in wants:
+            info, stored = self._arrays[key], self.stored(key)
+            whole = Box.whole(info.shape)
+            for box in boxes:
+                if len(box.start) != len(info.shape) or not box.within(whole):
+                    where = f"{stored.file.path}: " if isinstance(stored, StoredArray) else ""
+                    raise ValueError(
+                        f"{where}box {box} does not lie in {key!r} of shape {info.shape}"
+                    )
+            if isinstance(stored, np.ndarray):
+                for box, out in zip(boxes, outs, strict=True):
+                    out[...] = stored[box.index]
+                continue
+            file, region, place = stored.file, stored.region, stored.place
+            summing = watchers((id(self), place)) if region is not None else ()
+            group = id(file.data), place if summing else ""
+            if group not in together:
+                data = file.data
+                if region is not None and summing:
+                    data = Summed(data, [each.tally(place, region) for each in summing])
+                together[group] = file, data, []
+            if file.swapped or any(out.dtype != info.dtype for out in outs):
+                buffers = [np.empty(box.shape, info.dtype) for box in boxes]
+                apart.append((file, outs, buffers))
+                outs = buffers
+            strides = row_major_strides(info.shape) if stored.strides is None else stored.strides
+            together[group][2].append(StridedRead(stored.offset, strides, boxes, outs))
+        for file, data, reads in together.values():
+            with naming(file.path):
+                read_strided(data, reads)
+        for file, outs, buffers in apart:
+            for out, buffer in zip(outs, buffers, strict=True):
+                out[...] = _swapped(buffer) if file.swapped else buffer
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:
         yield Piece(self._file_name, key, box, box)
@@ -144,6 +155,13 @@ class ExtentTable(ArraySource):
         """The checksums that the files record of the bytes of arrays."""
         for label, nbytes, arrays, places in self.sums():
             yield LeafClaim(Checksums(self, label, nbytes, places), frozenset(arrays))
+
+
+def _swapped(elements: np.ndarray) -> np.ndarray:
+    """The elements in the other byte order: the halves of a complex number one by one."""
+    unit = elements.dtype.itemsize // (2 if elements.dtype.kind == "c" else 1)
+    swapped = elements.reshape(-1).view(f"u{unit}").byteswap()
+    return swapped.view(elements.dtype).reshape(elements.shape)
 
 
 @dataclass(frozen=True, slots=True)

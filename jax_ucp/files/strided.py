@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,39 +20,49 @@ _READS_TOGETHER = 1 << 12
 _ALIGNED = 64  # windows begin at multiples of it
 
 
-def read_strided(
-    file: ByteRange,
-    start: int,
-    strides: Sequence[int],
-    boxes: Sequence[Box],
-    outs: Sequence[np.ndarray],
-) -> None:
-    """Read boxes of the array at byte `start`, with `strides` in elements.
+class StridedRead(NamedTuple):
+    """Boxes of the array at byte `start`, with `strides` in elements.
 
     Every out has the shape of its box and the dtype of the array, and any strides.
     """
-    pairs = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
-    if not pairs:
-        return
-    steps = [stride * pairs[0][1].itemsize for stride in strides]
-    if _share_rows(steps, pairs):
-        # the rows around boxes are read once, some at a time
-        dtype, hull = pairs[0][1].dtype, Box.around(box for box, _ in pairs)
-        room = np.empty(0, dtype)
-        for block in run_boxes(hull.shape, dtype.itemsize, WINDOW_BYTES):
-            block = block.shift(hull.start)
-            room = room if room.size >= block.size else np.empty(block.size, dtype)
-            rows = room[: block.size].reshape(block.shape)
-            file.read_into([(start + _offset(block, steps), rows)])
-            for box, out in pairs:
-                if hit := box.intersect(block):
-                    inside = out[hit.relative_to(box).index]
-                    copy_into(inside, rows[hit.relative_to(block).index])
-        return
-    reader = _GatheredReads(file)
-    for box, out in pairs:
-        reader.add(start + _offset(box, steps), steps, out)
-    reader.flush()
+
+    start: int
+    strides: Sequence[int]
+    boxes: Sequence[Box]
+    outs: Sequence[np.ndarray]
+
+
+def read_strided(file: ByteRange, reads: Iterable[StridedRead]) -> None:
+    """Read boxes of arrays in one file; what lies in runs of several is requested together."""
+    gathered = _GatheredReads(file)
+    for start, strides, boxes, outs in reads:
+        pairs = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
+        if not pairs:
+            continue
+        steps = [stride * pairs[0][1].itemsize for stride in strides]
+        if _share_rows(steps, pairs):
+            _read_rows(file, start, steps, pairs)
+            continue
+        for box, out in pairs:
+            gathered.add(start + _offset(box, steps), steps, out)
+    gathered.flush()
+
+
+def _read_rows(
+    file: ByteRange, start: int, steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]
+) -> None:
+    """Read the rows around boxes once, some at a time, and copy the boxes out of them."""
+    dtype, hull = pairs[0][1].dtype, Box.around(box for box, _ in pairs)
+    room = np.empty(0, dtype)
+    for block in run_boxes(hull.shape, dtype.itemsize, WINDOW_BYTES):
+        block = block.shift(hull.start)
+        room = room if room.size >= block.size else np.empty(block.size, dtype)
+        rows = room[: block.size].reshape(block.shape)
+        file.read_into([(start + _offset(block, steps), rows)])
+        for box, out in pairs:
+            if hit := box.intersect(block):
+                inside = out[hit.relative_to(box).index]
+                copy_into(inside, rows[hit.relative_to(block).index])
 
 
 def _share_rows(steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]) -> bool:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box, row_major_strides
-from jax_ucp.layout.box_index import BoxIndex
+from jax_ucp.layout.box_index import LEAF_BOXES, BoxIndex
 from jax_ucp.layout.parts import Part, Shape, row_major
 
 
@@ -48,6 +48,8 @@ class ParamLayout:
         """The parts that may have elements of `box`, as a list of replicas for each block."""
         if len(self.parts) <= 1:
             return [[*self.parts]] if self.parts else []
+        if len(self.parts) <= LEAF_BOXES:  # an index of so few would look at each as well
+            return [parts for block, parts in self.replicas.items() if block.meets(box)]
         boxes, index = self._blocks
         return [self.replicas[boxes[i]] for i in sorted(index.meeting(box))]
 

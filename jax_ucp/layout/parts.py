@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -44,6 +45,8 @@ class Place(NamedTuple):
 
     def hull(self, indices: Box) -> Box:
         """The smallest box of the array around the elements of a box of indices."""
+        if self.is_box:
+            return indices.shift(self.offset)
         start, stop = list(self.offset), [n + 1 for n in self.offset]
         for (axis, stride), a, b in zip(self.steps, indices.start, indices.stop, strict=True):
             start[axis] += stride * a
@@ -129,9 +132,11 @@ class Part(NamedTuple):
     def inside(self, box: Box) -> list[Box]:
         """The indices of the elements in a box of the target, as disjoint boxes."""
         if self.target.is_box:
-            by = [-a for a in self.target.offset]
-            hit = Box.whole(self.sizes).intersect(box.shift(by))
-            return [] if hit is None else [hit]
+            offset = self.target.offset
+            start = tuple([max(a - d, 0) for a, d in zip(box.start, offset, strict=True)])
+            ends = zip(box.stop, offset, self.sizes, strict=True)
+            stop = tuple([min(b - d, n) for b, d, n in ends])
+            return [Box(start, stop)] if all(map(operator.lt, start, stop)) else []
         found: list[Box] = []
         places = enumerate(zip(self.target.offset, box.start, box.stop, strict=True))
         on_axes = [self._spans(axis, start - at, stop - at) for axis, (at, start, stop) in places]

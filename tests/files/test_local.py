@@ -17,7 +17,7 @@ from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import RangeRead, file_size, read_file
 from jax_ucp.files.ranges import EDGE_BYTES, EdgesInMemory, FileRange, MemoryRange
-from jax_ucp.files.strided import GAP_BYTES, WINDOW_BYTES, read_strided
+from jax_ucp.files.strided import GAP_BYTES, WINDOW_BYTES, StridedRead, read_strided
 from jax_ucp.layout.box import Box
 
 
@@ -175,7 +175,8 @@ def test_any_box_of_any_strided_array_is_read_as_numpy_has_it(data):
     ]
     window = data.draw(st.sampled_from([4, 16, WINDOW_BYTES]))
     with mock.patch.object(strided, "WINDOW_BYTES", window):
-        read_strided(MemoryRange(b"head" + stored.tobytes()), 4, strides, boxes, outs)
+        read = StridedRead(4, strides, boxes, outs)
+        read_strided(MemoryRange(b"head" + stored.tobytes()), [read])
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, array[box.index])
 
@@ -193,7 +194,7 @@ def test_columns_of_several_devices_are_one_read_of_their_rows(monkeypatch, wind
 
     boxes = [Box((a, b), (a + 32, b + 4)) for a in (0, 32) for b in (0, 4)]
     outs = [np.empty((32, 4), np.float32) for _ in boxes]
-    read_strided(Counted(stored.tobytes()), 0, (8, 1), boxes, outs)
+    read_strided(Counted(stored.tobytes()), [StridedRead(0, (8, 1), boxes, outs)])
     assert len(asked) == reads
     ends = [start + nbytes for start, nbytes in asked]
     assert [start for start, _ in asked] == [0, *ends[:-1]]  # one after the other, nothing twice
@@ -207,7 +208,7 @@ def test_columns_of_rows_near_and_far_apart_are_read(row):
     stored = np.random.default_rng(0).integers(0, 256, (80, row), np.uint8)
     whole = MemoryRange(stored.tobytes())
     box, out = Box((3, 5), (79, 9)), np.empty((76, 4), np.uint8)
-    read_strided(whole, 0, (row, 1), [box], [out])
+    read_strided(whole, [StridedRead(0, (row, 1), [box], [out])])
     np.testing.assert_array_equal(out, stored[box.index])
 
 
