@@ -357,12 +357,14 @@ def run(folder: Path, record: Path | None) -> int:
 @dataclass(frozen=True)
 class Result:
     """What MaxText made of a mapping's tree: the largest difference of logits in parts of their
-    scale, the same of each control, and what the tree is.
+    scale, the same of each control, how many parameters the way back has with their bits, of how
+    many, and what the tree is.
     """
 
     logits: np.ndarray
     error: float
     exchanged: dict[str, float]
+    back: tuple[int, int]
     unmet: list[str]
     digest: int
 
@@ -375,7 +377,8 @@ class Result:
         if self.unmet:
             return f"{self.error:.1e}  refused: {', '.join(self.unmet)}"
         exchanged = (f"{what} exchanged {off:.1e}" for what, off in self.exchanged.items())
-        return f"{self.error:.1e}  with the {', '.join(exchanged)}"
+        back = " of ".join(map(str, self.back))
+        return f"{self.error:.1e}  with the {', '.join(exchanged)}; back {back} have the same bits"
 
 
 def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | None:
@@ -388,9 +391,13 @@ def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | N
     config = checkpoint.config
     unmet = [one.requirement.name for one in outcomes(rules, config) if one.state == "unmet"]
     try:
-        tree = checkpoint.map(rules, assume=unmet).restore()["param"]["params"]
+        mapped = checkpoint.map(rules, assume=unmet)
     except LayoutError:
         return None
+    tree = mapped.restore()["param"]["params"]
+    back = mapped.map(rules.inverse()).params
+    stored = {name: param.read() for name, param in checkpoint.params.items()}
+    same = [back[name].read().tobytes() == param.tobytes() for name, param in stored.items()]
     want, scan = found["transformers"], "unscanned" in rules.variants
     if unmet and not scan:
         return None  # the scanned tree shows what the requirement keeps out
@@ -409,7 +416,7 @@ def tried(model: Path, mapping: str, found: dict[str, np.ndarray]) -> Result | N
         for what, (pattern, axis) in CONTROLS.items()
         if not unmet and any(re.search(pattern, "/".join(path)) for path in flat(tree))
     }
-    return Result(logits, error, wrong, unmet, digest(tree))
+    return Result(logits, error, wrong, (sum(same), len(same)), unmet, digest(tree))
 
 
 def exchanged(tree: Any, pattern: str, axis: int | None, rows: int) -> Any:
