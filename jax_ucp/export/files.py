@@ -212,10 +212,10 @@ def complete_files(
     parts: dict[tuple[int, int], list[SummedBytes]] = defaultdict(list)
     for run in runs:
         name, box = run.place
-        found = written.get(name, {}).get(str(box))
-        if found is None:
+        record = written.get(name, {}).get(str(box))
+        if record is None:
             raise CorruptData(f"{folder / name}: bytes {box} were not written")
-        parts[run.number].append(SummedBytes(run.at, run.at + run.nbytes, int(found.digest, 16)))
+        parts[run.number].append(SummedBytes(run.at, run.at + run.nbytes, int(record.digest, 16)))
     crcs_of_files: dict[str, int] = {}
     for f, file in enumerate(files):
         numbers = itertools.count()
@@ -315,12 +315,12 @@ class ExportTarget(Target[AnyBlock]):
 def lost(folder: Files, files: Sequence[File]) -> list[str]:
     """A line for each file that is missing or has another size."""
     faults: list[str] = []
-    for file, found in zip(files, stat_all(folder, [file.name for file in files]), strict=True):
-        if found is None or found.kind != "file":
+    for file, info in zip(files, stat_all(folder, [file.name for file in files]), strict=True):
+        if info is None or info.kind != "file":
             faults.append(f"{file.name} is missing")
-        elif found.size != file.size:
+        elif info.size != file.size:
             faults.append(
-                f"{file.name} has {found.size} bytes, not the {file.size} that were written"
+                f"{file.name} has {info.size} bytes, not the {file.size} that were written"
             )
     return faults
 

@@ -106,12 +106,12 @@ class UploadTask:
 
 def _crc_of(folder: Files, file: File) -> Written | None:
     """The CRC-32 of a file as it is; None if it is missing or has another size."""
-    found = folder.find(file.name)
-    if found is None or found.size != file.size:
+    info = folder.find(file.name)
+    if info is None or info.size != file.size:
         return None
     crc = 0
     for start in range(0, file.size, READ_BYTES):
-        data = read_bytes(folder, found, start, min(start + READ_BYTES, file.size))
+        data = read_bytes(folder, info, start, min(start + READ_BYTES, file.size))
         crc = zlib.crc32(data, crc)
     return as_written(crc)
 

@@ -410,8 +410,8 @@ class BucketLedger(Ledger):
         try:
             self._files.create(self._name, lines)
         except FileExistsError:
-            if found := self.read():
-                return found
+            if recorded := self.read():
+                return recorded
             raise FormatError(
                 f"another conversion is writing to {self._files}; give another path"
             ) from None
@@ -421,11 +421,11 @@ class BucketLedger(Ledger):
         parts = [read_file(self._files, self._name) or b""]
         while parts[0]:
             names = [self._part_name(self._count + i) for i in range(1, FILES + 1)]
-            found = each_file(self._files, lambda name: read_file(self._files, name), names)
-            some = list(itertools.takewhile(lambda part: part is not None, found))
-            parts += filter(None, some)
-            self._count += len(some)
-            if len(some) < len(found):
+            contents = each_file(self._files, lambda name: read_file(self._files, name), names)
+            existing = list(itertools.takewhile(lambda content: content is not None, contents))
+            parts += filter(None, existing)
+            self._count += len(existing)
+            if len(existing) < len(contents):
                 break
         return b"".join(parts)
 

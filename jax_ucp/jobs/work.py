@@ -407,8 +407,8 @@ def verify(contents: Contents, executor: Executor | None) -> Iterator[tuple[str,
         return
     faults: dict[int, str | None] = {}
 
-    def finish(task: CheckTask, found: Sequence[str | None]) -> None:
-        faults.update(zip(task.places, found, strict=True))
+    def finish(task: CheckTask, of_checks: Sequence[str | None]) -> None:
+        faults.update(zip(task.places, of_checks, strict=True))
 
     with shared_out(contents, executor, "Verify again, with a new executor.") as coordinator:
         checks = coordinator.opened.checks

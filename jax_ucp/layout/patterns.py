@@ -316,13 +316,13 @@ def flat_layout(shape: Shape, start: int, parts: Sequence[range]) -> ParamLayout
     >>> [(f.input, str(f.source_box), str(f.target_box)) for f in layout.parts]
     [(0, '[3:4]', '[0:1, 0:1]'), (1, '[0:1]', '[0:1, 1:2]'), (1, '[1:3]', '[1:2, 0:2]')]
     """
-    found: list[Part] = []
+    inside: list[Part] = []
     stop = start + math.prod(shape)
     for i, part in enumerate(parts):
         first, last = max(start, part.start), min(stop, part.stop)
         if first < last:
-            found += range_parts(i, first - part.start, shape, first - start, last - start)
-    return ParamLayout(shape, tuple((len(part),) for part in parts), tuple(found))
+            inside += range_parts(i, first - part.start, shape, first - start, last - start)
+    return ParamLayout(shape, tuple((len(part),) for part in parts), tuple(inside))
 
 
 def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, ParamLayout]:

@@ -79,8 +79,8 @@ def run_grid(shape: Shape, itemsize: int, blocks: Sequence[StridedBlock]) -> Run
     chunk, fastest_first, nbytes = [1] * len(shape), list[int](), itemsize
     while nbytes < MOST_BYTES:
         rest = [axis for axis in range(len(shape)) if axis not in fastest_first]
-        found = (a for a in rest if all(block.strides[a] == nbytes for block in blocks))
-        if (axis := next(found, None)) is None:
+        follows = (a for a in rest if all(block.strides[a] == nbytes for block in blocks))
+        if (axis := next(follows, None)) is None:
             break
         fastest_first.append(axis)
         chunk[axis] = _length(edges[axis], nbytes)
