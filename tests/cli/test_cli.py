@@ -48,6 +48,12 @@ def test_inspect_says_first_what_people_ask_first():
     assert any(re.match(r"  group     of \d+: .*weight_decay", line) for line in lines)
 
 
+def test_inspect_says_which_settings_of_the_optimizer_are_on():
+    lines = run("inspect", CASE.parents[1] / "torch/fsdp2_dp2_amsgrad/ckpt").splitlines()
+    settings = "lr 0.01, betas [0.9, 0.95], eps 0.0001, amsgrad True, decoupled_weight_decay True"
+    assert f"settings    {settings}" in lines
+
+
 def test_inspect_says_of_a_tree_that_was_in_memory_that_it_is_universal(tmp_path):
     ucp.Checkpoint.of({"w": np.ones(3)}).save(tmp_path / "c")
     assert run("inspect", tmp_path / "c").splitlines()[0] == f"{tmp_path / 'c'}: universal"
