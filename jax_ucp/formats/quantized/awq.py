@@ -17,7 +17,7 @@ _PACKING = Packing(4, 32, 0, order=_ORDER)
 
 
 def weight(stored: StoredWeight) -> Dequantizer:
-    stored.only("codes", "scales", "qzeros")
+    stored.require_only("codes", "scales", "qzeros")
     settings = stored.settings
     version = settings.get("version") or settings.get("format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":

@@ -37,7 +37,7 @@ def weight(stored: StoredWeight) -> Dequantizer:
 
 def _rows(stored: StoredWeight) -> Dequantizer:
     """int8 with a scale for each row, in the order of rows."""
-    stored.only("codes", "SCB", "weight_format")
+    stored.require_only("codes", "SCB", "weight_format")
     shape = stored.rows_and_columns()
     if stored.has("weight_format"):
         order = stored.read("weight_format").reshape(-1).tolist()
@@ -139,7 +139,7 @@ class Reshaped(Wrapping):
 
 def _runs(stored: StoredWeight) -> Dequantizer:
     """Codes of 4 bits, by what `quant_state` says of them."""
-    stored.only("codes", "absmax", "quant_map", *_NESTED, *_STATES)
+    stored.require_only("codes", "absmax", "quant_map", *_NESTED, *_STATES)
     state = _state(stored)
     shape, block = _shape(stored, state), _length(stored, state, "blocksize")
     codes = stored.info("codes")

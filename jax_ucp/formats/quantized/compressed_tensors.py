@@ -112,7 +112,7 @@ _DECIDING = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_s
 
 def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     """Codes of 8 bits as they are, and zero points of the same dtype."""
-    stored.only("codes", "scale", "zero_point")
+    stored.require_only("codes", "scale", "zero_point")
     shape = stored.info("codes").shape
     grid = _grid(stored, args, shape)
     dtypes = FP8 if args["type"] == "float" else ("int8",)
@@ -128,7 +128,7 @@ def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
 
 def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     """Integers of 1 to 8 bits in words of 32, each larger by half its range."""
-    stored.only("codes", "scale", "zero_point", "shape", "g_idx")
+    stored.require_only("codes", "scale", "zero_point", "shape", "g_idx")
     # the shape of the weight, which is stored beside the words that hold it
     info, words = stored.info("shape"), stored.info("codes").shape
     label = stored.weight.parts["shape"]
@@ -162,7 +162,7 @@ def _few_bits(
     """Floats of 4 or 6 bits with a scale for each group in a row, and maybe a global one."""
 
     def make(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
-        stored.only("codes", "scale", *["global_scale"] * is_global)
+        stored.require_only("codes", "scale", *["global_scale"] * is_global)
         if args["symmetric"] is False:
             stored.unknown("floats of few bits have no zero points")
         width = args["group_size"] or group
@@ -232,7 +232,7 @@ def _dense(stored: StoredWeight, args: Mapping[str, Any]) -> Rounded:
     """Numbers that are not compressed (`save_compressed=False`), as the model computes with them:
     `fake_quantize` in `quantization/lifecycle/forward_helpers.py`.
     """
-    stored.only("codes", "scale", "zero_point")
+    stored.require_only("codes", "scale", "zero_point")
     shape, bits = stored.info("codes").shape, args["num_bits"]
     grid = _grid(stored, args, shape)
     is_integer = args["type"] == "int" and type(bits) is int and 1 <= bits <= 8

@@ -27,8 +27,8 @@ _SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
 def block_fp8(stored: StoredWeight) -> Dequantizer:
     """The weight; AutoFP8 and DeepSeek-V4 call the scale otherwise than DeepSeek-V3."""
     role = "scale_inv" if stored.has("scale_inv") or not stored.has("scale") else "scale"
-    stored.only("codes", role)
-    shape = stored.matrix()
+    stored.require_only("codes", role)
+    shape = stored.matrix_shape()
     is_fp4, is_expert = stored.info("codes").dtype == np.int8, ".experts." in stored.name
     expert_dtype = stored.settings.get("expert_dtype")
     if is_expert and expert_dtype is not None and (expert_dtype == "fp4") != is_fp4:
@@ -55,8 +55,8 @@ def row_fp8(stored: StoredWeight) -> Dequantizer:
     The scales of their `down_proj` are (expert, output, 1). Source: `FbgemmFp8Quantize.convert` in
     transformers 5.23 `integrations/fbgemm_fp8.py`.
     """
-    stored.only("codes", "scale")
-    shape = stored.matrix()
+    stored.require_only("codes", "scale")
+    shape = stored.matrix_shape()
     if len(shape) == 2:
         return scaled(stored, "scale", Grid((1, shape[1] or 1)), _SCALES)
     grid = Grid((1, shape[1] or 1, 1))

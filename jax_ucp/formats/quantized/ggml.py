@@ -86,8 +86,8 @@ def _scaled(at: int, part: _Part) -> _Part:
 
 
 def _halved(count: int, numbers: np.ndarray) -> _Part:
-    """Scales in the first bytes, of codes that are twice the numbers: halves of `numbers`. A byte
-    beyond those is no number.
+    """Scales for doubled codes: half of the number for each of the first `count` bytes; NaN for a
+    byte that has no number.
     """
     table = np.full(256, np.nan, np.float32)
     table[: len(numbers)] = numbers * np.float32(0.5)
@@ -95,7 +95,9 @@ def _halved(count: int, numbers: np.ndarray) -> _Part:
 
 
 def _planes(blocks: np.ndarray, start: int, stop: int, bits: int, run: int) -> np.ndarray:
-    """Codes of a few bits, of each run of bytes first the lowest, then the next ones."""
+    """Codes of `bits` bits in bytes `start` to `stop`: of each run of `run` bytes, the lowest bits
+    of all bytes, then the next ones.
+    """
     packed = blocks[:, start:stop].reshape(len(blocks), -1, run)
     codes = np.empty((*packed.shape[:2], 8 // bits, run), np.uint8)
     for place in range(8 // bits):
@@ -105,14 +107,15 @@ def _planes(blocks: np.ndarray, start: int, stop: int, bits: int, run: int) -> n
 
 
 def _less(codes: np.ndarray, offset: int) -> np.ndarray:
+    """The codes, minus `offset` in place, as int8."""
     codes -= np.uint8(offset)
     return codes.view(np.int8)
 
 
 def _bits(*planes: tuple[int, int, int, int], less: int = 0) -> _Part:
-    """Codes whose bits are in several places, the lowest in the first, less a number.
+    """Codes, minus `less`, whose bits are in several planes, the lowest bits in the first.
 
-    A place has its first byte and its end, how many bits of a code it has, and the length of runs.
+    A plane has the arguments of `_planes`: start, stop, bits of a code, and length of runs.
     """
 
     def read(blocks: np.ndarray) -> np.ndarray:
@@ -127,7 +130,7 @@ def _bits(*planes: tuple[int, int, int, int], less: int = 0) -> _Part:
 
 
 def _by_table(start: int, table: tuple[int, ...], run: int = 16) -> _Part:
-    """Codes of four bits in runs of bytes, by what they stand for."""
+    """The numbers in `table` for codes of four bits, from byte `start` on."""
     numbers = np.array(table, np.int8).tobytes().ljust(256, b"\0")
 
     def read(blocks: np.ndarray) -> np.ndarray:
@@ -138,7 +141,9 @@ def _by_table(start: int, table: tuple[int, ...], run: int = 16) -> _Part:
 
 
 def _six_bits(first: int, shift: int) -> _Part:
-    """Eight numbers of Q4_K and Q5_K: four in the low bits of four bytes, four split."""
+    """Eight 6-bit numbers of Q4_K and Q5_K: the low bits of four bytes from `first` on, then four
+    whose upper two bits are the upper bits of those bytes, and the others in bytes 12 to 15.
+    """
 
     def read(blocks: np.ndarray) -> np.ndarray:
         own = blocks[:, first : first + 4]
@@ -186,7 +191,7 @@ def _words(blocks: np.ndarray, start: int, stop: int, type: str) -> np.ndarray:
 
 
 def _fields(words: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray:
-    """Of each word the bits from each shift on, in a row."""
+    """The bits of `mask` in each word shifted right by each of `shifts`, a row for each block."""
     fields = words[..., None] >> np.array(shifts, words.dtype) & words.dtype.type(mask)
     return fields.reshape(len(words), -1)
 
@@ -197,27 +202,29 @@ def _wide(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def _seven_signs(words: np.ndarray) -> np.ndarray:
-    """Of four bytes four times seven signs; the upper four bits are a scale."""
+    """The bytes of signs in words of four bytes: four times seven bits, below a 4-bit scale."""
     return _EVEN[_fields(words, (0, 7, 14, 21), 127)]
 
 
 def _odd(
     blocks: np.ndarray, numbers: np.ndarray, unit: float, scale: np.ndarray | None = None
 ) -> np.ndarray:
-    """Scales of parts: odd multiples of `scale`, or the block's first float16. All are exact."""
+    """Scales of parts: (2 * number + 1) * unit times `scale`, or the block's first float16. All are
+    exact.
+    """
     multiples = (2 * numbers.astype(np.float32) + 1) * np.float32(unit)
     return (_float16(0)(blocks) if scale is None else scale) * multiples
 
 
 def _iq1(low: np.ndarray, high: np.ndarray, is_less: np.ndarray) -> np.ndarray:
-    """Eight times the elements, each an eighth more or less than the table's."""
+    """Eight times the elements: the codebook's, minus an eighth where `is_less`, else plus it."""
     elements = _grid("IQ1_S")[_wide(low, high)] * np.int8(8)
     elements += np.where(is_less, np.int8(-1), np.int8(1))[..., None]
     return elements
 
 
 def _iq1_m_scales(blocks: np.ndarray) -> np.ndarray:
-    """The float16 of the block has its four nibbles in the upper bits of four words."""
+    """Scales of parts of IQ1_M, whose float16 is in the upper four bits of four words."""
     words = _words(blocks, 48, 56, "<u2")
     whole = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), axis=1)
     scale = whole.astype("<u2").view("<f2").astype(np.float32)[:, None]
@@ -225,7 +232,9 @@ def _iq1_m_scales(blocks: np.ndarray) -> np.ndarray:
 
 
 def _tq1_0_codes(blocks: np.ndarray) -> np.ndarray:
-    """Five digits to the base of three a byte: its fraction of 256, the first digit in front."""
+    """The codes -1, 0 and 1: a byte over 256 is a fraction with up to five digits in base 3, of
+    which the first is most significant. Codes are in the order of digits, then of bytes.
+    """
     codes = [
         blocks[:, None, start:stop] * np.array(powers, np.uint8)[:, None]
         for start, stop, powers in (
@@ -307,7 +316,8 @@ TYPES: Mapping[str, BlockType] = {
 
 
 def blocks(stored: StoredWeight) -> Dequantizer:
-    stored.only("codes", "scale")
+    """The weight of rows of blocks. Raises FormatError if its parts do not fit."""
+    stored.require_only("codes", "scale")
     type = TYPES[stored.weight.scheme.removeprefix(SCHEME)]
     rows = stored.info("codes").shape
     if not rows or rows[-1] % type.nbytes:
@@ -340,7 +350,7 @@ class _Rows:
         return TYPES[self.scheme.removeprefix(SCHEME)]
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
-        """The bytes of whole blocks."""
+        """The bytes of the whole blocks around the box, and its scales."""
         type, first, last = self._type, box.start[-1], box.stop[-1]
         start = first // type.elements * type.nbytes
         stop = -(-last // type.elements) * type.nbytes

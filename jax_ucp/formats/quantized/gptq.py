@@ -23,7 +23,7 @@ _FORMATS = ("gptq", "gptq_v2")
 
 
 def weight(stored: StoredWeight) -> Dequantizer:
-    stored.only("codes", "scales", "qzeros", "g_idx")
+    stored.require_only("codes", "scales", "qzeros", "g_idx")
     # the first releases of AutoGPTQ do not name the layout
     format = stored.settings.get("checkpoint_format") or stored.settings.get("format") or "gptq"
     if format not in _FORMATS:

@@ -31,7 +31,7 @@ _FLOATS: Mapping[str, tuple[np.ndarray, np.ndarray | None, int, int]] = {
 def weight(stored: StoredWeight) -> Dequantizer:
     mode, bits, size = _settings(stored)
     table, scales = _FLOATS[mode][:2] if mode in _FLOATS else (None, None)
-    words, groups = stored.matrix(), stored.info("scales").shape
+    words, groups = stored.matrix_shape(), stored.info("scales").shape
     if len(groups) != len(words):
         stored.fault(f"its codes have shape {list(words)}, and its scales {list(groups)}")
     columns = groups[-1] * size
@@ -46,11 +46,11 @@ def weight(stored: StoredWeight) -> Dequantizer:
     parts = {"codes": stored.part("codes", words, ("uint32",))}
     small = grid.shape(shape)
     if table is None:
-        stored.only("codes", "scales", "biases")
+        stored.require_only("codes", "scales", "biases")
         parts["scale"] = stored.scale("scales", small, FLOATS)
         parts["bias"] = stored.scale("biases", small, FLOATS)
     else:
-        stored.only("codes", "scales")
+        stored.require_only("codes", "scales")
         parts["scale"] = stored.scale("scales", small, ("uint8",))
     if scales is not None:
         why = "a number of 8 bits (E4M3)"

@@ -46,11 +46,11 @@ def weight(stored: StoredWeight) -> Dequantizer:
 
 
 def _whole(stored: StoredWeight) -> Dequantizer:
-    return _fp8(stored, Grid(tuple(n or 1 for n in stored.matrix())), _FLOAT32)
+    return _fp8(stored, Grid(tuple(n or 1 for n in stored.matrix_shape())), _FLOAT32)
 
 
 def _rows(stored: StoredWeight) -> Dequantizer:
-    *rows, columns = stored.matrix()
+    *rows, columns = stored.matrix_shape()
     return _fp8(stored, Grid((*(1 for _ in rows), columns or 1)), _FLOAT32)
 
 
@@ -59,7 +59,7 @@ def _blocks(stored: StoredWeight) -> Dequantizer:
 
     ModelOpt stores scales of (rows, 1, columns, 1). TensorRT-LLM has DeepSeek's names and shapes.
     """
-    shape = stored.matrix()
+    shape = stored.matrix_shape()
     for length in shape[-2:]:
         stored.require_block(length, _SIDE, f"quant_algo={stored.settings['quant_algo']}")
     grid = Grid((*(1 for _ in shape[:-2]), _SIDE, _SIDE))
@@ -77,13 +77,13 @@ def _fp8(
     role: str = "scale",
     stored_as: tuple[int, ...] | None = None,
 ) -> Dequantizer:
-    stored.only("codes", role)
+    stored.require_only("codes", role)
     return replace(fp8.scaled(stored, role, grid, scales, stored_as), scheme=_name(stored))
 
 
 def _nvfp4(stored: StoredWeight) -> Dequantizer:
-    stored.only("codes", "scale", "scale_2")
-    stored.matrix()
+    stored.require_only("codes", "scale", "scale_2")
+    stored.matrix_shape()
     shape, part, codes = in_bytes(stored, _FP4)
     grid = _groups(stored, shape, 16)
     parts = {
@@ -108,7 +108,7 @@ ALGOS: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "FP8_BLOCK_SCALES": _blocks,
     "FP8_PER_CHANNEL_PER_TOKEN": _rows,
     "MXFP8": lambda stored: _fp8(
-        stored, _groups(stored, stored.matrix(), 32), ("uint8", "float8_e8m0fnu")
+        stored, _groups(stored, stored.matrix_shape(), 32), ("uint8", "float8_e8m0fnu")
     ),
     "NVFP4": _nvfp4,
     "W4A16_NVFP4": _nvfp4,

@@ -22,7 +22,7 @@ _BYTES = 16
 
 
 def blocks(stored: StoredWeight) -> Dequantizer:
-    stored.only("codes", "scales")
+    stored.require_only("codes", "scales")
     shape = stored.info("codes").shape
     if len(shape) < 3 or shape[-1] != _BYTES:
         label = stored.weight.parts["codes"]
@@ -38,6 +38,6 @@ def blocks(stored: StoredWeight) -> Dequantizer:
 
 
 def fp4(stored: StoredWeight) -> Dequantizer:
-    stored.only("codes")
+    stored.require_only("codes")
     shape, part, codes = in_bytes(stored, FP4)
     return Affine("F4", shape, {"codes": part}, codes, Grid((1,) * len(shape)))

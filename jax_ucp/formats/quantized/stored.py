@@ -75,8 +75,8 @@ class StoredWeight:
         part = self.part(role, shape, dtypes)
         return replace(part, valid=_is_divisor, why="a finite number and not 0")
 
-    def matrix(self) -> tuple[int, ...]:
-        """The shape of the codes. Raises FormatError where they are no matrix, or several."""
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape of the codes, a matrix or a stack of them. Raises FormatError for others."""
         shape = self.info("codes").shape
         if len(shape) < 2:
             self.fault(f"{self.weight.parts['codes']} has shape {list(shape)}, and is not a matrix")
@@ -110,23 +110,24 @@ class StoredWeight:
             )
 
     def read(self, role: str) -> np.ndarray:
-        """A small part. Raises FormatError where it is too large to be one."""
+        """The elements of a part. Raises FormatError for more than MAX_READ bytes."""
         info = self.info(role)
         if info.nbytes > MAX_READ:
             self.fault(f"{self.weight.parts[role]} has {info.nbytes} bytes, and should be small")
         return read(self.arrays[role], Box.whole(info.shape))
 
-    def only(self, *roles: str) -> None:
-        """Raises FormatError, naming it, where there is a part that has no use here."""
+    def require_only(self, *roles: str) -> None:
+        """Raise FormatError if there is a part of another role, unless it is about activations."""
         for role, label in self.weight.parts.items():
             if role not in roles and role not in ABOUT_ACTIVATIONS:
                 self.fault(f"{label} has no place in this scheme")
 
     def fault(self, what: str) -> NoReturn:
+        """Raise FormatError, with the name of the weight."""
         raise FormatError(f"{self.name} ({self.weight.scheme}): {what}")
 
     def unknown(self, what: str) -> NoReturn:
-        """Raises QuantizedWeights: what is stored may be sound, and is not known here."""
+        """Raise QuantizedWeights: the weight may be sound, but its form is not known here."""
         raise QuantizedWeights(f"{self.name} ({self.weight.scheme}): {what}")
 
 

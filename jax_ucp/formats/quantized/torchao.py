@@ -54,7 +54,7 @@ def _scaled(
     stored: StoredWeight, attributes: Mapping[str, Any], dtypes: Sequence[str], more: str = ""
 ) -> Dequantizer:
     """The weight of codes of these dtypes; `more` is a part that may be there beside the scale."""
-    stored.only("codes", "scale", more, *_ACTIVATIONS)
+    stored.require_only("codes", "scale", more, *_ACTIVATIONS)
     shape = stored.info("codes").shape
     grid = Grid(_block(stored, attributes.get("block_size"), shape))
     small = grid.shape(shape)
@@ -81,7 +81,7 @@ def _block(stored: StoredWeight, said: object, shape: tuple[int, ...]) -> tuple[
 
 
 def _nvfp4(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
-    stored.only("codes", "scale", "per_tensor_scale", *_ACTIVATIONS)
+    stored.require_only("codes", "scale", "per_tensor_scale", *_ACTIVATIONS)
     shape, part, codes = in_bytes(stored, FP4)
     grid = _groups(stored, attributes, shape)
     parts = {
@@ -94,7 +94,7 @@ def _nvfp4(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
 
 
 def _mx(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
-    stored.only("codes", "scale", *_ACTIVATIONS)
+    stored.require_only("codes", "scale", *_ACTIVATIONS)
     element = attributes.get("elem_dtype")
     if isinstance(element, Mapping):
         element = element.get("_data")
