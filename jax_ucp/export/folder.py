@@ -52,7 +52,7 @@ class FolderTarget(ExportTarget[BlockRun]):
         check_free(self.path)
 
     @contextmanager
-    def alone(self) -> Iterator[Ledger]:
+    def exclusive(self) -> Iterator[Ledger]:
         with new_folder(self._target):
             yield Ledger()
 

@@ -143,7 +143,7 @@ class BucketTarget(ExportTarget[Upload]):
         check_free(self.path)
 
     @contextmanager
-    def alone(self) -> Iterator[Ledger]:
+    def exclusive(self) -> Iterator[Ledger]:
         """Context that reserves the folder for this writer, and on an error deletes its files; not
         after FileExistsError, because another writer may have written them.
 

@@ -174,7 +174,7 @@ class Target(Protocol[AnyBlock]):
         ...
 
     @abstractmethod
-    def alone(self) -> AbstractContextManager[Ledger]:
+    def exclusive(self) -> AbstractContextManager[Ledger]:
         """Context in which one process writes the whole target, with the ledger. If it ends without
         an error, the target is complete.
         """
@@ -230,7 +230,7 @@ def run(target: Target[AnyBlock], executor: Executor | None = None) -> None:
     """
     contents = target.contents
     target.require_free(False)
-    with shared_out(contents, executor, target.again) as coordinator, target.alone() as ledger:
+    with shared_out(contents, executor, target.again) as coordinator, target.exclusive() as ledger:
         undo = partial(target.discard, ledger)
         with proved(coordinator.opened.proofs, undo) as require_proved:
 

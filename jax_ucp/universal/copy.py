@@ -131,7 +131,7 @@ class CopyPlan:
         return list(batches(small, lambda block: block.nbytes, PACK_BYTES, PACK_BLOCKS))
 
     @property
-    def alone(self) -> Iterator[CopyBlock]:
+    def unpacked(self) -> Iterator[CopyBlock]:
         """The blocks that are separate files."""
         return (block for block in self.blocks if block.key not in self.packed)
 
@@ -270,15 +270,15 @@ class UniversalTarget(Target[CopyBlock]):
     def groups(self, count: int) -> Sequence[Sequence[CopyBlock]]:
         """The packs, then the other blocks: all together for one process, else by stored chunk."""
         if count == 1:
-            return [*self.plan.packs, list(self.plan.alone)]
+            return [*self.plan.packs, list(self.plan.unpacked)]
         belong = partial(_of_one_chunk, self.contents)
-        return [*self.plan.packs, *batches(self.plan.alone, lambda block: 1, 1, 1, belong)]
+        return [*self.plan.packs, *batches(self.plan.unpacked, lambda block: 1, 1, 1, belong)]
 
     def require_free(self, is_shared: bool) -> None:
         require_target(self.contents, self.path, source_folders(self.plan.linked.sources))
 
     @contextmanager
-    def alone(self) -> Iterator[Ledger]:
+    def exclusive(self) -> Iterator[Ledger]:
         with closing(Ledger.open(self.path, self._identity)) as ledger:
             if not ledger.resumed and (self.path / METADATA_FILE).is_file():
                 ledger.remove()  # another copy was completed here a moment ago
@@ -301,7 +301,7 @@ class UniversalTarget(Target[CopyBlock]):
         self._written = store = ZarrStore(files, plan.arrays, plan.chunks)
         count = len(plan.packs)
         packs = [(number, group) for number, group in work.groups if number < count]
-        alone = [block for number, group in work.groups if number >= count for block in group]
+        unpacked = [block for number, group in work.groups if number >= count for block in group]
         for number, pack in packs:
             store.place_pack(number, [block.place for block in pack])
         # one of several shares does not know yet where the chunks of others are
@@ -313,7 +313,7 @@ class UniversalTarget(Target[CopyBlock]):
                 run_bounded, small_files, plan.budget_bytes, files.is_remote
             )
             # Elsewhere a task is durable when it is done.
-            tasks = self._tasks(work, packs, alone, files)
+            tasks = self._tasks(work, packs, unpacked, files)
             work.run(tasks, plan.budget_bytes, files, not is_here)
             described.result()
         files.sync()
@@ -322,7 +322,7 @@ class UniversalTarget(Target[CopyBlock]):
         self,
         work: Work[CopyBlock],
         packs: Sequence[tuple[int, Sequence[CopyBlock]]],
-        alone: Sequence[CopyBlock],
+        unpacked: Sequence[CopyBlock],
         files: Files,
     ) -> Iterator[CopyTask]:
         """Tasks of consecutive blocks; elsewhere larger, with all of a chunk that is decoded."""
@@ -334,7 +334,7 @@ class UniversalTarget(Target[CopyBlock]):
         else:
             most = TASK_BYTES, TASK_BOXES
             belong = partial(_of_one_chunk, self.contents)
-        together = batches(alone, lambda block: block.nbytes, *most, belong)
+        together = batches(unpacked, lambda block: block.nbytes, *most, belong)
         for number, blocks in itertools.chain(packs, ((None, blocks) for blocks in together)):
             keys = dict.fromkeys(block.key for block in blocks)
             yield CopyTask(
@@ -383,7 +383,9 @@ def copy(
 def require_target(
     contents: Contents, target: FilePath, beside: Collection[str] = frozenset()
 ) -> None:
-    """Raise FileExistsError if a copy can be neither written to `target` nor continued there."""
+    """Raise FileExistsError if a copy can be neither written to `target` nor continued there. The
+    names in `beside` may be in it.
+    """
     looks = [target.is_file, lambda: {child.name for child in target.children()}]
     is_file, names = each_file(target.files, lambda look: look(), looks)
     # A copy that was stopped after its commit may still have its ledger: it is continued like any
@@ -444,13 +446,13 @@ class CopyTask:
             store.place_pack(self.pack, [block.place for block in self.blocks])
         for of_file in [[pair] for pair in pairs] if self.pack is None else [pairs]:
             places = [block.place for block, _ in of_file]
-            there = [
+            on_disk = [
                 (place, noted)
                 for place, (_, noted) in zip(places, of_file, strict=True)
                 if noted and store.holds(*place, noted)
             ]
-            if len(there) == len(of_file):
-                for (key, box), noted in there:
+            if len(on_disk) == len(of_file):
+                for (key, box), noted in on_disk:
                     store.written[key][str(box)] = noted
                 continue
             if self.pack is not None:
