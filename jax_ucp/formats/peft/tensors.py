@@ -76,6 +76,7 @@ class WeightChange:
 
     @property
     def tensors(self) -> Iterator[tuple[str, str]]:
+        """The names of its tensors, each with its role in words."""
         roles = {"A": self.a, "B": self.b, "the magnitude": self.magnitude}
         roles["the new value"] = self.replaced
         return ((name, role) for role, name in roles.items() if name)
@@ -88,13 +89,13 @@ def changes(
     transformers calls `model_type`, and its weights in memory. A change has the name by which all
     adapters of the base know its weight. Raises FormatError with all misfits.
     """
-    modules, others, faults = _sorted(tensors)
-    whole = {name.rpartition(".")[0] for name in others}
+    modules, replacements, faults = _by_role(tensors)
+    whole = {name.rpartition(".")[0] for name in replacements}
     known = {module.replace(_WRAPPED, "") for module in modules}
     new = {module for module in whole if module.endswith(tuple(config.modules_to_save))}
     memory = in_memory(known | whole - new, stored, model_type, new)
     base = memory.shapes(stored)
-    base |= _resized({name: tensors[tensor] for name, tensor in others.items()}, base)
+    base |= _resized({name: tensors[tensor] for name, tensor in replacements.items()}, base)
     found: list[WeightChange] = []
 
     def attempt(make: Callable[[], Sequence[WeightChange]]) -> None:
@@ -114,7 +115,7 @@ def changes(
             attempt(partial(reader.of_module, module, roles))
     for module, several in wrappers.items():
         attempt(partial(reader.of_parameters, module, several))
-    for name, tensor in others.items():
+    for name, tensor in replacements.items():
         attempt(partial(reader.replaced, name, tensor))
     counts = Counter((change.weight, bool(change.replaced)) for change in found)
     twice = sorted({name for (name, _), count in counts.items() if count > 1})
@@ -131,7 +132,9 @@ def changes(
 
 
 def _resized(whole: Shapes, base: Shapes) -> dict[str, Shape]:
-    """The shapes of embedding and head that an adapter has whole, of another number of tokens."""
+    """The shapes of embedding and head if the adapter replaces all of them, with one number of
+    tokens; else empty.
+    """
     of_tokens = [name for name in base if name == HEAD or name.endswith(EMBEDDINGS)]
     found = {name: whole[name] for name in of_tokens if name in whole}
     same = {(len(shape), *shape[1:]) == (2, *base[name][1:]) for name, shape in found.items()}
@@ -139,18 +142,20 @@ def _resized(whole: Shapes, base: Shapes) -> dict[str, Shape]:
     return found if len(found) == len(of_tokens) and same == {True} and len(sizes) == 1 else {}
 
 
-def _sorted(
+def _by_role(
     tensors: Shapes,
 ) -> tuple[dict[str, dict[str, str]], dict[str, str], list[str]]:
-    """The tensors of modules by role, replacements by parameter, and all others."""
+    """The tensors of each module by role, the tensor that replaces each parameter or rows of it,
+    and a fault for each other tensor.
+    """
     modules: dict[str, dict[str, str]] = defaultdict(dict)
-    others: dict[str, str] = {}
+    replacements: dict[str, str] = {}
     faults: list[str] = []
     for tensor in tensors:
         name = tensor.removeprefix(PREFIX)
         match = _ROLE.fullmatch(name)
         if name.endswith(_TOKENS):
-            others[f"{name.removesuffix(_TOKENS)}.weight"] = tensor
+            replacements[f"{name.removesuffix(_TOKENS)}.weight"] = tensor
         elif name == tensor or (not match and _UNKNOWN.search(f".{name}")):
             why = "is not a tensor of a LoRA adapter that is known here"
             # `get_peft_model_state_dict` of peft 0.21.2 takes every name with that of the embedding
@@ -164,12 +169,12 @@ def _sorted(
         elif match:
             modules[match["module"]][match["role"]] = tensor
         else:
-            others[name.replace(f"{_WRAPPED}.", ".")] = tensor
-    return modules, others, faults
+            replacements[name.replace(f"{_WRAPPED}.", ".")] = tensor
+    return modules, replacements, faults
 
 
 def _fit(ways: int, names: str) -> str:
-    """How factors fit the parameters of a module, where that does not decide what they do."""
+    """The end of a message: factors fit the parameters of a module in no way, or in several."""
     match ways:
         case 0:
             return f"no parameters {names}, by their shapes: the adapter is not for this base"
@@ -186,6 +191,8 @@ def _fit(ways: int, names: str) -> str:
 
 @dataclass(frozen=True)
 class _AdapterReader:
+    """The changes of each module or parameter. Methods raise FormatError for a misfit."""
+
     tensors: Shapes
     base: Shapes
     config: LoraConfig
@@ -302,8 +309,8 @@ class _AdapterReader:
         return [WeightChange(name, scale, a, b, "", "", axis, many, shapes) for axis in axes]
 
     def replaced(self, name: str, tensor: str) -> Sequence[WeightChange]:
-        """A parameter that was trained whole, or is the base's own, kept beside the adapter; or its
-        rows of some tokens.
+        """The change by a tensor that is a whole parameter, trained or the base's own, or the rows
+        of some tokens.
         """
         if tensor.endswith(_TOKENS):
             shape, module = self._shape(name, {"": tensor}), name.removesuffix(".weight")
@@ -332,6 +339,7 @@ class _AdapterReader:
         return layer is not None and any(own.startswith(layer[0]) for own in self.base)
 
     def _shape(self, weight: str, roles: Mapping[str, str]) -> Shape:
+        """The shape of a weight of the base, which the tensors in `roles` are for."""
         if weight in self.base:
             return self.base[weight]
         near = difflib.get_close_matches(weight, self.base, 1)
@@ -339,7 +347,7 @@ class _AdapterReader:
         raise FormatError(f"{next(iter(roles.values()))}: the base has no {weight}{hint}")
 
     def _out_axis(self, weight: str, shape: Shape, a: str, b: str, embeds: bool) -> int:
-        """The axis of the outputs of a weight, by the shapes of its factors."""
+        """The axis of the outputs of a weight, by the shapes of its factors `a` and `b`."""
         of_a, of_b = self.tensors[a], self.tensors[b]
         outputs, inputs = of_b[0], of_a[1:]
         is_turned = shape == (*inputs, outputs) and len(shape) == 2
