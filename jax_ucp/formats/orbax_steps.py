@@ -47,14 +47,14 @@ _LONE_ARRAY = "checkpoint/.zarray"
 
 
 def is_item(path: FilePath) -> bool:
-    """Whether a tree lies there: one of Orbax, of ours, of Flax or T5X, or of Paxml."""
+    """Whether it is a tree of Orbax, this package, Flax, T5X or Paxml, and finished by its name."""
     if _UNFINISHED_NAME.search(path.name):
         return False
     return orbax.recognise(path) or flax_msgpack.recognise(path) or array_folders.recognise(path)
 
 
 def items_of_step(path: FilePath) -> list[FilePath]:
-    """The trees in the folder of one step; an item of ArrayCheckpointHandler is none."""
+    """The trees in the folder of one step, in order, without items of ArrayCheckpointHandler."""
     folders = [child for child in path.children() if child.is_dir() and is_item(child)]
     return sorted(child for child in folders if not (child / _LONE_ARRAY).is_file())
 
@@ -72,7 +72,7 @@ def is_unmarked_step(path: FilePath) -> bool:
 
 
 def not_a_step(path: FilePath) -> str:
-    """Why a folder named as a step of Flax, T5X or Paxml is none; "" for another name."""
+    """The reason why a path named as a step of Flax, T5X or Paxml is not one; else ""."""
     if not _NAMED_STEP.fullmatch(path.name) or _is_checkpoint(path):
         return ""
     if path.is_dir():
@@ -98,13 +98,14 @@ def find_run(path: FilePath) -> Run | None:
             steps[int(match[2])] = child
     if len(kinds) != 1:
         return None
-    uncommitted = _uncommitted(steps)
-    finished = {number: steps[number] for number in sorted(steps.keys() - uncommitted)}
-    unfinished += [steps[number].name for number in uncommitted]
+    begun = _begun(steps)
+    finished = {number: steps[number] for number in sorted(steps.keys() - begun)}
+    unfinished += [steps[number].name for number in begun]
     return Run("Orbax, Flax, T5X or Paxml", path, finished, "", unfinished, (), _refuse_weights)
 
 
 def _refuse_weights(run: Run, number: int) -> None:
+    """Raise NotACheckpoint if weights of another library lie beside the steps."""
     names = [child.name for child in run.folder.children() if not child.is_dir()]
     if weights := [name for name in names if holds_weights([name])]:
         raise NotACheckpoint(
@@ -117,8 +118,12 @@ def _is_checkpoint(path: FilePath) -> bool:
     return is_item(path) or is_step(path) or is_unmarked_step(path)
 
 
-def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
-    """The steps without the file of finished ones: after the first with it, or begun."""
+def _begun(steps: Mapping[int, FilePath]) -> list[int]:
+    """The steps that were begun and not finished, in order.
+
+    They lack `commit_success.txt`; and an earlier step has it, or their own metadata have the time
+    at which the save began and none at which it ended.
+    """
     folders = {number: path for number, path in steps.items() if path.is_dir()}
     committed = {n for n, path in folders.items() if (path / _COMMITTED_FILE).is_file()}
     first = min(committed, default=None)
@@ -176,7 +181,9 @@ def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
 def _json(
     path: FilePath, read: Callable[[FilePath], str] = FilePath.read_text
 ) -> dict[str, Any] | None:
-    """The JSON of a file, named if it has no names; None if it is not JSON, or too large."""
+    """The JSON of a file, under "value" if it is not an object; None for a missing or large file,
+    and if it is not JSON.
+    """
     if not path.is_file() or path.size() > _MAX_JSON_BYTES:
         return None
     try:
