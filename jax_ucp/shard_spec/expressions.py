@@ -100,7 +100,7 @@ def size_of(expression: object, sizes: Mapping[str, int]) -> int:
 
 
 def names_in(expression: object) -> set[str]:
-    """The names in a size. Raises SpecError where it is not one."""
+    """The names in a size, with their sections. Raises SpecError if it is not a size."""
     text = _size_text(expression)
     tree = _parsed(text, _SIZE)
     _size(tree, None, text)
@@ -108,6 +108,7 @@ def names_in(expression: object) -> set[str]:
 
 
 def _size_text(expression: object) -> str:
+    """The text of a size. Raises SpecError for what is neither a number nor a text."""
     if isinstance(expression, bool) or not isinstance(expression, int | str):
         raise SpecError(f"a size is a number or an expression of names, not {expression!r}")
     return str(expression)
@@ -275,10 +276,11 @@ def setting(text: str) -> Setting:
 
 
 def _setting(node: ast.expr) -> Callable[[Config], Any]:
+    """A function of a config for the value of a setting. Raises _NoExpression for other nodes."""
     match node:
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            holds, first, second = _test(test), _setting(body), _setting(orelse)
-            return lambda config: first(config) if holds(config) else second(config)
+            is_met, first, second = _test(test), _setting(body), _setting(orelse)
+            return lambda config: first(config) if is_met(config) else second(config)
         case ast.BoolOp() | ast.UnaryOp(op=ast.Not()) | ast.Compare():
             return _test(node)
     return _value(node)
@@ -324,6 +326,7 @@ def _test(node: ast.expr) -> Test:
 
 
 def _comparison(node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Test:
+    """The test of `left op right`. Raises _NoExpression if that is not in the language."""
     sides = _value(left), _value(right)
     if isinstance(op, ast.Eq | ast.NotEq):
         return lambda config: _equal(*(side(config) for side in sides)) == isinstance(op, ast.Eq)
@@ -333,7 +336,7 @@ def _comparison(node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) 
         if literal is not _NOT_LITERAL and not is_number(literal):
             raise _NoExpression("only numbers are less or greater")
 
-    def is_ordered(config: Config) -> bool:
+    def compare(config: Config) -> bool:
         values = [side(config) for side in sides]
         for value in values:
             if not is_number(value):
@@ -342,7 +345,7 @@ def _comparison(node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) 
                 )
         return _ORDERS[type(op)](*values)
 
-    return is_ordered
+    return compare
 
 
 def _value(node: ast.expr) -> Callable[[Config], Any]:
@@ -368,6 +371,7 @@ def _value(node: ast.expr) -> Callable[[Config], Any]:
 
 
 def _literals(nodes: Iterable[ast.expr]) -> list[Any]:
+    """The values of literals. Raises _NoExpression for other nodes."""
     literals = list(map(_literal, nodes))
     if any(literal is _NOT_LITERAL for literal in literals):
         raise _NoExpression
@@ -399,10 +403,12 @@ def _key(node: ast.AST) -> str:
 
 
 def _keys(node: ast.AST) -> Iterator[str]:
+    """The keys in an expression, in order; a key may come several times."""
     return map(_key, _key_nodes(node))
 
 
 def _key_nodes(node: ast.AST) -> Iterator[ast.expr]:
+    """The nodes of the keys in an expression, in order."""
     if isinstance(node, ast.expr) and _key(node):
         yield node
         return
@@ -422,10 +428,12 @@ def _at(key: str, config: Config) -> Any:
 
 
 def _none_of(keys: Sequence[str]) -> str:
+    """Words for a config that has none of these keys."""
     return f"no {keys[0]}" if len(keys) == 1 else f"none of {', '.join(keys)}"
 
 
 def _equal(left: Any, right: Any) -> bool:
+    """Whether values are equal without conversion; 1 equals 1.0, but not true."""
     if is_number(left) and is_number(right):
         return left == right
     return type(left) is type(right) and left == right
