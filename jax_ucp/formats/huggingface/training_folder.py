@@ -56,7 +56,8 @@ _MAX_KEPT_BYTES = 1 << 26
 class TrainingFolder:
     """The files of a training checkpoint beside the weights that are read.
 
-    `optimizers` are by what their dict is called; `others` are other models, not read.
+    `optimizers` are files by what their dict is called, `kept` become extras. `others` are other
+    models, not read.
     """
 
     path: FilePath
@@ -75,7 +76,9 @@ class TrainingFolder:
 
 
 def training_beside(path: FilePath, names: Collection[str]) -> TrainingFolder:
-    """The training checkpoint of files beside weights. Raises FormatError for rivals."""
+    """The training files among `names`, which are beside weights. Raises FormatError for two files
+    of one optimizer.
+    """
     optimizers: dict[str, str] = {}
     for match in filter(None, map(_OPTIMIZER.fullmatch, sorted(names))):
         first = optimizers.setdefault(match["stem"], match[0])
@@ -102,7 +105,7 @@ def add_training(
     """
     for name in folder.kept:
         _keep(imported, folder.path / name)
-    imported.notes.insert(0, _writer(imported, folder))
+    imported.notes.insert(0, _note(imported, folder))
     imported.about = _about(imported, folder)
     if not folder.optimizers:
         return
@@ -165,7 +168,7 @@ def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
         contents,
         extras={**contents.extras, **kept.extras},
         inventory=[*contents.inventory, *kept.inventory],
-        notes=[_writer(beside, folder), *contents.notes, *kept.notes],
+        notes=[_note(beside, folder), *contents.notes, *kept.notes],
         about=About(writer, step, about.parallelism),
     )
 
@@ -218,6 +221,7 @@ def _place(
 
 
 def _opened(path: FilePath) -> TorchFile:
+    """A file of torch.save, opened. Raises FormatError if it is missing, or another file."""
     with naming(path, way_out="weights_only"):
         if not path.is_file() or not is_torch_file(path):
             why = stand_in(path) if path.is_file() else why_missing(path.parent, path.name)
@@ -270,6 +274,7 @@ class _ModelOf:
         return [known for known in model_types() if known.replace("-", "_").startswith(module[1])]
 
     def release(self) -> str:
+        """The release of transformers that wrote the config; empty if it does not say."""
         return str(self._config(CONFIG).get("transformers_version", ""))
 
     def _config(self, name: str) -> Mapping[str, Any]:
@@ -353,7 +358,8 @@ def _about(imported: ContentsBuilder, folder: TrainingFolder) -> About:
     return About("transformers' Trainer", step if isinstance(step, int) else None)
 
 
-def _writer(imported: ContentsBuilder, folder: TrainingFolder) -> str:
+def _note(imported: ContentsBuilder, folder: TrainingFolder) -> str:
+    """The note that says which program wrote the folder."""
     writer = "accelerate"
     if folder.of_trainer:
         writer = f"transformers' Trainer at step {_global_step(imported)} ({TRAINER_STATE})"
