@@ -63,6 +63,7 @@ class ElementChange:
 
     @property
     def share(self) -> float:
+        """The part of the elements that changed."""
         return self.changed / self.elements if self.elements else 0.0
 
 
@@ -136,7 +137,10 @@ class Side:
     groups: Sequence[Group]
 
     def by_path(self, only: str | None, rename: Mapping[str, str]) -> dict[_Path, Leaf]:
-        """The leaves whose labels `only` matches, by renamed paths. Raises TreeMismatch."""
+        """The leaves by renamed path, those in which `only`, a regular expression, is found.
+
+        Raises TreeMismatch for two leaves of one renamed path.
+        """
         leaves: dict[_Path, Leaf] = {}
         for leaf in self.leaves:
             path = _renamed(tuple(map(str, leaf.path)), rename)
@@ -214,6 +218,7 @@ _Pair = tuple[Leaf, Leaf]
 
 
 def _changes(both: Mapping[str, _Pair], fact: Callable[[Leaf], str]) -> tuple[LeafChange, ...]:
+    """The pairs of leaves for which `fact` gives different texts."""
     facts = ((label, fact(one), fact(other)) for label, (one, other) in both.items())
     return tuple(LeafChange(*each) for each in facts if each[1] != each[2])
 
@@ -300,7 +305,8 @@ class _RunningDifference:
         self.products += part.products
         self.not_finite += part.not_finite
 
-    def values(self, label: str, recast: bool) -> ElementChange:
+    def change(self, label: str, recast: bool) -> ElementChange:
+        """The difference in numbers, of the array `label`; `recast`: the dtypes differ."""
         product, *squares = self.products
         norm = math.sqrt(squares[0]) * math.sqrt(squares[1])
         # the cosine is undefined for arrays of zeros, and if the squares overflow
@@ -338,6 +344,7 @@ def _is_rounded(array: np.ndarray) -> np.ndarray:
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
+    """The elements as float64 or complex128, on one axis."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64).ravel()
 
 
@@ -377,7 +384,7 @@ def _compared(
         budget_bytes,
     )
     return [
-        sums[label].values(label, one.dtype != other.dtype)
+        sums[label].change(label, one.dtype != other.dtype)
         for label, (one, other) in pairs.items()
         if sums[label].changed
     ]

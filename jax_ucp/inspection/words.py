@@ -95,7 +95,9 @@ def _settings(values: Report) -> str:
 
 
 def skipped_reasons(items: Iterable[Report]) -> list[tuple[str, str, str]]:
-    """The number of skipped items for each reason, the reason, and one of the items."""
+    """The count of skipped items for each reason, the reason without names of arrays, and the
+    first of the items; the largest counts first.
+    """
     skipped = [(item["reason"], item["where"]) for item in items if item["status"] == "skipped"]
     reasons: list[tuple[str, str]] = []
     for reason, where in skipped:  # names of arrays are removed, so that equal reasons are counted
