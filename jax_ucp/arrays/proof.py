@@ -110,7 +110,7 @@ class Zeros(Proof):
     fault: str
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
-        """The first box that is not all zeros."""
+        """A message on the first box that is not all zeros, or None."""
         found = (box for box, part in zip(boxes, split(elements, boxes), strict=True) if part.any())
         return next((f"{self.label}: {box} {self.fault}" for box in found), None)
 
@@ -232,7 +232,7 @@ class Duplicate(Proof):
         return [Box((*self.at, *box.start), (*self._after, *box.stop)) for box in boxes]
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
-        """The first element that differs, with where both are stored."""
+        """A message on the first element whose rounded value is not the copy's, or None."""
         depth = len(self.at)
         inside = [Box(box.start[depth:], box.stop[depth:]) for box in boxes]
         copy = elements_of(self.copy, inside)
@@ -289,7 +289,7 @@ class Mean(Proof):
         return sample_boxes(tiles(self.array), tiles(next(iter(self.copies.values()))))
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
-        """The first element that is not between its copies."""
+        """A message on the first element that is not between its copies, or None."""
         mean = elements.astype(np.float64)
         copies = [elements_of(copy, boxes) for copy in self.copies.values()]
         dtype, wide = copies[0].dtype, [copy.astype(np.float64) for copy in copies]
@@ -321,7 +321,7 @@ class Replicas(Proof):
         return [self.array.info] * 2
 
     def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
-        """The first fault, a block whose copies differ, with where they are stored; or None."""
+        """A message on the first block whose copies differ, or None."""
         for box, data in zip(boxes, split(elements, boxes), strict=True):
             if hit := unequal_replicas(self.array, box, data):
                 pieces = locate(self.array, hit)

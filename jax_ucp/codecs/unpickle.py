@@ -466,6 +466,9 @@ class _Machine:
         return self.unknown.setdefault(dotted, Unknown(dotted))
 
     def call(self, function: object, args: object) -> object:
+        """The object that a constructor of the table makes of `args`, or an Opaque for an unknown
+        global. Raises UnsafePickle for anything else.
+        """
         if isinstance(function, Unknown) and isinstance(args, tuple):
             made = Opaque(function.name, args)
             self.unbuilt[id(made)] = _Unbuilt(made, _OPAQUE)

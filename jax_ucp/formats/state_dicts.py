@@ -103,7 +103,7 @@ def _label(path: Steps) -> str:
 
 
 def keep_extras(imported: ContentsBuilder, name: str, file: TorchFile) -> None:
-    """Everything of a file that is no tensor in nested dicts and lists."""
+    """Keep everything of a file, in nested dicts and lists, that is not a tensor, as extras."""
     entries = _entries(file.tree) if isinstance(file.tree, dict) else None
     for key, value in [("object", file.tree)] if entries is None else entries:
         rest = without_tensors(value)

@@ -491,7 +491,11 @@ def _instances(
     lengths: Mapping[str, int],
     contested: Collection[str],
 ) -> list[_Instance]:
-    """The instances of a rule: one for each value of the placeholders that leaves have too."""
+    """The instances of a rule: one for each value of the placeholders that leaves have too.
+
+    An optional rule claims a parameter in `contested`, which several rules match, only if its
+    number of axes fits.
+    """
     instances: dict[Values, _Instance] = {}
     shared, stacked = _placeholder_axes(rule)
     unsure = contested if rule.optional else ()

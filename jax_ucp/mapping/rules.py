@@ -250,7 +250,8 @@ class Mapping:
             The mapping.
 
         Raises:
-            SpecError: where a file is no mapping, with every fault and its line.
+            SpecError: if there is no such file, name or variant, or a file is not a mapping, with
+                every fault and its line.
 
         Example:
             >>> import jax_ucp as ucp

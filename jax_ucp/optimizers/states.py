@@ -70,7 +70,7 @@ def torch_states(
     run.refuse(f"the state of this optimizer is not what is at {opt_state}")
     run.faults += unlike
     for slot in slots:
-        run.take(slot, stored[slot.path], named)
+        run.record(slot, stored[slot.path], named)
     run.count(slots, stored, step, step_dtype)
     run.refuse("the optimizer's state has no equal in torch")
     made = {
@@ -140,8 +140,10 @@ class _TrainingRun:
             self.faults.append(f"{leaf.label}: the checkpoint has it, the optimizer not")
         return stored
 
-    def take(self, slot: OptaxLeaf, leaf: Leaf, named: Mapping[str, object]) -> None:
-        """Decide about a leaf of the optimizer's state that is not a count."""
+    def record(self, slot: OptaxLeaf, leaf: Leaf, named: Mapping[str, object]) -> None:
+        """Map a leaf of the state to its parameter, keep it as an extra, skip it, or add a fault;
+        `count` does so for counts. `named` has the parameters by name.
+        """
         if slot.role == COUNT:
             return
         if slot.role == GIVEN:

@@ -327,20 +327,22 @@ class _Reading:
         in_blocks: list[tuple[int, ReadRequest]] = []
         most = min(TOGETHER_BYTES, self._budget_bytes // threads())
         single, groups = self._groups()
-        for whole in self._at_once(single, in_blocks):
+        for whole in self._whole_reads(single, in_blocks):
             yield whole[2], partial(self._read_together, [whole])
         for group in groups:
-            wholes = self._at_once(group, in_blocks)
+            wholes = self._whole_reads(group, in_blocks)
             for batch in batches(wholes, operator.itemgetter(2), most, TOGETHER):
                 yield sum(cost for _, _, cost in batch), partial(self._read_together, batch)
         for i, request in in_blocks:
             for block in request.blocks(self._block_bytes):
                 yield request.cost(block), partial(self._read_block, i, block)
 
-    def _at_once(
+    def _whole_reads(
         self, numbers: Sequence[int], in_blocks: list[tuple[int, ReadRequest]]
     ) -> Iterator[_Whole]:
-        """The placements that are read at once; larger ones are added to `in_blocks`."""
+        """The placements that are read whole. Larger ones get output buffers, and are added to
+        `in_blocks`.
+        """
         share = self._budget_bytes // threads()
         for i in numbers:
             request = _request(self._plan.placements[i], self._source)

@@ -383,7 +383,7 @@ def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     """Each leaf's name, label and description, but for values: the same on all processes."""
     homes = homes_of(snapshot.stacks)
 
-    def about(leaf: Leaf) -> str:
+    def description(leaf: Leaf) -> str:
         key, number = homes.get(leaf.name, (leaf.name, None))
         chunks = snapshot.chunks.get(key)
         keys = ",".join(key.kind for key in leaf.path)
@@ -399,7 +399,7 @@ def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
         ]
         return ", ".join(map(str, filter(None, details)))
 
-    return [(leaf.name, leaf.label, about(leaf)) for leaf in snapshot.leaves]
+    return [(leaf.name, leaf.label, description(leaf)) for leaf in snapshot.leaves]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -338,6 +338,7 @@ def _kinds_fit(node: TreeNode, kind: LeafKind, leaf: Leaf) -> bool:
 
 
 def _missing(node: TreeNode, left: Iterable[Leaf], keep: bool) -> str:
+    """The fault for a node of the target that the checkpoint lacks; `left` are unused leaves."""
     if keep:
         return f"{node.label}: not in the checkpoint, and the target has no value to keep"
     labels = [leaf.label for leaf in left]

@@ -166,7 +166,7 @@ def _groups(
 
 
 def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """The parameter of each number, if groups name them all, and none twice."""
+    """The parameter of each number, if groups name them all, and none twice; else empty."""
     name_of: dict[int, str] = {}
     count = 0
     for group in groups:

@@ -235,7 +235,7 @@ class ZarrStore(ArraySource):
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array, and every inner chunk of them once."""
-        with self._telling(key):
+        with self._naming_damaged(key):
             shards = self._shards(key, boxes, outs)
             # of a pack many arrays are read, one after the other
             is_packed = bool(shards) and shards[0].offset is not None
@@ -274,17 +274,17 @@ class ZarrStore(ArraySource):
         read: set[int] = set()
         if whole:
             file = look(name)
-            with self._telling(name):
+            with self._naming_damaged(name):
                 are_read = read_whole(self.directory, file, [*whole.values()])
                 read.update(itertools.compress(whole, are_read))
         others = (want for i, want in enumerate(wants) if i not in read)
         shards = [(want[0], shard) for want in others for shard in self._shards(*want, look)]
-        with self._telling(name):
+        with self._naming_damaged(name):
             left = read_at_once(self.directory, [shard for _, shard in shards])
         faulty = set(map(id, left))
         for key, shard in shards:
             if id(shard) in faulty:
-                with self._telling(key):
+                with self._naming_damaged(key):
                     self._read_shard(shard)
         for want in wants:
             self._show(*want)
@@ -354,8 +354,8 @@ class ZarrStore(ArraySource):
         return read_shard(pack, shard)
 
     @contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
-        """Context that adds the array, or the pack, to an error of damage."""
+    def _naming_damaged(self, name: str) -> Iterator[None]:
+        """Context that adds the path of an array or a pack, and the remedy, to CorruptData."""
         try:
             yield
         except CorruptData as error:
@@ -419,7 +419,7 @@ class ZarrStore(ArraySource):
         """The elements of an outer chunk, in blocks of whole rows."""
         for block in self.row_blocks(key, box, VERIFY_BYTES):
             out = np.empty(block.shape, self._arrays[key].dtype)
-            with self._telling(key):
+            with self._naming_damaged(key):
                 self._read_shard(self._shard(key, box, [(block, out)], crcs, self._file))
             yield out
 

@@ -54,7 +54,11 @@ _BY_BITS = (
 
 
 def add_numbered_states(slices: Slices) -> None:
-    """Add states by number. Raises FormatError, or CorruptData where masters contradict."""
+    """Add the states that optimizers store by number; if nothing decides their parameters, under
+    `other`, with a note.
+
+    Raises FormatError if the user's lists do not fit, CorruptData if masters contradict weights.
+    """
     builder, options = slices.builder, slices.options
     ranks = range(len(slices.files.models))
     optimizers = [one for mp in ranks for one in optimizers_of(slices, mp)]

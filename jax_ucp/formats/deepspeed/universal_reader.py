@@ -67,7 +67,10 @@ def recognise(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a universal folder, or in the folder that `latest_universal` names."""
+    """The checkpoint in a universal folder, or in the folder that `latest_universal` names.
+
+    Raises NotACheckpoint if that folder has no `zero`.
+    """
     folder = path
     if not (path / "zero").is_dir():
         folder = tag_folder(path, "latest_universal") or path

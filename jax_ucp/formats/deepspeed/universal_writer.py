@@ -181,7 +181,7 @@ def notes(params: Parameters, extras: Extras) -> Iterable[str]:
 
 
 def carries(file: str, name: str) -> bool:
-    """Whether the folder has an extra of the source, as it was or as a new value."""
+    """Whether the export has the extra `name` of the source's `file`, copied or made anew."""
     if _MODEL.fullmatch(file):
         return not name.startswith("optimizer/") or name == "optimizer/param_groups"
     return bool(_OPTIMIZER.fullmatch(file)) and name in (

@@ -117,6 +117,7 @@ def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:
 
 
 def _require_part(path: FilePath, file: GGUFFile, number: int, parts: int) -> None:
+    """Raise FormatError unless a file is part `number`, counted from 0, by its own metadata."""
     said = file.head.values.get(_NUMBER), file.head.values.get(_COUNT)
     if said != (number, parts):
         raise FormatError(

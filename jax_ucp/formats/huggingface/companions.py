@@ -48,7 +48,7 @@ def kind_of(name: str) -> str:
 
 
 def keep_companions(imported: ContentsBuilder, folder: FilePath) -> set[str]:
-    """The names in a folder of files that go with the model: kept, or too large and noted."""
+    """The entries of a folder that go with its model; the files are kept, or noted as left out."""
     met: set[str] = set()
     for file, fault in _files(folder):
         met.add(file.key.partition("/")[0])

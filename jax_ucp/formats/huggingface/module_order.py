@@ -26,7 +26,7 @@ _Order = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A model type: its orders of modules by major release; `buffers` are no parameters."""
+    """A model type: its orders of modules by major release, and the names of its buffers."""
 
     orders: Mapping[str, Sequence[_Order]]
     buffers: frozenset[str]
@@ -71,7 +71,7 @@ def in_order_of(model_type: str, names: Iterable[str], release: str = "") -> lis
 
 
 def _sorted(names: Sequence[Sequence[str]], orders: Sequence[_Order]) -> list[Sequence[str]]:
-    """Names, as their parts, in the order of a walk through modules."""
+    """Names, as their parts, in the order of a walk through modules. Raises Undecided."""
     ends = [name for name in names if not name]
     inside: dict[str, list[Sequence[str]]] = defaultdict(list)
     for name in filter(None, names):
@@ -83,7 +83,9 @@ def _sorted(names: Sequence[Sequence[str]], orders: Sequence[_Order]) -> list[Se
 
 
 def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
-    """Neighbouring modules in their order; numbers are of a list, in which they count."""
+    """The submodules of one module in the order that all `orders` with them agree on; numbers are
+    the indices of a list. Raises Undecided if there is no such order.
+    """
     numbers = sorted(filter(str.isdigit, parts), key=int)
     words = {"*" if part.isdigit() else part for part in parts}
     if len(words) == 1:

@@ -233,7 +233,9 @@ def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _settings(extras: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
-    """The settings that the files declare, each with the key or the file that has them."""
+    """The value at each place where a config may declare its quantisation, which may be None, with
+    the key or the file of the place.
+    """
     for file, key in _DECLARED:
         config = extras.get(file, {}).get("config")
         for inner in (config, _item(config, "text_config")):

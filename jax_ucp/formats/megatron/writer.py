@@ -60,7 +60,7 @@ def common_of(extras: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str
 
 
 def carries(file: str, name: str, common: str) -> bool:
-    """Whether an extra has a place in the export, where `common` is the file of the args."""
+    """Whether the export has the extra `name` of the source's `file`; `common` has the args."""
     is_optimizers = name.startswith("optimizer/") or name.endswith(".optimizer/shard_0_1")
     return is_optimizers or (file == common and name not in NOT_COMMON)
 

@@ -291,7 +291,7 @@ def _names(path: TreePath) -> tuple[str, ...]:
 
 
 def _key_impls(directory: Files) -> dict[str, str]:
-    """Of what kind the arrays of PRNG keys are, by stock's names of them; "" of other arrays."""
+    """The PRNG implementation of each array by stock's name of it; "" if it has no PRNG keys."""
     impls: dict[str, str] = {}
     for name in (file.name for file in directory.walk()):
         if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):

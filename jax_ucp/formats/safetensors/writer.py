@@ -71,7 +71,7 @@ def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> File:
 
 
 def carries(file: str, name: str) -> bool:
-    """Whether an extra is written, or made anew."""
+    """Whether the export has the extra `name` of the source's `file`, copied or made anew."""
     return file in CONFIGS or name in ("format", "total_size", "total_parameters")
 
 
@@ -89,6 +89,9 @@ def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Ten
 
 
 def _file(name: str, tensors: Mapping[str, Tensor]) -> File:
+    """A file of tensors, the dtypes with the largest elements first. Raises UnsupportedLeaf for too
+    long a header.
+    """
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places: list[tuple[int, Tensor]] = []
