@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jax_ucp as ucp
+import tests_map
 from commands import run
 
 ROOT = Path(__file__).parent.parent
@@ -116,3 +117,12 @@ def test_the_remedies_of_the_faq_are_options_that_there_are():
     known = {name for each in functions for name in inspect.signature(each).parameters}
     assert len(named) > 8
     assert named <= known
+
+
+def test_the_map_of_tests_has_every_module_with_files_that_exist():
+    rows = tests_map.ROW.findall(tests_map.PAGE.read_text())
+    assert [module for module, _ in rows] == tests_map.modules()
+    for module, files in rows:
+        named = re.findall(r"`([^`]+)`", files)
+        assert named, module
+        assert all((ROOT / "tests" / file).exists() for file in named), module

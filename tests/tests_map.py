@@ -1,150 +1,128 @@
-"""The table of docs/tests.md: `python tests/tests_map.py` writes it, from what files import.
+"""The table of docs/tests.md: `python tests/tests_map.py` runs the default lane, and writes for each
+module of the package the files that test it. With files, it runs these, for modules without a row.
 
-A test file tests the module that it is named like, and those whose names it imports, itself or
-through helpers of the tests. A module that no test imports is tested by the files of its folder's
-name, or else through the nearest modules that import it.
+`coverage`, which no extra has, measures which lines of the package each file executes, also in
+processes that it starts; with Python 3.12 or newer COVERAGE_CORE=sysmon makes that cheap. Of each
+test the first and the last row are run. Rows of modules that nothing executes stay as they are.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import jax_ucp
+import pytest
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+PACKAGE = ROOT / "jax_ucp"
 PAGE = ROOT / "docs" / "tests.md"
+HEAD = "| module | tested by |\n|---|---|\n"
+ROW = re.compile(r"^\| `(jax_ucp/\S+)` \| (.*) \|$", re.MULTILINE)
 MOST = 3  # test files that are named for a module
-HEAD = "| module | tested by |\n|---|---|"
-_APART = {"data", "generators"}
+# What holds of every checkpoint, and what people do by mistake: these reach every reader.
+OF_ALL = {"test_every_case.py", "test_damages.py", "test_temptations.py"}
+CONFIG = """\
+[run]
+source = {package}
+data_file = {folder}/data
+parallel = true
+patch = subprocess
+disable_warnings = no-data-collected, module-not-measured, module-not-imported
+"""
 
 
-def modules_in(folder: Path, below: Path) -> dict[str, Path]:
-    """The modules of a folder by their dotted names from another."""
-    found = {}
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(below).with_suffix("").parts
-        if not _APART & set(parts):
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+def modules() -> list[str]:
+    """The modules that have a row."""
+    paths = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
-OURS = modules_in(ROOT / "jax_ucp", ROOT)
-OF_TESTS = modules_in(TESTS, TESTS)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the first and the last row of each test: the others execute much the same lines."""
+    rows = defaultdict[tuple[Path, str], list[pytest.Item]](list)
+    for item in items:
+        if item.path.is_relative_to(TESTS):
+            rows[item.path, item.name.partition("[")[0]].append(item)
+    kept = {id(row) for of_test in rows.values() for row in (of_test[0], of_test[-1])}
+    items[:] = [item for item in items if id(item) in kept]
 
 
-def imported(path: Path) -> Iterator[str]:
-    """What a file imports of the package and of the tests: the module that has the name."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ucp":
-            names = [jax_ucp._HOMES.get(node.attr, "")]
-        for name in names:
-            module = name if name in OURS or name in OF_TESTS else name.rpartition(".")[0]
-            if module in OURS or module in OF_TESTS:
-                yield module
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Measure the tests of a file under its name."""
+    from coverage import Coverage
+
+    measured = Coverage.current()
+    if measured is None:
+        name = item.path.relative_to(TESTS).as_posix()
+        measured = Coverage(config_file=os.environ["UCP_MAP"], context=name, data_suffix=True)
+        measured.start()
+    result = yield
+    if measured and (nextitem is None or nextitem.path != item.path):
+        measured.stop()
+        measured.save()
+    return result
 
 
-@functools.cache
-def used_by(test: str) -> frozenset[str]:
-    """The modules of the package that a file of the tests imports, and its helpers do."""
-    seen, found, left = {test}, set(), [test]
-    while left:
-        for module in imported(OF_TESTS[left.pop()]):
-            if module in OURS:
-                found.add(module)
-            elif module not in seen and not is_test(module):
-                seen.add(module)
-                left.append(module)
-    return frozenset(found)
+def executed(files: Sequence[str]) -> dict[str, dict[int, list[str]]]:
+    """For each module, the lines that test files execute, with the names of these files."""
+    from coverage import Coverage
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config")
+        config.write_text(CONFIG.format(package=PACKAGE, folder=folder))
+        path = f"{TESTS}:{ROOT}"
+        environment = {**os.environ, "UCP_MAP": str(config), "PYTHONPATH": path}
+        command = [sys.executable, "-m", "pytest", "-p", "tests_map", *files]
+        command += [f"--ignore=tests/{file}" for file in sorted(OF_ALL)]
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)  # whatever fails
+        measured = Coverage(config_file=str(config))
+        measured.combine()
+        data = measured.get_data()
+        return {
+            Path(path).relative_to(ROOT).as_posix(): data.contexts_by_lineno(path)
+            for path in data.measured_files()
+        }
 
 
-def is_test(module: str) -> bool:
-    return module.rpartition(".")[2].startswith("test_")
+def testers(module: str, lines: Mapping[int, Collection[str]]) -> list[str]:
+    """The test files of a module: a line counts the more for one, the fewer others execute it.
+
+    What is executed when a module is imported does not count, unless it has nothing else.
+    """
+    inside = in_functions(module)
+    weights: dict[str, float] = defaultdict(float)
+    for line, files in lines.items():
+        for file in sorted(files) if line in inside or not inside else ():
+            weights[file] += 1 / len(files)
+    return sorted(weights, key=lambda file: (-weights[file], file))[:MOST]
 
 
-def importers() -> Mapping[str, set[str]]:
-    """For each module of the package those that import it."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for module, path in OURS.items():
-        for other in imported(path):
-            if other != module and module != "jax_ucp":
-                found[other].add(module)
-    return found
+def in_functions(module: str) -> set[int]:
+    """The lines of the bodies of a module's functions."""
+    nodes = ast.walk(ast.parse((ROOT / module).read_text()))
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {line for f in functions for line in range(f.body[0].lineno, (f.end_lineno or 0) + 1)}
 
 
-TEST_FILES = [name for name in OF_TESTS if is_test(name)]
-
-
-def testers(module: str) -> list[str]:
-    """The test files of a module: those named most like it, then those that use the fewest others."""
-    name = f".test_{module.rpartition('.')[2]}"
-    found = [test for test in TEST_FILES if module in used_by(test) or test.endswith(name)]
-    return ordered(found, module)
-
-
-def of_its_room(module: str) -> list[str]:
-    """The test files in the folder that is named like the one of a module, or the file that is."""
-    above, _, room = module.removeprefix("jax_ucp").rpartition(".")[0][1:].rpartition(".")
-    places = f"{above}.{room}.".lstrip("."), f"{above}.test_{room}"
-    return ordered([test for test in TEST_FILES if room and test.startswith(places)], module)
-
-
-def ordered(tests: list[str], module: str) -> list[str]:
-    own, name = words_of(module), f"test_{module.rpartition('.')[2]}"
-
-    def order(test: str) -> tuple[bool, int, int, str]:
-        is_named_so = test.rpartition(".")[2] == name
-        return not is_named_so, -len(own & words_of(test)), len(used_by(test)), test
-
-    return sorted(tests, key=order)
-
-
-def words_of(module: str) -> set[str]:
-    return set(re.split(r"[._]", module))
-
-
-def row(module: str, above: Mapping[str, set[str]]) -> str:
-    """The first test files of a module, or of the nearest modules that import it."""
-    if tests := testers(module) or of_its_room(module):
-        return files_of(tests)
-    near, seen = {module}, {module}
-    while near := {up for via in near for up in above[via]} - seen:
-        seen |= near
-        tested = [via for via in sorted(near) if testers(via)]
-        if tested:
-            said = ", ".join(f"`{path_of(via)}`" for via in tested[:MOST])
-            return f"{files_of([t for via in tested for t in testers(via)[:1]])}; through {said}"
-    return "no test imports it"
-
-
-def files_of(tests: list[str]) -> str:
-    return ", ".join(f"`{test.replace('.', '/')}.py`" for test in dict.fromkeys(tests[:MOST]))
-
-
-def path_of(module: str) -> str:
-    return str(OURS[module].relative_to(ROOT))
-
-
-def table() -> str:
-    above = importers()
-    rows = [
-        f"| `{path_of(module)}` | {row(module, above)} |"
-        for module, path in OURS.items()
-        if path.name != "__init__.py"
-    ]
-    return "\n".join([HEAD, *rows])
+def main(files: Sequence[str]) -> None:
+    text, _, _ = PAGE.read_text().partition(HEAD)
+    rows = dict(ROW.findall(PAGE.read_text()))
+    for module, lines in executed(files).items():
+        found = testers(module, lines)
+        if found and not (files and module in rows):
+            rows[module] = ", ".join(f"`{file}`" for file in found)
+    table = "".join(f"| `{module}` | {rows.get(module, '')} |\n" for module in modules())
+    PAGE.write_text(f"{text}{HEAD}{table}")
 
 
 if __name__ == "__main__":
-    text, _ = re.split(r"^\| module \|", PAGE.read_text(), flags=re.MULTILINE)
-    PAGE.write_text(f"{text}{table()}\n")
+    main(sys.argv[1:])
