@@ -34,7 +34,7 @@ TESTS = Path(__file__).parent
 
 # Integers, texts and small files in memory: under a minute in all.
 FAST = ("layout/", "shard_spec/", "mapping/", "arrays/", "universal/", "files/")
-FAST += tuple(f"hostile/test_{name}.py" for name in ("name_patterns", "servers", "visible", "yaml"))
+FAST += tuple(f"hostile/test_{name}.py" for name in ("servers", "visible", "yaml"))
 # Of these folders, checkpoints of thousands of arrays, of every format, or of whole models.
 DEFAULT = tuple(f"universal/test_{name}.py" for name in ("small_arrays", "copy", "links"))
 DEFAULT += ("files/test_copying.py",)
