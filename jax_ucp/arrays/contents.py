@@ -4,7 +4,7 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -175,6 +175,25 @@ class Contents:
         if not leaf.has_array:
             return []
         return list(self.arrays.locate(leaf.name, Box.whole(leaf.shape)))
+
+    def with_reasons(self, reasons: Mapping[str, str], skipped: Container[str] = ()) -> list[Item]:
+        """The inventory, in which the stored items of some leaves have other reasons.
+
+        Args:
+            reasons: The new reasons by the label of the leaf.
+            skipped: The labels of those leaves whose items become skipped.
+        """
+        label_of: dict[str, str] = {}
+        for leaf in self.leaves:
+            if leaf.label in reasons:
+                label_of |= dict.fromkeys((p.name for p in self.locate(leaf)), leaf.label)
+        inventory: list[Item] = []
+        for item in self.inventory:
+            if label := label_of.get(item.where):
+                status = "skipped" if label in skipped else item.status
+                item = replace(item, status=status, reason=reasons[label])
+            inventory.append(item)
+        return inventory
 
     def identity(self) -> tuple[Any, ...]:
         """A tuple that is equal for two openings of one source: the format, the source, the files

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.arrays.contents import STORED, Contents, Item, QuantizedWeight, how_to_open
+from jax_ucp.arrays.contents import STORED, Contents, QuantizedWeight, how_to_open
 from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.arrays.value import Array
 from jax_ucp.formats.huggingface import conv1d
@@ -156,7 +156,13 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
             notes.append(conv1d.note(turned, method))
         return replace(made, extras=extras, source=source, notes=notes)
     weights = [replace(weight, unread=why_unread(method, weight)) for weight in weights]
-    marked = replace(contents, inventory=_inventory(contents, weights), quantized=weights)
+    reasons = {
+        label: f"{role} of the quantised weight {weight.name} ({weight.scheme})"
+        for weight in weights
+        for role, label in weight.parts.items()
+    }
+    inventory = contents.with_reasons(reasons)
+    marked = replace(contents, inventory=inventory, quantized=weights)
     if dequantize is False:
         return _kept(marked)
     note = (
@@ -398,27 +404,10 @@ def _without_cache_scales(contents: Contents, weights: Sequence[QuantizedWeight]
     labels = {leaf.label for leaf in out}
     left = [leaf for leaf in contents.leaves if leaf.label not in labels]
     stored = expressions(contents.arrays)
-    places = {f"{piece.file}:{piece.item}" for leaf in out for piece in contents.locate(leaf)}
     reason = "a scale of a quantised cache of keys and values: it changes no weight"
-    inventory = [
-        replace(item, status="skipped", reason=reason) if item.where in places else item
-        for item in contents.inventory
-    ]
+    inventory = contents.with_reasons(dict.fromkeys(labels, reason), labels)
     without = contents.with_leaves([(leaf, stored.get(leaf.name)) for leaf in left], stored)
     return replace(without, inventory=inventory)
-
-
-def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequence[Item]:
-    reasons: dict[str, str] = {}
-    leaves = {leaf.label: leaf for leaf in contents.leaves}
-    for weight in weights:
-        for role, label in weight.parts.items():
-            items = [f"{p.file}:{p.item}" for p in contents.locate(leaves[label]) if p.item]
-            reason = f"{role} of the quantised weight {weight.name} ({weight.scheme})"
-            reasons |= dict.fromkeys(items, reason)
-    return [
-        replace(item, reason=reasons.get(item.where, item.reason)) for item in contents.inventory
-    ]
 
 
 def _kept(contents: Contents) -> Contents:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +40,11 @@ _LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The config of a LoRA adapter. `where` is the file, for errors; `version` that of peft, empty
-    where the config has none.
+    """The config of a LoRA adapter.
+
+    `where` is the file, for errors. `tokens` are the numbers of tokens by the end of a module's
+    name, which is empty if the config has one list for all. `version` has the first three numbers of
+    peft's version, and is empty if the config has none.
     """
 
     where: str
@@ -64,37 +67,37 @@ class LoraConfig:
         if not isinstance(config, Mapping):
             raise FormatError(f"{where} is not a config of an adapter, but {config!r:.80}")
         _require_lora(config, where)
-        checked = _Checked(config, where)
-        ranks = checked.pattern("rank_pattern", whole=True)
-        alphas = checked.pattern("alpha_pattern")
+        settings = _settings(config, where)
+        ranks, alphas = settings["rank_pattern"], settings["alpha_pattern"]
         remedy = "Say in rank_pattern and alpha_pattern the names of modules"
+        tokens = settings["trainable_token_indices"]
         return cls(
             where,
-            int(checked.number("r", 8, whole=True)),
-            checked.number("lora_alpha", 8),
+            int(settings["r"]),
+            settings["lora_alpha"],
             ranks,
             alphas,
-            checked.switch("use_rslora"),
-            checked.switch("use_dora"),
-            checked.switch("fan_in_fan_out"),
-            checked.names("target_parameters"),
-            checked.names("modules_to_save"),
-            checked.tokens("trainable_token_indices"),
+            settings["use_rslora"],
+            settings["use_dora"],
+            settings["fan_in_fan_out"],
+            settings["target_parameters"],
+            settings["modules_to_save"],
+            tokens if isinstance(tokens, Mapping) else {"": tokens},
             NamePatterns(map(_pattern, {**ranks, **alphas}), where, remedy),
-            checked.version("peft_version"),
+            tuple(map(int, re.findall(r"\d{1,4}", str(config.get("peft_version") or ""))[:3])),
         )
 
     def scale(self, module: str, rank: int) -> float:
         """The scale of the factors of a module. Raises FormatError if it is not certain."""
-        said = self._said(self.rank_pattern, module, self.rank)
-        if said != rank:
+        config_rank = self.rank_pattern.get(self._key(self.rank_pattern, module), self.rank)
+        if config_rank != rank:
             raise FormatError(
-                f"{self.where} says that {module} has rank {said:g}, and its factors have {rank}"
+                f"{self.where} says that {module} has rank {config_rank:g}, and its factors have"
+                f" {rank}"
             )
-        alpha = self._said(self.alpha_pattern, module, self.alpha)
-        first = self._first({**self.rank_pattern, **self.alpha_pattern}, module)
-        as_before = self.alpha_pattern.get(first or "", self.alpha)
-        if as_before != alpha and not self.version:
+        alpha = self.alpha_pattern.get(self._key(self.alpha_pattern, module), self.alpha)
+        first = self._key({**self.rank_pattern, **self.alpha_pattern}, module)
+        if self.alpha_pattern.get(first, self.alpha) != alpha and not self.version:
             raise FormatError(
                 f"{self.where}: {module} matches {first!r} in rank_pattern and another pattern in"
                 " alpha_pattern: the peft of 2024 took another alpha for it than later ones. Write"
@@ -102,15 +105,9 @@ class LoraConfig:
             )
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
-    def _said(self, pattern: Mapping[str, float], module: str, otherwise: float) -> float:
-        key = self._first(pattern, module)
-        return otherwise if key is None else pattern[key]
-
-    def _first(self, pattern: Mapping[str, float], module: str) -> str | None:
+    def _key(self, pattern: Mapping[str, float], module: str) -> str | None:
         """The first key that matches the end of a module's name, as peft has it."""
-        if not pattern:
-            return None
-        matching = self.patterns.matching(module)
+        matching = self.patterns.matching(module) if pattern else ()
         return next((key for key in pattern if _pattern(key) in matching), None)
 
 
@@ -170,64 +167,55 @@ def _require_lora(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """Values of a config; each raises FormatError for what cannot be meant."""
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MOST_ALPHA
 
-    config: Mapping[str, Any]
-    where: str
 
-    def number(self, key: str, otherwise: float, whole: bool = False) -> float:
-        value = self.config.get(key)
-        return otherwise if value is None else self._number(key, value, whole)
+def _is_rank(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= _MOST_RANK and value == int(value)
 
-    def version(self, key: str) -> tuple[int, ...]:
-        """The first numbers of a version, as many as are numbers."""
-        return tuple(map(int, re.findall(r"\d{1,4}", str(self.config.get(key) or ""))[:3]))
 
-    def switch(self, key: str) -> bool:
-        value = self.config.get(key)
-        if not isinstance(value, bool | None):
-            raise FormatError(f"{self.where}: {key} should be true or false, not {value!r:.80}")
-        return bool(value)
+def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(fits, value))
 
-    def names(self, key: str) -> Sequence[str]:
-        value = self.config.get(key) or ()
-        is_list = isinstance(value, list | tuple)
-        if not is_list or not all(isinstance(name, str) for name in value):
-            raise FormatError(f"{self.where}: {key} should be a list of names, not {value!r:.80}")
-        return tuple(value)
 
-    def tokens(self, key: str) -> Mapping[str, Sequence[int]]:
-        """Numbers of tokens by the end of a module's name; of a list it is empty."""
-        value = self.config.get(key) or {}
-        by_module = value if isinstance(value, Mapping) else {"": value}
-        for name, numbers in by_module.items():
-            is_list = isinstance(numbers, list | tuple) and isinstance(name, str)
-            if not is_list or not all(type(n) is int and n >= 0 for n in numbers):
-                raise FormatError(
-                    f"{self.where}: {key} should be a list of tokens' numbers, or one for each"
-                    f" module, not {value!r:.80}"
-                )
-            if len(set(numbers)) < len(numbers):
-                raise FormatError(f"{self.where}: {key} has a number twice")
-        return by_module
+def _is_table_of(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Mapping) and all(map(fits, value.values()))
 
-    def pattern(self, key: str, whole: bool = False) -> Mapping[str, float]:
-        value = self.config.get(key) or {}
-        if not isinstance(value, Mapping):
-            raise FormatError(
-                f"{self.where}: {key} should map names to numbers, but is {value!r:.80}"
-            )
-        return {name: self._number(f"{key} of {name!r:.80}", n, whole) for name, n in value.items()}
 
-    def _number(self, what: str, value: Any, whole: bool) -> float:
-        """A number; a rank is a `whole` one."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        fits = is_number and abs(value) <= _MOST_ALPHA
-        if whole:
-            fits = fits and 0 < value <= _MOST_RANK and value == int(value)
-        if not fits:
-            kind = "a whole number from 1" if whole else "a number"
-            raise FormatError(f"{self.where}: {what} is {value!r:.80}, where it should be {kind}")
-        return value
+def _are_tokens(value: Any) -> bool:
+    is_list = _is_list_of(value, lambda number: type(number) is int and number >= 0)
+    return is_list and len(set(value)) == len(value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_SWITCH = lambda value: isinstance(value, bool), "true or false", False
+_NAMES = lambda value: _is_list_of(value, _is_name), "a list of names", ()
+# The settings that are read: whether a value can be meant, what it should be, and the default.
+_SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str, Any]] = {
+    "r": (_is_rank, "a whole number from 1", 8),
+    "lora_alpha": (_is_number, "a number", 8),
+    "rank_pattern": (lambda v: _is_table_of(v, _is_rank), "whole numbers from 1 by name", {}),
+    "alpha_pattern": (lambda v: _is_table_of(v, _is_number), "numbers by name", {}),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), _SWITCH),
+    **dict.fromkeys(("target_parameters", "modules_to_save"), _NAMES),
+    "trainable_token_indices": (
+        lambda value: _are_tokens(value) or _is_table_of(value, _are_tokens),
+        "a list of tokens' numbers, each once, or such a list for each module",
+        {},
+    ),
+}
+
+
+def _settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of a config, with defaults. Raises FormatError if one cannot be meant."""
+    settings: dict[str, Any] = {}
+    for name, (fits, kind, default) in _SETTINGS.items():
+        value = config.get(name)
+        if value is not None and not fits(value):
+            raise FormatError(f"{where}: {name} is {value!r:.80}, where it should be {kind}")
+        settings[name] = default if value is None else value
+    return settings

@@ -338,14 +338,13 @@ def _with_rows(leaf: Leaf, base: Array, new: WeightPart, rows: Sequence[int]) ->
 
 def _items(adapter: _Adapter) -> Iterator[Item]:
     """The inventory of an adapter, in which its tensors are what they do."""
-    reasons: dict[str, str] = {}
-    for change in adapter.changes:
-        for tensor, role in change.tensors:
-            for piece in adapter.contents.locate(adapter.leaves[tensor]):
-                reasons[piece.name] = f"{role} of {change.weight}"
-    for item in adapter.contents.inventory:
-        reason = reasons.get(item.where, item.reason)
-        yield replace(item, where=f"{adapter.name}/{item.where}", reason=reason)
+    reasons = {
+        adapter.leaves[tensor].label: f"{role} of {change.weight}"
+        for change in adapter.changes
+        for tensor, role in change.tensors
+    }
+    for item in adapter.contents.with_reasons(reasons):
+        yield replace(item, where=f"{adapter.name}/{item.where}")
 
 
 def _notes(

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ucp.arrays import dequantized as dequantizing
 from jax_ucp.arrays.checks import passed_on
-from jax_ucp.arrays.contents import Contents, Item, QuantizedWeight
+from jax_ucp.arrays.contents import Contents, QuantizedWeight
 from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.value import Array, users
@@ -85,6 +85,16 @@ def dequantized(
             list(map(str, faults)),
         )
     leaves, arrays = _leaves(contents, stored, weights, made, dtype)
+    reasons: dict[str, str] = {}
+    about_activations: set[str] = set()
+    for weight in weights:
+        for role, label in weight.parts.items():
+            reasons[label] = f"{role} of {weight.name} ({weight.scheme}), dequantised"
+            if role in ABOUT_ACTIVATIONS:
+                about_activations.add(label)
+                reasons[label] = (
+                    f"{role} beside {weight.name}: about activations, it changes no weight"
+                )
     schemes = dict.fromkeys(weight.scheme for weight in weights)
     note = (
         f"{len(weights)} weights are stored quantised ({', '.join(schemes)}), and are"
@@ -94,7 +104,7 @@ def dequantized(
         contents,
         leaves=leaves,
         arrays=Evaluated(arrays),
-        inventory=_inventory(contents, weights, by_label),
+        inventory=contents.with_reasons(reasons, about_activations),
         notes=[*contents.notes, note],
         source={**contents.first_source, "dequantize": dtype},
         claims=passed_on(contents.claims, users(arrays, stored)),
@@ -153,26 +163,3 @@ def _path(weight: QuantizedWeight, codes: Leaf) -> TreePath:
         key if str(key.name) == step else Key(key.kind, step)
         for key, step in zip(codes.path, steps, strict=True)
     )
-
-
-def _inventory(
-    contents: Contents, weights: Sequence[QuantizedWeight], leaves: Mapping[str, Leaf]
-) -> list[Item]:
-    """The inventory with parts mapped to their weights; those about activations are out."""
-    said: dict[str, tuple[str, bool]] = {}
-    for weight in weights:
-        for role, label in weight.parts.items():
-            what = f"{role} of {weight.name} ({weight.scheme}), dequantised"
-            about = role in ABOUT_ACTIVATIONS
-            if about:
-                what = f"{role} beside {weight.name}: about activations, it changes no weight"
-            for piece in contents.locate(leaves[label]):
-                said[f"{piece.file}:{piece.item}"] = what, about
-    items: list[Item] = []
-    for item in contents.inventory:
-        if item.where in said:
-            reason, about = said[item.where]
-            status = "skipped" if about else item.status
-            item = replace(item, status=status, reason=reason)
-        items.append(item)
-    return items
